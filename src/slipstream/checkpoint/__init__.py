@@ -1,0 +1,25 @@
+"""What survives a run: checkpoint files, weights, random state."""
+
+from slipstream.checkpoint.files import (
+    find_latest_checkpoint,
+    load_checkpoint,
+    mark_last_checkpoint,
+    plain,
+    save_checkpoint,
+    write_text,
+)
+from slipstream.checkpoint.random_state import get_random_state, set_random_state
+from slipstream.checkpoint.weights import load_weights, revise
+
+__all__ = [
+    "find_latest_checkpoint",
+    "get_random_state",
+    "load_checkpoint",
+    "load_weights",
+    "mark_last_checkpoint",
+    "plain",
+    "revise",
+    "save_checkpoint",
+    "set_random_state",
+    "write_text",
+]

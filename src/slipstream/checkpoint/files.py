@@ -1,0 +1,146 @@
+"""Checkpoint files: written atomically, tensors and plain values only, read with `weights_only=True`."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import CheckpointError, did_you_mean
+
+__all__ = [
+    "find_latest_checkpoint",
+    "load_checkpoint",
+    "mark_last_checkpoint",
+    "plain",
+    "save_checkpoint",
+    "write_text",
+]
+
+LAST = "last_checkpoint"
+
+
+def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
+    """Write `checkpoint` to `path` so that a crash leaves either the old file or the whole new one.
+
+    Values that are neither tensors nor plain are left out, and `warn` is told which: `torch.load` with
+    `weights_only=True` could not read them.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = plain(checkpoint, warn)
+    with _replacing(path) as temporary:
+        torch.save(content, temporary)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a small text file atomically."""
+    with _replacing(path) as temporary:
+        temporary.write_text(text)
+
+
+def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in it is executed.
+
+    Raises:
+        CheckpointError: there is no such file, it is damaged, or it holds pickled objects.
+    """
+    path = Path(path)
+    if not path.is_file():
+        siblings = [p.name for p in path.parent.glob("*.pth")] if path.parent.is_dir() else []
+        raise CheckpointError(f"there is no checkpoint {path}{did_you_mean(path.name, siblings)}")
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(
+            f"{path} holds pickled objects (or is damaged), which are never loaded, since they can run code. "
+            "If you trust it, convert it once: c = torch.load(path, weights_only=False), drop the keys that "
+            "are no tensors or plain values (MMEngine's 'message_hub'), and torch.save(c, path)"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+    if not isinstance(checkpoint, Mapping):
+        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of tensors")
+    return dict(checkpoint)
+
+
+def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
+    """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns."""
+    write_text(Path(folder) / LAST, str(path))
+
+
+def find_latest_checkpoint(folder: str | Path) -> Path | None:
+    """Return the checkpoint named by `last_checkpoint` in `folder`, or None if there is none.
+
+    Raises:
+        CheckpointError: the file that `last_checkpoint` names is gone.
+    """
+    pointer = Path(folder) / LAST
+    if not pointer.is_file():
+        return None
+    latest = Path(pointer.read_text().strip())
+    # A work_dir that was moved still finds its own files.
+    for candidate in (latest, Path(folder) / latest.name):
+        if candidate.is_file():
+            return candidate
+    raise CheckpointError(
+        f"{pointer} names {latest}, which does not exist; pass the checkpoint's path instead"
+    )
+
+
+def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
+    """Return `value` with containers copied, numpy turned into plain numbers and tensors, and the rest left out."""
+    if isinstance(value, torch.nn.Parameter):
+        return value.detach()
+    if value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str | bytes):
+        return value
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.from_numpy(np.ascontiguousarray(value))
+    if isinstance(value, Mapping):
+        items = ((k, plain(v, warn, f"{where}.{k}")) for k, v in value.items())
+        return {k: v for k, v in items if v is not _LEFT_OUT}
+    if isinstance(value, list | tuple | set | frozenset):
+        parts = [plain(v, warn, f"{where}[{i}]") for i, v in enumerate(value)]
+        kept = [part for part in parts if part is not _LEFT_OUT]
+        return tuple(kept) if isinstance(value, tuple) else kept
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, torch.device | torch.dtype):
+        return value
+    warn(f"{where} is a {type(value).__name__}, neither tensor nor plain value: it is not saved")
+    return _LEFT_OUT
+
+
+_LEFT_OUT = object()
+
+
+class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as temporary)
+    """Give a temporary file in the folder of `path`, which takes its place when the block ends well."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Path:
+        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent)
+        os.close(handle)
+        self.temporary = Path(name)
+        return self.temporary
+
+    def __exit__(self, error: object, *_: object) -> None:
+        if error is not None:
+            self.temporary.unlink(missing_ok=True)
+            return
+        with self.temporary.open("rb+") as file:
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        self.temporary.chmod(0o666 & ~umask)  # mkstemp makes it private
+        self.temporary.replace(self.path)

@@ -1,0 +1,41 @@
+"""The random state of a process as plain values, so that a resumed run draws the same numbers."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["get_random_state", "set_random_state"]
+
+
+def get_random_state() -> dict[str, Any]:
+    """Return the state of Python's, NumPy's, torch's CPU and this process's accelerator's generators."""
+    version, words, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],
+        "torch": torch.get_rng_state(),
+    }
+    if (device := _device_module()) is not None:
+        state["accelerator"] = device.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Restore what `get_random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"].cpu())
+    if "accelerator" in state and (device := _device_module()) is not None:
+        device.set_rng_state(state["accelerator"].cpu())
+
+
+def _device_module() -> Any | None:
+    accelerator = torch.accelerator.current_accelerator()
+    return None if accelerator is None else torch.get_device_module(accelerator)

@@ -1,0 +1,76 @@
+"""Put the weights of a checkpoint into a model, and say exactly what did not fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import CheckpointError
+
+__all__ = ["load_weights", "revise"]
+
+_SHOWN = 5
+
+
+def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> dict[str, Any]:
+    """Return `state` with each `(pattern, replacement)` applied to its keys, as in `re.sub`."""
+    for pattern, replacement in revise_keys:
+        state = {re.sub(pattern, replacement, key): value for key, value in state.items()}
+    return dict(state)
+
+
+def load_weights(
+    model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
+) -> list[str]:
+    """Load `state` into the (unwrapped) model, in place.
+
+    Args:
+        model: the model.
+        state: tensors by name.
+        strict: every name must match; otherwise names that only one side has are reported and skipped.
+        source: what the errors call the checkpoint.
+
+    Returns:
+        Lines that say what was skipped; empty when everything matched.
+
+    Raises:
+        CheckpointError: a tensor has another shape, names differ under `strict`, or no name matches at all.
+    """
+    own = model.state_dict()
+    missing = [key for key in own if key not in state]
+    unexpected = [key for key in state if key not in own]
+    shapes = [
+        f"{key} is {tuple(state[key].shape)} there and {tuple(value.shape)} in the model"
+        for key, value in own.items()
+        if isinstance(value, torch.Tensor) and key in state and state[key].shape != value.shape
+    ]
+    if shapes:
+        raise CheckpointError(
+            f"{source} belongs to another model: {_some(shapes)}. Check the number of classes and the "
+            "model's options, or remove these tensors from the checkpoint"
+        )
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{source} belongs to another model: {'; '.join(_differences(missing, unexpected))}"
+        )
+    if own and len(missing) == len(own):
+        raise CheckpointError(
+            f"{source} has not one tensor of this model: it holds {_some(unexpected)}, "
+            f"the model {_some(missing)}. Rename keys with revise_keys, or check the model"
+        )
+    model.load_state_dict(dict(state), strict=False)
+    return _differences(missing, unexpected)
+
+
+def _differences(missing: list[str], unexpected: list[str]) -> list[str]:
+    lines = [f"missing in it: {_some(missing)}"] if missing else []
+    return [*lines, f"unknown to the model: {_some(unexpected)}"] if unexpected else lines
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more

@@ -1,0 +1,12 @@
+"""What shall be run: configuration files, their bases, overrides, and typed options.
+
+Only `.py` configuration files execute code; YAML, JSON, TOML and overrides are read as data.
+"""
+
+from slipstream.config.action import DictAction
+from slipstream.config.config import Config
+from slipstream.config.config_dict import ConfigDict
+from slipstream.config.options import options
+from slipstream.config.override import parse_override
+
+__all__ = ["Config", "ConfigDict", "DictAction", "options", "parse_override"]

@@ -1,0 +1,256 @@
+"""The configuration of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from slipstream.config.config_dict import ConfigDict
+from slipstream.config.load import Loaded, import_custom, load_file, load_text
+from slipstream.config.merge import DELETE, merge, nest
+from slipstream.config.override import check_override, parse_override
+from slipstream.config.write import to_text
+from slipstream.errors import ConfigError
+
+__all__ = ["Config"]
+
+# `env_variables` is MMEngine's: a file that used it as a key would not load there.
+_RESERVED = ("filename", "text", "pretty_text", "env_variables")
+
+
+class Config(MutableMapping[str, Any]):
+    """A configuration: a mapping with attribute access, at every level, that knows where it came from.
+
+    A `.py` file is executed: load only files that you trust as code. YAML, JSON and TOML files, the
+    placeholders in them and overrides are read as data; nothing in them is executed or evaluated.
+
+    Args:
+        cfg_dict: the values; its containers are copied.
+        filename: the file they came from, if any.
+        cfg_text: the text they came from, if any.
+
+    Raises:
+        ConfigError: a top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
+            `_base_`, dunder names) or is not a string.
+
+    Example:
+        >>> cfg = Config.fromfile("configs/unet.py")
+        >>> cfg.optim_wrapper.optimizer.lr = 0.1
+        >>> cfg.merge_from_dict({"train_cfg.max_epochs": 10})
+    """
+
+    _cfg_dict: ConfigDict
+    _filename: str | None
+    _text: str
+
+    def __init__(
+        self,
+        cfg_dict: Mapping[str, Any] | None = None,
+        *,
+        filename: str | Path | None = None,
+        cfg_text: str | None = None,
+    ) -> None:
+        if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
+            raise ConfigError(f"a Config is made from a dict, not from {type(cfg_dict).__name__}")
+        object.__setattr__(self, "_filename", None if filename is None else str(filename))
+        object.__setattr__(self, "_text", cfg_text or "")
+        self._replace(merge({}, cfg_dict or {}))
+
+    @classmethod
+    def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
+        """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
+
+        The file may name other files, of any format and relative to itself, as its `_base_`, and lies over
+        them: dicts merge, `_delete_=True` in a dict makes it replace instead, everything else replaces.
+        `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
+        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are filled in. In a
+        `.py` file the top-level variables are the keys, without modules, functions, classes and dunder
+        names, and `_base_.key.subkey` is the value of a base inside any expression.
+
+        Only `.py` files execute code.
+
+        Args:
+            filename: the file.
+            import_custom_modules: import the modules that the key `custom_imports=dict(imports=[...])`
+                names, whatever the format. Importing runs those modules; False leaves them alone.
+
+        Raises:
+            ConfigError: naming file and line: a file is missing, has a syntax error or raises one; a base
+                is missing or circular, or two bases set the same key; a dict lies over something else.
+        """
+        return cls._from_loaded(load_file(Path(filename).expanduser()), str(filename), import_custom_modules)
+
+    @classmethod
+    def fromstring(cls, cfg_str: str, file_format: str) -> Config:
+        """Load a text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
+
+        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text executes
+        code.
+
+        Raises:
+            ConfigError: see `fromfile`; the file is called `<string>`.
+        """
+        suffix = "." + file_format.removeprefix(".").lower()
+        return cls._from_loaded(load_text(cfg_str, Path("<string>"), suffix), None, True)
+
+    @classmethod
+    def _from_loaded(cls, loaded: Loaded, filename: str | None, import_custom_modules: bool) -> Config:
+        if import_custom_modules:
+            import_custom(loaded.values, filename or "<string>")
+        try:
+            return cls(loaded.values, filename=filename, cfg_text=loaded.text)
+        except ConfigError as error:
+            raise ConfigError(f"{error.args[0]} ({filename or '<string>'})", error.path) from None
+
+    @property
+    def filename(self) -> str | None:
+        """The file that this was loaded from, as it was given."""
+        return self._filename
+
+    @property
+    def text(self) -> str:
+        """The source of every file that was read, bases first, each below its path."""
+        return self._text
+
+    @property
+    def pretty_text(self) -> str:
+        """The values as Python source, which `fromfile` reads back.
+
+        Classes, functions and objects such as `torch.bfloat16` appear as their dotted import string.
+
+        Raises:
+            ConfigError: a value cannot be written; the message names its key.
+        """
+        return to_text(self._cfg_dict, ".py")
+
+    def dump(self, file: str | Path | None = None) -> str | None:
+        """Write the values to `file`, in the format of its suffix; without a file, return the text.
+
+        The text has the format of `filename`, or Python's. Loading it gives an equal configuration, with two
+        exceptions: classes, functions and objects such as `torch.bfloat16` are written as their dotted import
+        string, and YAML, JSON and TOML turn tuples into lists. TOML needs the extra `slipstream[toml]`.
+
+        Raises:
+            ConfigError: the format cannot hold a value (None in TOML); the message names its key.
+        """
+        suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
+        text = to_text(self._cfg_dict, suffix)
+        if file is None:
+            return text
+        Path(file).write_text(text, encoding="utf-8", newline="\n")
+        return None
+
+    def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
+        """Lay `options`, from dotted keys to values, over this configuration, in their order.
+
+        Args:
+            options: `{"model.depth": 3, "model": dict(width=8)}`; a dict merges into what is there,
+                unless it has `_delete_=True` (or `"model._delete_": True` is among the options).
+            allow_list_keys: integers in keys (`"pipeline.0.type"`) are positions of list items.
+
+        Raises:
+            ConfigError: a dict would be merged onto something that is none, or a position does not exist.
+                The configuration is then unchanged.
+        """
+        merged: dict[str, Any] = self._cfg_dict
+        for key, value in sorted(options.items(), key=_deletes_first):
+            merged = merge(merged, nest(key, value), list_keys=allow_list_keys)
+        self._replace(merged)
+
+    def merge_from_args(self, overrides: Iterable[str]) -> None:
+        """Lay overrides such as `"optim_wrapper.optimizer.lr=0.1"` over this configuration, unchecked.
+
+        `parse_override` says how values are typed; nothing is evaluated.
+
+        Raises:
+            ConfigError: see `parse_override` and `merge_from_dict`.
+        """
+        self.merge_from_dict(dict(parse_override(text) for text in overrides))
+
+    def override(self, overrides: Iterable[str], known: Iterable[str] = ()) -> None:
+        """Lay overrides over this configuration, and refuse keys that cannot be meant.
+
+        Args:
+            overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
+            known: the top-level keys that may be set although the configuration lacks them.
+
+        Raises:
+            UnknownNameError: a key neither stands in the configuration nor goes into a dict that a builder
+                will check; the message names the place and the nearest valid key.
+            ConfigError: an override cannot be read or merged. The configuration is then unchanged.
+        """
+        known = set(known)
+        changed = copy(self)
+        for key, value in sorted(map(parse_override, overrides), key=_deletes_first):
+            check_override(changed._cfg_dict, key, known, self._filename or "the configuration")
+            changed.merge_from_dict({key: value})
+        self._replace(changed._cfg_dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the values as plain dicts, lists and tuples, which share no container with this one."""
+        return self._cfg_dict.to_dict()
+
+    def copy(self) -> Config:
+        """Return a shallow copy: nested dicts and lists are shared. `copy.deepcopy` shares nothing."""
+        return copy(self)
+
+    def setdefault(self, key: str, default: Any = None) -> Any:
+        """Return the value of `key`, after setting it to `default` where it is missing."""
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def _replace(self, values: Mapping[str, Any]) -> None:
+        for key in values:
+            _check_key(key)
+        object.__setattr__(self, "_cfg_dict", ConfigDict(values))
+
+    def __copy__(self) -> Config:
+        new = type(self).__new__(type(self))
+        new.__dict__.update(self.__dict__, _cfg_dict=self._cfg_dict.copy())
+        return new
+
+    def __getattr__(self, name: str) -> Any:
+        # pickle and copy ask before the fields are there.
+        if name == "_cfg_dict" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self._cfg_dict, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._cfg_dict, name)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._cfg_dict[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        _check_key(key)
+        self._cfg_dict[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._cfg_dict[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cfg_dict)
+
+    def __len__(self) -> int:
+        return len(self._cfg_dict)
+
+    def __repr__(self) -> str:
+        return f"Config (path: {self._filename}): {dict.__repr__(self._cfg_dict)}"
+
+
+def _deletes_first(item: tuple[str, Any]) -> bool:
+    """Sort key that puts `model._delete_` before the keys that go into the emptied dict."""
+    return item[0].rpartition(".")[2] != DELETE
+
+
+def _check_key(key: Any) -> None:
+    if not isinstance(key, str):
+        raise ConfigError(f"top-level keys are strings, not {key!r}")
+    if key in _RESERVED or key == "_base_" or (key.startswith("__") and key.endswith("__")):
+        raise ConfigError("this name is reserved for the Config itself; choose another key", key)

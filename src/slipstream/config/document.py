@@ -1,0 +1,196 @@
+"""Read the source of one configuration file. Only Python sources execute code; the others are data."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+import traceback
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from slipstream.config.config_dict import ConfigDict
+from slipstream.config.placeholders import Placeholders
+from slipstream.config.yaml_format import Loader
+from slipstream.errors import ConfigError, did_you_mean
+
+__all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_document"]
+
+BASE = "_base_"
+SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml")
+# What Python files define besides configuration values.
+_CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
+class Document(Protocol):
+    """A parsed file whose bases are known, and whose values can be had once the bases are loaded."""
+
+    base_names: list[str]
+
+    def values(self, bases: dict[str, Any]) -> dict[str, Any]:
+        """Return the file's own values; `bases` are the merged values of its bases."""
+
+
+def open_document(source: str, path: Path, suffix: str) -> Document:
+    """Return the parsed document.
+
+    Raises:
+        ConfigError: the suffix is none of `SUFFIXES`, or the source has a syntax error.
+    """
+    if suffix not in SUFFIXES:
+        hint = did_you_mean(suffix, SUFFIXES)
+        raise ConfigError(f"{path}: configurations are {', '.join(SUFFIXES)} files, not '{suffix}'{hint}")
+    if suffix == ".py":
+        return PythonDocument(source, path)
+    return DataDocument(source, path, suffix)
+
+
+class DataDocument:
+    """A YAML, JSON or TOML file. Its text is parsed as data; no part of it is ever executed or evaluated."""
+
+    def __init__(self, source: str, path: Path, suffix: str) -> None:
+        self._placeholders = Placeholders(source, path, quote=suffix in (".json", ".toml"))
+        tree = _PARSERS[suffix](self._placeholders.text, path)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{path}: the top level must be keys with values, not a {type(tree).__name__}")
+        self.base_names = _base_names(self._placeholders.fill(tree.pop(BASE, [])), path)
+        self._tree = tree
+
+    def values(self, bases: dict[str, Any]) -> dict[str, Any]:
+        """Return the file's own values, with placeholders filled."""
+        self._placeholders.bases = bases
+        filled: dict[str, Any] = self._placeholders.fill(self._tree)
+        return filled
+
+
+class PythonDocument:
+    """A Python file. It is executed, with the values of its bases in the variable `_base_`."""
+
+    def __init__(self, source: str, path: Path) -> None:
+        self._path = path
+        self._placeholders = Placeholders(source, path, quote=False)
+        try:
+            self._module = ast.parse(self._placeholders.text, str(path))
+        except (SyntaxError, ValueError) as error:
+            place = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
+            raise ConfigError(f"{place}: {getattr(error, 'msg', error)}") from None
+        self.base_names = self._take_base_names()
+
+    def _take_base_names(self) -> list[str]:
+        for statement in self._module.body:
+            if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == BASE:
+                self._module.body.remove(statement)
+                try:
+                    names = ast.literal_eval(statement.value)
+                except ValueError:
+                    message = "_base_ must be a literal string or list of strings"
+                    raise ConfigError(f"{self._path}:{statement.lineno}: {message}") from None
+                return _base_names(self._placeholders.fill(names), self._path)
+        return []
+
+    def values(self, bases: dict[str, Any]) -> dict[str, Any]:
+        """Execute the file; return its variables without modules, functions, classes and dunder names."""
+        self._placeholders.bases = bases
+        names: dict[str, Any] = {"__name__": "__config__", "__file__": str(self._path)}
+        if self.base_names:
+            names[BASE] = ConfigDict(bases)
+        _Fill(self._placeholders, names).visit(self._module)
+        try:
+            exec(compile(self._module, str(self._path), "exec", dont_inherit=True), names)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            line = [frame.lineno for frame in frames if frame.filename == str(self._path)][-1:]
+            place = ":".join([str(self._path), *map(str, line)])
+            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+        return {name: value for name, value in names.items() if self._is_value(name, value)}
+
+    def _is_value(self, name: str, value: Any) -> bool:
+        if name == BASE or name in self._placeholders or (name.startswith("__") and name.endswith("__")):
+            return False
+        # `from __future__ import annotations` leaves an object behind.
+        return not isinstance(value, _CODE) and type(value).__module__ != "__future__"
+
+
+class _Fill(ast.NodeTransformer):
+    """Replace the tokens of placeholders before the file runs, so that its own code sees the values."""
+
+    def __init__(self, placeholders: Placeholders, names: dict[str, Any]) -> None:
+        self._placeholders = placeholders
+        self._names = names
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        if node.id in self._placeholders:
+            self._names[node.id] = self._placeholders.fill(node.id)
+        return node
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        if not isinstance(node.value, str):
+            return node
+        if node.value in self._placeholders:
+            return self.visit_Name(ast.copy_location(ast.Name(node.value, ast.Load()), node))
+        node.value = self._placeholders.fill_text(node.value)
+        return node
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        for part in node.values:
+            if isinstance(part, ast.Constant):
+                part.value = self._placeholders.fill_text(str(part.value))
+            else:
+                self.visit(part)
+        return node
+
+
+def _base_names(value: Any, path: Path) -> list[str]:
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{path}: _base_ must be a path or a list of paths, not {value!r}")
+    return list(names)
+
+
+def _parse_yaml(text: str, path: Path) -> Any:
+    try:
+        tree = yaml.load(text, Loader)
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
+    return {} if tree is None else tree
+
+
+def _parse_json(text: str, path: Path) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        tree = dict(pairs)
+        if len(tree) < len(pairs):
+            keys = [key for key, _ in pairs]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            raise ConfigError(f"{path}: the key '{twice}' is given twice")
+        return tree
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
+
+
+def _parse_toml(text: str, path: Path) -> Any:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        # Its message ends in "(at line 1, column 2)" or "(at end of document)".
+        message, _, place = str(error).removesuffix(")").rpartition(" (")
+        line = re.search(r"line (\d+)", place)
+        raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: {message}") from None
+
+
+_PARSERS: dict[str, Callable[[str, Path], Any]] = {
+    ".yaml": _parse_yaml,
+    ".yml": _parse_yaml,
+    ".json": _parse_json,
+    ".toml": _parse_toml,
+}

@@ -1,0 +1,120 @@
+"""Load a configuration file together with its bases."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from slipstream.config.document import SUFFIXES, open_document
+from slipstream.config.merge import merge
+from slipstream.errors import ConfigError, did_you_mean
+
+__all__ = ["Loaded", "import_custom", "load_file", "load_text"]
+
+
+class Loaded(NamedTuple):
+    """The merged values of a file, and the text of every file that was read, bases first."""
+
+    values: dict[str, Any]
+    text: str
+
+
+def load_file(path: Path, chain: tuple[Path, ...] = ()) -> Loaded:
+    """Load `path`; `chain` are the files that led to it as their base.
+
+    Raises:
+        ConfigError: the file is missing or unreadable, has an error in it, or is its own base.
+    """
+    if path.resolve() in [parent.resolve() for parent in chain]:
+        circle = " -> ".join(str(file) for file in (*chain, path))
+        raise ConfigError(f"{chain[0]}: a file cannot be its own base: {circle}")
+    return load_text(_read(path, chain), path, path.suffix.lower(), chain)
+
+
+def load_text(source: str, path: Path, suffix: str, chain: tuple[Path, ...] = ()) -> Loaded:
+    """Load `source` as if it stood at `path`, in the format that `suffix` names.
+
+    Raises:
+        ConfigError: see `load_file`.
+    """
+    try:
+        document = open_document(source, path, suffix)
+        bases = _load_bases([path.parent / name for name in document.base_names], (*chain, path))
+        values = _merge(bases.values, document.values(bases.values), path)
+    except RecursionError:
+        raise ConfigError(f"{path}: its values contain themselves, or nest too deeply") from None
+    return Loaded(values, f"{bases.text}{path}\n{source}\n")
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any], path: Path) -> dict[str, Any]:
+    try:
+        return merge(base, over)
+    except ConfigError as error:
+        raise ConfigError(f"{error.args[0]} ({path})", error.path) from None
+
+
+def _load_bases(paths: list[Path], chain: tuple[Path, ...]) -> Loaded:
+    values: dict[str, Any] = {}
+    origin: dict[str, Path] = {}
+    texts = []
+    for path in paths:
+        base = load_file(path, chain)
+        for key in base.values:
+            if key in origin:
+                raise ConfigError(
+                    f"{chain[-1]}: its bases {origin[key]} and {path} both set this; "
+                    "let one be the base of the other, or remove the key from one",
+                    key,
+                )
+            origin[key] = path
+        values.update(base.values)
+        texts.append(base.text)
+    return Loaded(values, "".join(texts))
+
+
+def _read(path: Path, chain: tuple[Path, ...]) -> str:
+    what = f"{chain[-1]}: its base {path}" if chain else str(path)
+    try:
+        # Editors on Windows may write a byte order mark.
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{what} is not UTF-8 text (byte {error.start})") from None
+    except OSError as error:
+        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+
+
+def _nearest_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"; nor does the folder {path.parent}"
+    return did_you_mean(
+        path.name, sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
+    )
+
+
+def import_custom(values: dict[str, Any], source: str) -> None:
+    """Import the modules that `custom_imports=dict(imports=[...])` names; they register their classes.
+
+    Raises:
+        ConfigError: one cannot be imported, unless `allow_failed_imports` is set.
+    """
+    custom = values.get("custom_imports")
+    if not custom:
+        return
+    names = custom.get("imports") if isinstance(custom, dict) else None
+    names = [names] if isinstance(names, str) else names
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"expected dict(imports=['package.module']), not {custom!r} ({source})", "custom_imports"
+        )
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            if not custom.get("allow_failed_imports"):
+                remedy = "install it or put its folder on PYTHONPATH, or set allow_failed_imports=True"
+                raise ConfigError(
+                    f"cannot import '{name}': {error}; {remedy} ({source})", "custom_imports"
+                ) from error

@@ -1,0 +1,94 @@
+"""Lay one configuration over another."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["DELETE", "dotted_keys", "join", "merge", "nest"]
+
+DELETE = "_delete_"
+
+
+def merge(
+    base: Mapping[Any, Any], over: Mapping[Any, Any], *, list_keys: bool = False, path: str = ""
+) -> dict[Any, Any]:
+    """Return `base` with `over` laid over it, key by key; neither is changed.
+
+    Dicts merge recursively, everything else replaces. A dict with `_delete_=True` replaces what `base`
+    has instead of merging; `_delete_` itself never stands in the result. None in `base` counts as absent.
+
+    Args:
+        base: the lower layer.
+        over: the upper layer.
+        list_keys: a dict laid over a list sets the items at the positions that its keys give.
+        path: where the two stand in the configuration, for error messages.
+
+    Raises:
+        ConfigError: a dict would be merged onto something that is none, or a position does not exist.
+    """
+    if over.get(DELETE):
+        return dict(_clean(over))
+    merged = dict(base)
+    for key, value in over.items():
+        if key != DELETE:
+            merged[key] = _merge_value(merged.get(key), value, list_keys, join(path, key))
+    return merged
+
+
+def _merge_value(old: Any, new: Any, list_keys: bool, path: str) -> Any:
+    if not isinstance(new, dict) or old is None or new.get(DELETE):
+        return _clean(new)
+    if isinstance(old, dict):
+        return merge(old, new, list_keys=list_keys, path=path)
+    if list_keys and isinstance(old, list | tuple):
+        return _merge_items(old, new, path)
+    raise ConfigError(
+        f"a dict cannot be merged onto {reprlib.repr(old)}; put _delete_=True into it to replace that",
+        path,
+    )
+
+
+def _merge_items(old: list[Any] | tuple[Any, ...], new: Mapping[Any, Any], path: str) -> Any:
+    items = list(old)
+    for key, value in new.items():
+        if not (str(key).isdecimal() and int(key) < len(items)):
+            raise ConfigError(f"there is no item '{key}' in a list of {len(items)}", path)
+        items[int(key)] = _merge_value(items[int(key)], value, True, join(path, key))
+    return tuple(items) if isinstance(old, tuple) else items
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items() if key != DELETE}
+    if type(value) in (list, tuple):
+        return type(value)(_clean(item) for item in value)
+    return value
+
+
+def nest(key: str, value: Any) -> dict[str, Any]:
+    """Return `{"a": {"b": value}}` for the key `"a.b"`."""
+    first, *rest = key.split(".")
+    for segment in reversed(rest):
+        value = {segment: value}
+    return {first: value}
+
+
+def join(path: str, key: Any) -> str:
+    """Return the dotted key of `key` below `path`."""
+    return f"{path}.{key}" if path else str(key)
+
+
+def dotted_keys(tree: Any, path: str = "") -> Iterator[str]:
+    """Yield the dotted key of everything inside `tree`; positions of list items count as keys."""
+    items: Any = ()
+    if isinstance(tree, dict):
+        items = tree.items()
+    elif isinstance(tree, list | tuple):
+        items = enumerate(tree)
+    for key, value in items:
+        yield join(path, key)
+        yield from dotted_keys(value, join(path, key))

@@ -1,0 +1,77 @@
+"""Typed options from a configuration dict."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from slipstream.config.merge import join
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.typecheck import describe, matches
+
+__all__ = ["options"]
+
+T = TypeVar("T")
+
+
+def options(cls: type[T], mapping: Any, path: str) -> T:
+    """Return an instance of the dataclass `cls` with the values of `mapping`.
+
+    Fields whose annotation is a dataclass (or a union with one) are built from nested mappings.
+
+    Args:
+        cls: a dataclass, usually frozen.
+        mapping: the values by field name; an instance of `cls` is returned as it is, None gives the defaults.
+        path: where the mapping stands in the configuration, for error messages.
+
+    Raises:
+        UnknownNameError: a key is no field; the message names the nearest.
+        ConfigError: a value does not fit the annotation, a field without default is missing, or `cls`
+            refuses the values.
+    """
+    if isinstance(mapping, cls):
+        return mapping
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise ConfigError(f"expected a dict of {cls.__name__}, not {mapping!r}", path)
+    fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    hints = typing.get_type_hints(cls)
+    values = {}
+    for key, value in (mapping or {}).items():
+        if key not in fields:
+            raise UnknownNameError(f"no such option{did_you_mean(str(key), fields)}", join(path, key))
+        values[key] = _field(hints[key], value, join(path, key))
+    missing = dataclasses.MISSING
+    for name, field in fields.items():
+        if name not in values and field.default is missing and field.default_factory is missing:
+            raise ConfigError(f"expected {describe(hints[name])}, but it is missing", join(path, name))
+    return _construct(cls, values, path)
+
+
+def _field(annotation: Any, value: Any, path: str) -> Any:
+    """Return `value` checked against the annotation of its field."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    members = typing.get_args(annotation) if union else (annotation,)
+    nested = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
+    if not nested:
+        fits = matches(value, annotation)
+    elif isinstance(value, Mapping) or (value is None and not union):
+        return options(nested[0], value, path)
+    else:
+        # typecheck accepts everything for a dataclass, so the members are asked one by one.
+        fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
+    if not fits:
+        raise ConfigError(f"expected {describe(annotation)}, not {value!r}", path)
+    return value
+
+
+def _construct(cls: type[T], values: dict[str, Any], path: str) -> T:
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        error.path = join(path, error.path) if error.path else path
+        raise
+    except (TypeError, ValueError) as error:
+        raise ConfigError(str(error), path) from error

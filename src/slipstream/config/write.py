@@ -1,0 +1,153 @@
+"""Write a configuration as Python, YAML, JSON or TOML."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import keyword
+import math
+import numbers
+import sys
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+from slipstream.config.merge import join
+from slipstream.config.yaml_format import Dumper
+from slipstream.errors import ConfigError, did_you_mean
+
+__all__ = ["to_text"]
+
+_WIDTH = 110
+# Assigned at the top of a Python file, these would change what the lines below them mean.
+_USED_BY_SOURCE = ("dict", "float", "globals")
+
+
+def to_text(values: dict[Any, Any], suffix: str) -> str:
+    """Return `values` in the format that `suffix` names.
+
+    Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths
+    as strings; numbers of numpy become plain ones. Tuples stay tuples in Python and become lists elsewhere.
+
+    Raises:
+        ConfigError: the format cannot hold a value; the message names its key.
+    """
+    if suffix not in _WRITERS:
+        hint = did_you_mean(suffix, _WRITERS)
+        raise ConfigError(f"configurations are written as {', '.join(_WRITERS)}, not '{suffix}'{hint}")
+    return _WRITERS[suffix](_plain(values, suffix, ""))
+
+
+def _plain(value: Any, suffix: str, path: str) -> Any:
+    """Return `value` made of None, bool, int, float, str, list, tuple and dict, as the format holds them."""
+    if isinstance(value, dict):
+        return {_key(key, suffix, path): _plain(item, suffix, join(path, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(item, suffix, join(path, index)) for index, item in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) and suffix == ".py" else items
+    if value is None and suffix == ".toml":
+        raise ConfigError("TOML has no None; remove the key, or write .py, .yaml or .json", path)
+    if value is None or isinstance(value, bool):
+        return value
+    # The exact type: subclasses (numpy's numbers, enums) have a repr of their own.
+    for kind, abstract in ((str, str), (int, numbers.Integral), (float, numbers.Real)):
+        if isinstance(value, abstract):
+            return str.__str__(value) if isinstance(value, str) else kind(value)  # type: ignore[call-overload]
+    return str(value) if isinstance(value, PurePath) else _dotted(value, path)
+
+
+def _key(key: Any, suffix: str, path: str) -> Any:
+    if isinstance(key, str):
+        return str.__str__(key)
+    if suffix in (".json", ".toml") or not isinstance(key, int | float | None):
+        raise ConfigError(f"the key {key!r} cannot be written as {suffix}; use a string", path)
+    return key
+
+
+def _dotted(value: Any, path: str) -> str:
+    """Return the import string of a class, function, or object whose repr is one (`torch.bfloat16`)."""
+    if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
+        name = f"{value.__module__}.{value.__qualname__}"
+        if value.__module__ is None or "<" in name:
+            raise ConfigError(f"{name} cannot be written to a file: it has no import path; register it", path)
+        return name
+    name = repr(value)
+    module, _, attribute = name.rpartition(".")
+    if getattr(sys.modules.get(module), attribute, None) is value:
+        return name
+    raise ConfigError(
+        f"a {type(value).__name__} cannot be written to a file; describe it by a dict with a 'type'", path
+    )
+
+
+def _to_python(values: dict[str, Any]) -> str:
+    assignable = [key for key in values if _is_keyword(key) and key not in _USED_BY_SOURCE]
+    lines = [f"{key} = {_source(values[key], 0, len(key) + 3)}\n" for key in assignable]
+    rest = {key: value for key, value in values.items() if key not in assignable}
+    if rest:
+        lines.append(f"globals().update({_source(rest, 0, len('globals().update()'))})\n")
+    return "".join(lines)
+
+
+def _is_keyword(key: Any) -> bool:
+    # Python normalises identifiers that are not ASCII, which could change the key.
+    return isinstance(key, str) and key.isidentifier() and key.isascii() and not keyword.iskeyword(key)
+
+
+def _source(value: Any, indent: int, lead: int) -> str:
+    """Return the Python source of `value`, over several lines where `lead` columns leave too little room."""
+    flat = _flat(value)
+    opening, parts, closing = _parts(value)
+    if indent + lead + len(flat) <= _WIDTH or not parts:
+        return flat
+    pad = " " * (indent + 4)
+    lines = [f"{pad}{prefix}{_source(part, indent + 4, len(prefix) + 1)},\n" for prefix, part in parts]
+    return f"{opening}\n{''.join(lines)}{' ' * indent}{closing}"
+
+
+def _flat(value: Any) -> str:
+    opening, parts, closing = _parts(value)
+    if not opening:
+        # inf and nan have no literal.
+        return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
+    comma = "," if isinstance(value, tuple) and len(parts) == 1 else ""
+    return f"{opening}{', '.join(prefix + _flat(part) for prefix, part in parts)}{comma}{closing}"
+
+
+def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
+    """Return the brackets of a container and what stands between them, each with its prefix."""
+    if isinstance(value, dict):
+        if all(map(_is_keyword, value)):
+            return "dict(", [(f"{key}=", item) for key, item in value.items()], ")"
+        return "{", [(f"{_flat(key)}: ", item) for key, item in value.items()], "}"
+    if isinstance(value, list | tuple):
+        opening, closing = ("[", "]") if isinstance(value, list) else ("(", ")")
+        return opening, [("", item) for item in value], closing
+    return "", [], ""
+
+
+def _to_yaml(values: dict[str, Any]) -> str:
+    return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
+
+
+def _to_json(values: dict[str, Any]) -> str:
+    return json.dumps(values, indent=4, ensure_ascii=False) + "\n"
+
+
+def _to_toml(values: dict[str, Any]) -> str:
+    try:
+        import tomli_w
+    except ImportError:
+        raise ConfigError("writing TOML needs tomli_w: pip install 'slipstream[toml]'") from None
+    return tomli_w.dumps(values)
+
+
+_WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
+    ".py": _to_python,
+    ".yaml": _to_yaml,
+    ".yml": _to_yaml,
+    ".json": _to_json,
+    ".toml": _to_toml,
+}

@@ -1,0 +1,36 @@
+"""How a list of samples becomes a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch.utils.data import default_collate
+
+from slipstream.errors import DataError
+from slipstream.registry import FUNCTIONS
+
+__all__ = ["default_collate", "pseudo_collate"]
+
+FUNCTIONS.register_module(name="default_collate", module=default_collate)
+
+
+@FUNCTIONS.register_module()
+def pseudo_collate(data_batch: Sequence[Any]) -> Any:
+    """Return the batch in the structure of one sample, with a list of the samples' values at each leaf.
+
+    Nothing is stacked or converted, so values may differ in shape. Mappings, lists and named tuples keep
+    their type; tuples become lists, as torch's `default_collate` makes them.
+
+    Raises:
+        DataError: the samples are lists of different lengths.
+    """
+    first = data_batch[0]
+    if isinstance(first, Mapping):
+        return type(first)({key: pseudo_collate([d[key] for d in data_batch]) for key in first})  # type: ignore[call-arg]
+    if isinstance(first, str | bytes) or not isinstance(first, Sequence):
+        return list(data_batch)
+    if len({len(sample) for sample in data_batch}) > 1:
+        raise DataError(f"samples of different lengths cannot be collated: {[len(s) for s in data_batch]}")
+    columns = [pseudo_collate(column) for column in zip(*data_batch, strict=True)]
+    return type(first)(*columns) if hasattr(first, "_fields") else columns

@@ -1,0 +1,216 @@
+"""The drawing list of a street scene: polygons in the world, projected to relative image coordinates.
+
+Nothing here knows the size of the image: a `Canvas` is the same for a thumbnail and for a full frame.
+World coordinates are metres: X right, Y up from the ground, Z ahead of the camera.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import NamedTuple
+
+__all__ = ["Camera", "Canvas", "Colour", "Light", "Point", "Shape", "some_colour", "tint"]
+
+Colour = tuple[float, float, float]
+Point = tuple[float, float]
+Four = tuple[float, float, float, float]
+
+# Materials: what the shading draws inside a polygon.
+PLAIN, GLASS, FACADE, BRICK, ASPHALT, PAVING, GRASS, FOLIAGE, BARS, SKY, SPOKES = range(11)
+
+# Layers are painted in this order; inside a layer the far is painted before the near.
+BACKDROP, GROUND, SIDES, OBJECTS, EGO = range(5)
+
+NOTHING: Four = (0.0, 0.0, 0.0, 0.0)
+_FAR = 1000.0
+
+
+class Camera(NamedTuple):
+    """A pinhole above the ground: focal length in image widths, vanishing point, height in metres."""
+
+    focal: float
+    vx: float
+    vy: float
+    height: float
+
+
+class Light(NamedTuple):
+    """The light of a scene; brightnesses are factors, colours RGB in 0..1, `reach` is metres of half haze."""
+
+    sun_side: int
+    left: float
+    right: float
+    facing: float
+    top: float
+    tint: Colour
+    haze: Colour
+    reach: float
+    dusk: bool
+
+
+class Shape(NamedTuple):
+    """One polygon; 1/Z of its plane is `a * dx + b * dy + c` in the image, the plane's three numbers."""
+
+    key: float
+    points: list[Point]
+    cls: int
+    material: int
+    table: tuple[float, ...]  # plane (3), colour (3), second colour (3), parameters of the material (4)
+
+
+class Canvas:
+    """Collects shapes; `place` sets the painting order of those that follow."""
+
+    def __init__(self, camera: Camera, light: Light) -> None:
+        self.camera = camera
+        self.light = light
+        self.shapes: list[Shape] = []
+        self._key = 0.0
+        self._depth = _FAR
+
+    def place(self, layer: int, z: float) -> None:
+        """Paint what follows in `layer`, before everything nearer than `z` metres."""
+        self._key = layer * _FAR * 2 - z
+        self._depth = z
+
+    def point(self, x: float, y: float, z: float) -> Point:
+        """Return the image position of a world point, both parts relative (0..1 inside the image)."""
+        focal, vx, vy, height = self.camera
+        z = max(z, 0.4)
+        return vx + focal * x / z, vy + 2.0 * focal * (height - y) / z
+
+    def add(
+        self,
+        points: list[Point],
+        cls: int,
+        colour: Colour,
+        material: int = PLAIN,
+        second: Colour | None = None,
+        params: Four = NOTHING,
+        plane: tuple[float, float, float] | None = None,
+    ) -> None:
+        """Add a polygon of image points; without `plane` it stands upright at the placed depth."""
+        plane = plane or (0.0, 0.0, 1.0 / self._depth)
+        second = second or (colour[0] * 0.6, colour[1] * 0.58, colour[2] * 0.55)
+        self.shapes.append(Shape(self._key, points, cls, material, plane + colour + second + params))
+
+    def ground(
+        self,
+        x: tuple[float, float],
+        z: tuple[float, float],
+        cls: int,
+        colour: Colour,
+        material: int,
+        second: Colour | None = None,
+        params: Four = NOTHING,
+    ) -> None:
+        """Add a rectangle that lies on the ground."""
+        at = self.point
+        points = [at(x[0], 0, z[0]), at(x[1], 0, z[0]), at(x[1], 0, z[1]), at(x[0], 0, z[1])]
+        self.add(points, cls, colour, material, second, params, (0.0, 1.0 / self.camera.height, 0.0))
+
+    def blot(self, x: float, z: float, rx: float, rz: float, cls: int, colour: Colour, material: int) -> None:
+        """Add an octagon that lies on the ground: a shadow, a patch, a manhole."""
+        ring = [self.point(x + rx * u, 0, z + rz * v) for u, v in _OCTAGON]
+        self.add(ring, cls, colour, material, plane=(0.0, 1.0 / self.camera.height, 0.0))
+
+    def side(
+        self,
+        x: float,
+        z: tuple[float, float],
+        y: tuple[float, float],
+        cls: int,
+        colour: Colour,
+        material: int,
+        second: Colour | None = None,
+        params: Four = NOTHING,
+    ) -> None:
+        """Add an upright rectangle along the street, in the plane X = `x`."""
+        at = self.point
+        points = [at(x, y[0], z[0]), at(x, y[1], z[0]), at(x, y[1], z[1]), at(x, y[0], z[1])]
+        self.add(points, cls, colour, material, second, params, (1.0 / x, 0.0, 0.0))
+
+    def front(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        z: float,
+        cls: int,
+        colour: Colour,
+        material: int = PLAIN,
+        second: Colour | None = None,
+        params: Four = NOTHING,
+    ) -> None:
+        """Add an upright rectangle that faces the camera, in the plane Z = `z`."""
+        left, bottom = self.point(x[0], y[0], z)
+        right, top = self.point(x[1], y[1], z)
+        points = [(left, bottom), (left, top), (right, top), (right, bottom)]
+        self.add(points, cls, colour, material, second, params, (0.0, 0.0, 1.0 / max(z, 0.4)))
+
+    def limb(self, a: Point, b: Point, wa: float, wb: float, cls: int, colour: Colour) -> None:
+        """Add a bar from image point `a` to `b`, `wa` and `wb` wide at its ends (metres, at the depth)."""
+        scale = self.camera.focal / self._depth / 2
+        ux, uy = b[0] - a[0], (b[1] - a[1]) / 2
+        length = (ux * ux + uy * uy) ** 0.5 or 1e-9
+        nx, ny = -uy / length * scale, 2 * ux / length * scale
+        points = [
+            (a[0] + nx * wa, a[1] + ny * wa),
+            (b[0] + nx * wb, b[1] + ny * wb),
+            (b[0] - nx * wb, b[1] - ny * wb),
+            (a[0] - nx * wa, a[1] - ny * wa),
+        ]
+        self.add(points, cls, colour)
+
+    def disc(
+        self, centre: Point, radius: float, cls: int, colour: Colour, ring: Sequence[Point] | None = None
+    ) -> None:
+        """Add a disc (or the outline `ring`) of `radius` metres around an image point at the depth."""
+        s = self.camera.focal / self._depth * radius
+        cx, cy = centre
+        self.add([(cx + u * s, cy + 2 * v * s) for u, v in ring or _OCTAGON], cls, colour)
+
+
+_OCTAGON = [(1, 0.41), (0.41, 1), (-0.41, 1), (-1, 0.41), (-1, -0.41), (-0.41, -1), (0.41, -1), (1, -0.41)]
+
+
+def tint(colour: Colour, factor: float) -> Colour:
+    """Return the colour made brighter or darker by `factor`."""
+    return colour[0] * factor, colour[1] * factor, colour[2] * factor
+
+
+def _grey(r: Random) -> Colour:
+    v = r.uniform(0.1, 0.88)
+    return v * r.uniform(0.94, 1.06), v, v * r.uniform(0.92, 1.08)
+
+
+def _earth(r: Random) -> Colour:
+    v = r.uniform(0.25, 0.9)
+    return v, v * r.uniform(0.6, 0.92), v * r.uniform(0.35, 0.8)
+
+
+def _green(r: Random) -> Colour:
+    v = r.uniform(0.18, 0.55)
+    return v * r.uniform(0.45, 1.0), v, v * r.uniform(0.25, 0.7)
+
+
+def _bright(r: Random) -> Colour:
+    low, mid, high = r.uniform(0.03, 0.3), r.uniform(0.1, 0.6), r.uniform(0.4, 0.9)
+    parts = [low, mid, high]
+    r.shuffle(parts)
+    dull = r.random() * 0.7
+    red, green, blue = (part + (mid - part) * dull for part in parts)
+    return red, green, blue
+
+
+def some_colour(r: Random, grey: float, earth: float, green: float) -> Colour:
+    """Return a colour of a random family: grey, earth, green (by these shares), else a bright one.
+
+    Every class draws from the same families, so that a colour says little about the class.
+    """
+    pick = r.random()
+    if pick < grey:
+        return _grey(r)
+    if pick < grey + earth:
+        return _earth(r)
+    return _green(r) if pick < grey + earth + green else _bright(r)

@@ -1,0 +1,19 @@
+"""How good a model is: the evaluator, metrics, torchmetrics, and metrics that count on the device."""
+
+from slipstream.evaluator.classification import Accuracy
+from slipstream.evaluator.counting import CountingMetric
+from slipstream.evaluator.dump import DumpResults
+from slipstream.evaluator.evaluator import Evaluator
+from slipstream.evaluator.metric import BaseMetric
+from slipstream.evaluator.segmentation import IoUMetric
+from slipstream.evaluator.torch_metric import TorchMetric
+
+__all__ = [
+    "Accuracy",
+    "BaseMetric",
+    "CountingMetric",
+    "DumpResults",
+    "Evaluator",
+    "IoUMetric",
+    "TorchMetric",
+]

@@ -1,0 +1,96 @@
+"""Classification accuracy, counted on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator.counting import CountingMetric
+from slipstream.evaluator.samples import describe
+from slipstream.registry import METRICS
+
+__all__ = ["Accuracy"]
+
+
+@METRICS.register_module()
+class Accuracy(CountingMetric):
+    """The share of samples whose class is among the k likeliest, in percent: `accuracy/top1`, ...
+
+    The predictions are scores `(N, classes)`, or for `topk=(1,)` also class ids `(N,)`; the targets are
+    class ids `(N,)`.
+
+    Args:
+        topk: the values of k.
+        collect_device, prefix, collect_dir: as in `BaseMetric`.
+
+    Raises:
+        ConfigError: a k below 1, or none.
+        DataError: shapes that do not belong together, or fewer scores than k; in `evaluate`: class ids out
+            of range.
+    """
+
+    default_prefix = "accuracy"
+
+    def __init__(
+        self,
+        topk: int | tuple[int, ...] = (1,),
+        collect_device: str = "cpu",
+        prefix: str | None = None,
+        collect_dir: str | None = None,
+    ) -> None:
+        super().__init__(collect_device, prefix, collect_dir)
+        self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
+        if not self.topk or min(self.topk) < 1:
+            raise ConfigError(f"needs numbers from 1 on, not {topk!r}", "topk")
+
+    def num_counts(self) -> int:
+        """Return one count for each k, and two: samples, targets out of range."""
+        return len(self.topk) + 2
+
+    def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
+        """Add the samples of one batch."""
+        if targets.ndim != 1 or preds.shape[:1] != targets.shape or preds.ndim > 2:
+            raise DataError(
+                f"Accuracy got {describe(preds)} as preds for {describe(targets)} as targets; "
+                "it needs scores (N, classes) or class ids (N,), and targets (N,)"
+            )
+        hits = self._hits(preds, targets)
+        bad = targets < 0
+        if preds.ndim == 2:
+            bad = bad | (targets >= preds.shape[1])
+        counts[:-2].add_(torch.stack([hits[:, :k].sum() for k in self.topk]))
+        counts[-2].add_(len(targets))
+        counts[-1].add_(bad.sum())
+
+    def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
+        """Return bool `(N, max k)`: whether the target is the class of this place in the ranking."""
+        widest = max(self.topk)
+        if preds.ndim == 1:
+            if widest > 1 or preds.is_floating_point():
+                raise DataError(
+                    f"Accuracy got {describe(preds)} as preds; topk={self.topk} needs scores (N, classes)"
+                )
+            return (preds == targets)[:, None]
+        if preds.shape[1] < widest:
+            raise DataError(f"top {widest} accuracy needs {widest} classes or more, not {preds.shape[1]}")
+        return preds.topk(widest, dim=1).indices == targets[:, None]
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Return the accuracies in percent from the counts; NaN without any sample.
+
+        Raises:
+            DataError: targets out of range were counted.
+        """
+        *right, total, bad = results
+        if bad:
+            raise DataError(
+                f"Accuracy met {bad} of {total} targets that are no class of the model; map the data set's "
+                "labels into 0..classes-1, or give the model as many classes as the data set has"
+            )
+        return {
+            f"top{k}": 100 * n / total if total else float("nan")
+            for k, n in zip(self.topk, right, strict=True)
+        }

@@ -1,0 +1,106 @@
+"""Write predictions to a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator.metric import BaseMetric
+from slipstream.evaluator.samples import describe
+from slipstream.registry import METRICS
+
+__all__ = ["DumpResults"]
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@METRICS.register_module()
+class DumpResults(BaseMetric):
+    """Write the predictions to a file, one entry a sample; reports no value.
+
+    The file holds a list of tensors and plain values only, as `torch.load(path, weights_only=True)` reads
+    them, in the order of the data set. A batch (a dict or tuple of tensors or lists of one length) is split
+    into samples; a list is taken as one of samples. `Evaluator.offline_evaluate` takes the loaded list.
+
+    Args:
+        out_file_path: the file, ending in `.pt` or `.pth`; it appears under this name only when complete.
+        collect_device, collect_dir: as in `BaseMetric`.
+
+    Raises:
+        ConfigError: another ending.
+        DataError: predictions that hold something else than tensors, arrays and plain values.
+    """
+
+    def __init__(
+        self, out_file_path: str | Path, collect_device: str = "cpu", collect_dir: str | None = None
+    ) -> None:
+        super().__init__(collect_device, collect_dir=collect_dir)
+        self.out_file_path = Path(out_file_path)
+        if self.out_file_path.suffix not in (".pt", ".pth"):
+            raise ConfigError(
+                f"must end in .pt or .pth, since torch.save writes it, not {self.out_file_path.name!r}",
+                "out_file_path",
+            )
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Keep the predictions of one batch, on the CPU."""
+        self.results.extend(_storable(sample, "a sample") for sample in _samples(data_samples))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, float]:
+        """Write the file and return no metrics."""
+        path = self.out_file_path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                torch.save(results, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        return {}
+
+
+def _samples(batch: Any) -> list[Any]:
+    """Split a batch into samples."""
+    if isinstance(batch, list):
+        return batch
+    if isinstance(batch, Tensor) and batch.ndim:
+        return list(batch)
+    parts = list(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else ())
+    splittable = all(isinstance(p, list | np.ndarray) or (isinstance(p, Tensor) and p.ndim) for p in parts)
+    if not parts or not splittable or len({len(p) for p in parts}) > 1:
+        raise DataError(
+            f"DumpResults cannot split {describe(batch)} into samples; in predict mode the model must return "
+            "a list of samples, or a dict or tuple of tensors or lists with one entry a sample"
+        )
+    rows = list(zip(*parts, strict=True))
+    return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else rows
+
+
+def _storable(value: Any, place: str) -> Any:
+    """Return `value` as tensors on the CPU, each with memory of its own, and plain containers and values."""
+    if isinstance(value, Tensor):
+        # A view would be written, and sent to other ranks, with the whole batch behind it.
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return torch.from_numpy(np.array(value)) if value.ndim else value.item()
+    if isinstance(value, Mapping):
+        return {
+            _storable(key, f"a key of {place}"): _storable(item, f"{place}[{key!r}]")
+            for key, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        items = [_storable(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    if type(value) in _PLAIN:
+        return value
+    raise DataError(f"DumpResults cannot store {place}, {describe(value)}; return tensors or plain values")

@@ -1,0 +1,109 @@
+"""Several metrics over one data set, by MMEngine's name and rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator.metric import BaseMetric
+from slipstream.evaluator.torch_metric import TorchMetric, is_torchmetrics
+from slipstream.registry import EVALUATOR, METRICS
+
+__all__ = ["Evaluator"]
+
+
+@EVALUATOR.register_module()
+class Evaluator:
+    """Hands each batch to its metrics, and merges their values.
+
+    Args:
+        metrics: one metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
+            names a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
+            num_classes=10)`).
+
+    Raises:
+        ConfigError: an entry is none of these.
+    """
+
+    def __init__(self, metrics: Any) -> None:
+        several = isinstance(metrics, Sequence) and not isinstance(metrics, str)
+        self.metrics: list[BaseMetric] = [_metric(entry) for entry in (metrics if several else [metrics])]
+        self._dataset_meta: Mapping[str, Any] | None = None
+
+    @property
+    def dataset_meta(self) -> Mapping[str, Any] | None:
+        """The data set's `metainfo`, or None before it is set; setting it hands it to every metric."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: Mapping[str, Any]) -> None:
+        self._dataset_meta = dataset_meta
+        for metric in self.metrics:
+            metric.dataset_meta = dataset_meta
+
+    def process(self, data_samples: Any, data_batch: Any = None) -> None:
+        """Hand one batch to every metric: what the model returned in predict mode, and the batch itself."""
+        for metric in self.metrics:
+            metric.process(data_batch, data_samples)
+
+    def evaluate(self, size: int) -> dict[str, float]:
+        """Return the values of all metrics over all ranks by name, and reset the metrics.
+
+        Args:
+            size: the number of samples in the data set.
+
+        Raises:
+            ConfigError: two metrics report the same name.
+        """
+        values: dict[str, float] = {}
+        sources: dict[str, str] = {}
+        for metric in self.metrics:
+            kind = type(metric).__name__
+            for name, value in metric.evaluate(size).items():
+                if name in values:
+                    raise ConfigError(
+                        f"two metrics report '{name}' ({sources[name]} and {kind}); "
+                        "give at least one of them a prefix=... of its own"
+                    )
+                values[name], sources[name] = value, kind
+        return values
+
+    def offline_evaluate(
+        self, data_samples: Sequence[Any], data: Sequence[Any] | None = None, chunk_size: int = 1
+    ) -> dict[str, float]:
+        """Return the metrics of predictions that were kept, as `DumpResults` writes them.
+
+        Args:
+            data_samples: one prediction a sample; the metrics get lists of `chunk_size` of them.
+            data: the samples of the data set, in the same order, for metrics that look at them.
+            chunk_size: the number of samples handed over at once.
+
+        Raises:
+            DataError: `data` and `data_samples` differ in length.
+        """
+        if data is not None and len(data) != len(data_samples):
+            raise DataError(f"{len(data_samples)} predictions do not belong to {len(data)} samples of data")
+        batches = None if data is None else _chunks(data, chunk_size)
+        for chunk in _chunks(data_samples, chunk_size):
+            self.process(chunk, None if batches is None else next(batches))
+        return self.evaluate(len(data_samples))
+
+
+def _metric(entry: Any) -> BaseMetric:
+    metric = METRICS.build(entry) if isinstance(entry, Mapping) else entry
+    if is_torchmetrics(metric):
+        return TorchMetric(metric)
+    if not isinstance(metric, BaseMetric):
+        raise ConfigError(
+            f"a metric is a BaseMetric, a torchmetrics object or a dict with a 'type', not {metric!r}",
+            "metrics",
+        )
+    return metric
+
+
+def _chunks(samples: Sequence[Any], size: int) -> Iterator[list[Any]]:
+    rest = iter(samples)
+    while chunk := list(islice(rest, size)):
+        yield chunk

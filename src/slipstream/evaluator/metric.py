@@ -1,0 +1,127 @@
+"""The base class of metrics, by MMEngine's name and rules."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from slipstream.dist import broadcast_object_list, collect_results, is_main_process
+from slipstream.errors import ConfigError, DistributedError
+
+__all__ = ["BaseMetric"]
+
+
+class BaseMetric(ABC):
+    """A metric that gathers one result a sample (or batch) and computes its values at the end.
+
+    Subclasses write `process`, which appends to `self.results`, and `compute_metrics`.
+
+    Args:
+        collect_device: `cpu` or `gpu`, the device over which ranks exchange their results.
+        prefix: put before the metrics' names, as in `prefix/name`; by default the class attribute
+            `default_prefix`, and where that is None too, nothing.
+        collect_dir: a folder that all ranks share; only with `collect_device='cpu'`.
+
+    Raises:
+        ConfigError: an unknown `collect_device`, or `collect_dir` without `collect_device='cpu'`.
+    """
+
+    default_prefix: str | None = None
+
+    def __init__(
+        self, collect_device: str = "cpu", prefix: str | None = None, collect_dir: str | None = None
+    ) -> None:
+        if collect_device not in ("cpu", "gpu"):
+            raise ConfigError(f"must be 'cpu' or 'gpu', not {collect_device!r}", "collect_device")
+        if collect_dir is not None and collect_device != "cpu":
+            raise ConfigError("is only used with collect_device='cpu'; leave one of them out", "collect_dir")
+        self.collect_device = collect_device
+        self.collect_dir = collect_dir
+        self.prefix = prefix or self.default_prefix
+        self.results: list[Any] = []
+        self._dataset_meta: Mapping[str, Any] | None = None
+
+    @property
+    def dataset_meta(self) -> Mapping[str, Any] | None:
+        """The data set's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
+        return self._dataset_meta
+
+    @dataset_meta.setter
+    def dataset_meta(self, dataset_meta: Mapping[str, Any]) -> None:
+        self._dataset_meta = dataset_meta
+
+    @abstractmethod
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Take in one batch.
+
+        Args:
+            data_batch: the batch from the data loader.
+            data_samples: what the model returned for it in predict mode.
+        """
+
+    @abstractmethod
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """Return the values by name, from the results of all ranks in the order of the samples."""
+
+    def evaluate(self, size: int) -> dict[str, Any]:
+        """Return the metric's values over all ranks, the same on each, and forget the results.
+
+        Args:
+            size: the number of samples in the data set; results beyond it come from samples that a sampler
+                repeated to even out the ranks, and are dropped.
+
+        Raises:
+            DistributedError: `compute_metrics` failed on rank 0 (where its own error is raised).
+        """
+        results = collect_results(_to_cpu(self.results), size, self.collect_device, self.collect_dir)
+        self.results.clear()
+        answer: list[Any] = [None]
+        failure: Exception | None = None
+        if is_main_process():
+            try:
+                answer = [self._finished(results or [])]
+            except Exception as error:  # the other ranks wait for an answer
+                failure, answer = error, [f"{type(error).__name__}: {error}"]
+        broadcast_object_list(answer)
+        if failure is not None:
+            raise failure
+        if isinstance(answer[0], str):
+            raise DistributedError(f"{type(self).__name__}.compute_metrics failed on rank 0: {answer[0]}")
+        metrics: dict[str, Any] = answer[0]
+        return metrics
+
+    def _finished(self, results: list[Any]) -> dict[str, Any]:
+        if not results:
+            warnings.warn(
+                f"{type(self).__name__} has no results: process() was never called, "
+                "or does not append to self.results",
+                stacklevel=3,
+            )
+        return self._named(self.compute_metrics(results))
+
+    def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Put the prefix before the names, and make plain numbers of scalars."""
+        prefix = f"{self.prefix}/" if self.prefix else ""
+        return {prefix + name: _plain(value) for name, value in metrics.items()}
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor | np.generic | np.ndarray) and value.ndim == 0 else value
+
+
+def _to_cpu(value: Any) -> Any:
+    """Return `value` with every tensor in its dicts, lists and tuples on the CPU, without gradients."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu()
+    if isinstance(value, dict):
+        return {key: _to_cpu(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_to_cpu(item) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(_to_cpu(item) for item in value)
+    return value

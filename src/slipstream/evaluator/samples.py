@@ -1,0 +1,94 @@
+"""Read the forms in which models return predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.errors import DataError
+
+__all__ = ["Pair", "describe", "read_pair", "read_tensors"]
+
+Pair = tuple[Any, Any]
+
+
+def read_pair(data_samples: Any, reader: str) -> Pair:
+    """Return `(preds, targets)` of a batch.
+
+    Args:
+        data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
+            dict or tuple a sample, whose tensors are stacked.
+        reader: who asks, for the error.
+
+    Raises:
+        DataError: `data_samples` is none of these.
+    """
+    if isinstance(data_samples, list) and data_samples and all(_is_sample(s) for s in data_samples):
+        preds, targets = zip(*(_split(sample) for sample in data_samples), strict=True)
+        return _stack(preds, reader), _stack(targets, reader)
+    if _is_sample(data_samples):
+        return _split(data_samples)
+    raise DataError(
+        f"{reader} got {describe(data_samples)}; in predict mode the model must return a dict with "
+        "'preds' and 'targets', or a tuple (preds, targets)"
+    )
+
+
+def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
+    """Return `(preds, targets)` as `read_pair` does, detached; both must be tensors on one device.
+
+    Raises:
+        DataError: as `read_pair`; or one is no tensor, they are on two devices, or targets are no integers.
+    """
+    preds, targets = read_pair(data_samples, reader)
+    for name, value in (("preds", preds), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            raise DataError(f"{reader} needs a tensor of {name}, not {describe(value)}")
+    if preds.device != targets.device:
+        raise DataError(
+            f"{reader} got preds on {preds.device} and targets on {targets.device}; "
+            "return both on the model's device"
+        )
+    if targets.is_floating_point() or targets.is_complex():
+        raise DataError(f"{reader} needs integer class ids as targets, not {targets.dtype}")
+    return preds.detach(), targets.detach()
+
+
+def describe(value: Any) -> str:
+    """Return what `value` is, in the words of an error message."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)} of {value.dtype}"
+    if isinstance(value, Mapping):
+        return f"a dict with the keys {sorted(map(str, value))}"
+    if isinstance(value, list | tuple):
+        kinds = sorted({type(item).__name__ for item in value})
+        return f"a {type(value).__name__} of {len(value)} ({', '.join(kinds)})"
+    return f"an object of type {type(value).__name__}"
+
+
+def _is_sample(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return "preds" in value and "targets" in value
+    return isinstance(value, tuple) and len(value) == 2
+
+
+def _split(sample: Any) -> Pair:
+    if isinstance(sample, Mapping):
+        return sample["preds"], sample["targets"]
+    preds, targets = sample
+    return preds, targets
+
+
+def _stack(values: tuple[Any, ...], reader: str) -> Any:
+    if all(isinstance(value, int | float) for value in values):
+        return torch.tensor(values)
+    if not all(isinstance(value, Tensor) for value in values):
+        return list(values)  # for metrics that take lists, of boxes say
+    if len({value.shape for value in values}) > 1:
+        raise DataError(
+            f"{reader} got samples of several sizes in one batch; use batches (chunks) of one sample"
+        )
+    return torch.stack(values)

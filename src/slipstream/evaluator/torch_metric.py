@@ -1,0 +1,115 @@
+"""Metrics from torchmetrics, used as they are."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.dist import get_comm_device
+from slipstream.errors import ConfigError
+from slipstream.evaluator.metric import BaseMetric
+from slipstream.evaluator.samples import read_pair
+from slipstream.registry import METRICS
+
+__all__ = ["TorchMetric", "is_torchmetrics"]
+
+
+@METRICS.register_module()
+class TorchMetric(BaseMetric):
+    """A torchmetrics `Metric` or `MetricCollection` among ours.
+
+    Each batch calls `metric.update(preds, targets)`; the value is computed once at the end, and the metric
+    is reset. It moves to the device of the first batch. Its value is reported under the metric's class
+    name, `MulticlassAccuracy`; values in dicts and vectors as `<name>/<key>` and `<name>/0`, `<name>/1`, ...
+    A collection's values keep their own names.
+
+    Among several processes torchmetrics adds up the ranks itself; every sample that is processed counts, so
+    a sampler must not repeat samples to even out the ranks (Slipstream's does not in evaluation). Many
+    torchmetrics classes inspect each batch on the host and so wait for the device, unless they are made
+    with `validate_args=False`.
+
+    Args:
+        metric: the object, or a dict whose `type` names its class.
+        name: the name of the value instead of the class's.
+        prefix: put before the name, as in `prefix/name`.
+
+    Raises:
+        ConfigError: `metric` is none of torchmetrics.
+    """
+
+    def __init__(self, metric: Any, name: str | None = None, prefix: str | None = None) -> None:
+        super().__init__(prefix=prefix)
+        self.metric = METRICS.build(metric) if isinstance(metric, Mapping) else metric
+        if not is_torchmetrics(self.metric):
+            raise ConfigError(
+                f"must be a torchmetrics Metric or MetricCollection, not {type(self.metric).__name__}",
+                "metric",
+            )
+        collection = isinstance(self.metric, nn.ModuleDict)
+        self.name = name or ("" if collection else type(self.metric).__name__)
+        self._placed = False
+
+    def process(self, data_batch: Any, data_samples: Any) -> None:
+        """Update the metric with a dict with `preds` and `targets`, or a pair `(preds, targets)`.
+
+        Raises:
+            DataError: `data_samples` has another form.
+        """
+        preds, targets = read_pair(data_samples, self.name or "MetricCollection")
+        if not self._placed:
+            tensor = next(_tensors((preds, targets)), None)
+            self._place(get_comm_device() if tensor is None else tensor.device)
+        self.metric.update(preds, targets)
+
+    def evaluate(self, size: int) -> dict[str, Any]:
+        """Return the value over all ranks as plain numbers, and reset the metric."""
+        if not self._placed:  # a rank without a single batch takes part in the exchange all the same
+            self._place(get_comm_device())
+        value = self.metric.compute()
+        self.metric.reset()
+        self._placed = False
+        return self._named(dict(_flatten(self.name, value)))
+
+    def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
+        """Not used: torchmetrics keeps the state."""
+        raise NotImplementedError
+
+    def _place(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # tensors made in inference mode cannot be changed outside of it
+            self.metric.to(device)
+        self._placed = True
+
+
+def is_torchmetrics(value: Any) -> bool:
+    """Say whether `value` is a torchmetrics `Metric` or `MetricCollection`, without importing the library."""
+    torchmetrics = sys.modules.get("torchmetrics")
+    return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _flatten(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list | tuple):
+        items = dict(enumerate(value)).items()
+    else:
+        yield name, value
+        return
+    for key, item in items:
+        yield from _flatten(f"{name}/{key}" if name else str(key), item)

@@ -1,0 +1,129 @@
+"""When checkpoints are written, how many are kept, and which is the best."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.dist import is_main_process
+from slipstream.errors import ConfigError
+from slipstream.hooks.hook import Hook
+from slipstream.hooks.schedule import better, pick
+from slipstream.registry import HOOKS
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["CheckpointHook"]
+
+
+@HOOKS.register_module()
+class CheckpointHook(Hook):
+    """Write checkpoints every `interval` epochs or steps, and whenever a metric is the best so far.
+
+    Args:
+        interval: epochs (`by_epoch`) or steps between two checkpoints; -1 writes none but the last.
+        by_epoch: whether `interval` counts epochs.
+        save_optimizer, save_param_scheduler: whether they hold what a resumed run needs.
+        out_dir: where they are written; by default the work_dir.
+        max_keep_ckpts: how many of the regular ones are kept; -1 keeps all.
+        save_last: write one at the end whatever the interval.
+        save_best: a metric, several, or `auto` for the first that the validation gives.
+        rule: whether `greater` or `less` is better, for all metrics; by default their names decide.
+        filename_tmpl: with `{}` for the number; `epoch_{}.pth` or `iter_{}.pth` by default.
+        save_begin: write none before that many epochs or steps.
+    """
+
+    priority = "VERY_LOW"
+
+    def __init__(
+        self,
+        interval: int = -1,
+        by_epoch: bool = True,
+        save_optimizer: bool = True,
+        save_param_scheduler: bool = True,
+        out_dir: str | None = None,
+        max_keep_ckpts: int = -1,
+        save_last: bool = True,
+        save_best: str | list[str] | None = None,
+        rule: str | None = None,
+        filename_tmpl: str | None = None,
+        save_begin: int = 0,
+    ) -> None:
+        if max_keep_ckpts == 0 or max_keep_ckpts < -1:
+            raise ConfigError(f"must be -1 (keep all) or at least 1, not {max_keep_ckpts}", "max_keep_ckpts")
+        self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
+        self.save_last, self.max_keep_ckpts = save_last, max_keep_ckpts
+        self.out_dir = out_dir
+        self.filename_tmpl = filename_tmpl or ("epoch_{}.pth" if by_epoch else "iter_{}.pth")
+        self.monitors = [save_best] if isinstance(save_best, str) else list(save_best or ())
+        self.rule = rule
+        self._content = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler}
+        for monitor in self.monitors:
+            if monitor != "auto":
+                better(monitor, rule)
+
+    # ---- regular checkpoints ----------------------------------------------------------------------
+
+    def before_train(self, runner: Runner) -> None:
+        """Remember the files that a resumed run may have to remove."""
+        self._folder = Path(self.out_dir or runner.work_dir)
+        self._kept: list[str] = list(runner.message_hub.get_info("kept_ckpts", []))
+
+    def after_train_epoch(self, runner: Runner) -> None:
+        """Write a checkpoint if this epoch is due."""
+        last = self.save_last and self.is_last_train_epoch(runner)
+        if self.by_epoch and (self.every_n_epochs(runner, self.interval, self.save_begin) or last):
+            self._save_regular(runner, runner.epoch + 1)
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Write a checkpoint if this step is due."""
+        if self.by_epoch:
+            return
+        last = self.save_last and self.is_last_train_iter(runner)
+        if self.every_n_train_iters(runner, self.interval, self.save_begin) or last:
+            self._save_regular(runner, runner.iter + 1)
+
+    def _save_regular(self, runner: Runner, number: int) -> None:
+        name = self.filename_tmpl.format(number)
+        self._kept = [kept for kept in self._kept if kept != name] + [name]
+        surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
+        self._kept = self._kept[len(surplus) :]
+        runner.message_hub.update_info("kept_ckpts", self._kept)
+        runner.save_checkpoint(
+            str(self._folder), name, by_epoch=self.by_epoch, mark_last=True, **self._content
+        )
+        runner.logger.info(f"Saved checkpoint {name}")
+        if is_main_process():  # only now that the new one is on disk
+            for old in surplus:
+                (self._folder / old).unlink(missing_ok=True)
+
+    # ---- best checkpoints -------------------------------------------------------------------------
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Write a checkpoint for each watched metric that is the best so far."""
+        if not self.monitors or not metrics or not runner.is_training:
+            return
+        for monitor in self.monitors:
+            key = next(iter(metrics)) if monitor == "auto" else monitor
+            self._save_if_best(runner, key, pick(metrics, key, "save_best"))
+
+    def _save_if_best(self, runner: Runner, key: str, value: float) -> None:
+        hub = runner.message_hub
+        best = hub.get_info(f"best_score/{key}")
+        improved = best is None or (value > best if better(key, self.rule) == "greater" else value < best)
+        if not math.isfinite(value) or not improved:
+            return
+        previous = hub.get_info(f"best_ckpt/{key}")
+        count, by = (runner.epoch, "epoch") if self.by_epoch else (runner.iter, "iter")
+        name = f"best_{key.replace('/', '_')}_{by}_{count}.pth"
+        hub.update_info(f"best_score/{key}", value)
+        hub.update_info(f"best_ckpt/{key}", name)
+        # After the epoch (or step) is counted: by_epoch=None says that nothing is to be added.
+        runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
+        runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
+        if previous and previous != name and is_main_process():
+            (self._folder / previous).unlink(missing_ok=True)

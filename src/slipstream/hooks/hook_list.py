@@ -1,0 +1,55 @@
+"""The hooks of one run, in order, and who of them acts at which stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.hooks.hook import Hook, get_priority
+from slipstream.registry import HOOKS
+
+__all__ = ["HookList"]
+
+
+class HookList:
+    """Hooks by priority, and among equals in the order of registration."""
+
+    def __init__(self) -> None:
+        self._hooks: list[Hook] = []
+        self._at: dict[str, list[Callable[..., None]]] = {}
+
+    def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
+        """Add a hook, or the one that a configuration (which may hold `priority`) describes.
+
+        Raises:
+            ConfigError: it is neither.
+        """
+        if isinstance(hook, Mapping):
+            cfg = {key: value for key, value in hook.items() if key != "priority"}
+            priority = hook.get("priority", priority)
+            try:
+                hook = HOOKS.build(cfg)
+            except ConfigError as error:
+                error.source = hook  # type: ignore[attr-defined]  # the very dict that the user wrote
+                raise
+        if not isinstance(hook, Hook):
+            raise ConfigError(f"a hook must be a slipstream.hooks.Hook, not {type(hook).__name__}")
+        if priority is not None:
+            hook.priority = priority
+        own = get_priority(hook.priority)
+        position = sum(get_priority(other.priority) <= own for other in self._hooks)
+        self._hooks.insert(position, hook)
+        self._at.clear()
+
+    def at(self, stage: str) -> list[Callable[..., None]]:
+        """Return the methods to call at `stage`: those of hooks that do something there, in order."""
+        if stage not in self._at:
+            self._at[stage] = [method for hook in self._hooks if (method := hook.at(stage)) is not None]
+        return self._at[stage]
+
+    def __iter__(self) -> Iterator[Hook]:
+        return iter(self._hooks)
+
+    def __len__(self) -> int:
+        return len(self._hooks)

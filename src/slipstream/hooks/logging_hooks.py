@@ -1,0 +1,124 @@
+"""What is seen of a run: log lines, scalars, the progress bar."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import ConfigError
+from slipstream.hooks.hook import Hook
+from slipstream.logging import ProgressBar
+from slipstream.registry import HOOKS
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["LoggerHook", "ProgressBarHook"]
+
+
+@HOOKS.register_module()
+class LoggerHook(Hook):
+    """Read the losses every `interval` steps, log a line, and pass the scalars to the visualizer.
+
+    Args:
+        interval: steps between two lines.
+        ignore_last: write no line for the last steps of an epoch if they are fewer than `interval`.
+        interval_exp_name: steps between two mentions of the experiment's name.
+        log_metric_by_epoch: whether validation metrics are plotted over epochs or over steps.
+    """
+
+    priority = "BELOW_NORMAL"
+
+    def __init__(
+        self,
+        interval: int = 10,
+        ignore_last: bool = True,
+        interval_exp_name: int = 1000,
+        log_metric_by_epoch: bool = True,
+    ) -> None:
+        for name, value in {"interval": interval, "interval_exp_name": interval_exp_name}.items():
+            if value < 1:
+                raise ConfigError(f"must be at least 1, not {value}", name)
+        self.interval = interval
+        self.ignore_last = ignore_last
+        self.interval_exp_name = interval_exp_name
+        self.log_metric_by_epoch = log_metric_by_epoch
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Log the mean losses since the last line."""
+        step = batch_idx if runner.by_epoch else runner.iter
+        if (step + 1) % self.interval and (self.ignore_last or not self._ends(runner, batch_idx)):
+            return
+        if self.every_n_train_iters(runner, self.interval_exp_name):
+            runner.logger.info(f"Exp name: {runner.experiment_name}")
+        runner.read_logs()
+        tag, line = runner.log_processor.get_log_after_iter(runner, batch_idx, "train")
+        runner.logger.info(line)
+        runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
+
+    def _ends(self, runner: Runner, batch_idx: int) -> bool:
+        if runner.by_epoch:
+            return self.end_of_epoch(runner.train_dataloader, batch_idx)
+        return self.is_last_train_iter(runner)
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Log how far the validation is."""
+        if self.every_n_inner_iters(batch_idx, self.interval):
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
+
+    def after_test_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Log how far the test is."""
+        if self.every_n_inner_iters(batch_idx, self.interval):
+            runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Log the validation metrics."""
+        tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.val_dataloader), "val")
+        runner.logger.info(line)
+        step = runner.epoch if self.log_metric_by_epoch and runner.by_epoch else runner.iter
+        runner.visualizer.add_scalars(tag, step=step, file_path=runner.json_log)
+
+    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Log the test metrics."""
+        tag, line = runner.log_processor.get_log_after_epoch(
+            runner, len(runner.test_dataloader), "test", with_non_scalar=True
+        )
+        runner.logger.info(line)
+        runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)
+
+
+@HOOKS.register_module()
+class ProgressBarHook(Hook):
+    """A progress bar below the log lines; registered by the Runner on rank 0 if there is a terminal."""
+
+    priority = "LOWEST"
+
+    def __init__(self) -> None:
+        self._bar: ProgressBar | None = None
+
+    def before_train(self, runner: Runner) -> None:
+        """Show the bar."""
+        self._bar = ProgressBar(runner.logger.console)
+        self._bar.start(runner.max_iters, "training")
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Move the bar."""
+        if self._bar is not None:
+            self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
+
+    def after_train(self, runner: Runner) -> None:
+        """Take the bar away."""
+        self.close()
+
+    def close(self) -> None:
+        """Give the terminal back, also after an error."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None

@@ -1,0 +1,85 @@
+"""Pictures of predictions beside the truth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from slipstream.dist import is_main_process
+from slipstream.errors import DataError
+from slipstream.hooks.hook import Hook
+from slipstream.registry import HOOKS
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["SegVisualizationHook"]
+
+
+@HOOKS.register_module()
+class SegVisualizationHook(Hook):
+    """After a validation, draw image, truth and prediction of its first samples as one PNG.
+
+    The file is `predictions.png` in the work_dir, replaced each time; the visualizer gets it too.
+
+    Args:
+        num_samples: how many.
+        interval: validations between two pictures.
+    """
+
+    priority = "LOW"
+
+    def __init__(self, num_samples: int = 4, interval: int = 1) -> None:
+        self.num_samples, self.interval = num_samples, interval
+        self._validations = 0
+        self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def before_val_epoch(self, runner: Runner) -> None:
+        """Forget the samples of the validation before."""
+        self._rows = []
+
+    def after_val_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
+    ) -> None:
+        """Keep the first samples."""
+        missing = self.num_samples - len(self._rows)
+        if missing <= 0 or not is_main_process():
+            return
+        try:
+            rows = zip(data_batch["inputs"], outputs["targets"], outputs["preds"], strict=True)
+        except (TypeError, KeyError) as error:
+            raise DataError(
+                "SegVisualizationHook needs batches with 'inputs' and predictions with 'preds' and 'targets', "
+                "as slipstream's Segmentor gives them; remove the hook for other models"
+            ) from error
+        self._rows += [row for row, _ in zip(rows, range(missing), strict=False)]
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Draw the kept samples."""
+        self._validations += 1
+        if not self._rows or self._validations % self.interval:
+            return
+        from slipstream.visualization import colorize, contact_sheet
+
+        meta = getattr(runner.val_dataloader.dataset, "metainfo", {})
+        palette, ignore = meta.get("palette"), meta.get("ignore_index")
+        if palette is None:
+            raise DataError("SegVisualizationHook needs the data set's metainfo['palette']")
+        rows = []
+        for image, target, prediction in self._rows:
+            truth, guess = _numpy(target), _numpy(prediction)
+            shown = _numpy(image).transpose(1, 2, 0).astype(np.uint8)
+            rows.append([shown, colorize(truth, palette, ignore), colorize(guess, palette, ignore)])
+        titles = ["image", "truth", "prediction"]
+        sheet = contact_sheet(rows, titles, legend=list(zip(meta["classes"], palette, strict=True)))
+        path = Path(runner.work_dir) / "predictions.png"
+        sheet.save(path)
+        runner.visualizer.add_image("predictions", np.asarray(sheet), step=runner.iter)
+
+
+def _numpy(tensor: Tensor) -> np.ndarray[Any, Any]:
+    return tensor.detach().to("cpu", torch.int32).numpy()

@@ -1,0 +1,73 @@
+"""Keep the message hub informed about where the run stands."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from slipstream.hooks.hook import Hook
+from slipstream.registry import HOOKS
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["RuntimeInfoHook"]
+
+
+@HOOKS.register_module()
+class RuntimeInfoHook(Hook):
+    """Put seed, name, epoch, iteration and metrics into the message hub.
+
+    Losses and learning rates are not read at every step: `Runner.read_logs` brings them at log intervals.
+    """
+
+    priority = "VERY_HIGH"
+
+    def before_run(self, runner: Runner) -> None:
+        """Record what the run is."""
+        runner.message_hub.update_info_dict(
+            {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        )
+
+    def before_train(self, runner: Runner) -> None:
+        """Record how long the run is."""
+        runner.message_hub.update_info_dict(
+            {
+                "loop_stage": "train",
+                "epoch": runner.epoch,
+                "iter": runner.iter,
+                "max_epochs": runner.max_epochs,
+                "max_iters": runner.max_iters,
+            }
+        )
+
+    def before_train_epoch(self, runner: Runner) -> None:
+        """Record the epoch."""
+        runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
+
+    def before_val(self, runner: Runner) -> None:
+        """Record the stage."""
+        runner.message_hub.update_info("loop_stage", "val")
+
+    def after_val(self, runner: Runner) -> None:
+        """Record the stage."""
+        runner.message_hub.update_info("loop_stage", "train")
+
+    def before_test(self, runner: Runner) -> None:
+        """Record the stage."""
+        runner.message_hub.update_info("loop_stage", "test")
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Record the validation metrics."""
+        self._record(runner, "val", metrics)
+
+    def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Record the test metrics."""
+        self._record(runner, "test", metrics)
+
+    @staticmethod
+    def _record(runner: Runner, mode: str, metrics: dict[str, float] | None) -> None:
+        for name, value in (metrics or {}).items():
+            if isinstance(value, int | float):
+                runner.message_hub.update_scalar(f"{mode}/{name}", value)
+            else:
+                runner.message_hub.update_info(f"{mode}/{name}", value)

@@ -1,0 +1,9 @@
+"""What a run tells: its log, its histories of scalars, and the progress bar."""
+
+from slipstream.logging.history import HistoryBuffer
+from slipstream.logging.logger import MMLogger, build_logger, print_log
+from slipstream.logging.message_hub import MessageHub
+from slipstream.logging.meter import Meter
+from slipstream.logging.progress import ProgressBar
+
+__all__ = ["HistoryBuffer", "MMLogger", "MessageHub", "Meter", "ProgressBar", "build_logger", "print_log"]

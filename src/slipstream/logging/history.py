@@ -1,0 +1,157 @@
+"""The bounded history of one scalar, and statistics over its newest entries."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import CheckpointError, ConfigError, DataError, UnknownNameError, did_you_mean
+
+__all__ = ["HistoryBuffer"]
+
+Number = int | float
+_N = TypeVar("_N", int, Number)
+
+# Enough for any window a log line averages over, and small enough to sit in every checkpoint.
+_SAVED_ENTRIES = 1_000
+
+
+class HistoryBuffer:
+    """The newest values of one scalar, each with the number of samples it stands for.
+
+    Args:
+        log_history: values to start with, oldest first.
+        count_history: the number of samples behind each of them.
+        max_length: how many entries are kept; older ones fall out.
+
+    Raises:
+        ConfigError: the two histories differ in length, or `max_length` is not positive.
+
+    Example:
+        >>> history = HistoryBuffer()
+        >>> for loss in (4.0, 2.0, 1.0):
+        ...     history.update(loss)
+        >>> history.mean(window_size=2)
+        1.5
+    """
+
+    _statistics: ClassVar[dict[str, Callable[..., Any]]] = {}
+
+    def __init__(
+        self,
+        log_history: Iterable[Number] = (),
+        count_history: Iterable[int] = (),
+        max_length: int = 10_000,
+    ) -> None:
+        values, counts = list(log_history), list(count_history)
+        if len(values) != len(counts):
+            raise ConfigError(
+                f"log_history has {len(values)} entries and count_history {len(counts)}; "
+                "give one count per value"
+            )
+        if max_length < 1:
+            raise ConfigError(f"max_length must be at least 1, not {max_length}")
+        self.max_length = max_length
+        self._values: deque[Number] = deque(maxlen=max_length)
+        self._counts: deque[int] = deque(maxlen=max_length)
+        for value, count in zip(values, counts, strict=True):
+            self.update(value, count)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __repr__(self) -> str:
+        newest = f", newest={self._values[-1]}" if self._values else ""
+        return f"HistoryBuffer(entries={len(self)}{newest})"
+
+    def update(self, log_val: Number, count: int = 1) -> None:
+        """Append a value that stands for `count` samples, in constant time."""
+        if count < 1:
+            raise ConfigError(f"count must be at least 1, not {count}")
+        self._values.append(log_val)
+        self._counts.append(count)
+
+    @property
+    def data(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
+        """The kept values and their counts, oldest first, as two arrays of equal length."""
+        return np.array(self._values), np.array(self._counts, dtype=np.int64)
+
+    @classmethod
+    def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Make `method(history, ...)` available to `statistics` by its name; usable as a decorator."""
+        cls._statistics[method.__name__] = method
+        return method
+
+    @classmethod
+    def find_statistics(cls, method_name: str) -> Callable[..., Any]:
+        """Return the registered function `method_name`.
+
+        Raises:
+            UnknownNameError: nobody registered it.
+        """
+        try:
+            return cls._statistics[method_name]
+        except KeyError:
+            known = ", ".join(sorted(cls._statistics))
+            hint = did_you_mean(str(method_name), cls._statistics)
+            raise UnknownNameError(
+                f"no statistic is called {method_name!r}{hint}; there are {known}"
+            ) from None
+
+    def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Return the statistic called `method_name` with the given arguments."""
+        return self.find_statistics(method_name)(self, *args, **kwargs)
+
+    def mean(self, window_size: int | None = None) -> float:
+        """Return the mean of the newest `window_size` values (None: of all), weighted by their counts."""
+        counts = list(self._newest(self._counts, window_size))
+        products = (v * c for v, c in zip(self._newest(self._values, window_size), counts, strict=True))
+        return sum(products) / sum(counts)
+
+    def min(self, window_size: int | None = None) -> Number:
+        """Return the smallest of the newest `window_size` values (None: of all)."""
+        return min(self._newest(self._values, window_size))
+
+    def max(self, window_size: int | None = None) -> Number:
+        """Return the largest of the newest `window_size` values (None: of all)."""
+        return max(self._newest(self._values, window_size))
+
+    def current(self) -> Number:
+        """Return the newest value."""
+        return next(self._newest(self._values, 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the newest 1,000 entries as plain lists, which `torch.load(weights_only=True)` reads."""
+        return {
+            "log_history": list(self._values)[-_SAVED_ENTRIES:],
+            "count_history": list(self._counts)[-_SAVED_ENTRIES:],
+            "max_length": self.max_length,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Replace the history by a saved one.
+
+        Raises:
+            CheckpointError: `state_dict` is not what `HistoryBuffer.state_dict` returns.
+        """
+        try:
+            loaded = HistoryBuffer(**state_dict)
+        except (TypeError, ConfigError) as error:
+            raise CheckpointError(f"not a saved HistoryBuffer: {error}") from error
+        self.max_length, self._values, self._counts = loaded.max_length, loaded._values, loaded._counts
+
+    def _newest(self, entries: deque[_N], window_size: int | None) -> Iterator[_N]:
+        if not entries:
+            raise DataError("the history is empty; call update() before asking for statistics")
+        if window_size is not None and window_size < 1:
+            raise ConfigError(f"window_size must be at least 1, not {window_size}")
+        return islice(reversed(entries), window_size)
+
+
+for _method in (HistoryBuffer.mean, HistoryBuffer.min, HistoryBuffer.max, HistoryBuffer.current):
+    HistoryBuffer.register_statistics(_method)

@@ -1,0 +1,174 @@
+"""Where a run's parts leave numbers and facts for one another: scalars with a history, and infos."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
+from typing import Any
+
+from slipstream.errors import CheckpointError, DataError, UnknownNameError, did_you_mean
+from slipstream.logging.history import HistoryBuffer, Number
+
+__all__ = ["MessageHub"]
+
+_current: ContextVar[MessageHub | None] = ContextVar("slipstream_message_hub", default=None)
+
+
+class MessageHub:
+    """The scalars (`train/loss`) and infos (`eta`) of one Runner.
+
+    Args:
+        name: of the run.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._scalars: dict[str, HistoryBuffer] = {}
+        self._infos: dict[str, Any] = {}
+        self._resumed: dict[str, bool] = {}
+
+    def __repr__(self) -> str:
+        return f"MessageHub({self.name!r}, scalars={sorted(self._scalars)}, infos={sorted(self._infos)})"
+
+    @property
+    def log_scalars(self) -> Mapping[str, HistoryBuffer]:
+        """The history of every scalar, by key; read-only."""
+        return MappingProxyType(self._scalars)
+
+    @property
+    def runtime_info(self) -> Mapping[str, Any]:
+        """The newest value of every info, by key; read-only."""
+        return MappingProxyType(self._infos)
+
+    def update_scalar(self, key: str, value: Any, count: int = 1, resumed: bool = True) -> None:
+        """Append a number to the history of `key`.
+
+        Args:
+            key: the scalar's name, with its mode: `train/loss`.
+            value: a number, or an array or tensor of one element (a tensor on a device is waited for;
+                `Meter` does not wait).
+            count: how many samples it stands for.
+            resumed: whether the history goes into checkpoints.
+
+        Raises:
+            DataError: `value` is not one number.
+        """
+        history = self._scalars.get(key)
+        number = value if type(value) is float else _number(key, value)
+        if history is None:
+            history = self._scalars[key] = HistoryBuffer()
+        self._resumed[key] = resumed
+        history.update(number, count)
+
+    def update_scalars(self, log_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Append several numbers; a value may also be `dict(value=..., count=...)`."""
+        for key, value in log_dict.items():
+            if not isinstance(value, Mapping):
+                self.update_scalar(key, value, resumed=resumed)
+            elif "value" in value:
+                self.update_scalar(key, value["value"], value.get("count", 1), resumed)
+            else:
+                raise DataError(f"the scalar '{key}' is a dict without 'value': {value!r}")
+
+    def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
+        """Set an info of any type; plain values go into checkpoints if `resumed`."""
+        self._infos[key] = value
+        self._resumed[key] = resumed
+
+    def update_info_dict(self, info_dict: Mapping[str, Any], resumed: bool = True) -> None:
+        """Set several infos."""
+        for key, value in info_dict.items():
+            self.update_info(key, value, resumed)
+
+    def pop_info(self, key: str, default: Any = None) -> Any:
+        """Remove an info and return it, or `default`."""
+        return self._infos.pop(key, default)
+
+    def get_scalar(self, key: str) -> HistoryBuffer:
+        """Return the history of `key`.
+
+        Raises:
+            UnknownNameError: no such scalar was recorded.
+        """
+        if key not in self._scalars:
+            raise UnknownNameError(f"no scalar '{key}' was recorded{did_you_mean(key, self._scalars)}")
+        return self._scalars[key]
+
+    def get_info(self, key: str, default: Any = None) -> Any:
+        """Return the info `key`, or `default`."""
+        return self._infos.get(key, default)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scalars and plain infos in plain types, which `torch.load(weights_only=True)` reads."""
+        return {
+            "log_scalars": {key: h.state_dict() for key, h in self._scalars.items() if self._resumed[key]},
+            "runtime_info": {
+                key: value for key, value in self._infos.items() if self._resumed[key] and _is_plain(value)
+            },
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put saved scalars and infos in the place of those of the same key; others stay.
+
+        Raises:
+            CheckpointError: `state_dict` is not what `MessageHub.state_dict` returns.
+        """
+        try:
+            saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                "not a saved MessageHub: it needs 'log_scalars' and 'runtime_info'"
+            ) from error
+        histories = {key: _loaded(key, history) for key, history in saved.items()}
+        self._scalars.update(histories)
+        self._infos.update(infos)
+        self._resumed.update(dict.fromkeys([*histories, *infos], True))
+
+    @contextmanager
+    def as_current(self) -> Iterator[MessageHub]:
+        """Make this the hub that `get_current_instance` returns inside the `with` block."""
+        token = _current.set(self)
+        try:
+            yield self
+        finally:
+            _current.reset(token)
+
+    @classmethod
+    def get_current_instance(cls) -> MessageHub:
+        """Return the hub of the Runner that runs in this context, or else a new, empty one."""
+        return _current.get() or cls("slipstream")
+
+
+def _loaded(key: str, state: Any) -> HistoryBuffer:
+    history = HistoryBuffer()
+    try:
+        history.load_state_dict(state)
+    except (CheckpointError, TypeError) as error:
+        raise CheckpointError(f"the scalar '{key}' cannot be loaded: {error}") from error
+    return history
+
+
+def _number(key: str, value: Any) -> Number:
+    if isinstance(value, bool | int | float):
+        return float(value) if isinstance(value, float) else int(value)
+    try:
+        number = value.item()
+    except (AttributeError, ValueError, RuntimeError) as error:
+        what = (
+            f"{type(value).__name__} of shape {tuple(value.shape)}"
+            if hasattr(value, "shape")
+            else repr(value)
+        )
+        raise DataError(f"the scalar '{key}' must be one number, not a {what}") from error
+    return _number(key, number)
+
+
+def _is_plain(value: Any) -> bool:
+    # By exact type: subclasses (numpy's float64 is a float) would be pickled as what they are.
+    if type(value) in (list, tuple):
+        return all(map(_is_plain, value))
+    if type(value) is dict:
+        return all(_is_plain(key) and _is_plain(item) for key, item in value.items())
+    return value is None or type(value) in (bool, int, float, str)

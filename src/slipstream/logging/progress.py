@@ -1,0 +1,66 @@
+"""A progress bar that stays below the log lines and costs nothing between its redraws."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, TaskID
+
+__all__ = ["ProgressBar"]
+
+_SECONDS_BETWEEN_DRAWS = 0.1
+
+
+class ProgressBar:
+    """A bar with counter, remaining time and a short text; nothing at all where there is no terminal.
+
+    Args:
+        console: the logger's (`MMLogger.console`), so that log lines scroll above the bar.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+        self._progress: Progress | None = None
+        self._task: TaskID
+        self._next_draw = 0.0
+
+    def start(self, total: int | None, description: str = "") -> None:
+        """Show an empty bar of `total` steps (None: unknown), in the place of the one before."""
+        self.stop()
+        if self.console.is_terminal:
+            self._progress = _progress(self.console)
+            self._task = self._progress.add_task(description, total=total, text="")
+            self._progress.start()
+            self._next_draw = 0.0
+
+    def update(self, step: int, text: str = "") -> None:
+        """Say that `step` steps are done; redraws at most ten times a second."""
+        if self._progress is None or (now := perf_counter()) < self._next_draw:
+            return
+        self._next_draw = now + _SECONDS_BETWEEN_DRAWS
+        self._progress.update(self._task, completed=step, text=text, refresh=True)
+
+    def stop(self) -> None:
+        """Take the bar away; the log lines stay."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def _progress(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[text]}", markup=False),
+        console=console,
+        # Without a refresh thread: drawing happens in update(), which keeps the rate.
+        auto_refresh=False,
+        transient=True,
+    )

@@ -1,0 +1,38 @@
+"""What models look like: base classes, data preprocessors, wrappers, weight averages."""
+
+from slipstream.model.averaged_model import (
+    BaseAveragedModel,
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+)
+from slipstream.model.base_model import BaseModel
+from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
+from slipstream.model.data_preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
+from slipstream.model.tasks import Classifier, Segmentor
+from slipstream.model.wrappers import (
+    MMDistributedDataParallel,
+    MMSeparateDistributedDataParallel,
+    is_model_wrapper,
+    unwrap_model,
+)
+
+__all__ = [
+    "BaseAveragedModel",
+    "BaseDataPreprocessor",
+    "BaseModel",
+    "BaseModule",
+    "Classifier",
+    "ExponentialMovingAverage",
+    "ImgDataPreprocessor",
+    "MMDistributedDataParallel",
+    "MMSeparateDistributedDataParallel",
+    "ModuleDict",
+    "ModuleList",
+    "MomentumAnnealingEMA",
+    "Segmentor",
+    "Sequential",
+    "StochasticWeightAverage",
+    "is_model_wrapper",
+    "unwrap_model",
+]

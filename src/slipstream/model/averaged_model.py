@@ -1,0 +1,140 @@
+"""Averages of a model's weights over training: EMA, EMA with an annealed momentum, SWA."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError
+from slipstream.registry import MODELS
+
+__all__ = [
+    "BaseAveragedModel",
+    "ExponentialMovingAverage",
+    "MomentumAnnealingEMA",
+    "StochasticWeightAverage",
+]
+
+
+class BaseAveragedModel(nn.Module):
+    """A copy of a model whose weights are averages of the model's weights.
+
+    Subclasses define `weight(step)`, the share of the current weights in update number `step`. All tensors
+    are averaged by one fused `lerp`, and the step count lives on the host: nothing waits for the device.
+
+    Args:
+        model: the model to average (unwrapped).
+        interval: average every that many updates.
+        device: where the averages live; by default where the model is.
+        update_buffers: average floating-point buffers too; otherwise, and for integer buffers, they are
+            the model's own (BatchNorm statistics are averages already).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__()
+        if interval < 1:
+            raise ConfigError(f"must be at least 1, not {interval}", "interval")
+        self.module = copy.deepcopy(model).requires_grad_(False)
+        if device is not None:
+            self.module.to(device)
+        self.interval = interval
+        self.update_buffers = update_buffers
+        self.steps = 0
+
+    def weight(self, step: int) -> float:
+        """Return the share of the model's current weights in the average."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        """Take the model's current weights into the average; the first call copies them."""
+        if self.steps % self.interval == 0:
+            average, current = self._averaged(self.module), self._averaged(model)
+            if self.steps == 0:
+                torch._foreach_copy_(average, current)
+            else:
+                torch._foreach_lerp_(average, current, self.weight(self.steps))
+        self.steps += 1
+
+    @torch.no_grad()
+    def copy_buffers(self, model: nn.Module) -> None:
+        """Copy those buffers of the model that are not averaged, so that this copy can be used or saved."""
+        averaged = {id(t) for t in self._averaged(self.module)}
+        for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
+            if id(mine) not in averaged:
+                mine.copy_(theirs)
+
+    @torch.no_grad()
+    def swap(self, model: nn.Module) -> None:
+        """Exchange averages and current weights between this copy and the model, without copying them."""
+        for mine, theirs in zip(self._averaged(self.module), self._averaged(model), strict=True):
+            mine.data, theirs.data = theirs.data, mine.data
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the averaged model."""
+        return self.module(*args, **kwargs)
+
+    def _averaged(self, model: nn.Module) -> list[Tensor]:
+        tensors: list[Tensor] = list(model.parameters())
+        if self.update_buffers:
+            tensors += [b for b in model.buffers() if b.is_floating_point()]
+        return tensors
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "steps"] = torch.tensor(self.steps)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.steps = int(state_dict.pop(prefix + "steps", self.steps))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@MODELS.register_module()
+class ExponentialMovingAverage(BaseAveragedModel):
+    """average = (1 - momentum) * average + momentum * weights, with a small constant `momentum`."""
+
+    def __init__(self, model: nn.Module, momentum: float = 0.0002, **kwargs: Any) -> None:
+        super().__init__(model, **kwargs)
+        if not 0 < momentum < 1:
+            raise ConfigError(
+                f"must lie between 0 and 1, not {momentum}; it is the share of the new weights, 1 - decay",
+                "momentum",
+            )
+        self.momentum = momentum
+
+    def weight(self, step: int) -> float:
+        """Return the constant momentum."""
+        return self.momentum
+
+
+@MODELS.register_module()
+class MomentumAnnealingEMA(ExponentialMovingAverage):
+    """An EMA whose momentum falls as max(momentum, gamma / (gamma + step)), so that it forgets the start."""
+
+    def __init__(self, model: nn.Module, momentum: float = 0.0002, gamma: int = 100, **kwargs: Any) -> None:
+        super().__init__(model, momentum, **kwargs)
+        if gamma < 1:
+            raise ConfigError(f"must be at least 1, not {gamma}", "gamma")
+        self.gamma = gamma
+
+    def weight(self, step: int) -> float:
+        """Return the annealed momentum."""
+        return max(self.momentum, self.gamma / (self.gamma + step))
+
+
+@MODELS.register_module()
+class StochasticWeightAverage(BaseAveragedModel):
+    """The plain mean of all weights seen (Izmailov et al. 2018, arXiv 1803.05407)."""
+
+    def weight(self, step: int) -> float:
+        """Return one over the number of weights averaged so far, this one included."""
+        return 1.0 / (step // self.interval + 1)

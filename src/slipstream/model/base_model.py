@@ -1,0 +1,105 @@
+"""What a model looks like to the Runner: MMEngine's `BaseModel`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import DataError
+from slipstream.model.base_module import BaseModule
+from slipstream.model.data_preprocessor import BaseDataPreprocessor
+from slipstream.registry import MODELS
+from slipstream.step import EagerStep, sum_losses
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
+
+__all__ = ["BaseModel", "run_forward"]
+
+
+class BaseModel(BaseModule):
+    """A model that can train, validate and test itself on batches.
+
+    Subclasses define `forward(*batch, mode)` or `forward(**batch, mode)`, whichever the data loader's
+    batches are: mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the
+    metrics, `"tensor"` the network's raw output.
+
+    Args:
+        data_preprocessor: a module (or its configuration) that brings a batch to the device; by default
+            `BaseDataPreprocessor`, which only moves it.
+        init_cfg: how `init_weights` initialises the weights.
+    """
+
+    def __init__(
+        self,
+        data_preprocessor: nn.Module | Mapping[str, Any] | None = None,
+        init_cfg: Any = None,
+    ) -> None:
+        super().__init__(init_cfg)
+        if data_preprocessor is None:
+            data_preprocessor = BaseDataPreprocessor()
+        elif isinstance(data_preprocessor, Mapping):
+            data_preprocessor = MODELS.build(data_preprocessor, default_args={"type": "BaseDataPreprocessor"})
+        self.data_preprocessor: nn.Module = data_preprocessor
+
+    def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+        """Train on one batch and return 0-dim device tensors to log; override it for other schemes (GANs)."""
+        return EagerStep(self.loss_step, self, optim_wrapper)(data)
+
+    def loss_step(self, data: Any) -> dict[str, Tensor]:
+        """Return the losses of a batch as the data loader gives it."""
+        losses: dict[str, Tensor] = run_forward(self, self.data_preprocessor(data, True), "loss")
+        return losses
+
+    @torch.no_grad()
+    def val_step(self, data: Any) -> Any:
+        """Return the predictions for a batch as the data loader gives it."""
+        return run_forward(self, self.data_preprocessor(data, False), "predict")
+
+    def test_step(self, data: Any) -> Any:
+        """Return the predictions for a batch; the same as `val_step` unless overridden."""
+        return self.val_step(data)
+
+    def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the sum of the losses and the values to log."""
+        return sum_losses(losses)
+
+    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+        """Compute losses, predictions or raw output, as `mode` says."""
+        raise NotImplementedError(f"{type(self).__name__} must define forward(..., mode)")
+
+
+def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
+    """Call `module` with a preprocessed batch: a dict by keywords, a tuple or list by position.
+
+    Raises:
+        DataError: the batch is neither, or its keys are not what `forward` takes.
+    """
+    if isinstance(data, Mapping):
+        try:
+            return module(**data, mode=mode)
+        except TypeError as error:
+            _explain(module, data, error)
+            raise
+    if isinstance(data, list | tuple):
+        return module(*data, mode=mode)
+    raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}: check collate_fn")
+
+
+def _explain(module: nn.Module, data: Mapping[str, Any], error: TypeError) -> None:
+    """Raise a clearer error if the keys of the batch do not fit the signature of `forward`."""
+    import inspect
+
+    inner = getattr(module, "module", module)
+    signature = inspect.signature(inner.forward)
+    try:
+        signature.bind(**data, mode="loss")
+    except TypeError:
+        wants = [name for name in signature.parameters if name != "mode"]
+        raise DataError(
+            f"the batch has the keys {sorted(data)}, but {type(inner).__name__}.forward takes {wants}: "
+            "rename the keys in the data set or the arguments of forward"
+        ) from error

@@ -1,0 +1,67 @@
+"""Modules that know how to initialise themselves."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from torch import nn
+
+from slipstream.registry import MODELS
+
+__all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
+
+
+class BaseModule(nn.Module):
+    """An `nn.Module` with an `init_cfg`, applied once by `init_weights` before its children's."""
+
+    def __init__(self, init_cfg: Any = None) -> None:
+        super().__init__()
+        self.init_cfg = copy.deepcopy(init_cfg)
+        self._is_init = False
+
+    @property
+    def is_init(self) -> bool:
+        """Whether `init_weights` has run."""
+        return self._is_init
+
+    def init_weights(self) -> None:
+        """Apply `init_cfg` to this module, then let each child initialise itself; once only."""
+        if self._is_init:
+            return
+        self._is_init = True
+        if self.init_cfg:
+            from slipstream.model.weight_init import initialize
+
+            initialize(self, self.init_cfg)
+        for child in self.children():
+            init = getattr(child, "init_weights", None)
+            if callable(init):
+                init()
+
+
+@MODELS.register_module()
+class Sequential(BaseModule, nn.Sequential):
+    """`nn.Sequential` with an `init_cfg`."""
+
+    def __init__(self, *args: nn.Module, init_cfg: Any = None) -> None:
+        BaseModule.__init__(self, init_cfg)
+        nn.Sequential.__init__(self, *args)
+
+
+@MODELS.register_module()
+class ModuleList(BaseModule, nn.ModuleList):
+    """`nn.ModuleList` with an `init_cfg`."""
+
+    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
+        BaseModule.__init__(self, init_cfg)
+        nn.ModuleList.__init__(self, modules)
+
+
+@MODELS.register_module()
+class ModuleDict(BaseModule, nn.ModuleDict):
+    """`nn.ModuleDict` with an `init_cfg`."""
+
+    def __init__(self, modules: Any = None, init_cfg: Any = None) -> None:
+        BaseModule.__init__(self, init_cfg)
+        nn.ModuleDict.__init__(self, modules)

@@ -1,0 +1,127 @@
+"""Bring a batch to the device, and images to the network's scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.registry import MODELS
+
+__all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
+
+
+@MODELS.register_module()
+class BaseDataPreprocessor(nn.Module):
+    """Move a batch (nested dicts, lists and tuples of tensors) to the module's device.
+
+    Args:
+        non_blocking: let copies from pinned memory overlap with computation.
+    """
+
+    def __init__(self, non_blocking: bool = True) -> None:
+        super().__init__()
+        self.non_blocking = non_blocking
+        self._device = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        """Where batches are moved to."""
+        return self._device
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Return the batch on the device."""
+        return self.cast_data(data)
+
+    def cast_data(self, data: Any) -> Any:
+        """Move every tensor inside `data`; anything else passes through."""
+        if isinstance(data, Tensor):
+            return data.to(self._device, non_blocking=self.non_blocking)
+        if isinstance(data, Mapping):
+            return {key: self.cast_data(value) for key, value in data.items()}
+        if isinstance(data, tuple) and hasattr(data, "_fields"):
+            return type(data)(*(self.cast_data(value) for value in data))
+        if isinstance(data, list | tuple):
+            return type(data)(self.cast_data(value) for value in data)
+        return data.to(self._device) if hasattr(data, "to") else data
+
+    def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
+        # The module has no parameter whose device could be asked, so it follows every .to() itself.
+        super()._apply(fn, recurse)
+        self._device = fn(torch.empty(0, device=self._device)).device
+        return self
+
+
+@MODELS.register_module()
+class ImgDataPreprocessor(BaseDataPreprocessor):
+    """Stack, pad and normalise images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
+
+    Args:
+        mean, std: of each channel, on the scale of the inputs (0..255 for uint8). Give both or neither.
+        pad_size_divisor: pad height and width, at the right and bottom, to a multiple of it.
+        pad_value: what is padded, after normalisation.
+        bgr_to_rgb, rgb_to_bgr: reverse the channels.
+        non_blocking: as in `BaseDataPreprocessor`.
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(
+        self,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        pad_size_divisor: int = 1,
+        pad_value: float = 0,
+        bgr_to_rgb: bool = False,
+        rgb_to_bgr: bool = False,
+        non_blocking: bool = True,
+    ) -> None:
+        super().__init__(non_blocking)
+        if (mean is None) != (std is None):
+            raise ConfigError("mean and std must be given together")
+        if bgr_to_rgb and rgb_to_bgr:
+            raise ConfigError("bgr_to_rgb and rgb_to_bgr exclude each other")
+        self.normalizes = mean is not None
+        self.register_buffer("mean", torch.tensor(mean or [0.0]).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std or [1.0]).view(-1, 1, 1), persistent=False)
+        self.flips_channels = bgr_to_rgb or rgb_to_bgr
+        self.pad_size_divisor = pad_size_divisor
+        self.pad_value = pad_value
+
+    def forward(self, data: Any, training: bool = False) -> Any:
+        """Return the batch on the device, with its images ready for the network."""
+        data = self.cast_data(data)
+        if isinstance(data, Mapping):
+            if "inputs" not in data:
+                raise DataError(
+                    f"the batch has no 'inputs', only {sorted(data)}: the data set must name them so"
+                )
+            return {**data, "inputs": self._images(data["inputs"])}
+        if isinstance(data, list | tuple):
+            return [self._images(data[0]), *data[1:]]
+        raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}: check collate_fn")
+
+    def _images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
+        if isinstance(images, Tensor):
+            return self._pad(self._normalize(images), *images.shape[-2:])
+        height = max(image.shape[-2] for image in images)
+        width = max(image.shape[-1] for image in images)
+        return torch.stack([self._pad(self._normalize(image), height, width) for image in images])
+
+    def _normalize(self, image: Tensor) -> Tensor:
+        if self.flips_channels:
+            image = image.flip(-3)
+        image = image.float()
+        return (image - self.mean) / self.std if self.normalizes else image
+
+    def _pad(self, image: Tensor, height: int, width: int) -> Tensor:
+        divisor = self.pad_size_divisor
+        bottom = math.ceil(height / divisor) * divisor - image.shape[-2]
+        right = math.ceil(width / divisor) * divisor - image.shape[-1]
+        return F.pad(image, (0, right, 0, bottom), value=self.pad_value) if bottom or right else image

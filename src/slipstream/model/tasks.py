@@ -1,0 +1,102 @@
+"""Ready models: a network, a loss and a data preprocessor put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from slipstream.errors import DataError
+from slipstream.model.base_model import BaseModel
+from slipstream.registry import MODELS
+
+__all__ = ["Classifier", "Segmentor"]
+
+Configured = nn.Module | Mapping[str, Any]
+
+
+class _Task(BaseModel):
+    """Build network and loss from modules or configurations."""
+
+    def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
+        super().__init__(data_preprocessor)
+        self.network: nn.Module = MODELS.build(network) if isinstance(network, Mapping) else network
+        self.loss: nn.Module = (
+            MODELS.build(loss) if isinstance(loss, Mapping) else loss or nn.CrossEntropyLoss()
+        )
+
+    def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
+        """Return the loss, or the dict of losses, that the loss module computes."""
+        if targets is None:
+            raise DataError("the batch has no 'targets', which mode 'loss' needs")
+        loss = self.loss(outputs, targets.long())
+        return loss if isinstance(loss, dict) else {"loss": loss}
+
+
+@MODELS.register_module()
+class Segmentor(_Task):
+    """Semantic segmentation: `network` gives logits (N, classes, H, W), or a tuple with auxiliary ones in training.
+
+    Args:
+        network: a module, or its configuration.
+        loss: `loss(outputs, targets)` gives a scalar or a dict of scalars.
+        data_preprocessor: usually `ImgDataPreprocessor`.
+    """
+
+    def __init__(
+        self, network: Configured, loss: Configured | None = None, data_preprocessor: Any = None
+    ) -> None:
+        super().__init__(network, loss, data_preprocessor)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
+        """Return losses, `{"preds": (N, H, W) int64, "targets": ...}` or the network's output.
+
+        Args:
+            inputs: float images (N, 3, H, W).
+            targets: class ids (N, H, W) of any integer type.
+            mode: `loss`, `predict` or `tensor`.
+        """
+        outputs = self.network(inputs)
+        if mode == "loss":
+            return self.losses(outputs, targets)
+        if mode == "predict":
+            logits = outputs[0] if isinstance(outputs, tuple | list) else outputs
+            if targets is not None and targets.shape[-2:] != logits.shape[-2:]:
+                logits = F.interpolate(logits, targets.shape[-2:], mode="bilinear")
+            predictions = {"preds": logits.argmax(1)}
+            return predictions if targets is None else {**predictions, "targets": targets.long()}
+        return outputs
+
+
+@MODELS.register_module()
+class Classifier(_Task):
+    """Image classification: `network` gives logits (N, classes).
+
+    Args:
+        network: a module, or its configuration.
+        loss: `loss(logits, targets)` gives a scalar or a dict of scalars; cross-entropy by default.
+        data_preprocessor: usually `ImgDataPreprocessor`.
+    """
+
+    def __init__(
+        self, network: Configured, loss: Configured | None = None, data_preprocessor: Any = None
+    ) -> None:
+        super().__init__(network, loss, data_preprocessor)
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None, mode: str = "tensor") -> Any:
+        """Return losses, `{"preds": logits (N, classes), "targets": (N,)}` or logits.
+
+        Args:
+            inputs: float images (N, C, H, W).
+            targets: class ids (N,).
+            mode: `loss`, `predict` or `tensor`.
+        """
+        logits: torch.Tensor = self.network(inputs)
+        if mode == "loss":
+            return self.losses(logits, targets)
+        if mode == "predict":
+            return {"preds": logits} if targets is None else {"preds": logits, "targets": targets}
+        return logits

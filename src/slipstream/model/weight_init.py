@@ -1,0 +1,192 @@
+"""Weight initialisers by MMEngine's names, for `init_cfg`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.registry import WEIGHT_INITIALIZERS
+
+__all__ = [
+    "Caffe2XavierInit",
+    "ConstantInit",
+    "KaimingInit",
+    "NormalInit",
+    "PretrainedInit",
+    "TruncNormalInit",
+    "UniformInit",
+    "XavierInit",
+    "initialize",
+]
+
+
+def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+    """Apply one or several initialisers to `module`.
+
+    Each is a dict with a `type`, an optional `layer` (class names to which it applies; without one, all
+    layers that have weights) and `override` (children by `name` that get other values).
+    """
+    for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
+        cfg = dict(cfg)
+        override = cfg.pop("override", None)
+        WEIGHT_INITIALIZERS.build(cfg)(module)
+        for special in [override] if isinstance(override, Mapping) else override or []:
+            _override(module, dict(special), cfg)
+
+
+def _override(module: nn.Module, special: dict[str, Any], outer: dict[str, Any]) -> None:
+    name = special.pop("name", None)
+    if name is None or not hasattr(module, name):
+        raise ConfigError(
+            f"override needs the name of a child of {type(module).__name__}, got {name!r}", "init_cfg"
+        )
+    cfg = special if "type" in special else {k: v for k, v in outer.items() if k != "layer"} | special
+    WEIGHT_INITIALIZERS.build(cfg)(getattr(module, name))
+
+
+class _Init:
+    """Apply `_fill` to the weight of each layer of the given classes, and a constant to its bias."""
+
+    def __init__(self, bias: float = 0.0, layer: str | Sequence[str] | None = None) -> None:
+        self.bias = bias
+        self.layers = (layer,) if isinstance(layer, str) else tuple(layer or ())
+
+    def __call__(self, module: nn.Module) -> None:
+        """Initialise the layers of `module` that this initialiser is for."""
+        for part in module.modules():
+            if self.layers and type(part).__name__ not in self.layers:
+                continue
+            self._apply(part)
+
+    @torch.no_grad()
+    def _apply(self, part: nn.Module) -> None:
+        weight, bias = getattr(part, "weight", None), getattr(part, "bias", None)
+        if isinstance(weight, nn.Parameter):
+            self._fill(weight)
+        if isinstance(bias, nn.Parameter):
+            nn.init.constant_(bias, self.bias)
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        raise NotImplementedError
+
+
+def _chosen(distribution: str, uniform: Callable[..., Any], normal: Callable[..., Any]) -> Callable[..., Any]:
+    if distribution not in ("uniform", "normal"):
+        raise ConfigError(f"must be 'uniform' or 'normal', not {distribution!r}", "distribution")
+    return uniform if distribution == "uniform" else normal
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Constant", "ConstantInit"])
+class ConstantInit(_Init):
+    """Fill weights with `val`."""
+
+    def __init__(self, val: float, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.val = val
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        nn.init.constant_(weight, self.val)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Normal", "NormalInit"])
+class NormalInit(_Init):
+    """Draw weights from N(mean, std)."""
+
+    def __init__(self, mean: float = 0.0, std: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.mean, self.std = mean, std
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        nn.init.normal_(weight, self.mean, self.std)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["TruncNormal", "TruncNormalInit"])
+class TruncNormalInit(_Init):
+    """Draw weights from N(mean, std) cut to [a, b]."""
+
+    def __init__(
+        self, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, **kwargs: Any
+    ) -> None:
+        super().__init__(**kwargs)
+        self.mean, self.std, self.a, self.b = mean, std, a, b
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        nn.init.trunc_normal_(weight, self.mean, self.std, self.a, self.b)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Uniform", "UniformInit"])
+class UniformInit(_Init):
+    """Draw weights from U(a, b)."""
+
+    def __init__(self, a: float = 0.0, b: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.a, self.b = a, b
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        nn.init.uniform_(weight, self.a, self.b)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Xavier", "XavierInit"])
+class XavierInit(_Init):
+    """Glorot and Bengio 2010; weights of fewer than two dimensions are left alone."""
+
+    def __init__(self, gain: float = 1.0, distribution: str = "normal", **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.gain = gain
+        self.draw = _chosen(distribution, nn.init.xavier_uniform_, nn.init.xavier_normal_)
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        if weight.ndim > 1:
+            self.draw(weight, self.gain)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Kaiming", "KaimingInit"])
+class KaimingInit(_Init):
+    """He et al. 2015; weights of fewer than two dimensions are left alone."""
+
+    def __init__(
+        self,
+        a: float = 0.0,
+        mode: str = "fan_out",
+        nonlinearity: str = "relu",
+        distribution: str = "normal",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        self.options = {"a": a, "mode": mode, "nonlinearity": nonlinearity}
+        self.draw = _chosen(distribution, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
+
+    def _fill(self, weight: torch.Tensor) -> None:
+        if weight.ndim > 1:
+            self.draw(weight, **self.options)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Caffe2Xavier", "Caffe2XavierInit"])
+class Caffe2XavierInit(KaimingInit):
+    """Caffe2's XavierFill, which is Kaiming's uniform with a=1, fan_in and a leaky ReLU."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(a=1, mode="fan_in", nonlinearity="leaky_relu", distribution="uniform", **kwargs)
+
+
+@WEIGHT_INITIALIZERS.register_module(name=["Pretrained", "PretrainedInit"])
+class PretrainedInit:
+    """Load the weights of a checkpoint, those under `prefix` if given."""
+
+    def __init__(self, checkpoint: str, prefix: str | None = None, map_location: str = "cpu") -> None:
+        self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location
+
+    def __call__(self, module: nn.Module) -> None:
+        """Load the weights into `module`; names that only one side has are skipped."""
+        from slipstream.checkpoint import load_checkpoint, load_weights
+
+        state = load_checkpoint(self.checkpoint, self.map_location)
+        state = state.get("state_dict", state)
+        if self.prefix:
+            dot = self.prefix.rstrip(".") + "."
+            state = {key.removeprefix(dot): value for key, value in state.items() if key.startswith(dot)}
+        load_weights(module, state, strict=False, source=self.checkpoint)

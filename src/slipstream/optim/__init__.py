@@ -1,0 +1,17 @@
+"""How weights move: optimizer wrappers, parameter groups and schedules."""
+
+from slipstream.optim import npu as npu  # registers the NpuFused* names
+from slipstream.optim.amp_optim_wrapper import AmpOptimWrapper
+from slipstream.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
+from slipstream.optim.optim_wrapper import GradClip, OptimWrapper
+from slipstream.optim.optim_wrapper_dict import OptimWrapperDict
+from slipstream.optim.scheduler import *  # noqa: F403  (thirty schedules, listed there)
+
+__all__ = [
+    "AmpOptimWrapper",
+    "DefaultOptimWrapperConstructor",
+    "GradClip",
+    "OptimWrapper",
+    "OptimWrapperDict",
+    "build_optim_wrapper",
+]

@@ -1,0 +1,107 @@
+"""Mixed precision: autocast in forward and loss, and a loss scale for float16."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError
+from slipstream.optim.optim_wrapper import OptimWrapper, device_of
+from slipstream.registry import OPTIM_WRAPPERS
+
+__all__ = ["AmpOptimWrapper"]
+
+_DTYPES = {
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
+
+
+@OPTIM_WRAPPERS.register_module()
+class AmpOptimWrapper(OptimWrapper):
+    """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
+
+    Args:
+        loss_scale: for float16 only, since bfloat16 has float32's range and needs none: `"dynamic"`, a
+            fixed number, or the options of `torch.amp.GradScaler`.
+        dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's own default (float16
+            on CUDA and NPU, bfloat16 on the CPU).
+        kwargs: those of `OptimWrapper`.
+    """
+
+    def __init__(
+        self,
+        loss_scale: str | float | Mapping[str, Any] = "dynamic",
+        dtype: str | torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        device = device_of(self.optimizer).type
+        self.dtype = _read_dtype(dtype) or torch.get_autocast_dtype(device)
+        self._autocast = torch.autocast(device, dtype=self.dtype)
+        self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
+        self.loss_scaler = _make_scaler(device, loss_scale) if self.dtype == torch.float16 else None
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Return the context of forward and loss: autocast, without gradient sync inside a window."""
+        if self._accumulative_counts == 1:
+            return self._autocast
+        stack = ExitStack()
+        stack.enter_context(super().optim_context(model))
+        stack.enter_context(self._autocast)
+        return stack
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward from the scaled loss and count the batch."""
+        super().backward(self.loss_scaler.scale(loss) if self.loss_scaler else loss, **kwargs)
+
+    def step(self, **kwargs: Any) -> None:
+        """Unscale, clip, step unless a gradient overflowed, and adapt the scale."""
+        if self.loss_scaler is None:
+            super().step(**kwargs)
+            return
+        if self.clip_grad is not None:
+            self.loss_scaler.unscale_(self.optimizer)
+            self._clip()
+        self.loss_scaler.step(self.optimizer, **kwargs)
+        self.loss_scaler.update(self._fixed_scale)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the optimizer's state, with the scaler's as `loss_scaler` if there is one."""
+        state = super().state_dict()
+        if self.loss_scaler is not None:
+            state["loss_scaler"] = self.loss_scaler.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the optimizer's and the scaler's state; either may come from a run without a scaler."""
+        state = dict(state_dict)
+        scaler = state.pop("loss_scaler", None)
+        if self.loss_scaler is not None and scaler:
+            self.loss_scaler.load_state_dict(scaler)
+        super().load_state_dict(state)
+
+
+def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype in (torch.float16, torch.bfloat16):
+        return dtype  # type: ignore[return-value]
+    if isinstance(dtype, str) and dtype in _DTYPES:
+        return _DTYPES[dtype]
+    raise ConfigError(f"must be 'float16', 'bfloat16' or None, not {dtype!r}", "dtype")
+
+
+def _make_scaler(device: str, loss_scale: str | float | Mapping[str, Any]) -> torch.amp.GradScaler:
+    if loss_scale == "dynamic":
+        return torch.amp.GradScaler(device)
+    if isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool):
+        return torch.amp.GradScaler(device, init_scale=float(loss_scale))
+    if isinstance(loss_scale, Mapping):
+        return torch.amp.GradScaler(device, **loss_scale)
+    raise ConfigError(f"must be 'dynamic', a number or a dict, not {loss_scale!r}", "loss_scale")

@@ -1,0 +1,292 @@
+"""Which option holds for which parameter: parameter groups, and the optimizer wrapper on top."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from itertools import accumulate
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.optim import Optimizer
+
+from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.optim.optim_wrapper import OptimWrapper
+from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
+from slipstream.typecheck import matches
+
+__all__ = ["DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
+
+_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norms
+_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name: they live in libraries we do not need
+
+
+@dataclass(frozen=True)
+class ParamwiseOptions:
+    """`paramwise_cfg`: factors of the optimizer's `lr` and `weight_decay` for some of the parameters.
+
+    A parameter whose name contains one of `custom_keys` follows the longest of those it contains (the
+    alphabetically first of equally long ones) and no other rule.
+    """
+
+    custom_keys: dict[str, Any] = field(
+        default_factory=dict
+    )  # {part of a name: lr_mult, decay_mult, options}
+    bias_lr_mult: float | None = None  # biases, but not of norm layers
+    bias_decay_mult: float | None = None  # biases, but not of norm layers
+    norm_decay_mult: float | None = None  # weights and biases of norm layers
+    flat_decay_mult: float | None = None  # other parameters with one dimension
+    dwconv_decay_mult: float | None = None  # weights of depth-wise convolutions
+    dcn_offset_lr_mult: float | None = None  # `conv_offset` inside deformable convolutions
+    bypass_duplicate: bool = False  # a parameter met again under other options keeps the first ones
+
+    @classmethod
+    def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
+        """Check the keys and the types of the values; `open_ended` passes over keys that are not ours.
+
+        Raises:
+            ConfigError: naming the key.
+        """
+        known = {f.name for f in fields(cls)}
+        if open_ended:
+            cfg = {key: value for key, value in cfg.items() if key in known}
+        for key, value in cfg.items():
+            if key not in known:
+                raise ConfigError(f"no such option '{key}'{did_you_mean(key, known)}", "paramwise_cfg")
+            if key == "custom_keys":
+                _check_custom_keys(value)
+            elif not matches(value, bool if key == "bypass_duplicate" else float | None):
+                raise ConfigError(f"{key} must be a number, not {value!r}", "paramwise_cfg")
+        return cls(**cfg)
+
+    def uses(self, suffix: str) -> str | None:
+        """Return the place of an option that ends in `suffix` (`"lr_mult"`), or None."""
+        for name in (f.name for f in fields(self)):
+            if name.endswith(suffix) and getattr(self, name) is not None:
+                return name
+        return next((f"custom_keys['{k}']" for k, v in self.custom_keys.items() if suffix in v), None)
+
+
+@OPTIM_WRAPPER_CONSTRUCTORS.register_module()
+class DefaultOptimWrapperConstructor:
+    """Build the optimizer and its wrapper for a model.
+
+    Parameters under the same options share one group, since each group costs the optimizer a round of
+    kernels. Frozen parameters (`requires_grad=False`) belong to none: one that is to learn later must be
+    unfrozen before this, or added by `optimizer.add_param_group`.
+
+    A subclass may override `add_params` to give every parameter options of its own (layer-wise decay), read
+    from keys of its own in `self.paramwise_cfg`.
+
+    Args:
+        optim_wrapper_cfg: arguments of the wrapper (`type`: by default `OptimWrapper`), with `optimizer`: a
+            dict to build from, or an optimizer.
+        paramwise_cfg: see `ParamwiseOptions`.
+
+    Raises:
+        ConfigError: `optimizer` is missing, or `paramwise_cfg` is wrong.
+    """
+
+    def __init__(
+        self, optim_wrapper_cfg: Mapping[str, Any], paramwise_cfg: Mapping[str, Any] | None = None
+    ) -> None:
+        self.optim_wrapper_cfg = {"type": "OptimWrapper", **optim_wrapper_cfg}
+        self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
+        self.paramwise_cfg = dict(paramwise_cfg or {})
+        # A subclass with rules of its own reads keys of its own.
+        own_rules = type(self).add_params is not DefaultOptimWrapperConstructor.add_params
+        self.paramwise = ParamwiseOptions.from_dict(self.paramwise_cfg, open_ended=own_rules)
+        if isinstance(self.optimizer_cfg, Optimizer):
+            if self.paramwise_cfg:
+                raise ConfigError("an optimizer that is built already has its groups", "paramwise_cfg")
+            return
+        if not isinstance(self.optimizer_cfg, Mapping):
+            raise ConfigError(
+                f"must be a dict such as dict(type='SGD', lr=0.01), not {self.optimizer_cfg!r}", "optimizer"
+            )
+        self.base_lr: Any = self.optimizer_cfg.get("lr")
+        self.base_wd: float | None = self.optimizer_cfg.get("weight_decay")
+        for suffix, base, name in (
+            ("lr_mult", self.base_lr, "lr"),
+            ("decay_mult", self.base_wd, "weight_decay"),
+        ):
+            if base is None and (key := self.paramwise.uses(suffix)):
+                raise ConfigError(f"{key} needs '{name}' in the optimizer to multiply", "paramwise_cfg")
+
+    def __call__(self, model: nn.Module) -> OptimWrapper:
+        """Return the wrapper with an optimizer of `model`'s trainable parameters.
+
+        Raises:
+            ModelError: the model has none, or one parameter comes under different options.
+            ConfigError: a custom key matches no parameter, or gives an option that the optimizer has not.
+        """
+        optimizer = self.optimizer_cfg
+        if not isinstance(optimizer, Optimizer):
+            groups = self._groups(unwrap(model))
+            optimizer = OPTIMIZERS.build(self.optimizer_cfg, default_args={"params": groups})
+            self._check_options(optimizer)
+        wrapper: OptimWrapper = OPTIM_WRAPPERS.build(
+            self.optim_wrapper_cfg, default_args={"optimizer": optimizer}
+        )
+        return wrapper
+
+    def add_params(
+        self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
+    ) -> None:
+        """Append `{"params": [parameter], **its options}` for every parameter of `module`, recursively."""
+        for name, parameter in module.named_parameters(recurse=False):
+            options = self._custom_options(f"{prefix}.{name}")
+            if options is None:
+                options = {
+                    **self._lr_option(module, name, prefix, is_dcn_module),
+                    **self._decay_option(module, name, parameter, is_dcn_module),
+                }
+            params.append({"params": [parameter], **options})
+        inside_dcn = any(base.__name__ in _DEFORMABLE for base in type(module).__mro__)
+        for name, child in module.named_children():
+            self.add_params(params, child, f"{prefix}.{name}" if prefix else name, inside_dcn)
+
+    def _custom_options(self, name: str) -> dict[str, Any] | None:
+        keys = self.paramwise.custom_keys
+        key = min((k for k in keys if k in name), key=lambda k: (-len(k), k), default=None)
+        if key is None:
+            return None
+        options = dict(keys[key])
+        scaled: dict[str, Any] = {}
+        if "lr_mult" in options:
+            scaled["lr"] = self.base_lr * options.pop("lr_mult")
+        if "decay_mult" in options:
+            scaled["weight_decay"] = self.base_wd * options.pop("decay_mult")
+        return scaled | options
+
+    def _lr_option(self, module: nn.Module, name: str, prefix: str, is_dcn_module: bool) -> dict[str, Any]:
+        offset_mult = self.paramwise.dcn_offset_lr_mult
+        if (
+            offset_mult is not None
+            and is_dcn_module
+            and "conv_offset" in prefix
+            and isinstance(module, nn.Conv2d)
+        ):
+            return {"lr": self.base_lr * offset_mult}
+        bias_mult = self.paramwise.bias_lr_mult
+        if bias_mult is not None and name == "bias" and not isinstance(module, _NORMS) and not is_dcn_module:
+            return {"lr": self.base_lr * bias_mult}
+        return {}
+
+    def _decay_option(
+        self, module: nn.Module, name: str, parameter: nn.Parameter, is_dcn_module: bool
+    ) -> dict[str, Any]:
+        depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
+        options = self.paramwise
+        rules = (
+            (options.norm_decay_mult, isinstance(module, _NORMS)),
+            (options.bias_decay_mult, name == "bias" and not is_dcn_module),
+            (options.dwconv_decay_mult, depthwise),
+            (options.flat_decay_mult, parameter.ndim == 1 and not is_dcn_module),
+        )
+        mult = next((mult for mult, applies in rules if applies and mult is not None), None)
+        return {} if mult is None else {"weight_decay": self.base_wd * mult}  # type: ignore[operator]
+
+    def _groups(self, model: nn.Module) -> list[dict[str, Any]]:
+        names = {id(p): name for name, p in model.named_parameters()}
+        if not any(p.requires_grad for p in model.parameters()):
+            raise ModelError(
+                f"{type(model).__name__} has no trainable parameter ({len(names)} are frozen): "
+                "call requires_grad_(True) on what shall learn"
+            )
+        self._check_custom_keys_match(model)
+        params: list[dict[str, Any]] = []
+        self.add_params(params, model)
+        return self._merge(params, names)
+
+    def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
+        """Put the trainable parameters under the same options into one group, each parameter once."""
+        groups: dict[Any, dict[str, Any]] = {}
+        seen: dict[int, Any] = {}
+        for single in params:
+            options = {key: value for key, value in single.items() if key != "params"}
+            key = _hashable(options)
+            for parameter in single["params"]:
+                if not parameter.requires_grad:
+                    continue
+                earlier = seen.setdefault(id(parameter), key)
+                if earlier != key and not self.paramwise.bypass_duplicate:
+                    raise ModelError(
+                        f"the parameter '{names.get(id(parameter))}' is in the model twice, under different "
+                        "options: set paramwise_cfg=dict(bypass_duplicate=True) to keep the first ones"
+                    )
+                group = groups.setdefault(earlier, {"params": {}, **options})
+                group["params"][id(parameter)] = parameter
+        return [{**group, "params": list(group["params"].values())} for group in groups.values()]
+
+    def _check_custom_keys_match(self, model: nn.Module) -> None:
+        names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+        for key in self.paramwise.custom_keys:
+            if not any(key in f".{name}" for name in names):
+                raise ConfigError(
+                    f"'{key}' is in the name of no parameter{did_you_mean(key, _prefixes(names))}",
+                    "paramwise_cfg.custom_keys",
+                )
+
+    def _check_options(self, optimizer: Optimizer) -> None:
+        known = {"lr_mult", "decay_mult", *optimizer.defaults}
+        for key, options in self.paramwise.custom_keys.items():
+            for option in options:
+                if option not in known:
+                    raise ConfigError(
+                        f"{type(optimizer).__name__} has no option '{option}'{did_you_mean(option, known)}",
+                        f"paramwise_cfg.custom_keys['{key}']",
+                    )
+
+
+def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
+    """Build the optimizer wrapper of `model` from `cfg`, which is not changed.
+
+    Args:
+        model: may be wrapped for data parallelism.
+        cfg: `optimizer`, `paramwise_cfg`, `constructor` (by default `DefaultOptimWrapperConstructor`), and
+            the arguments of the wrapper.
+    """
+    wrapper_cfg = dict(cfg)
+    constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
+        {
+            "type": wrapper_cfg.pop("constructor", "DefaultOptimWrapperConstructor"),
+            "paramwise_cfg": wrapper_cfg.pop("paramwise_cfg", None),
+            "optim_wrapper_cfg": wrapper_cfg,
+        }
+    )
+    wrapper: OptimWrapper = constructor(model)
+    return wrapper
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside data-parallel wrappers: modules with `module` as their only content."""
+    while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
+        model = model.get_submodule("module")
+    return model
+
+
+def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """Return what two parameters with equal options have in common."""
+    return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
+
+
+def _check_custom_keys(custom_keys: Any) -> None:
+    if not isinstance(custom_keys, Mapping):
+        raise ConfigError(f"custom_keys must be a dict, not {custom_keys!r}", "paramwise_cfg")
+    for key, options in custom_keys.items():
+        if not isinstance(options, Mapping):
+            raise ConfigError(
+                f"must be a dict such as dict(lr_mult=0.1), not {options!r}",
+                f"paramwise_cfg.custom_keys['{key}']",
+            )
+
+
+def _prefixes(names: Iterable[str]) -> set[str]:
+    """Return every part of the names that a custom key might have meant."""
+    found: set[str] = set()
+    for name in names:
+        parts = name.split(".")
+        found.update(parts, accumulate(parts, "{}.{}".format))
+    return found

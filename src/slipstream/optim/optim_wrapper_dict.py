@@ -1,0 +1,96 @@
+"""Several optimizers under their names, for models that override `train_step`."""
+
+from __future__ import annotations
+
+from collections.abc import ItemsView, Iterator, KeysView, ValuesView
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.optim.optim_wrapper import OptimWrapper
+
+__all__ = ["OptimWrapperDict"]
+
+
+class OptimWrapperDict(OptimWrapper):
+    """A dict of `OptimWrapper`s; the model's `train_step` picks each by its name (GANs, for example)."""
+
+    def __init__(self, **optim_wrappers: OptimWrapper) -> None:
+        for name, wrapper in optim_wrappers.items():
+            if not isinstance(wrapper, OptimWrapper):
+                raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
+        self.optim_wrappers = optim_wrappers
+        self.grad_norm = None
+
+    def update_params(self, loss: Tensor) -> None:
+        """Refuse: which optimizer should move is the model's business."""
+        names = ", ".join(self.optim_wrappers)
+        raise ModelError(
+            f"there are several optimizers ({names}), so the model must override train_step(data, "
+            "optim_wrapper) and call optim_wrapper[name].update_params(loss) itself"
+        )
+
+    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Refuse: each wrapper has its own."""
+        raise ModelError("call optim_wrapper[name].optim_context(model) for one of the several optimizers")
+
+    def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
+        """Do nothing: how often each optimizer steps is known to the model alone."""
+
+    @property
+    def accumulative_counts(self) -> int:
+        """One: each wrapper accumulates for itself."""
+        return 1
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameter groups of all optimizers, in order."""
+        return [group for wrapper in self.values() for group in wrapper.param_groups]
+
+    def get_lr(self) -> dict[str, list[float]]:
+        """Return `{"name.lr": [...]}` of each wrapper."""
+        return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
+
+    def get_momentum(self) -> dict[str, list[float]]:
+        """Return `{"name.momentum": [...]}` of each wrapper."""
+        return {f"{name}.momentum": wrapper.get_momentum()["momentum"] for name, wrapper in self.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return `{name: state}`."""
+        return {name: wrapper.state_dict() for name, wrapper in self.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore each wrapper by its name."""
+        if state_dict.keys() != self.optim_wrappers.keys():
+            raise ConfigError(f"the optimizers are {sorted(self.keys())}, the state has {sorted(state_dict)}")
+        for name, wrapper in self.items():
+            wrapper.load_state_dict(state_dict[name])
+
+    def __getitem__(self, name: str) -> OptimWrapper:
+        return self.optim_wrappers[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.optim_wrappers
+
+    def __len__(self) -> int:
+        return len(self.optim_wrappers)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.optim_wrappers)
+
+    def keys(self) -> KeysView[str]:
+        """Return the names."""
+        return self.optim_wrappers.keys()
+
+    def values(self) -> ValuesView[OptimWrapper]:
+        """Return the wrappers."""
+        return self.optim_wrappers.values()
+
+    def items(self) -> ItemsView[str, OptimWrapper]:
+        """Return the pairs of name and wrapper."""
+        return self.optim_wrappers.items()
+
+    def __repr__(self) -> str:
+        return f"OptimWrapperDict({', '.join(f'{k}={v!r}' for k, v in self.items())})"

@@ -1,0 +1,173 @@
+"""What all schedules share: when they act, chaining, and resuming."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, ClassVar, Self
+
+from slipstream.errors import CheckpointError, ConfigError
+from slipstream.optim.scheduler.checks import INF, check_int, is_number, require
+from slipstream.optim.scheduler.values import ParamValues
+from slipstream.typecheck import matches
+
+__all__ = ["_ParamScheduler"]
+
+
+class _ParamScheduler:
+    """Base class: a schedule of one option of the parameter groups.
+
+    A schedule acts on the steps `begin <= step < end`, counted in epochs or iterations; outside them it
+    leaves the value alone. It computes each value from the current one, so schedules of one option can be
+    chained (a warm-up, then a decay) or overlaid (their factors multiply).
+
+    A subclass defines `_next(value, base)`, or `_get_value()` where it needs all groups at once; there
+    `self.last_step` counts the schedule's own steps from 0, at `begin`. The first step is taken at
+    construction.
+
+    Args:
+        optimizer: a torch optimizer, an `OptimWrapper`, or anything else with `param_groups`.
+        param_name: the option; a number or a 0-dim tensor, which is then filled in place.
+        begin: first step that the schedule acts on.
+        end: first step that it no longer acts on.
+        last_step: the schedule's own last step, when resuming without a state; -1 starts afresh.
+        by_epoch: whether a step is an epoch or an iteration; for whoever calls `step`.
+        verbose: log each value.
+
+    Raises:
+        ConfigError: naming the parameter that is wrong.
+    """
+
+    need_val_args: ClassVar[bool] = False  # step(metrics) wants the results of a validation
+    _in_epochs: ClassVar[tuple[str, ...]] = ()  # the arguments that are counts of steps
+    _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str = "lr",
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_int("begin", begin, 0)
+        check_int("last_step", last_step, -1)
+        require(matches(end, int) and end > begin, "end", f"an int above begin={begin}", end)
+        self.optimizer = optimizer
+        self.param_name = param_name
+        self.begin = begin
+        self.end = end
+        self.by_epoch = by_epoch
+        self.verbose = verbose
+        self.last_step = last_step
+        self._global_step = -1
+        self._values = self._make_values()
+        self.base_values = self._values.initial(resumed=last_step != -1)
+        self._last_value = self._values.read()
+        self.step()
+
+    @classmethod
+    def build_iter_from_epoch(
+        cls,
+        *args: Any,
+        begin: float = 0,
+        end: float = INF,
+        by_epoch: bool = True,
+        epoch_length: int | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Return the schedule in iterations, from arguments in epochs of `epoch_length` iterations.
+
+        Raises:
+            ConfigError: `epoch_length` is not known, or the arguments are in iterations already.
+        """
+        require(by_epoch is True, "by_epoch", "True to convert epochs to iterations", by_epoch)
+        check_int("epoch_length", epoch_length, 1)
+        assert epoch_length is not None
+
+        def convert(value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return [convert(v) for v in value]
+            return int(value * epoch_length) if is_number(value) else value
+
+        kwargs.update({name: convert(kwargs[name]) for name in cls._in_epochs if name in kwargs})
+        kwargs |= {"begin": convert(begin), "end": INF if end == INF else convert(end), "by_epoch": False}
+        return cls(*args, **kwargs)
+
+    @cached_property
+    def total_iters(self) -> int:
+        """The schedule's own number at its last step."""
+        return self.end - self.begin - 1
+
+    def step(self) -> None:
+        """Take one step: set the next value, if the schedule acts on this step."""
+        self._global_step += 1
+        if len(self.base_values) != len(self._values.groups):
+            raise ConfigError(
+                f"the optimizer has {len(self._values.groups)} parameter groups, but had "
+                f"{len(self.base_values)} when {type(self).__name__} was built: add groups before schedulers"
+            )
+        if self.begin <= self._global_step < self.end:
+            self.last_step += 1
+            self._write([float(value) for value in self._get_value()])
+        self._last_value = self._values.read()
+
+    def get_last_value(self) -> list[float]:
+        """Return the value of every parameter group after the last step, without reading the device."""
+        return list(self._last_value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far the schedule is, as plain numbers and lists; its arguments are not part of it."""
+        state = {key: getattr(self, key) for key in self._state_keys}
+        return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`; the values that follow are those of an uninterrupted run.
+
+        Load the optimizer first, since it holds the current values. Other keys are ignored.
+
+        Raises:
+            CheckpointError: the state is not one of this schedule, or of another number of groups.
+        """
+        name = type(self).__name__
+        missing = [key for key in self._state_keys if key not in state_dict]
+        if missing:
+            raise CheckpointError(f"this is not the state of a {name}: it has no {missing}")
+        if len(state_dict["base_values"]) != len(self._values.groups):
+            raise CheckpointError(
+                f"the state of {name} is of {len(state_dict['base_values'])} parameter groups, but the "
+                f"optimizer has {len(self._values.groups)}: is its paramwise_cfg another one?"
+            )
+        for key in self._state_keys:
+            value = state_dict[key]
+            setattr(self, key, list(value) if isinstance(value, list) else value)
+        self._values.restore(self._last_value)
+
+    def __repr__(self) -> str:
+        unit = "epochs" if self.by_epoch else "iterations"
+        end = "" if self.end == INF else self.end
+        return (
+            f"{type(self).__name__}({self.param_name}, {unit} {self.begin}..{end}, step {self._global_step})"
+        )
+
+    def _get_value(self) -> list[float]:
+        return [self._next(v, base) for v, base in zip(self._values.read(), self.base_values, strict=True)]
+
+    def _next(self, value: float, base: float) -> float:
+        """Return the value at `self.last_step`, from the current one and the initial one."""
+        raise NotImplementedError(f"{type(self).__name__} must define _next(value, base) or _get_value()")
+
+    def _make_values(self) -> ParamValues:
+        return ParamValues(self.optimizer, self.param_name)
+
+    def _write(self, values: list[float]) -> None:
+        self._values.write(values)
+        if self.verbose:
+            unit = "epoch" if self.by_epoch else "iteration"
+            shown = ", ".join(f"{value:.4e}" for value in values)
+            logging.getLogger("slipstream").info(
+                "%s at %s %d: %s", self.param_name, unit, self._global_step, shown
+            )

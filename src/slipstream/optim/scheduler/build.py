@@ -1,0 +1,119 @@
+"""Build a schedule from its configuration, ours or torch's."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from slipstream.errors import ConfigError
+from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.optim.scheduler.checks import INF
+from slipstream.registry import PARAM_SCHEDULERS
+
+__all__ = ["TorchSchedulerAdapter", "build_param_scheduler"]
+
+
+class TorchSchedulerAdapter:
+    """Let a scheduler of `torch.optim.lr_scheduler` be stepped like ours.
+
+    Args:
+        scheduler: built for the torch optimizer; it acts from step 0 on.
+        by_epoch: whether a step is an epoch or an iteration; for whoever calls `step`.
+        end: first step that it no longer acts on.
+    """
+
+    need_val_args = False
+
+    def __init__(self, scheduler: LRScheduler, by_epoch: bool = True, end: int = INF) -> None:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ConfigError(
+                "use ReduceOnPlateauLR, which knows its 'monitor', for torch's ReduceLROnPlateau"
+            )
+        self.scheduler = scheduler
+        self.by_epoch = by_epoch
+        self.end = end
+        self._global_step = 0
+        # A compiled step moves the weights without optimizer.step(), which torch would warn about.
+        scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def step(self) -> None:
+        """Take one step."""
+        self._global_step += 1
+        if self._global_step < self.end:
+            self.scheduler.step()
+
+    def get_last_value(self) -> list[Any]:
+        """Return the learning rate of every parameter group (tensors where the groups hold tensors)."""
+        return list(self.scheduler.get_last_lr())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far it is, with the scheduler's own state."""
+        return {"_global_step": self._global_step, "scheduler": self.scheduler.state_dict()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Continue from `state_dict()`."""
+        self._global_step = state_dict["_global_step"]
+        self.scheduler.load_state_dict(state_dict["scheduler"])
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({type(self.scheduler).__name__}, step {self._global_step})"
+
+
+def build_param_scheduler(
+    cfg: Any,
+    optimizer: Any,
+    *,
+    epoch_length: int | None = None,
+    max_epochs: int | None = None,
+    max_iters: int | None = None,
+) -> _ParamScheduler | TorchSchedulerAdapter:
+    """Build one schedule; what is a schedule already is returned as it is.
+
+    Args:
+        cfg: a dict with a `type`: one of ours, or a class of `torch.optim.lr_scheduler`. With
+            `convert_to_iter_based=True`, steps are given in epochs and taken in iterations.
+        optimizer: a torch optimizer or an `OptimWrapper`.
+        epoch_length: iterations of an epoch, for `convert_to_iter_based`.
+        max_epochs: the default of `end`, for schedules by epoch.
+        max_iters: the default of `end`, for schedules by iteration.
+
+    Raises:
+        ConfigError: naming the key that is wrong.
+    """
+    if isinstance(cfg, LRScheduler):
+        return TorchSchedulerAdapter(cfg)
+    if not isinstance(cfg, Mapping):
+        scheduler: _ParamScheduler | TorchSchedulerAdapter = cfg
+        return scheduler
+    kind = cfg.get("type")
+    target: Any = PARAM_SCHEDULERS.resolve(kind) if isinstance(kind, str) else kind
+    end = max_epochs if cfg.get("by_epoch", True) else max_iters
+    default_args = {"optimizer": optimizer, "end": INF if end is None else end}
+    if inspect.isclass(target) and issubclass(target, LRScheduler):
+        return _build_torch(cfg, default_args)
+    if "convert_to_iter_based" in cfg:
+        arguments = {key: value for key, value in cfg.items() if key != "convert_to_iter_based"}
+        if cfg["convert_to_iter_based"]:
+            arguments |= {"type": target.build_iter_from_epoch, "epoch_length": epoch_length}
+        cfg = arguments
+    built: _ParamScheduler = PARAM_SCHEDULERS.build(cfg, default_args=default_args)
+    return built
+
+
+def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchSchedulerAdapter:
+    for key in ("begin", "convert_to_iter_based"):
+        if cfg.get(key):
+            raise ConfigError(
+                f"{cfg['type']} is torch's and knows no {key}: leave it out and count in steps, "
+                "or take a schedule of slipstream.optim.scheduler"
+            )
+    own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
+    arguments = {key: value for key, value in cfg.items() if key not in own}
+    optimizer = default_args["optimizer"]
+    scheduler = PARAM_SCHEDULERS.build(
+        arguments, default_args={"optimizer": getattr(optimizer, "optimizer", optimizer)}
+    )
+    return TorchSchedulerAdapter(scheduler, cfg.get("by_epoch", True), cfg.get("end", default_args["end"]))

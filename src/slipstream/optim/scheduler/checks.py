@@ -1,0 +1,48 @@
+"""Checks of a schedule's arguments; each error names the parameter."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from slipstream.errors import ConfigError
+from slipstream.typecheck import matches
+
+__all__ = ["INF", "check_gamma", "check_int", "check_steps", "is_number", "require", "require_end"]
+
+INF = int(1e9)
+
+
+def require(holds: bool, name: str, rule: str, value: Any) -> None:
+    """Raise a `ConfigError` that names the parameter, unless the rule holds."""
+    if not holds:
+        raise ConfigError(f"{name} must be {rule}, not {value!r}")
+
+
+def check_int(name: str, value: Any, least: int) -> None:
+    """Raise a `ConfigError` unless `value` is an int of at least `least`."""
+    require(matches(value, int) and value >= least, name, f"an int of at least {least}", value)
+
+
+def is_number(value: Any) -> bool:
+    """Say whether `value` is a finite int or float."""
+    return matches(value, float) and math.isfinite(value)
+
+
+def check_gamma(gamma: Any) -> None:
+    """Raise a `ConfigError` unless `gamma` is positive."""
+    require(is_number(gamma) and gamma > 0, "gamma", "a positive number", gamma)
+
+
+def check_steps(name: str, steps: Any, least: int) -> None:
+    """Raise a `ConfigError` unless `steps` is a list of at least one int, each of at least `least`."""
+    fits = isinstance(steps, list | tuple) and len(steps) > 0
+    require(fits, name, "a list of at least one int", steps)
+    for index, step in enumerate(steps):
+        check_int(f"{name}[{index}]", step, least)
+
+
+def require_end(end: int, also: str = "") -> None:
+    """Raise a `ConfigError` unless `end` is finite; `also` names what would do instead."""
+    if end == INF:
+        raise ConfigError(f"{also}end must be given: without it the value would never change")

@@ -1,0 +1,128 @@
+"""The cosine schedules, with and without restarts."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from itertools import accumulate
+from typing import Any, ClassVar
+
+from slipstream.errors import ConfigError
+from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.optim.scheduler.checks import INF, check_int, check_steps, is_number, require, require_end
+from slipstream.registry import PARAM_SCHEDULERS
+
+__all__ = ["CosineAnnealingParamScheduler", "CosineRestartParamScheduler"]
+
+
+class _CosineParamScheduler(_ParamScheduler):
+    """What the cosine schedules share: the lower bound, absolute or as a share of the initial value."""
+
+    eta_min: float | None
+    eta_min_ratio: float | None
+
+    def _set_lower_bound(self, eta_min: float | None, eta_min_ratio: float | None) -> None:
+        if eta_min is not None and eta_min_ratio is not None:
+            raise ConfigError("give eta_min or eta_min_ratio, not both")
+        for name, value in (("eta_min", eta_min), ("eta_min_ratio", eta_min_ratio)):
+            require(value is None or is_number(value), name, "a number", value)
+        self.eta_min = 0.0 if eta_min is None and eta_min_ratio is None else eta_min
+        self.eta_min_ratio = eta_min_ratio
+
+    def _lower_bound(self, base: float) -> float:
+        return base * self.eta_min_ratio if self.eta_min is None else self.eta_min  # type: ignore[operator]
+
+    @staticmethod
+    def _fall(value: float, low: float, step: int, period: int) -> float:
+        above = (1 + math.cos(math.pi * step / period)) / (1 + math.cos(math.pi * (step - 1) / period))
+        return above * (value - low) + low
+
+
+@PARAM_SCHEDULERS.register_module()
+class CosineAnnealingParamScheduler(_CosineParamScheduler):
+    """Fall to `eta_min` along half a cosine of `T_max` steps (default: `end - begin`), then rise again.
+
+    eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2 (SGDR, arXiv:1608.03983, without restarts).
+    `eta_min_ratio` gives the lower bound as a share of each group's initial value instead.
+    """
+
+    _in_epochs: ClassVar[tuple[str, ...]] = ("T_max",)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        T_max: int | None = None,  # noqa: N803
+        eta_min: float | None = None,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+        eta_min_ratio: float | None = None,
+    ) -> None:
+        if T_max is None:
+            require_end(end, "T_max or ")
+            T_max = end - begin  # noqa: N806
+        else:
+            check_int("T_max", T_max, 1)
+        self.T_max = T_max
+        self._set_lower_bound(eta_min, eta_min_ratio)
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        low = self._lower_bound(base)
+        if self.last_step == 0:
+            return value
+        if (self.last_step - 1 - self.T_max) % (
+            2 * self.T_max
+        ) == 0:  # leaving the bottom, where _fall is 0/0
+            return value + (base - low) * (1 - math.cos(math.pi / self.T_max)) / 2
+        return self._fall(value, low, self.last_step, self.T_max)
+
+
+@PARAM_SCHEDULERS.register_module()
+class CosineRestartParamScheduler(_CosineParamScheduler):
+    """Half a cosine for each of `periods` steps, each from `restart_weights` times the initial value.
+
+    SGDR, arXiv:1608.03983. After the last period the value stays. The lower bound is as in
+    `CosineAnnealingParamScheduler`.
+    """
+
+    _in_epochs: ClassVar[tuple[str, ...]] = ("periods",)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        periods: list[int],
+        restart_weights: list[float] = (1,),  # type: ignore[assignment]
+        eta_min: float | None = None,
+        eta_min_ratio: float | None = None,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_steps("periods", periods, 1)
+        require(
+            len(restart_weights) == len(periods) and all(is_number(w) for w in restart_weights),
+            "restart_weights",
+            f"one number for each of the {len(periods)} periods",
+            restart_weights,
+        )
+        self.periods = list(periods)
+        self.restart_weights = list(restart_weights)
+        self.cumulative_periods = list(accumulate(periods))
+        self._set_lower_bound(eta_min, eta_min_ratio)
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        index = bisect_right(self.cumulative_periods, self.last_step)
+        if index == len(self.periods):
+            return value
+        step = self.last_step - (self.cumulative_periods[index] - self.periods[index])
+        if step == 0:
+            return base * self.restart_weights[index]
+        return self._fall(value, self._lower_bound(base), step, self.periods[index])

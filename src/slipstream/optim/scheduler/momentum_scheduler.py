@@ -1,0 +1,75 @@
+"""The schedules of the momentum: `...ParamScheduler` without the argument `param_name`."""
+
+from __future__ import annotations
+
+from slipstream.optim.scheduler.mixins import MomentumSchedulerMixin
+from slipstream.optim.scheduler.param_scheduler import (
+    ConstantParamScheduler,
+    CosineAnnealingParamScheduler,
+    CosineRestartParamScheduler,
+    ExponentialParamScheduler,
+    LinearParamScheduler,
+    MultiStepParamScheduler,
+    PolyParamScheduler,
+    ReduceOnPlateauParamScheduler,
+    StepParamScheduler,
+)
+from slipstream.registry import PARAM_SCHEDULERS
+
+__all__ = [
+    "ConstantMomentum",
+    "CosineAnnealingMomentum",
+    "CosineRestartMomentum",
+    "ExponentialMomentum",
+    "LinearMomentum",
+    "MomentumSchedulerMixin",
+    "MultiStepMomentum",
+    "PolyMomentum",
+    "ReduceOnPlateauMomentum",
+    "StepMomentum",
+]
+
+
+@PARAM_SCHEDULERS.register_module()
+class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
+    """`ConstantParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
+    """`CosineAnnealingParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
+    """`CosineRestartParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
+    """`ExponentialParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
+    """`LinearParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
+    """`MultiStepParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
+    """`PolyParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
+    """`ReduceOnPlateauParamScheduler` of the momentum."""
+
+
+@PARAM_SCHEDULERS.register_module()
+class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
+    """`StepParamScheduler` of the momentum."""

@@ -1,0 +1,216 @@
+"""The schedules that need no more than the number of the step.
+
+In the formulas, t is the schedule's own step (0 at `begin`), T its length, v the current value.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, ClassVar
+
+from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.optim.scheduler.checks import (
+    INF,
+    check_gamma,
+    check_int,
+    check_steps,
+    is_number,
+    require,
+    require_end,
+)
+from slipstream.optim.scheduler.cosine import CosineAnnealingParamScheduler, CosineRestartParamScheduler
+from slipstream.optim.scheduler.one_cycle import OneCycleParamScheduler
+from slipstream.optim.scheduler.plateau import ReduceOnPlateauParamScheduler
+from slipstream.registry import PARAM_SCHEDULERS
+
+__all__ = [
+    "INF",
+    "ConstantParamScheduler",
+    "CosineAnnealingParamScheduler",
+    "CosineRestartParamScheduler",
+    "ExponentialParamScheduler",
+    "LinearParamScheduler",
+    "MultiStepParamScheduler",
+    "OneCycleParamScheduler",
+    "PolyParamScheduler",
+    "ReduceOnPlateauParamScheduler",
+    "StepParamScheduler",
+    "_ParamScheduler",
+]
+
+
+@PARAM_SCHEDULERS.register_module()
+class ConstantParamScheduler(_ParamScheduler):
+    """Multiply by `factor` at `begin`, and divide by it again at the last step before `end`."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        factor: float = 1.0 / 3,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        require(is_number(factor) and 0 < factor <= 1, "factor", "above 0 and at most 1", factor)
+        self.factor = factor
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value * self.factor
+        return value / self.factor if self.last_step == self.total_iters else value
+
+
+@PARAM_SCHEDULERS.register_module()
+class LinearParamScheduler(_ParamScheduler):
+    """Go linearly from `start_factor` times the value at `begin` to `end_factor` times it at `end - 1`.
+
+    v <- v (1 + d / (T s + (t - 1) d)), with s = start_factor, d = end_factor - start_factor.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        start_factor: float = 1.0 / 3,
+        end_factor: float = 1.0,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        require(
+            is_number(start_factor) and 0 < start_factor <= 1,
+            "start_factor",
+            "above 0 (each value is a multiple of the last one) and at most 1",
+            start_factor,
+        )
+        require(is_number(end_factor) and 0 <= end_factor <= 1, "end_factor", "from 0 to 1", end_factor)
+        require_end(end)
+        self.start_factor = start_factor
+        self.end_factor = end_factor
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value * self.start_factor
+        slope = self.end_factor - self.start_factor
+        previous = self.total_iters * self.start_factor + (self.last_step - 1) * slope
+        return value * (1 + slope / previous)
+
+
+@PARAM_SCHEDULERS.register_module()
+class ExponentialParamScheduler(_ParamScheduler):
+    """Multiply by `gamma` at every step after the first."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        gamma: float = 0.1,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_gamma(gamma)
+        self.gamma = gamma
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        return value if self.last_step == 0 else value * self.gamma
+
+
+@PARAM_SCHEDULERS.register_module()
+class StepParamScheduler(_ParamScheduler):
+    """Multiply by `gamma` every `step_size` steps."""
+
+    _in_epochs: ClassVar[tuple[str, ...]] = ("step_size",)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        step_size: int,
+        gamma: float = 0.1,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_int("step_size", step_size, 1)
+        check_gamma(gamma)
+        self.step_size = step_size
+        self.gamma = gamma
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        return value if self.last_step == 0 or self.last_step % self.step_size else value * self.gamma
+
+
+@PARAM_SCHEDULERS.register_module()
+class MultiStepParamScheduler(_ParamScheduler):
+    """Multiply by `gamma` at each of the `milestones` (counted from `begin`; one given twice acts twice)."""
+
+    _in_epochs: ClassVar[tuple[str, ...]] = ("milestones",)
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        milestones: list[int],
+        gamma: float = 0.1,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        check_steps("milestones", milestones, 0)
+        check_gamma(gamma)
+        self.milestones = Counter(milestones)
+        self.gamma = gamma
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        times = self.milestones[self.last_step]
+        return value * self.gamma**times if times else value
+
+
+@PARAM_SCHEDULERS.register_module()
+class PolyParamScheduler(_ParamScheduler):
+    """Fall to `eta_min` at `end - 1` along (1 - t/T)^power.
+
+    v <- (v - eta_min) (1 - 1 / (T - t + 1))^power + eta_min.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        eta_min: float = 0,
+        power: float = 1.0,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        require(is_number(eta_min), "eta_min", "a number", eta_min)
+        require(is_number(power) and power > 0, "power", "a positive number", power)
+        require_end(end)
+        self.eta_min = eta_min
+        self.power = power
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    def _next(self, value: float, base: float) -> float:
+        if self.last_step == 0:
+            return value
+        left: float = (1 - 1 / (self.total_iters - self.last_step + 1)) ** self.power
+        return (value - self.eta_min) * left + self.eta_min

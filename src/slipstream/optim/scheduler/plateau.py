@@ -1,0 +1,131 @@
+"""The schedule that waits until a metric stops improving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.optim.scheduler.base import _ParamScheduler
+from slipstream.optim.scheduler.checks import INF, check_int, is_number, require
+from slipstream.registry import PARAM_SCHEDULERS
+
+__all__ = ["ReduceOnPlateauParamScheduler"]
+
+
+@PARAM_SCHEDULERS.register_module()
+class ReduceOnPlateauParamScheduler(_ParamScheduler):
+    """Multiply by `factor` when the metric `monitor` has not improved for more than `patience` validations.
+
+    `step()` counts an epoch; `step(metrics)` looks at the results of a validation.
+
+    Args:
+        optimizer: see `_ParamScheduler`, also for the other common arguments.
+        param_name: the option to reduce.
+        monitor: the key in `metrics`.
+        rule: whether `less` or `greater` is better.
+        factor: below 1.
+        patience: number of validations without improvement to sit through.
+        threshold: an improvement smaller than this counts as none.
+        threshold_rule: `rel`: a share of the best value; `abs`: in units of the metric.
+        cooldown: number of validations after a reduction during which none is counted as bad.
+        min_value: lower bound, for all groups or one for each.
+        eps: a reduction not larger than this is left out.
+        by_epoch: only True.
+    """
+
+    need_val_args: ClassVar[bool] = True
+    _state_keys: ClassVar[tuple[str, ...]] = (
+        *_ParamScheduler._state_keys,
+        "best",
+        "num_bad_epochs",
+        "cooldown_counter",
+    )
+
+    def __init__(
+        self,
+        optimizer: Any,
+        param_name: str,
+        monitor: str = "loss",
+        rule: Literal["less", "greater"] = "less",
+        factor: float = 0.1,
+        patience: int = 10,
+        threshold: float = 1e-4,
+        threshold_rule: Literal["rel", "abs"] = "rel",
+        cooldown: int = 0,
+        min_value: float | Sequence[float] = 0.0,
+        eps: float = 1e-8,
+        begin: int = 0,
+        end: int = INF,
+        last_step: int = -1,
+        by_epoch: bool = True,
+        verbose: bool = False,
+    ) -> None:
+        require(by_epoch is True, "by_epoch", "True, since validations are counted", by_epoch)
+        require(rule in ("less", "greater"), "rule", "'less' or 'greater'", rule)
+        require(threshold_rule in ("rel", "abs"), "threshold_rule", "'rel' or 'abs'", threshold_rule)
+        require(is_number(factor) and 0 < factor < 1, "factor", "above 0 and below 1", factor)
+        for name, number in (("threshold", threshold), ("eps", eps)):
+            require(is_number(number) and number >= 0, name, "a number, not negative", number)
+        check_int("patience", patience, 0)
+        check_int("cooldown", cooldown, 0)
+        self.monitor, self.rule, self.factor, self.eps = monitor, rule, factor, eps
+        self.threshold, self.threshold_rule = threshold, threshold_rule
+        self.patience, self.cooldown = patience, cooldown
+        self.best = math.inf if rule == "less" else -math.inf
+        self.num_bad_epochs = self.cooldown_counter = 0
+        count = len(optimizer.param_groups)
+        lows: Any = min_value if isinstance(min_value, list | tuple) else [min_value] * count
+        self.min_values: list[float] = list(lows)
+        fits = len(self.min_values) == count and all(is_number(low) for low in self.min_values)
+        require(fits, "min_value", f"a number, or one for each of the {count} parameter groups", min_value)
+        super().__init__(optimizer, param_name, begin, end, last_step, by_epoch, verbose)
+
+    @classmethod
+    def build_iter_from_epoch(cls, *args: Any, **kwargs: Any) -> ReduceOnPlateauParamScheduler:
+        """Refuse: this schedule counts validations, not iterations."""
+        raise ConfigError(f"convert_to_iter_based has no meaning for {cls.__name__}: remove it")
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Count an epoch, or look at the `metrics` of a validation (numbers or 0-dim tensors).
+
+        Raises:
+            ConfigError: `monitor` is not among the metrics.
+        """
+        if metrics is None:
+            self._global_step += 1
+        elif self.begin <= self._global_step < self.end:
+            self.last_step += 1
+            if self.monitor not in metrics:
+                hint = did_you_mean(self.monitor, metrics)
+                raise ConfigError(
+                    f"monitor '{self.monitor}' is not among the metrics {sorted(metrics)}{hint}"
+                )
+            self._judge(float(metrics[self.monitor]))
+        self._last_value = self._values.read()
+
+    def _judge(self, metric: float) -> None:
+        if self._is_better(metric):
+            self.best = metric
+            self.num_bad_epochs = 0
+        else:
+            self.num_bad_epochs += 1
+        if self.cooldown_counter > 0:
+            self.cooldown_counter -= 1
+            self.num_bad_epochs = 0
+        if self.num_bad_epochs > self.patience:
+            self._write(self._get_value())
+            self.cooldown_counter = self.cooldown
+            self.num_bad_epochs = 0
+
+    def _get_value(self) -> list[float]:
+        values = self._values.read()
+        reduced = [max(v * self.factor, low) for v, low in zip(values, self.min_values, strict=True)]
+        return [new if old - new > self.eps else old for old, new in zip(values, reduced, strict=True)]
+
+    def _is_better(self, metric: float) -> bool:
+        sign = -1 if self.rule == "less" else 1
+        if self.threshold_rule == "abs":
+            return sign * metric > sign * self.best + self.threshold
+        return sign * metric > sign * self.best * (1 + sign * self.threshold)

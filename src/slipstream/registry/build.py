@@ -1,0 +1,113 @@
+"""Turn a configuration dict into an object, or say which key of the configuration is wrong."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from slipstream.errors import BuildError, ConfigError, SlipstreamError, did_you_mean
+from slipstream.typecheck import describe, matches
+
+if TYPE_CHECKING:
+    from slipstream.registry.registry import Registry
+
+__all__ = ["build_from_cfg", "locate"]
+
+
+def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any] | None = None) -> Any:
+    """Build the object that `cfg` describes.
+
+    Args:
+        cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
+            arguments. `cfg` is not changed.
+        registry: where names are looked up.
+        default_args: arguments that apply unless `cfg` gives them; may hold `type`.
+
+    Raises:
+        UnknownNameError: no such `type`.
+        BuildError: an argument is unknown, missing, of the wrong type, or refused by the constructor.
+    """
+    if not isinstance(cfg, Mapping):
+        raise BuildError(f"a {registry.name} is configured by a dict with a 'type', not {cfg!r}")
+    arguments = {**(default_args or {}), **cfg}
+    if "type" not in arguments:
+        raise _placed(ConfigError(f"a {registry.name} needs a 'type'; got the keys {sorted(cfg)}"), cfg)
+    kind = arguments.pop("type")
+    try:
+        target = registry.resolve(kind) if isinstance(kind, str) else kind
+        _check_arguments(target, arguments)
+        return target(**arguments)
+    except ConfigError as error:
+        raise _placed(error, cfg) from error.__cause__
+    except (TypeError, ValueError) as error:
+        if isinstance(error, SlipstreamError):
+            raise
+        raise _placed(BuildError(f"{_name(kind)}: {error}"), cfg) from error
+
+
+def locate(target: Any, tree: Any) -> str | None:
+    """Return the dotted path of the very object `target` inside nested dicts and lists, or None."""
+    if target is tree:
+        return ""
+    items: Any = ()
+    if isinstance(tree, Mapping):
+        items = ((f".{key}", value) for key, value in tree.items())
+    elif isinstance(tree, list | tuple):
+        items = ((f"[{index}]", value) for index, value in enumerate(tree))
+    for key, value in items:
+        if (rest := locate(target, value)) is not None:
+            return str(key) + rest
+    return None
+
+
+def _placed(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
+    """Remember which dict failed, and where it stands inside the dict that is being built."""
+    inner = getattr(error, "source", None)
+    if inner is not None and inner is not cfg and (path := locate(inner, cfg)):
+        tail = error.path if error.path.startswith("[") or not error.path else f".{error.path}"
+        error.path = (path + tail).lstrip(".")
+    error.source = cfg  # type: ignore[attr-defined]
+    return error
+
+
+def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
+    try:
+        signature = inspect.signature(target)
+    except (TypeError, ValueError):  # some built-in callables have none
+        return
+    known = signature.parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
+    for key in arguments:
+        if key not in known and not open_ended:
+            hint = did_you_mean(key, known)
+            raise BuildError(f"{_name(target)} has no parameter '{key}'{hint}")
+    missing = [
+        name
+        for name, p in known.items()
+        if p.default is p.empty
+        and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        and name not in arguments
+    ]
+    if missing:
+        raise BuildError(f"{_name(target)} needs {', '.join(repr(name) for name in missing)}")
+    _check_types(target, arguments)
+
+
+def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
+    # Only our own annotations are a promise; other people's are often looser than what runs.
+    if not str(getattr(target, "__module__", "")).startswith("slipstream."):
+        return
+    constructor = target.__init__ if inspect.isclass(target) else target
+    try:
+        hints = typing.get_type_hints(constructor)
+    except NameError:  # an annotation that exists only for the type checker
+        return
+    for key, value in arguments.items():
+        if key in hints and not matches(value, hints[key]):
+            raise BuildError(f"{key} must be {describe(hints[key])}, not {value!r}")
+
+
+def _name(kind: Any) -> str:
+    return kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))

@@ -1,0 +1,81 @@
+"""What a Runner was given: which parts belong together, and what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+
+__all__ = ["DEFAULT_HOOKS", "TRIPLES", "loop_options", "place_in_loop", "with_defaults"]
+
+DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
+    "runtime_info": {"type": "RuntimeInfoHook"},
+    "timer": {"type": "IterTimerHook"},
+    "sampler_seed": {"type": "DistSamplerSeedHook"},
+    "logger": {"type": "LoggerHook"},
+    "param_scheduler": {"type": "ParamSchedulerHook"},
+    "checkpoint": {"type": "CheckpointHook"},
+}
+
+TRIPLES = {
+    "train": ("train_dataloader", "train_cfg", "optim_wrapper"),
+    "val": ("val_dataloader", "val_cfg", "val_evaluator"),
+    "test": ("test_dataloader", "test_cfg", "test_evaluator"),
+}
+
+
+def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
+    """Return the default hooks with those of `hooks` in their places; None takes one away."""
+    interval = {"interval": 1} if by_epoch else {"interval": 1000, "by_epoch": False}
+    defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], **interval}}
+    return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
+
+
+def loop_options(mode: str, given: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the configuration of a mode's loop, or None if the Runner has none.
+
+    Raises:
+        ConfigError: only some of the mode's three arguments are given, or the loop is not named clearly.
+    """
+    loader, cfg_name, third = TRIPLES[mode]
+    missing = [name for name in TRIPLES[mode] if given[name] is None]
+    if len(missing) == 3:
+        return None
+    if missing:
+        there = [name for name in TRIPLES[mode] if name not in missing]
+        raise ConfigError(
+            f"{', '.join(TRIPLES[mode])} belong together: {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} missing beside {' and '.join(there)}"
+        )
+    if not isinstance(given[cfg_name], Mapping):
+        raise ConfigError(f"must be a dict, not {given[cfg_name]!r}", cfg_name)
+    options = {**given[cfg_name], "dataloader": given[loader]}
+    if mode == "train":
+        return _train_options(options)
+    return {"type": ValLoop if mode == "val" else TestLoop, "evaluator": given[third], **options}
+
+
+def _train_options(options: dict[str, Any]) -> dict[str, Any]:
+    if "type" in options:
+        if "by_epoch" in options:
+            raise ConfigError("give type or by_epoch, not both", "train_cfg")
+        return options
+    if "by_epoch" not in options:
+        known = ("by_epoch", "type", "max_epochs", "max_iters")
+        hint = next((h for key in options if (h := did_you_mean(key, known))), "")
+        raise ConfigError(
+            f"needs by_epoch=True (with max_epochs) or False (with max_iters){hint}", "train_cfg"
+        )
+    by_epoch = options.pop("by_epoch")
+    return {"type": EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop, **options}
+
+
+def place_in_loop(error: ConfigError, mode: str) -> None:
+    """Name the argument of the Runner that an error inside a loop's configuration belongs to."""
+    loader, cfg_name, third = TRIPLES[mode]
+    head, dot, rest = error.path.partition(".")
+    places = {"dataloader": loader, "evaluator": third, "": cfg_name}
+    if head in places:
+        error.path = places[head] + dot + rest

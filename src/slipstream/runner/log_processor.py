@@ -1,0 +1,250 @@
+"""Turns what the message hub holds into log lines and into the scalars for the visualizer."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.logging import HistoryBuffer
+from slipstream.registry import LOG_PROCESSORS
+
+__all__ = ["LogProcessor"]
+
+Tag = dict[str, Any]
+
+
+@LOG_PROCESSORS.register_module()
+class LogProcessor:
+    """Formats the scalars and infos of `runner.message_hub`.
+
+    Scalars whose name matches `mean_pattern` are averaged over the window, others shown as they are now.
+
+    Args:
+        window_size: how many newest values an average takes.
+        by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) or over the run
+            (`Iter(train) [100/80000]`).
+        custom_cfg: other statistics, one dict each: `data_src` (the scalar without its mode, `loss`),
+            `method_name` (of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
+            `window_size` (a number, `"epoch"` or `"global"`; without it, all the history), `log_name`
+            (default: replaces `data_src`), and further arguments of the method.
+        num_digits: after the decimal point.
+        log_with_hierarchy: keep the mode in the names that go to the visualizer (`train/loss`).
+        mean_pattern: regular expression of the names to average.
+
+    Raises:
+        ConfigError: an entry of `custom_cfg` is wrong, or `mean_pattern` is no regular expression.
+
+    Example:
+        >>> LogProcessor(custom_cfg=[dict(data_src="loss", method_name="mean", window_size="epoch")])
+    """
+
+    def __init__(
+        self,
+        window_size: int = 10,
+        by_epoch: bool = True,
+        custom_cfg: list[dict[str, Any]] | None = None,
+        num_digits: int = 4,
+        log_with_hierarchy: bool = False,
+        mean_pattern: str = r".*(loss|time|data_time|grad_norm).*",
+    ) -> None:
+        if window_size < 1:
+            raise ConfigError(f"must be at least 1, not {window_size}", "window_size")
+        try:
+            self.mean_pattern = re.compile(mean_pattern)
+        except re.error as error:
+            message = f"{mean_pattern!r} is not a regular expression: {error}"
+            raise ConfigError(message, "mean_pattern") from error
+        self.window_size = window_size
+        self.by_epoch = by_epoch
+        self.custom_cfg = list(custom_cfg or ())
+        self.num_digits = num_digits
+        self.log_with_hierarchy = log_with_hierarchy
+        _check_custom_cfg(self.custom_cfg, by_epoch)
+
+    def get_log_after_iter(self, runner: Any, batch_idx: int, mode: str) -> tuple[Tag, str]:
+        """Return the scalars to record and the line to log after a batch.
+
+        Args:
+            runner: the Runner.
+            batch_idx: of the batch in its epoch, from 0.
+            mode: `"train"`, `"val"` or `"test"`.
+        """
+        shown = self._scalars(runner, mode, batch_idx + 1)
+        tag = self._with_hierarchy(shown, mode)
+        rates = {name: shown.pop(name) for name in list(shown) if name.endswith("lr")}
+        parts = [self._header(runner, batch_idx, mode)]
+        parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
+        eta = runner.message_hub.get_info("eta")
+        if eta is not None and "time" in shown and "data_time" in shown:
+            parts.append(f"eta: {timedelta(seconds=int(eta))}")
+            parts += [f"{name}: {self._format(shown.pop(name))}" for name in ("time", "data_time")]
+        if self.by_epoch and mode != "test":
+            tag["epoch"] = _epoch(runner, mode)
+        tag["iter"] = _iterations(runner, mode)
+        if (memory := _peak_memory()) is not None:
+            tag["memory"] = memory
+            parts.append(f"memory: {memory}")
+        if mode == "val":
+            shown = {name: value for name, value in shown.items() if name.startswith("loss")}
+        if mode != "test":
+            parts += self._items(shown)
+        return tag, "  ".join(part for part in parts if part)
+
+    def get_log_after_epoch(
+        self, runner: Any, batch_idx: int, mode: str, with_non_scalar: bool = False
+    ) -> tuple[Tag, str]:
+        """Return the scalars to record and the line to log after validation or testing.
+
+        Args:
+            runner: the Runner.
+            batch_idx: how many batches the epoch had.
+            mode: `"val"` or `"test"`.
+            with_non_scalar: let the first result hold the mode's infos (a confusion matrix) too; they are
+                always in the line.
+        """
+        shown = self._scalars(runner, mode, batch_idx)
+        for name in ("time", "data_time"):
+            history = runner.message_hub.log_scalars.get(f"{mode}/{name}")
+            if history is not None and not self._is_custom(name):
+                shown[name] = history.mean(max(batch_idx, 1))
+        infos: Tag = dict(_of_mode(runner.message_hub.runtime_info.items(), mode))
+        tag = self._with_hierarchy((infos | shown) if with_non_scalar else shown, mode)
+        times: Tag = {name: shown.pop(name) for name in ("data_time", "time") if name in shown}
+        parts = [self._header(runner, None, mode), *self._items({**shown, **infos, **times})]
+        return tag, "  ".join(parts)
+
+    def _scalars(self, runner: Any, mode: str, batches_done: int) -> Tag:
+        histories = dict(_of_mode(runner.message_hub.log_scalars.items(), mode))
+        tag: Tag = {
+            name: history.mean(self.window_size) if self.mean_pattern.search(name) else history.current()
+            for name, history in histories.items()
+        }
+        words = {"epoch": max(batches_done, 1), "global": max(_iterations(runner, mode), 1)}
+        for entry in self.custom_cfg:
+            arguments = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
+            if "window_size" in arguments:
+                size = arguments["window_size"]
+                arguments["window_size"] = words.get(size, size)
+            if (history := histories.get(entry["data_src"])) is not None:
+                tag[_log_name(entry)] = history.statistics(entry["method_name"], **arguments)
+        return tag
+
+    def _with_hierarchy(self, tag: Tag, mode: str) -> Tag:
+        return (
+            {f"{mode}/{name}": value for name, value in tag.items()} if self.log_with_hierarchy else dict(tag)
+        )
+
+    def _is_custom(self, name: str) -> bool:
+        return any(_log_name(entry) == name for entry in self.custom_cfg)
+
+    def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
+        """Return `Epoch(train) [1][ 10/500]`; without `batch_idx`, the batches are all done."""
+        if mode == "train" and not self.by_epoch:
+            return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
+        batches = _length(getattr(runner, f"{mode}_dataloader"))
+        done = batches if batch_idx is None else _right(batch_idx + 1, batches)
+        place = f"[{done}/{batches}]"
+        if self.by_epoch and mode != "test":
+            epoch = f"[{_epoch(runner, mode)}]"
+            place = epoch.rjust(len(str(runner.max_epochs)) + len("[]")) + place
+        return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {place}"
+
+    def _items(self, shown: Mapping[str, Any]) -> Iterator[str]:
+        for name, value in shown.items():
+            yield f"{name}: {self._format(value)}"
+
+    def _format(self, value: Any) -> str:
+        if isinstance(value, float):
+            return f"{value:.{self.num_digits}f}"
+        if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
+            return f"\n{value}\n"  # aligned rows need lines of their own
+        return str(value)
+
+
+_OWN_KEYS = ("data_src", "method_name", "log_name")
+
+
+def _log_name(entry: Mapping[str, Any]) -> str:
+    return str(entry.get("log_name", entry["data_src"]))
+
+
+def _of_mode(items: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, Any]]:
+    prefix = f"{mode}/"
+    return ((key.removeprefix(prefix), value) for key, value in items if key.startswith(prefix))
+
+
+def _epoch(runner: Any, mode: str) -> int:
+    # While an epoch trains, `runner.epoch` counts the finished ones; validation comes after the count.
+    return int(runner.epoch) + (mode == "train")
+
+
+def _iterations(runner: Any, mode: str) -> int:
+    # Hooks after a training step run before `runner.iter` counts it.
+    return int(runner.iter) + (mode == "train")
+
+
+def _length(dataloader: Any) -> int | str:
+    try:
+        return len(dataloader)
+    except TypeError:  # a stream of samples has no length
+        return "?"
+
+
+def _right(number: int, largest: object) -> str:
+    return str(number).rjust(len(str(largest)))
+
+
+def _peak_memory() -> int | None:
+    """Return the most device memory this process had allocated, in MiB; None without an accelerator."""
+    if not torch.accelerator.is_available():
+        return None
+    return int(torch.accelerator.max_memory_allocated() / 2**20)
+
+
+def _check_custom_cfg(custom_cfg: list[dict[str, Any]], by_epoch: bool) -> None:
+    names: set[str] = set()
+    for index, entry in enumerate(custom_cfg):
+        path = f"custom_cfg[{index}]"
+        if not isinstance(entry, Mapping):
+            raise ConfigError(f"must be a dict, not {entry!r}", path)
+        for key in ("data_src", "method_name"):
+            if not isinstance(entry.get(key), str):
+                raise ConfigError(f"needs '{key}', a string; got {dict(entry)!r}", path)
+        _check_method(entry, path)
+        _check_window(entry.get("window_size"), by_epoch, f"{path}.window_size")
+        if (name := _log_name(entry)) in names:
+            message = f"'{name}' is logged by another entry too; give each its own log_name"
+            raise ConfigError(message, f"{path}.log_name")
+        names.add(name)
+
+
+def _check_method(entry: Mapping[str, Any], path: str) -> None:
+    try:
+        method = HistoryBuffer.find_statistics(entry["method_name"])
+    except UnknownNameError as error:
+        raise UnknownNameError(str(error), f"{path}.method_name") from None
+    _, *parameters = inspect.signature(method).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [*_OWN_KEYS, *(p.name for p in parameters)]
+    for key in entry:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise ConfigError(f"'{entry['method_name']}' takes no '{key}'{hint}", f"{path}.{key}")
+
+
+def _check_window(size: Any, by_epoch: bool, path: str) -> None:
+    if size is None or size == "global":
+        return
+    if size == "epoch":
+        if not by_epoch:
+            raise ConfigError("'epoch' needs by_epoch=True; give a number or 'global'", path)
+    elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise ConfigError(f"must be a positive number, 'epoch' or 'global', not {size!r}", path)

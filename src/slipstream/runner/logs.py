@@ -1,0 +1,91 @@
+"""Where a run writes what is seen of it, and under which name."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from slipstream.config import Config
+from slipstream.dist import broadcast_object_list, get_rank, is_main_process
+from slipstream.errors import ConfigError
+from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
+from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
+from slipstream.runner.log_processor import LogProcessor
+from slipstream.visualization import Visualizer
+
+__all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs"]
+
+
+@dataclass(frozen=True)
+class RunName:
+    """What distinguishes a run: the time of its start and the experiment's name."""
+
+    timestamp: str
+    experiment: str
+    log_dir: Path
+
+
+@dataclass(frozen=True)
+class Logs:
+    """The log of a run: lines, numbers, and what makes the ones of the others."""
+
+    logger: MMLogger
+    hub: MessageHub
+    meter: Meter
+    processor: LogProcessor
+    visualizer: Visualizer
+
+
+def name_run(work_dir: Path, name: str | None) -> RunName:
+    """Name the run by `name` and the time, the same on every rank, and make its log folder."""
+    stamp = time.strftime("%Y%m%d_%H%M%S")
+    if is_main_process():
+        stamp = _fresh(work_dir, stamp)
+    shared = [stamp]
+    broadcast_object_list(shared)
+    experiment = f"{name}_{shared[0]}" if name else shared[0]
+    return RunName(shared[0], experiment, work_dir / shared[0])
+
+
+def _fresh(work_dir: Path, stamp: str) -> str:
+    """Make a folder of that name, or the next free one: two runs may start within a second."""
+    for number in range(1000):
+        name = f"{stamp}_{number}" if number else stamp
+        try:
+            (work_dir / name).mkdir(parents=True)
+        except FileExistsError:
+            continue
+        return name
+    raise FileExistsError(f"{work_dir / stamp} and a thousand more exist")
+
+
+def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visualizer: Any) -> Logs:
+    """Open logger, message hub and visualizer; only rank 0 writes files."""
+    main = is_main_process()
+    log_file = name.log_dir / f"{name.timestamp}.log" if main else None
+    hub = MessageHub(name.experiment)
+    if processor is None or isinstance(processor, Mapping):
+        defaults = {"type": "LogProcessor", "by_epoch": by_epoch}
+        processor = LOG_PROCESSORS.build(processor or {}, default_args=defaults)
+    if visualizer is None:
+        visualizer = {"vis_backends": [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}]}
+    if isinstance(visualizer, Mapping):
+        silent = {} if main else {"vis_backends": None}
+        defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
+        visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
+    logger = build_logger(name.experiment, log_file, level, get_rank())
+    return Logs(logger, hub, Meter(hub), processor, visualizer)
+
+
+def config_text(cfg: Config, form: str = "yaml") -> str:
+    """Return the configuration as text, or why it has none: it may hold objects that no file can."""
+    try:
+        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.to_dict())))
+    except (ConfigError, TypeError, ValueError) as error:
+        return f"# This configuration holds objects that cannot be written: {error}\n"

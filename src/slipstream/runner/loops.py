@@ -1,0 +1,316 @@
+"""The loops: training by epochs or by iterations, validation, test."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator import Evaluator
+from slipstream.model import unwrap_model
+from slipstream.registry import EVALUATOR, LOOPS
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["BaseLoop", "EpochBasedTrainLoop", "IterBasedTrainLoop", "TestLoop", "ValLoop"]
+
+Loadable = DataLoader[Any] | Mapping[str, Any]
+
+
+class BaseLoop:
+    """A loop over a data loader.
+
+    Args:
+        runner: whose model, hooks and step the loop drives.
+        dataloader: a loader or its configuration.
+    """
+
+    mode = "train"
+
+    def __init__(self, runner: Runner, dataloader: Loadable) -> None:
+        self._runner = runner
+        name = f"{self.mode}_dataloader"
+        self.dataloader = build_dataloader(dataloader, runner.seed, name, training=self.mode == "train")
+
+    @property
+    def runner(self) -> Runner:
+        """The Runner that owns this loop."""
+        return self._runner
+
+    def run(self) -> Any:
+        """Run the whole loop."""
+        raise NotImplementedError
+
+
+class _TrainLoop(BaseLoop):
+    """What both training loops share: the step, and when to validate."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Loadable,
+        val_begin: int,
+        val_interval: int,
+        dynamic_intervals: Sequence[tuple[int, int]] | None,
+    ) -> None:
+        super().__init__(runner, dataloader)
+        if val_interval < 1:
+            raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
+        self.val_begin = val_begin
+        self._milestones = [0, *(milestone for milestone, _ in dynamic_intervals or ())]
+        self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
+        self.stop_training = False
+        self._epoch = 0
+        self._iter = 0
+        self._start = 0
+        self.inner_iter = 0
+        """Batches of the current epoch (or pass over the data) that are done."""
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs (passes over the data)."""
+        return self._epoch
+
+    @property
+    def iter(self) -> int:
+        """Finished steps."""
+        return self._iter
+
+    @property
+    def val_interval(self) -> int:
+        """Epochs or iterations between two validations, at the present point of the training."""
+        return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
+
+    @property
+    def _progress(self) -> int:
+        raise NotImplementedError
+
+    def resume(self, epoch: int, iteration: int, start: int) -> None:
+        """Go on after `iteration` steps, at batch `start` of epoch `epoch`."""
+        self._epoch, self._iter, self._start = epoch, iteration, start
+        self.inner_iter = start
+
+    def run_iter(self, idx: int, data_batch: Any) -> None:
+        """Train on one batch, with the hooks around it."""
+        runner = self._runner
+        for hook in runner.hooks_at("before_train_iter"):
+            hook(runner, batch_idx=idx, data_batch=data_batch)
+        outputs = runner.step(data_batch)
+        runner.meter.record(outputs, self._iter + 1)
+        self.inner_iter = idx + 1
+        for hook in runner.hooks_at("after_train_iter"):
+            hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
+        self._iter += 1
+
+    def _validate(self, last: bool) -> None:
+        due = self._progress >= self.val_begin and (self._progress % self.val_interval == 0 or last)
+        if self._runner.val_loop is not None and due:
+            self._runner.val_loop.run()
+            self._runner.model.train()
+
+    @contextmanager
+    def _located(self) -> Iterator[None]:
+        """Say in any error at which step it happened."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"(in epoch {self._epoch + 1}, iteration {self._iter + 1} of the training)")
+            raise
+
+
+@LOOPS.register_module()
+class EpochBasedTrainLoop(_TrainLoop):
+    """Train for `max_epochs` passes over the data.
+
+    Args:
+        runner: whose model is trained.
+        dataloader: a loader or its configuration.
+        max_epochs: how many.
+        val_begin: the first epoch after which to validate.
+        val_interval: epochs between two validations; the last epoch is always validated.
+        dynamic_intervals: pairs (epoch, val_interval from then on).
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Loadable,
+        max_epochs: int,
+        val_begin: int = 1,
+        val_interval: int = 1,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        if max_epochs < 1:
+            raise ConfigError(f"max_epochs must be at least 1, not {max_epochs}")
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        self.max_epochs = max_epochs
+        try:
+            self.max_iters = max_epochs * len(self.dataloader)
+        except TypeError as error:
+            raise DataError(
+                "the data set has no length; train by iterations: train_cfg.by_epoch=False"
+            ) from error
+        if self.max_iters == 0:
+            raise DataError(
+                "the training loader gives no batch: the data set is smaller than one batch and drop_last is set"
+            )
+
+    @property
+    def _progress(self) -> int:
+        return self._epoch
+
+    def run(self) -> torch.nn.Module:
+        """Train and validate; return the model."""
+        runner = self._runner
+        runner.call_hook("before_train")
+        with self._located():
+            while self._epoch < self.max_epochs and not self.stop_training:
+                self.run_epoch()
+                self._validate(last=self._epoch == self.max_epochs)
+        runner.call_hook("after_train")
+        return runner.model
+
+    def run_epoch(self) -> None:
+        """Train on the batches of one epoch, from the one where a resumed run stands."""
+        runner = self._runner
+        runner.call_hook("before_train_epoch")
+        runner.model.train()
+        set_epoch(self.dataloader, self._epoch, self._start)
+        batches = iter(self.dataloader)
+        runner.restore_random_state()
+        for idx, data_batch in enumerate(batches, self._start):
+            self.run_iter(idx, data_batch)
+        runner.call_hook("after_train_epoch")
+        self._epoch += 1
+        self._start = self.inner_iter = 0
+
+
+@LOOPS.register_module()
+class IterBasedTrainLoop(_TrainLoop):
+    """Train for `max_iters` steps, over the data as often as that takes.
+
+    Args:
+        runner: whose model is trained.
+        dataloader: a loader or its configuration.
+        max_iters: how many.
+        val_begin: the first iteration after which to validate.
+        val_interval: iterations between two validations; the last is always validated.
+        dynamic_intervals: pairs (iteration, val_interval from then on).
+    """
+
+    max_epochs = 1
+
+    def __init__(
+        self,
+        runner: Runner,
+        dataloader: Loadable,
+        max_iters: int,
+        val_begin: int = 1,
+        val_interval: int = 1000,
+        dynamic_intervals: list[tuple[int, int]] | None = None,
+    ) -> None:
+        if max_iters < 1:
+            raise ConfigError(f"max_iters must be at least 1, not {max_iters}")
+        super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        self.max_iters = max_iters
+
+    @property
+    def _progress(self) -> int:
+        return self._iter
+
+    def run(self) -> torch.nn.Module:
+        """Train and validate; return the model."""
+        runner = self._runner
+        runner.call_hook("before_train")
+        runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
+        runner.model.train()
+        batches = self._batches()
+        runner.restore_random_state()
+        with self._located():
+            while self._iter < self.max_iters and not self.stop_training:
+                idx, data_batch = next(batches)
+                self.run_iter(idx, data_batch)
+                self._validate(last=self._iter == self.max_iters)
+        runner.call_hook("after_train_epoch")
+        runner.call_hook("after_train")
+        return runner.model
+
+    def _batches(self) -> Iterator[tuple[int, Any]]:
+        while True:
+            set_epoch(self.dataloader, self._epoch, self._start)
+            number = self._start - 1
+            for number, data_batch in enumerate(self.dataloader, self._start):
+                yield number, data_batch
+            if number < 0:
+                raise DataError("the training loader gives no batch; check batch_size and drop_last")
+            self._epoch, self._start = self._epoch + 1, 0
+
+    def resume(self, epoch: int, iteration: int, start: int) -> None:
+        """Go on after `iteration` steps, at batch `start` of pass `epoch`."""
+        endless = is_infinite(self.dataloader)
+        super().resume(0 if endless else epoch, iteration, iteration if endless else start)
+
+
+class _EvalLoop(BaseLoop):
+    """A pass over data without training.
+
+    Args:
+        runner: whose model is evaluated.
+        dataloader: a loader or its configuration.
+        evaluator: an `Evaluator`, or the metrics of one.
+        fp16: run under autocast with the device's own lower precision.
+    """
+
+    def __init__(self, runner: Runner, dataloader: Loadable, evaluator: Any, fp16: bool = False) -> None:
+        super().__init__(runner, dataloader)
+        if isinstance(evaluator, Mapping) and evaluator.get("type") in EVALUATOR.module_dict:
+            evaluator = EVALUATOR.build(evaluator)
+        self.evaluator = evaluator if isinstance(evaluator, Evaluator) else Evaluator(evaluator)
+        if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
+            self.evaluator.dataset_meta = meta
+        self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
+
+    @torch.no_grad()
+    def run(self) -> dict[str, float]:
+        """Evaluate and return the metrics."""
+        runner, mode = self._runner, self.mode
+        runner.call_hook(f"before_{mode}")
+        runner.call_hook(f"before_{mode}_epoch")
+        runner.model.eval()
+        predict = getattr(runner.model, f"{mode}_step", None) or getattr(
+            unwrap_model(runner.model), f"{mode}_step"
+        )
+        before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
+        for idx, data_batch in enumerate(self.dataloader):
+            for hook in before:
+                hook(runner, batch_idx=idx, data_batch=data_batch)
+            with self._autocast:
+                outputs = predict(data_batch)
+            self.evaluator.process(data_samples=outputs, data_batch=data_batch)
+            for hook in after:
+                hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
+        metrics = self.evaluator.evaluate(len(self.dataloader.dataset))  # type: ignore[arg-type]
+        runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{mode}")
+        return metrics
+
+
+@LOOPS.register_module()
+class ValLoop(_EvalLoop):
+    """Validation."""
+
+    mode = "val"
+
+
+@LOOPS.register_module()
+class TestLoop(_EvalLoop):
+    """Test."""
+
+    mode = "test"

@@ -1,0 +1,158 @@
+"""Build the parts of a run from what a Runner was given."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.optim import Optimizer
+
+from slipstream.dist import is_distributed
+from slipstream.errors import ConfigError, ModelError
+from slipstream.model import BaseModel, MMDistributedDataParallel, unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.model.wrappers import device_ids
+from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
+from slipstream.optim.scheduler import build_param_scheduler
+from slipstream.registry import MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS
+from slipstream.speed import SpeedPlan
+from slipstream.step import EagerStep, Step
+
+if TYPE_CHECKING:
+    from slipstream.runner.loops import BaseLoop
+
+__all__ = ["build_model", "build_optim", "build_schedulers", "make_step", "wrap_model"]
+
+
+def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
+    """Return the model, built from its configuration if it is one.
+
+    Raises:
+        ModelError: it has no `train_step`.
+    """
+    if isinstance(model, Mapping):
+        preset = {"data_preprocessor": data_preprocessor} if data_preprocessor is not None else {}
+        model = MODELS.build(model, default_args=preset)
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
+    if not hasattr(unwrap_model(model), "train_step"):
+        raise ModelError(
+            f"{type(model).__name__} has no train_step: derive it from slipstream.model.BaseModel and let "
+            "forward(..., mode) return the losses for mode 'loss', or put the network into "
+            "slipstream.model.Segmentor or Classifier"
+        )
+    return model
+
+
+def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
+    """Return the model wrapped for several processes as the plan says; itself if there is one process."""
+    if not is_distributed() or isinstance(model, DistributedDataParallel):
+        return model
+    if plan.sync_bn:
+        if device.type == "cpu":
+            raise ConfigError(
+                "torch's SyncBatchNorm does not run on the CPU: leave sync_bn out there", "sync_bn"
+            )
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    cfg: dict[str, Any] = {"type": MMDistributedDataParallel, **(plan.model_wrapper or {})}
+    kind = cfg["type"]
+    target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
+    # Whatever the configuration gives, the others keep their defaults.
+    defaults: dict[str, Any] = {"module": model}
+    if issubclass(target, DistributedDataParallel) or "device_ids" in inspect.signature(target).parameters:
+        defaults["device_ids"] = device_ids(device)
+        defaults["broadcast_buffers"] = False
+        defaults["find_unused_parameters"] = plan.find_unused_parameters
+    elif issubclass(target, DataParallel):
+        defaults["device_ids"] = device_ids(device)
+    wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
+    return wrapped
+
+
+def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
+    """Return the optimizer wrapper, or the `OptimWrapperDict` of several, from objects or configurations.
+
+    Raises:
+        ConfigError: neither.
+        ModelError: the model has no trainable parameter.
+    """
+    if isinstance(cfg, OptimWrapper):
+        return cfg
+    if isinstance(cfg, Optimizer):
+        return OptimWrapper(cfg)
+    if not isinstance(cfg, Mapping):
+        raise ConfigError(f"must be an OptimWrapper or a dict, not {type(cfg).__name__}", "optim_wrapper")
+    if isinstance(cfg.get("optimizer"), Optimizer):
+        return _one(cfg)
+    if "optimizer" in cfg or "constructor" in cfg:
+        return build_optim_wrapper(unwrap_model(model), cfg)
+    if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
+        return OptimWrapperDict(**cfg)
+    raise ConfigError(
+        f"needs an 'optimizer' (or must map names to OptimWrapper objects); got {sorted(cfg)}",
+        "optim_wrapper",
+    )
+
+
+def _one(cfg: Mapping[str, Any]) -> OptimWrapper:
+    wrapper: OptimWrapper = OPTIM_WRAPPERS.build(cfg, default_args={"type": "OptimWrapper"})
+    return wrapper
+
+
+def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop) -> Any:
+    """Return the list of schedulers, or a dict of lists for an `OptimWrapperDict`."""
+    if isinstance(optim, OptimWrapperDict):
+        named = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
+        per_name = {name: cfg.get(name) if named else cfg for name in optim}
+        return {name: _schedulers(part, optim[name], loop) for name, part in per_name.items()}
+    return _schedulers(cfg, optim, loop)
+
+
+def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any) -> list[Any]:
+    if cfg is None:
+        return []
+    return [
+        build_param_scheduler(
+            part,
+            optim.optimizer,
+            epoch_length=_length(loop.dataloader),
+            max_epochs=loop.max_epochs,
+            max_iters=loop.max_iters,
+        )
+        for part in (cfg if isinstance(cfg, Sequence) else [cfg])
+    ]
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:  # an iterable data set may not know
+        return None
+
+
+def make_step(model: nn.Module, optim: OptimWrapper) -> Step:
+    """Return the training step for a model: its own `train_step` if it overrides one, else `EagerStep`."""
+    core = unwrap_model(model)
+    own = next((m for m in (model, core) if _overrides_train_step(m)), None)
+    if own is not None:
+
+        def own_step(batch: Any) -> dict[str, Tensor]:
+            logs: dict[str, Tensor] = own.train_step(batch, optim)
+            return logs
+
+        return own_step
+    preprocess = core.data_preprocessor
+
+    def forward(batch: Any) -> Any:
+        return run_forward(model, preprocess(batch, True), "loss")
+
+    return EagerStep(forward, model, optim, core.parse_losses)
+
+
+def _overrides_train_step(model: nn.Module) -> bool:
+    standard = (BaseModel.train_step, MMDistributedDataParallel.train_step)
+    return getattr(type(model), "train_step", standard[0]) not in standard

@@ -1,0 +1,173 @@
+"""What a checkpoint of a run holds, and how a run goes on from one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.checkpoint import (
+    find_latest_checkpoint,
+    get_random_state,
+    load_checkpoint,
+    load_weights,
+    set_random_state,
+)
+from slipstream.dist import all_gather_object, get_rank, get_world_size
+from slipstream.errors import CheckpointError
+from slipstream.model import unwrap_model
+from slipstream.version import __version__
+
+if TYPE_CHECKING:
+    from slipstream.runner.runner import Runner
+
+__all__ = ["find_resume", "make_checkpoint", "restore_random_state", "restore_training", "take_weights"]
+
+
+def find_resume(
+    resume: bool | str | Path, load_from: str | Path | None, work_dir: str
+) -> tuple[Path | None, int | None]:
+    """Return the checkpoint that a run goes on from and the seed of the run that wrote it, or (None, None)."""
+    if resume is True:
+        path = Path(load_from) if load_from else find_latest_checkpoint(work_dir)
+    else:
+        path = Path(resume) if resume else None
+    if path is None:
+        return None, None
+    return path, load_checkpoint(path).get("meta", {}).get("seed")
+
+
+def make_checkpoint(
+    runner: Runner,
+    by_epoch: bool | None,
+    save_optimizer: bool,
+    save_param_scheduler: bool,
+    meta: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """Return a run's state in MMEngine's layout.
+
+    Args:
+        runner: the run.
+        by_epoch: True at the end of an epoch that is not yet counted, False after a step that is not yet
+            counted, None when everything is counted.
+        save_optimizer, save_param_scheduler: whether their state belongs to it.
+        meta: further entries of `meta`.
+    """
+    checkpoint: dict[str, Any] = {
+        "meta": {**_meta(runner, by_epoch), **(meta or {})},
+        "state_dict": unwrap_model(runner.model).state_dict(),
+        "message_hub": runner.message_hub.state_dict(),
+    }
+    if save_optimizer and runner.optim_wrapper is not None:
+        checkpoint["optimizer"] = runner.optim_wrapper.state_dict()
+    if save_param_scheduler and runner.param_schedulers is not None:
+        schedulers = runner.param_schedulers
+        if isinstance(schedulers, dict):
+            state: Any = {name: [s.state_dict() for s in part] for name, part in schedulers.items()}
+        else:
+            state = [s.state_dict() for s in schedulers]
+        checkpoint["param_schedulers"] = state
+    return checkpoint
+
+
+def _meta(runner: Runner, by_epoch: bool | None) -> dict[str, Any]:
+    epoch, done = runner.epoch, runner.inner_iter
+    if by_epoch and runner.by_epoch:
+        epoch, done = epoch + 1, 0
+    dataset = getattr(runner.train_dataloader, "dataset", None) if runner.is_training else None
+    return {
+        "epoch": epoch,
+        "iter": runner.iter + (1 if by_epoch is False else 0),
+        "inner_samples": done * runner.samples_per_step,
+        "samples_per_step": runner.samples_per_step,
+        "seed": runner.seed,
+        "random_state": all_gather_object(get_random_state()),
+        "experiment_name": runner.experiment_name,
+        "time": time.strftime("%Y%m%d_%H%M%S"),
+        "slipstream_version": __version__,
+        "cfg": runner.cfg_text,
+        "dataset_meta": getattr(dataset, "metainfo", None),
+    }
+
+
+def take_weights(runner: Runner, checkpoint: Mapping[str, Any], strict: bool, source: str) -> None:
+    """Load the checkpoint's weights into the model, and log what did not match."""
+    state = checkpoint.get("state_dict", checkpoint)
+    for line in load_weights(unwrap_model(runner.model), state, strict, source):
+        runner.logger.warning(f"Loading {source}: {line}")
+
+
+def restore_training(
+    runner: Runner, checkpoint: Mapping[str, Any], optimizer: bool, schedulers: bool
+) -> None:
+    """Bring loop, message hub, optimizer and schedulers to where the checkpoint was made.
+
+    Raises:
+        CheckpointError: it lacks something that was asked for, or has another number of schedulers.
+    """
+    meta = checkpoint.get("meta", {})
+    if "iter" not in meta:
+        raise CheckpointError("the checkpoint holds weights only, so no run can go on from it: use load_from")
+    if checkpoint.get("message_hub"):
+        runner.message_hub.load_state_dict(checkpoint["message_hub"])
+    if optimizer and runner.optim_wrapper is not None:
+        runner.optim_wrapper.load_state_dict(_needed(checkpoint, "optimizer"))
+    if schedulers and runner.param_schedulers:
+        _restore_schedulers(runner, _needed(checkpoint, "param_schedulers"))
+    _restore_position(runner, meta)
+    states = meta.get("random_state")
+    if states and len(states) == get_world_size():
+        runner.resumed_random_state = states[get_rank()]
+
+
+def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
+    """Place the loop; with another batch size or number of processes, after as many samples."""
+    before = meta.get("samples_per_step", runner.samples_per_step)
+    start = meta.get("inner_samples", 0) // runner.samples_per_step
+    iteration = meta["iter"]
+    if before != runner.samples_per_step:
+        iteration = (
+            meta["epoch"] * len(runner.train_dataloader) + start
+            if runner.by_epoch
+            else iteration * before // runner.samples_per_step
+        )
+        runner.logger.warning(
+            f"A step took {before} samples before and takes {runner.samples_per_step} now: "
+            f"iteration {meta['iter']} counts as {iteration}"
+        )
+    runner.train_loop.resume(meta["epoch"], iteration, start)
+    runner.logger.info(f"Resumed at epoch {meta['epoch']}, iteration {iteration}")
+
+
+def _restore_schedulers(runner: Runner, states: Any) -> None:
+    schedulers = runner.param_schedulers
+    pairs: list[tuple[list[Any], list[Any]]] = (
+        [(part, states.get(name, [])) for name, part in schedulers.items()]
+        if isinstance(schedulers, dict)
+        else [(schedulers or [], states)]
+    )
+    for own, saved in pairs:
+        if len(own) != len(saved):
+            raise CheckpointError(
+                f"the checkpoint has {len(saved)} parameter schedulers and the configuration {len(own)}: "
+                "resume with the same param_scheduler, or start anew with load_from"
+            )
+        for scheduler, state in zip(own, saved, strict=True):
+            scheduler.load_state_dict(state)
+
+
+def _needed(checkpoint: Mapping[str, Any], key: str) -> Any:
+    if key not in checkpoint:
+        raise CheckpointError(
+            f"the checkpoint has no '{key}' (was it saved with save_{key.removesuffix('s')}=False?): "
+            "use load_from to start from its weights"
+        )
+    return checkpoint[key]
+
+
+def restore_random_state(runner: Runner) -> None:
+    """Put the generators where the resumed checkpoint left them; once."""
+    if runner.resumed_random_state is not None:
+        set_random_state(runner.resumed_random_state)
+        runner.resumed_random_state = None

@@ -1,0 +1,6 @@
+"""The levers, one file each, and the plan that says which of them a run uses."""
+
+from slipstream.speed.compile import CompileOptions, compile_model, read_compile
+from slipstream.speed.plan import SpeedPlan
+
+__all__ = ["CompileOptions", "SpeedPlan", "compile_model", "read_compile"]

@@ -1,0 +1,18 @@
+"""What a run shows: scalars, configuration and pictures, sent to files and tracking services."""
+
+from slipstream.visualization.backends import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
+from slipstream.visualization.segmentation import colorize, contact_sheet, overlay
+from slipstream.visualization.trackers import MLflowVisBackend, WandbVisBackend
+from slipstream.visualization.visualizer import Visualizer
+
+__all__ = [
+    "BaseVisBackend",
+    "LocalVisBackend",
+    "MLflowVisBackend",
+    "TensorboardVisBackend",
+    "Visualizer",
+    "WandbVisBackend",
+    "colorize",
+    "contact_sheet",
+    "overlay",
+]

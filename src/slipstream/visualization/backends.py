@@ -1,0 +1,161 @@
+"""Visualization backends that write files: JSON lines and pictures, TensorBoard."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import ConfigError
+from slipstream.registry import VISBACKENDS
+from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend"]
+
+
+class BaseVisBackend:
+    """A place that scalars, images and the configuration go to.
+
+    A backend of your own overrides whichever methods it can serve; the others do nothing.
+
+    Args:
+        save_dir: the folder for its files.
+    """
+
+    def __init__(self, save_dir: str | Path) -> None:
+        self.save_dir = Path(save_dir)
+
+    @property
+    def experiment(self) -> Any:
+        """The object behind the backend: a writer or client, made at the first use, or the backend itself."""
+        return self
+
+    def add_config(self, config: Any) -> None:
+        """Record the configuration, a `Config` or a dict."""
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Record one number; a one-element array or tensor counts."""
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Record several values of one step; `file_path` is a further file, for `LocalVisBackend`."""
+        for name, value in scalar_dict.items():
+            self.add_scalar(name, value, step)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Record a picture, uint8 (H, W, 3), RGB."""
+
+    def close(self) -> None:
+        """Write out what is left and release files and connections."""
+
+
+@VISBACKENDS.register_module()
+class LocalVisBackend(BaseVisBackend):
+    """Files in `save_dir`: the configuration, one JSON line for every set of scalars, PNG pictures.
+
+    Args:
+        save_dir: the folder.
+        img_save_dir: the folder for pictures, inside `save_dir`.
+        config_save_file: the configuration's file name, `*.py`.
+        scalar_save_file: the scalars' file name, `*.json`.
+
+    Raises:
+        ConfigError: a file name has another suffix.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        img_save_dir: str = "vis_image",
+        config_save_file: str = "config.py",
+        scalar_save_file: str = "scalars.json",
+    ) -> None:
+        super().__init__(save_dir)
+        self.img_save_dir = self.save_dir / img_save_dir
+        self.config_save_file = self.save_dir / _with_suffix(config_save_file, ".py", "config_save_file")
+        self.scalar_save_file = _with_suffix(scalar_save_file, ".json", "scalar_save_file")
+        self._files: dict[str, TextIO] = {}
+
+    def add_config(self, config: Any) -> None:
+        """Write the configuration as Python text."""
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+        self.config_save_file.write_text(as_text(config) + "\n", encoding="utf-8")
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Append a JSON line with the value and `step`."""
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Append a JSON line with the values and `step`; to `file_path` (in `save_dir`) as well if given."""
+        line = as_json({"step": step, **scalar_dict}) + "\n"
+        self._file(self.scalar_save_file).write(line)
+        if file_path is not None:
+            self._file(_with_suffix(file_path, ".json", "file_path")).write(line)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Write `<img_save_dir>/<name>_<step>.png`."""
+        from PIL import Image
+
+        path = self.img_save_dir / f"{name}_{step}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(check_image(name, image)).save(path)
+
+    def close(self) -> None:
+        """Close the files; later scalars open them again."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, name: str) -> TextIO:
+        if name not in self._files:
+            self.save_dir.mkdir(parents=True, exist_ok=True)
+            # Line-buffered: whoever watches the run, or finds it killed, sees whole lines up to now.
+            self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
+        return self._files[name]
+
+
+@VISBACKENDS.register_module()
+class TensorboardVisBackend(BaseVisBackend):
+    """TensorBoard event files in `save_dir`; values that are not numbers are left out."""
+
+    @cached_property
+    def experiment(self) -> SummaryWriter:
+        """The `torch.utils.tensorboard.SummaryWriter`."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self.save_dir))
+
+    def add_config(self, config: Any) -> None:
+        """Write the configuration as the text `config`."""
+        # Four spaces make it a block of code in TensorBoard's Markdown.
+        self.experiment.add_text("config", "\n".join(f"    {line}" for line in as_text(config).splitlines()))
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Write a point of the curve `name`."""
+        for number in scalars_in({name: value}).values():
+            self.experiment.add_scalar(name, number, step)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Write a picture."""
+        self.experiment.add_image(name, check_image(name, image), step, dataformats="HWC")
+
+    def close(self) -> None:
+        """Flush and close the event file, if one was begun."""
+        if "experiment" in self.__dict__:
+            self.experiment.close()
+
+
+def _with_suffix(name: str, suffix: str, path: str) -> str:
+    if not name.endswith(suffix):
+        raise ConfigError(f"must end in {suffix}, not {name!r}", path)
+    return name

@@ -1,0 +1,173 @@
+"""Pictures of segmentation results for people to look at."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import DataError
+
+if TYPE_CHECKING:
+    from PIL import Image, ImageDraw
+
+__all__ = ["colorize", "contact_sheet", "overlay"]
+
+RGB = npt.NDArray[np.uint8]
+Palette = Sequence[Sequence[int]]
+
+_CELL = 320  # width of a picture, in pixels
+_GAP = 12
+_MARGIN = 24
+_TEXT, _PALE, _PAPER = (28, 30, 33), (110, 115, 122), (255, 255, 255)
+_TITLE_SIZE, _TEXT_SIZE = 18, 15
+_SWATCH = 16
+
+
+def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None = None) -> RGB:
+    """Return `mask`, integer class ids (H, W), in colours, uint8 (H, W, 3); ignored pixels are black.
+
+    Raises:
+        DataError: the mask is not such an array, or holds an id that `palette` has no colour for.
+    """
+    _check_mask(mask)
+    ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
+    wrong = ~ignored & ((mask < 0) | (mask >= len(palette)))
+    if wrong.any():
+        raise DataError(
+            f"the mask holds the class ids {np.unique(mask[wrong])[:5].tolist()}, but the palette has "
+            f"{len(palette)} colours; set ignore_index, or check the number of classes"
+        )
+    colours = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
+    return colours[np.where(ignored, len(palette), mask.astype(np.int64))]
+
+
+def overlay(
+    image: RGB,
+    mask: npt.NDArray[Any],
+    palette: Palette,
+    alpha: float = 0.5,
+    ignore_index: int | None = None,
+) -> RGB:
+    """Return `image`, uint8 (H, W, 3), tinted by the classes of `mask`, (H, W).
+
+    Args:
+        image: RGB.
+        mask: integer class ids.
+        palette: one RGB colour per class.
+        alpha: weight of the colours, from 0 (image only) to 1 (colours only).
+        ignore_index: pixels of this id keep the image's colour.
+
+    Raises:
+        DataError: sizes differ, `alpha` is out of range, or as in `colorize`.
+    """
+    if image.shape != (*mask.shape, 3):
+        raise DataError(f"an image {image.shape} does not fit a mask {mask.shape}; resize one of them")
+    if not 0 <= alpha <= 1:
+        raise DataError(f"alpha must be from 0 to 1, not {alpha}")
+    mixed = image * (1 - alpha) + colorize(mask, palette, ignore_index) * alpha
+    tinted = np.rint(mixed).astype(np.uint8)
+    return tinted if ignore_index is None else np.where((mask == ignore_index)[..., None], image, tinted)
+
+
+def contact_sheet(
+    rows: Sequence[Sequence[RGB]],
+    titles: Sequence[str] = ("image", "truth", "prediction"),
+    captions: Sequence[str] = (),
+    legend: Sequence[tuple[str, Sequence[int]]] = (),
+) -> Image.Image:
+    """Return a sheet of pictures, each 320 pixels wide, with column titles and a legend of the classes.
+
+    Args:
+        rows: pictures, uint8 (H, W, 3); every row has one per title.
+        titles: of the columns.
+        captions: a line below each row, or none at all.
+        legend: names and RGB colours of the classes.
+
+    Raises:
+        DataError: there are no rows, or pictures or captions do not fit titles and rows.
+    """
+    from PIL import Image, ImageDraw
+
+    _check_rows(rows, titles, captions)
+    cells = [[_fitted(Image.fromarray(picture)) for picture in row] for row in rows]
+    width = 2 * _MARGIN + len(titles) * _CELL + (len(titles) - 1) * _GAP
+    caption_height = _TEXT_SIZE + 8 if captions else 0
+    heights = [max(cell.height for cell in row) + caption_height + _GAP for row in cells]
+    entries, legend_height = _legend_places(legend, width)
+    top = _MARGIN + _TITLE_SIZE + 10
+    sheet = Image.new("RGB", (width, top + sum(heights) + legend_height + _MARGIN - _GAP), _PAPER)
+    draw = ImageDraw.Draw(sheet)
+    for column, title in enumerate(titles):
+        draw.text((_left(column), top - 10), title, _TEXT, _font(_TITLE_SIZE), anchor="ls")
+    for index, row in enumerate(cells):
+        for column, cell in enumerate(row):
+            sheet.paste(cell, (_left(column), top))
+        top += heights[index]
+        if captions:
+            draw.text((_MARGIN, top - _GAP - 7), captions[index], _PALE, _font(_TEXT_SIZE), anchor="ls")
+    _draw_legend(draw, entries, top + 4)
+    return sheet
+
+
+def _left(column: int) -> int:
+    return _MARGIN + column * (_CELL + _GAP)
+
+
+def _fitted(picture: Image.Image) -> Image.Image:
+    from PIL import Image
+
+    height = max(1, round(picture.height * _CELL / picture.width))
+    # Enlarged pixels stay sharp squares, so that class boundaries show as they are.
+    how = Image.Resampling.NEAREST if picture.width < _CELL else Image.Resampling.BOX
+    return picture.resize((_CELL, height), how)
+
+
+def _font(size: int) -> Any:
+    from PIL import ImageFont
+
+    return ImageFont.load_default(size)
+
+
+_Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, colour
+
+
+def _legend_places(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
+    """Return where each class's swatch stands, in lines as wide as the sheet, and the height of all."""
+    if not legend:
+        return [], 0
+    line_height = _SWATCH + 10
+    x, y, entries = _MARGIN, 0, []
+    for name, colour in legend:
+        size = _SWATCH + 6 + int(_font(_TEXT_SIZE).getlength(name)) + 20
+        if x > _MARGIN and x + size > width - _MARGIN:
+            x, y = _MARGIN, y + line_height
+        entries.append((x, y, name, colour))
+        x += size
+    return entries, y + line_height + 4
+
+
+def _draw_legend(draw: ImageDraw.ImageDraw, entries: list[_Entry], top: int) -> None:
+    for x, y, name, colour in entries:
+        box = (x, top + y, x + _SWATCH, top + y + _SWATCH)
+        draw.rectangle(box, fill=tuple(int(c) for c in colour), outline=_PALE)
+        middle = top + y + _SWATCH // 2
+        draw.text((x + _SWATCH + 6, middle), name, _TEXT, _font(_TEXT_SIZE), anchor="lm")
+
+
+def _check_mask(mask: Any) -> None:
+    if not (isinstance(mask, np.ndarray) and mask.ndim == 2 and np.issubdtype(mask.dtype, np.integer)):
+        what = f"{mask.dtype} {tuple(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
+        raise DataError(f"a mask must be an integer numpy array (H, W), not {what}")
+
+
+def _check_rows(rows: Sequence[Sequence[RGB]], titles: Sequence[str], captions: Sequence[str]) -> None:
+    if not rows:
+        raise DataError("a contact sheet needs at least one row of pictures")
+    for index, row in enumerate(rows):
+        if len(row) != len(titles):
+            raise DataError(f"row {index} has {len(row)} pictures, but there are {len(titles)} titles")
+    if captions and len(captions) != len(rows):
+        raise DataError(f"there are {len(captions)} captions for {len(rows)} rows")

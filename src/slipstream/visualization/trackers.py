@@ -1,0 +1,209 @@
+"""Visualization backends that talk to a tracking service: Weights & Biases, MLflow."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import ConfigError
+from slipstream.registry import VISBACKENDS
+from slipstream.visualization.backends import BaseVisBackend
+from slipstream.visualization.values import as_dict, as_text, check_image, flatten, scalars_in
+
+__all__ = ["MLflowVisBackend", "WandbVisBackend"]
+
+
+@VISBACKENDS.register_module()
+class WandbVisBackend(BaseVisBackend):
+    """A run on Weights & Biases.
+
+    Args:
+        save_dir: the folder for its local files.
+        init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
+        define_metric_cfg: summaries by metric (`{"val/mIoU": "max"}`), or a list of dicts with the
+            arguments of `Run.define_metric`.
+        commit: whether every record ends a W&B step.
+        log_code_name: upload the source code under this name.
+
+    Raises:
+        ConfigError: at the first use, if the package wandb is missing.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        init_kwargs: dict[str, Any] | None = None,
+        define_metric_cfg: dict[str, str] | list[dict[str, Any]] | None = None,
+        commit: bool = True,
+        log_code_name: str | None = None,
+    ) -> None:
+        super().__init__(save_dir)
+        self.init_kwargs = dict(init_kwargs or {})
+        self.define_metric_cfg = define_metric_cfg or []
+        self.commit = commit
+        self.log_code_name = log_code_name
+
+    @cached_property
+    def experiment(self) -> Any:
+        """The `wandb.Run`."""
+        self.save_dir.mkdir(parents=True, exist_ok=True)
+        run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
+        # Training and validation count different steps and W&B's own must not go back, so ours is a value.
+        run.define_metric("*", step_metric="step")
+        metrics = self.define_metric_cfg
+        if isinstance(metrics, Mapping):
+            metrics = [{"name": name, "summary": kind} for name, kind in metrics.items()]
+        for metric in metrics:
+            run.define_metric(**{"step_metric": "step", **metric})
+        return run
+
+    def add_config(self, config: Any) -> None:
+        """Record the configuration, and the source code if `log_code_name` is set."""
+        self.experiment.config.update(as_dict(config), allow_val_change=True)
+        if self.log_code_name is not None:
+            self.experiment.log_code(name=self.log_code_name)
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Record one number."""
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Record the numbers among the values."""
+        self.experiment.log({**scalars_in(scalar_dict), "step": step}, commit=self.commit)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Record a picture."""
+        picture = _import("wandb", self).Image(check_image(name, image))
+        self.experiment.log({name: picture, "step": step}, commit=self.commit)
+
+    def close(self) -> None:
+        """Finish the run, if one was begun."""
+        if "experiment" in self.__dict__:
+            self.experiment.finish()
+
+
+@VISBACKENDS.register_module()
+class MLflowVisBackend(BaseVisBackend):
+    """A run on an MLflow server or in a local MLflow store; each backend has a run of its own.
+
+    Args:
+        save_dir: the run's folder.
+        exp_name: the experiment's name.
+        run_name: the run's name; MLflow invents one by default.
+        tags: of the run.
+        params: parameters to record besides the configuration's.
+        tracking_uri: address of the server or store; by default MLflow's own choice, which the environment
+            variable MLFLOW_TRACKING_URI sets.
+        artifact_suffix: at the end, upload the files of `save_dir` with these suffixes.
+        tracked_config_keys: the top-level keys of the configuration to record; all by default.
+
+    Raises:
+        ConfigError: at the first use, if the package mlflow is missing.
+    """
+
+    def __init__(
+        self,
+        save_dir: str | Path,
+        exp_name: str | None = None,
+        run_name: str | None = None,
+        tags: dict[str, str] | None = None,
+        params: dict[str, Any] | None = None,
+        tracking_uri: str | None = None,
+        artifact_suffix: str | Sequence[str] = (".json", ".log", ".py", ".yaml"),
+        tracked_config_keys: list[str] | None = None,
+    ) -> None:
+        super().__init__(save_dir)
+        self.exp_name = exp_name or "Default"
+        self.run_name = run_name
+        self.tags = dict(tags or {})
+        self.params = dict(params or {})
+        self.tracking_uri = tracking_uri
+        self.artifact_suffix = (
+            (artifact_suffix,) if isinstance(artifact_suffix, str) else tuple(artifact_suffix)
+        )
+        self.tracked_config_keys = tracked_config_keys
+
+    @cached_property
+    def experiment(self) -> Any:
+        """The `mlflow.MlflowClient`; its run is `run_id`."""
+        return _import("mlflow", self).MlflowClient(tracking_uri=self.tracking_uri)
+
+    @cached_property
+    def run_id(self) -> str:
+        """The id of the run, which begins when this is first asked for."""
+        found = self.experiment.get_experiment_by_name(self.exp_name)
+        experiment_id = found.experiment_id if found else self.experiment.create_experiment(self.exp_name)
+        run = self.experiment.create_run(experiment_id, run_name=self.run_name, tags=self.tags)
+        run_id = str(run.info.run_id)
+        self._log_params(run_id, flatten(self.params))
+        return run_id
+
+    def add_config(self, config: Any) -> None:
+        """Record the configuration's values as parameters and its text as `config.py`."""
+        tree = as_dict(config)
+        keys = tree if self.tracked_config_keys is None else self.tracked_config_keys
+        self._log_params(self.run_id, flatten({key: tree[key] for key in keys if key in tree}))
+        self.experiment.log_text(self.run_id, as_text(config), "config.py")
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Record one number."""
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Record the numbers among the values, in one request."""
+        metric = _import("mlflow.entities", self).Metric
+        now = int(time.time() * 1000)
+        numbers = scalars_in(scalar_dict).items()
+        metrics = [metric(_mlflow_name(name), value, now, step) for name, value in numbers]
+        self.experiment.log_batch(self.run_id, metrics=metrics)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Record a picture as `<name>_<step>.png`."""
+        self.experiment.log_image(self.run_id, check_image(name, image), f"{name}_{step}.png")
+
+    def close(self) -> None:
+        """Upload the artifacts and end the run, if one was begun."""
+        if "run_id" not in self.__dict__:
+            return
+        for path in sorted(self.save_dir.rglob("*")):
+            if path.is_file() and path.name.endswith(self.artifact_suffix):
+                folder = path.parent.relative_to(self.save_dir).as_posix()
+                self.experiment.log_artifact(self.run_id, str(path), None if folder == "." else folder)
+        self.experiment.set_terminated(self.run_id)
+
+    def _log_params(self, run_id: str, params: Iterable[tuple[str, Any]]) -> None:
+        entities = _import("mlflow.entities", self)
+        # The tracking service's limits: 6,000 characters a value, 100 parameters a request.
+        entries = [entities.Param(_mlflow_name(name), str(value)[:6000]) for name, value in params]
+        for start in range(0, len(entries), 100):
+            self.experiment.log_batch(run_id, params=entries[start : start + 100])
+
+
+def _mlflow_name(name: str) -> str:
+    return re.sub(r"[^\w\-. /]", "_", name)
+
+
+def _import(module: str, backend: BaseVisBackend) -> Any:
+    package = module.split(".")[0]
+    try:
+        importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        kind = type(backend).__name__
+        raise ConfigError(
+            f"{kind} needs the package {package}: pip install 'slipstream[{package}]', or remove the backend"
+        ) from error
+    return importlib.import_module(module)

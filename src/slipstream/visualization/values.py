@@ -1,0 +1,83 @@
+"""Plain forms of what backends are given: numbers, JSON, configurations, images."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import DataError
+
+__all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_in"]
+
+
+def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers among `values`, one-element arrays and tensors included, as floats."""
+    numbers = {}
+    for name, value in values.items():
+        plain = _plain(value)
+        if isinstance(plain, int | float):
+            numbers[name] = float(plain)
+    return numbers
+
+
+def as_json(values: Mapping[str, Any]) -> str:
+    """Return one line of JSON; NaN and infinity, which JSON does not know, become null."""
+    return json.dumps(_finite(values), allow_nan=False)
+
+
+def as_dict(config: Any) -> dict[str, Any]:
+    """Return a `Config` (anything with `to_dict`) or mapping as a dict."""
+    return dict(config.to_dict() if hasattr(config, "to_dict") else config)
+
+
+def as_text(config: Any) -> str:
+    """Return a `Config`'s `pretty_text`, or a mapping in the same Python form, one key a line."""
+    if hasattr(config, "pretty_text"):
+        return str(config.pretty_text)
+    return "\n".join(f"{key} = {value!r}" for key, value in config.items())
+
+
+def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of nested dicts and lists with their dotted paths (`hooks.0.type`)."""
+    if isinstance(tree, Mapping):
+        items = list(tree.items())
+    elif isinstance(tree, list | tuple):
+        items = list(enumerate(tree))
+    else:
+        yield path, tree
+        return
+    for key, value in items:
+        yield from flatten(value, f"{path}.{key}" if path else str(key))
+
+
+def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
+    """Return `image`.
+
+    Raises:
+        DataError: it is not an RGB picture, a uint8 array (H, W, 3).
+    """
+    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
+        return image
+    what = f"{image.dtype} {tuple(image.shape)}" if hasattr(image, "dtype") else type(image).__name__
+    raise DataError(f"the image '{name}' must be a uint8 numpy array (H, W, 3), RGB, not {what}")
+
+
+def _plain(value: Any) -> Any:
+    """Return arrays and tensors as (lists of) Python numbers, and everything else as it is."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _finite(value: Any) -> Any:
+    value = _plain(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, bool | int | str) else str(value)

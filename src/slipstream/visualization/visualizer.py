@@ -1,0 +1,99 @@
+"""Sends scalars, pictures and the configuration to every backend of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.registry import VISBACKENDS, VISUALIZERS
+from slipstream.visualization.backends import BaseVisBackend
+
+__all__ = ["Visualizer"]
+
+
+@VISUALIZERS.register_module()
+class Visualizer:
+    """The backends of one run, spoken to as one.
+
+    Args:
+        name: of the run.
+        vis_backends: dicts (`dict(type="LocalVisBackend")`, with an optional `name`) or backends; one of
+            them may stand without the list.
+        save_dir: backends write to `save_dir/vis_data`, unless theirs says otherwise.
+
+    Raises:
+        ConfigError: two backends have one name, or a backend has no folder.
+    """
+
+    def __init__(
+        self,
+        name: str = "visualizer",
+        vis_backends: list[Any] | dict[str, Any] | BaseVisBackend | None = None,
+        save_dir: str | Path | None = None,
+    ) -> None:
+        self.name = name
+        self._backends: dict[str, Any] = {}
+        backends = vis_backends if isinstance(vis_backends, list | tuple) else [vis_backends]
+        for index, backend in enumerate(backends):
+            if backend is not None:
+                self._add_backend(backend, save_dir, f"vis_backends[{index}]")
+
+    def _add_backend(self, backend: Any, save_dir: str | Path | None, path: str) -> None:
+        name = type(backend).__name__
+        if isinstance(backend, Mapping):
+            if save_dir is None and "save_dir" not in backend:
+                raise ConfigError("needs a save_dir: give the Visualizer one", path)
+            cfg = {key: value for key, value in backend.items() if key != "name"}
+            defaults = {} if save_dir is None else {"save_dir": str(Path(save_dir) / "vis_data")}
+            built = VISBACKENDS.build(cfg, default_args=defaults)
+            name, backend = backend.get("name", type(built).__name__), built
+        if name in self._backends:
+            raise ConfigError(f"there are two backends called '{name}'; give one a 'name' of its own", path)
+        self._backends[name] = backend
+
+    def get_backend(self, name: str) -> Any:
+        """Return the backend called `name`, by default its class's name.
+
+        Raises:
+            UnknownNameError: there is none.
+        """
+        if name not in self._backends:
+            hint = did_you_mean(name, self._backends)
+            raise UnknownNameError(f"no backend is called '{name}'{hint}; there are {list(self._backends)}")
+        return self._backends[name]
+
+    def add_config(self, config: Any) -> None:
+        """Record the configuration, a `Config` or a dict."""
+        for backend in self._backends.values():
+            backend.add_config(config)
+
+    def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
+        """Record one number."""
+        for backend in self._backends.values():
+            backend.add_scalar(name, value, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Record several values of one step; `LocalVisBackend` writes them to `file_path` as well."""
+        for backend in self._backends.values():
+            backend.add_scalars(scalar_dict, step, file_path)
+
+    def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
+        """Record a picture, uint8 (H, W, 3), RGB.
+
+        Raises:
+            DataError: it is something else.
+        """
+        for backend in self._backends.values():
+            backend.add_image(name, image, step)
+
+    def close(self) -> None:
+        """Close every backend."""
+        for backend in self._backends.values():
+            backend.close()

@@ -1,0 +1,84 @@
+"""The parts that several networks of the zoo share.
+
+Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so that weights
+trained there load here.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.errors import ModelError
+
+__all__ = ["ConvBNReLU", "SegmentationHead", "check_num_classes", "init_weights", "resize"]
+
+
+class ConvBNReLU(nn.Module):
+    """A convolution without bias, BatchNorm and (unless `relu` is off) ReLU; padded to keep the size.
+
+    Returns (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+        groups: int = 1,
+        relu: bool = True,
+    ) -> None:
+        super().__init__()
+        conv = nn.Conv2d(
+            in_channels, out_channels, kernel_size, stride, kernel_size // 2, groups=groups, bias=False
+        )
+        layers: OrderedDict[str, nn.Module] = OrderedDict(conv=conv, bn=nn.BatchNorm2d(out_channels))
+        if relu:
+            layers["act"] = nn.ReLU(inplace=True)
+        self.seq = nn.Sequential(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the activations, in the dtype of `x`."""
+        out: Tensor = self.seq(x)
+        return out
+
+
+class SegmentationHead(nn.Module):
+    """Features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
+
+    def __init__(self, in_channels: int, mid_channels: int, num_classes: int, dropout: float) -> None:
+        super().__init__()
+        self.seg_head = nn.Sequential(
+            ConvBNReLU(in_channels, mid_channels),
+            nn.Dropout(dropout),
+            nn.Conv2d(mid_channels, num_classes, kernel_size=1, bias=False),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits at the resolution of `x`."""
+        out: Tensor = self.seg_head(x)
+        return out
+
+
+def resize(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` at the height and width of `like`, interpolated bilinearly (corners not aligned)."""
+    return F.interpolate(x, size=like.shape[-2:], mode="bilinear", align_corners=False)
+
+
+def init_weights(model: nn.Module) -> None:
+    """Draw convolutions from He's normal distribution (fan-out, arXiv 1502.01852); BatchNorm is 1 and 0."""
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        elif isinstance(module, nn.BatchNorm2d):
+            nn.init.ones_(module.weight)
+            nn.init.zeros_(module.bias)
+
+
+def check_num_classes(num_classes: int) -> None:
+    """Raise `ModelError` unless there is at least one class to predict."""
+    if num_classes < 1:
+        raise ModelError(f"num_classes must be at least 1, not {num_classes}; count the data set's classes")

@@ -1,0 +1,163 @@
+"""Writing configurations: each format reads back as what was written."""
+
+import enum
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from slipstream.config import Config
+from slipstream.config.merge import DELETE
+from slipstream.errors import ConfigError
+
+SUFFIXES = [".py", ".yaml", ".json", ".toml"]
+
+# Reserved words, and names that Python source would normalise or that it uses itself.
+tricky = st.sampled_from(
+    ["my-key", "ﬁ", "dict", "float", "globals", "class", "é", "a b", "1e-3", "null", "", "on"]
+)
+keys = (st.text(max_size=6) | tricky).filter(lambda k: k != DELETE)
+top_keys = keys.filter(
+    lambda k: (
+        k not in ("filename", "text", "pretty_text", "env_variables", "_base_")
+        and not (k.startswith("__") and k.endswith("__"))
+    )
+)
+texts = st.text() | st.sampled_from(
+    ["1e-3", "1", "true", "none", "null", "~", "2024-01-01", "12:30", "a\u2028\x85\r\n"]
+)
+numbers = st.booleans() | st.integers() | st.floats(allow_nan=False)
+
+
+def trees(scalars, tuples):
+    def grow(inner):
+        more = st.lists(inner, max_size=3)
+        return more | st.dictionaries(keys, inner, max_size=3) | (more.map(tuple) if tuples else st.nothing())
+
+    return st.dictionaries(top_keys, st.recursive(scalars, grow, max_leaves=10), max_size=4)
+
+
+def listed(value):
+    if isinstance(value, dict):
+        return {k: listed(v) for k, v in value.items()}
+    return [listed(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def typed(value):
+    """Make 1, 1.0 and True, and lists and tuples, differ."""
+    if isinstance(value, dict):
+        return {k: typed(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(typed(v) for v in value)
+    return type(value).__name__, value
+
+
+def reloaded(values, suffix):
+    text = Config(values, filename="x" + suffix).dump()
+    return Config.fromstring(text, suffix).to_dict()
+
+
+@given(trees(st.none() | numbers | texts, tuples=True))
+@example({"a": float("inf"), "b": (float("-inf"),), "float": 1.0, "dict": {"x": {}}})
+@example({"long": {"k" * 30: ["x" * 40, ("y" * 60,), {"a b": (), "c": []}]}})
+def test_python_round_trips_exactly(values):
+    assert typed(reloaded(values, ".py")) == typed(values)
+    assert typed(Config.fromstring(Config(values).pretty_text, ".py").to_dict()) == typed(values)
+
+
+@given(trees(st.none() | numbers | texts, tuples=True))
+def test_yaml_and_json_round_trip_with_tuples_as_lists(values):
+    for suffix in (".yaml", ".json"):
+        assert typed(reloaded(values, suffix)) == typed(listed(values))
+
+
+@given(trees(numbers | texts, tuples=True))
+def test_toml_round_trips_with_tuples_as_lists(values):
+    assert typed(reloaded(values, ".toml")) == typed(listed(values))
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_dump_writes_a_file_in_the_format_of_its_suffix(tmp_path, suffix):
+    cfg = Config({"a": {"b": [1, "zwölf", 1e-3]}, "c": True})
+    path = tmp_path / f"out{suffix}"
+    assert cfg.dump(path) is None
+    assert Config.fromfile(path) == cfg
+
+
+def test_dump_without_a_file_uses_the_format_it_was_loaded_from():
+    assert Config({"a": 1}).dump() == "a = 1\n"
+    assert Config({"a": 1}, filename="x.yml").dump() == "a: 1\n"
+
+
+def test_numbers_like_strings_stay_strings_in_yaml():
+    assert reloaded({"a": "1e-3", "b": 1e-3, "c": 1e22}, ".yaml") == {"a": "1e-3", "b": 1e-3, "c": 1e22}
+
+
+def test_integer_keys_survive_where_the_format_has_them():
+    for suffix in (".py", ".yaml"):
+        assert reloaded({"a": {1: "x", 2.5: "y"}}, suffix) == {"a": {1: "x", 2.5: "y"}}
+    for suffix in (".json", ".toml"):
+        with pytest.raises(ConfigError, match=rf"^a: the key 1 cannot be written as \{suffix}"):
+            reloaded({"a": {1: "x"}}, suffix)
+
+
+def test_toml_has_no_none_and_says_which_key():
+    with pytest.raises(ConfigError, match=r"^a\.0\.b: TOML has no None"):
+        reloaded({"a": [{"b": None}]}, ".toml")
+
+
+def test_toml_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tomli_w", None)
+    with pytest.raises(ConfigError, match=r"slipstream\[toml\]"):
+        reloaded({"a": 1}, ".toml")
+
+
+def test_unknown_suffix_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match=r"written as .*not '\.jsn'; did you mean '\.json'"):
+        Config({"a": 1}).dump(tmp_path / "x.jsn")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_classes_functions_and_dtypes_become_import_strings(suffix):
+    values = {
+        "a": torch.nn.Linear,
+        "b": torch.nn.functional.relu,
+        "c": torch.bfloat16,
+        "d": Path("x") / "y",
+        "e": len,
+    }
+    assert reloaded(values, suffix) == {
+        "a": "torch.nn.modules.linear.Linear",
+        "b": "torch.nn.functional.relu",
+        "c": "torch.bfloat16",
+        "d": str(Path("x/y")),
+        "e": "builtins.len",
+    }
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_subclasses_of_plain_types_become_plain(suffix):
+    class Mode(enum.StrEnum):
+        FAST = "fast"
+
+    values = {"a": np.float32(0.5), "b": np.int64(3), "c": np.float64(0.1), "d": Mode.FAST}
+    assert typed(reloaded(values, suffix)) == typed({"a": 0.5, "b": 3, "c": 0.1, "d": "fast"})
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("value", [lambda x: x, object(), torch.zeros(2), {1, 2}, b"x"])
+def test_what_no_file_can_hold_is_an_error_that_names_the_key(suffix, value):
+    with pytest.raises(ConfigError, match=r"^hooks\.1\.fn: .*cannot be written to a file"):
+        reloaded({"hooks": [{}, {"fn": value}]}, suffix)
+
+
+def test_python_source_is_wrapped_and_readable():
+    text = Config(
+        {"model": {"type": "Net", "stages": [{"name": "x" * 40, "depth": i} for i in range(3)]}}
+    ).pretty_text
+    assert text.startswith("model = dict(\n    type='Net',\n    stages=[\n        dict(name='xxx")
+    assert max(map(len, text.splitlines())) <= 110

@@ -1,0 +1,88 @@
+"""Typed options from dicts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from slipstream.config import ConfigDict, options
+from slipstream.errors import ConfigError, UnknownNameError
+
+
+@dataclass(frozen=True)
+class Ema:
+    decay: float = 0.999
+    type: Literal["exp", "constant"] = "exp"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must lie in [0, 1], not {self.decay}")
+
+
+@dataclass(frozen=True)
+class Speed:
+    accumulate: int | None = None
+    sync_bn: bool = False
+    ema: Ema | bool | None = None
+    inner: Ema = field(default_factory=Ema)
+    blocks: list[str] = field(default_factory=list)
+    several: list[Ema] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Needy:
+    name: str
+
+
+def test_values_become_fields():
+    made = options(Speed, ConfigDict(accumulate=4, blocks=("a",), ema={"decay": 1}), "speed")
+    assert made == Speed(accumulate=4, blocks=("a",), ema=Ema(decay=1))
+
+
+def test_instances_pass_and_none_means_defaults():
+    made = Speed(accumulate=2)
+    assert options(Speed, made, "speed") is made
+    assert options(Speed, None, "speed") == Speed()
+    assert options(Speed, {"inner": None}, "speed").inner == Ema()
+    assert options(Speed, {"ema": None}, "speed").ema is None
+    assert options(Speed, {"ema": True}, "speed").ema is True
+    assert options(Speed, {"ema": Ema(0.5)}, "speed").ema == Ema(0.5)
+    assert options(Speed, {"several": [Ema()]}, "speed").several == [Ema()]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"accumulate": "abc"}, r"^speed\.accumulate: expected int or None, not 'abc'$"),
+        ({"accumulate": True}, r"^speed\.accumulate: expected int or None, not True$"),
+        ({"sync_bn": "off"}, r"^speed\.sync_bn: expected bool, not 'off'$"),
+        ({"ema": "abc"}, r"^speed\.ema: expected Ema or bool or None, not 'abc'$"),
+        ({"ema": {"type": "linear"}}, r"^speed\.ema\.type: expected 'exp' or 'constant', not 'linear'$"),
+        ({"ema": {"decay": 2}}, r"^speed\.ema: decay must lie in \[0, 1\], not 2$"),
+        ({"inner": 3}, r"^speed\.inner: expected Ema, not 3$"),
+        ({"several": {"decay": 1}}, r"^speed\.several: expected list"),
+        ([1], r"^speed: expected a dict of Speed, not \[1\]$"),
+    ],
+)
+def test_wrong_values_name_place_type_and_value(values, message):
+    with pytest.raises(ConfigError, match=message):
+        options(Speed, values, "speed")
+
+
+def test_unknown_key_names_place_and_nearest():
+    with pytest.raises(
+        UnknownNameError, match=r"^speed\.acumulate: no such option; did you mean 'accumulate'\?$"
+    ):
+        options(Speed, {"acumulate": 1}, "speed")
+    with pytest.raises(ConfigError, match=r"^speed\.ema\.deacy: .*'decay'"):
+        options(Speed, {"ema": {"deacy": 1}}, "speed")
+
+
+def test_missing_field_is_named():
+    with pytest.raises(ConfigError, match=r"^part\.name: expected str, but it is missing$"):
+        options(Needy, {}, "part")
+    assert options(Needy, {"name": "x"}, "") == Needy("x")
+    with pytest.raises(ConfigError, match=r"^name: expected str, not 3$"):
+        options(Needy, {"name": 3}, "")

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.dataset import SampleIndex, SegmentationDataset, default_palette
+from slipstream.errors import BuildError, DataError, UnknownNameError
+from slipstream.registry import DATASETS, TRANSFORMS
+
+AUGMENTATION = [
+    {"type": "SegColorJitter", "brightness": 0.5, "contrast": 0.5, "saturation": 0.5},
+    {"type": "SegRandomFlip"},
+    {"type": "SegRandomRescale", "scales": (0.5, 2.0)},
+    {"type": "SegPadShortToCropSize", "crop_size": (24, 16), "fill_mask": 255, "padding_mode": "random"},
+    {"type": "SegCropImageAndMask", "crop_size": (24, 16)},
+]
+
+
+class Noise(SegmentationDataset):
+    def __init__(self, length=6, ids=4, **kwargs):
+        super().__init__(**kwargs)
+        self.length, self.ids, self.loads = length, ids, 0
+        self.metainfo = {"classes": tuple("abcd"), "palette": default_palette(4), "ignore_index": 255}
+
+    def __len__(self):
+        return self.length
+
+    def load(self, index):
+        self.loads += 1
+        rng = np.random.default_rng(index)
+        image = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+        return image, rng.integers(0, self.ids, (20, 30), dtype=np.uint8)
+
+
+class Order:
+    def __init__(self, epoch, seed=7, length=6):
+        self.indices = [SampleIndex(i, seed, epoch) for i in reversed(range(length))]
+
+    def __iter__(self):
+        return iter(self.indices)
+
+    def __len__(self):
+        return len(self.indices)
+
+
+def batches(dataset, epoch, workers=0, seed=7):
+    loader = DataLoader(dataset, batch_size=2, sampler=Order(epoch, seed), num_workers=workers)
+    return [(batch["inputs"], batch["targets"]) for batch in loader]
+
+
+def same(ours, theirs):
+    return all(
+        torch.equal(a, b) for x, y in zip(ours, theirs, strict=True) for a, b in zip(x, y, strict=True)
+    )
+
+
+def test_a_sample_is_the_loaded_pair_as_channel_first_tensors():
+    dataset = Noise()
+    image, mask = dataset.load(3)
+    sample = dataset[3]
+    assert list(sample) == ["inputs", "targets"]
+    assert sample["inputs"].dtype == sample["targets"].dtype == torch.uint8
+    assert sample["inputs"].is_contiguous()
+    for channel in range(3):
+        np.testing.assert_array_equal(sample["inputs"][channel].numpy(), image[:, :, channel])
+    np.testing.assert_array_equal(sample["targets"].numpy(), mask)
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_and_on_nothing_else():
+    first = batches(Noise(transforms=AUGMENTATION), epoch=1)
+    other_object = Noise(transforms=AUGMENTATION)
+    _ = other_object[0], other_object[5]
+    np.random.seed(0)
+    torch.manual_seed(0)
+    assert same(first, batches(other_object, epoch=1))
+    assert not same(first, batches(other_object, epoch=2))
+    assert not same(first, batches(other_object, epoch=1, seed=8))
+
+
+def test_augmentation_is_the_same_with_and_without_workers():
+    dataset = Noise(transforms=AUGMENTATION)
+    assert same(batches(dataset, epoch=3), batches(dataset, epoch=3, workers=2))
+
+
+def test_a_plain_index_counts_as_seed_0_epoch_0():
+    dataset = Noise(transforms=AUGMENTATION)
+    assert torch.equal(dataset[2]["inputs"], dataset[SampleIndex(2, 0, 0)]["inputs"])
+
+
+def test_iteration_ends_and_indices_outside_are_refused():
+    dataset = Noise()
+    assert len(list(dataset)) == 6
+    with pytest.raises(IndexError, match="Noise has samples 0 to 5, not 6"):
+        dataset[6]
+    with pytest.raises(IndexError):
+        dataset[-1]
+
+
+def test_the_cache_loads_once_and_changes_no_sample():
+    plain, cached = Noise(transforms=AUGMENTATION), Noise(transforms=AUGMENTATION, cache_in_memory=True)
+    for epoch in range(3):
+        assert same(batches(plain, epoch), batches(cached, epoch))
+    assert (plain.loads, cached.loads) == (18, 6)
+
+
+def test_a_transform_that_writes_into_the_cache_fails():
+    def darken(sample, rng):
+        sample["image"][:] = 0
+        return sample
+
+    dataset = Noise(transforms=[darken], cache_in_memory=True)
+    with pytest.raises(ValueError, match="read-only"):
+        dataset[0]
+
+
+def test_a_transform_that_changes_the_dict_does_not_change_the_cache():
+    def invert(sample, rng):
+        sample["image"] = 255 - sample["image"]
+        return sample
+
+    dataset = Noise(transforms=[invert], cache_in_memory=True)
+    loaded, once, twice = (dataset[0]["inputs"] for _ in range(3))
+    assert torch.equal(loaded, once)
+    assert torch.equal(loaded, twice)
+
+
+def test_a_sample_can_be_changed_without_changing_the_next():
+    dataset = Noise(cache_in_memory=True)
+    before = dataset[0]["inputs"].clone()
+    dataset[0]["inputs"].zero_()
+    assert torch.equal(dataset[0]["inputs"], before)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda s, r: {**s, "image": s["image"] / 255},
+        lambda s, r: {**s, "mask": s["mask"].astype(np.int64)},
+        lambda s, r: {**s, "image": s["image"][:-1]},
+        lambda s, r: {**s, "mask": s["mask"][..., None]},
+    ],
+)
+def test_what_breaks_the_contract_is_named(spoil):
+    with pytest.raises(DataError, match=r"sample 4 of Noise: image .* and mask"):
+        Noise(transforms=[spoil])[4]
+
+
+def test_transforms_are_built_through_the_registry_and_errors_name_the_mistake():
+    assert type(Noise(transforms=AUGMENTATION).transforms[1]) is TRANSFORMS.get("SegRandomFlip")
+    with pytest.raises(UnknownNameError, match="did you mean 'SegRandomFlip'"):
+        Noise(transforms=[{"type": "SegRandomFlop"}])
+    with pytest.raises(BuildError, match="no parameter 'probability'"):
+        Noise(transforms=[{"type": "SegRandomFlip", "probability": 1}])
+
+
+def test_class_ids_of_a_sample_leave_the_ignored_id_out():
+    class Two(Noise):
+        def load(self, index):
+            image, mask = super().load(index)
+            return image, np.where(mask < 2, 255, mask).astype(np.uint8)
+
+    assert Two().get_cat_ids(0) == [2, 3]
+
+
+def test_every_data_set_and_transform_of_the_room_has_its_registered_name():
+    for name in ("ImageMaskFolder", "FashionMNIST", "ConcatDataset", "RepeatDataset", "ClassBalancedDataset"):
+        assert DATASETS.get(name).__name__ == name
+
+
+def test_default_palette_is_the_published_one_and_all_colours_differ():
+    palette = default_palette(256)
+    known = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128], [128, 0, 128]]
+    assert palette[:6] == known
+    assert palette[20] == [0, 64, 128]
+    assert palette[255] == [224, 224, 192]
+    assert len({tuple(colour) for colour in palette}) == 256

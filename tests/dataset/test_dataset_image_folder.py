@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from slipstream.dataset import ImageMaskFolder
+from slipstream.errors import BuildError, ConfigError, DataError
+from slipstream.registry import DATASETS
+
+CLASSES = ["road", "tree", "car"]
+
+
+def write(path, array, mode=None):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    image = Image.fromarray(np.asarray(array, dtype=np.uint8))
+    (image.convert(mode) if mode else image).save(path)
+
+
+def make(root, names=("b", "a", "c"), size=(4, 6)):
+    for i, name in enumerate(names):
+        rng = np.random.default_rng(i)
+        write(root / f"img/{name}.png", rng.integers(0, 256, (*size, 3)))
+        write(root / f"ann/{name}.png", rng.integers(0, 3, size))
+    return root
+
+
+def folder(root, **kwargs):
+    return ImageMaskFolder(
+        **{"data_root": root, "images": "img", "masks": "ann", "classes": CLASSES} | kwargs
+    )
+
+
+def test_samples_are_the_files_pixels_in_the_order_of_their_names(tmp_path):
+    dataset = folder(make(tmp_path))
+    assert [p.stem for p in dataset.image_paths] == [p.stem for p in dataset.mask_paths] == ["a", "b", "c"]
+    rng = np.random.default_rng(1)  # "a" was written second
+    image, mask = rng.integers(0, 256, (4, 6, 3)), rng.integers(0, 3, (4, 6))
+    np.testing.assert_array_equal(dataset[0]["inputs"].numpy(), image.transpose(2, 0, 1))
+    np.testing.assert_array_equal(dataset[0]["targets"].numpy(), mask)
+    assert dataset.metainfo["classes"] == ("road", "tree", "car")
+    assert dataset.metainfo["ignore_index"] == 255
+    assert len(dataset.metainfo["palette"]) == 3
+
+
+def test_a_folder_can_be_built_from_a_config(tmp_path):
+    make(tmp_path)
+    cfg = {"type": "ImageMaskFolder", "data_root": str(tmp_path), "images": "img", "masks": "ann"}
+    dataset = DATASETS.build(
+        {**cfg, "classes": CLASSES, "transforms": [{"type": "SegRescale", "short_size": 8}]}
+    )
+    assert dataset[0]["inputs"].shape == (3, 8, 12)
+    with pytest.raises(BuildError, match="'classes'"):
+        DATASETS.build(cfg)
+
+
+def test_subfolders_and_suffixes_pair_as_in_cityscapes(tmp_path):
+    for city, frame in (("bonn", 1), ("aachen", 1), ("aachen", 2)):
+        write(tmp_path / f"img/{city}/{city}_{frame}_leftImg8bit.png", np.full((2, 2, 3), frame))
+        write(tmp_path / f"ann/{city}/{city}_{frame}_gtFine_labelIds.png", np.full((2, 2), frame))
+        write(tmp_path / f"ann/{city}/{city}_{frame}_gtFine_color.png", np.zeros((2, 2, 3)))
+    dataset = folder(tmp_path, image_suffix="_leftImg8bit.png", mask_suffix="_gtFine_labelIds.png")
+    assert [p.parent.name for p in dataset.image_paths] == ["aachen", "aachen", "bonn"]
+    assert [int(sample["targets"][0, 0]) for sample in dataset] == [1, 2, 1]
+
+
+def test_pairs_hold_where_paths_and_names_sort_differently(tmp_path):
+    dataset = folder(make(tmp_path, names=["a", "a-b", "a.b"]))
+    assert [p.name for p in dataset.image_paths] == [p.name for p in dataset.mask_paths]
+
+
+def test_hidden_files_are_no_images(tmp_path):
+    make(tmp_path)
+    (tmp_path / "img/._a.png").write_bytes(b"resource fork")
+    assert len(folder(tmp_path)) == 3
+
+
+def test_palette_masks_give_ids_not_colours(tmp_path):
+    write(tmp_path / "img/a.png", np.zeros((1, 3, 3)))
+    mask = Image.fromarray(np.array([[0, 1, 2]], dtype=np.uint8))
+    mask.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
+    (tmp_path / "ann").mkdir()
+    mask.save(tmp_path / "ann/a.png")
+    assert Image.open(tmp_path / "ann/a.png").mode == "P"
+    assert folder(tmp_path)[0]["targets"].tolist() == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P"])
+def test_images_of_other_modes_become_rgb(tmp_path, mode):
+    make(tmp_path, names=["a"])
+    write(tmp_path / "img/a.png", np.full((4, 6, 3), 51), mode)  # 51 is in Pillow's default palette
+    assert folder(tmp_path)[0]["inputs"].tolist() == torch.full((3, 4, 6), 51).tolist()
+
+
+def test_label_map_changes_the_ids_it_names_and_no_others(tmp_path):
+    make(tmp_path, names=["a"], size=(1, 4))
+    write(tmp_path / "ann/a.png", [[0, 7, 8, 200]])
+    dataset = folder(tmp_path, label_map={7: 1, 8: 2, 200: 255})
+    assert dataset[0]["targets"].tolist() == [[0, 1, 2, 255]]
+    assert dataset.get_cat_ids(0) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("ignore_index", [255, 3, None])
+def test_an_id_that_is_no_class_is_named_with_its_file(tmp_path, ignore_index):
+    make(tmp_path)
+    write(tmp_path / "ann/b.png", [[0, 1, 2, 9, 9, 5]] * 4)
+    dataset = folder(tmp_path, ignore_index=ignore_index)
+    assert len([dataset[0], dataset[2]]) == 2
+    with pytest.raises(
+        DataError, match=r"ann/b\.png' has label ids that are no class: 5 \(4 pixels\), 9 \(8 pix"
+    ):
+        dataset[1]
+
+
+def test_the_ignored_id_does_not_hide_a_wrong_one(tmp_path):
+    make(tmp_path, names=["a"], size=(1, 3))
+    write(tmp_path / "ann/a.png", [[255, 255, 4]])
+    with pytest.raises(DataError, match=r"4 \(1 pixels\)"):
+        folder(tmp_path)[0]
+
+
+def test_without_an_ignored_id_255_is_wrong(tmp_path):
+    make(tmp_path, names=["a"], size=(1, 3))
+    write(tmp_path / "ann/a.png", [[0, 1, 255]])
+    assert folder(tmp_path)[0]["targets"].tolist() == [[0, 1, 255]]
+    with pytest.raises(DataError, match="255"):
+        folder(tmp_path, ignore_index=None)[0]
+
+
+def test_a_missing_folder_is_named_with_the_nearest_existing_name(tmp_path):
+    make(tmp_path / "camvid")
+    with pytest.raises(DataError, match=r"mask folder .*/camvid' has no folder 'anns'; did you mean 'ann'\?"):
+        folder(tmp_path / "camvid", masks="anns")
+    with pytest.raises(DataError, match=r"has no folder 'camvit'; did you mean 'camvid'\?"):
+        folder(tmp_path / "camvit")
+
+
+def test_an_empty_folder_says_what_was_looked_for(tmp_path):
+    make(tmp_path)
+    with pytest.raises(DataError, match=r"no image files in '.*img': no name below it ends in _left\.png"):
+        folder(tmp_path, image_suffix="_left.png")
+
+
+def test_jpeg_masks_must_be_asked_for(tmp_path):
+    make(tmp_path, names=["a"])
+    (tmp_path / "ann/a.png").unlink()
+    write(tmp_path / "ann/a.jpg", np.zeros((4, 6)))
+    with pytest.raises(DataError, match="no mask files"):
+        folder(tmp_path)
+    assert len(folder(tmp_path, mask_suffix=".jpg")) == 1
+
+
+def test_all_files_without_a_partner_are_listed(tmp_path):
+    make(tmp_path, names="abcd")
+    (tmp_path / "ann/b.png").unlink()
+    (tmp_path / "ann/d.png").unlink()
+    (tmp_path / "img/c.png").unlink()
+    with pytest.raises(DataError, match="3 files have no partner") as caught:
+        folder(tmp_path)
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split("/")[-1] for line in lines] == ["b.png'", "d.png'", "c.png'"]
+    assert "mask without an image" in lines[2]
+
+
+def test_a_long_list_of_files_without_a_partner_is_cut_and_counted(tmp_path):
+    make(tmp_path, names=["a"], size=(1, 1))
+    for i in range(25):
+        (tmp_path / f"img/x{i:02}.png").touch()
+    with pytest.raises(DataError, match="25 files have no partner") as caught:
+        folder(tmp_path)
+    assert len(str(caught.value).splitlines()) == 22
+    assert str(caught.value).endswith("and 5 more")
+
+
+def test_two_images_of_one_name_are_refused(tmp_path):
+    make(tmp_path)
+    write(tmp_path / "img/a.jpg", np.zeros((4, 6, 3)))
+    with pytest.raises(DataError, match=r"two image files are called 'a': .*a\.jpg' and .*a\.png"):
+        folder(tmp_path)
+
+
+def test_sizes_that_differ_are_named_with_both_files(tmp_path):
+    make(tmp_path)
+    write(tmp_path / "ann/c.png", np.zeros((5, 6)))
+    with pytest.raises(DataError, match=r"img/c\.png' is 6 x 4 pixels, but its mask '.*ann/c\.png' is 6 x 5"):
+        folder(tmp_path)[2]
+
+
+@pytest.mark.parametrize("kind", ["img", "ann"])
+@pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[: len(d) // 2], lambda d: b"text" + d])
+def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
+    make(tmp_path)
+    path = tmp_path / kind / "b.png"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DataError, match=rf"cannot read '.*{kind}/b\.png'"):
+        folder(tmp_path)[1]
+
+
+def test_an_error_in_a_worker_still_names_the_file(tmp_path):
+    make(tmp_path)
+    (tmp_path / "img/a.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"cannot read '.*img/a\.png'"):
+        list(DataLoader(folder(tmp_path), num_workers=1))
+
+
+def test_colour_masks_are_refused_with_the_remedy(tmp_path):
+    make(tmp_path)
+    write(tmp_path / "ann/a.png", np.zeros((4, 6, 3)))
+    with pytest.raises(DataError, match=r"ann/a\.png' has mode RGB; .* convert colours to ids"):
+        folder(tmp_path)[0]
+
+
+def test_sixteen_bit_files_are_refused(tmp_path):
+    make(tmp_path)
+    wide = Image.fromarray(np.full((4, 6), 300, dtype=np.uint16))
+    wide.save(tmp_path / "img/a.png")
+    wide.save(tmp_path / "ann/b.png")
+    with pytest.raises(DataError, match=r"image '.*img/a\.png' has mode I;16"):
+        folder(tmp_path)[0]
+    with pytest.raises(DataError, match=r"mask '.*ann/b\.png' has mode I;16"):
+        folder(tmp_path)[1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"palette": [[0, 0, 0]]}, "palette has 1 colours for 3 classes"),
+        ({"classes": "road"}, "classes must be a list"),
+        ({"classes": []}, "classes must be a list"),
+        ({"ignore_index": 256}, "ignore_index must be 0 to 255"),
+        ({"ignore_index": -1}, "ignore_index must be 0 to 255"),
+        ({"label_map": {7: 3}}, "label_map: 7 -> 3"),
+        ({"label_map": {-1: 0}}, "label_map: -1 -> 0"),
+        ({"label_map": {7: 255}, "ignore_index": None}, "label_map: 7 -> 255"),
+    ],
+)
+def test_options_that_do_not_fit_the_classes_are_refused(tmp_path, wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        folder(make(tmp_path), **wrong)

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from slipstream.dataset import (
+    SegColorJitter,
+    SegCropImageAndMask,
+    SegPadShortToCropSize,
+    SegRandomFlip,
+    SegRandomRescale,
+    SegRescale,
+)
+from slipstream.errors import BuildError, ConfigError, DataError
+from slipstream.registry import TRANSFORMS
+
+
+def make(height=6, width=8, seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return {"image": image, "mask": rng.integers(0, 19, (height, width), dtype=np.uint8)}
+
+
+def aligned(height, width):
+    """A sample whose mask is the red channel, so that a test sees whether they move together."""
+    mask = np.arange(height * width, dtype=np.uint8).reshape(height, width)
+    return {"image": np.stack([mask, mask, mask], axis=2), "mask": mask}
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+ALL = [
+    SegRandomFlip(1.0),
+    SegRescale(0.5),
+    SegRandomRescale((0.5, 2.0)),
+    SegPadShortToCropSize((12, 9), 19, padding_mode="random"),
+    SegCropImageAndMask((4, 3)),
+    SegColorJitter(0.5, 0.5, 0.5),
+]
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda t: type(t).__name__)
+def test_transforms_keep_the_contract_and_leave_their_input_alone(transform):
+    sample = make()
+    before = {key: value.copy() for key, value in sample.items()}
+    for value in sample.values():
+        value.flags.writeable = False
+    result = transform(sample, rng())
+    assert result["image"].dtype == result["mask"].dtype == np.uint8
+    assert result["image"].shape == (*result["mask"].shape, 3)
+    assert all(np.array_equal(before[key], sample[key]) for key in before)
+    again = transform(sample, rng())
+    assert all(np.array_equal(again[key], result[key]) for key in result)
+
+
+@pytest.mark.parametrize("transform", ALL, ids=lambda t: type(t).__name__)
+def test_transforms_are_registered_by_name(transform):
+    assert TRANSFORMS.get(type(transform).__name__) is type(transform)
+
+
+def test_flip_mirrors_image_and_mask():
+    sample = make()
+    flipped = SegRandomFlip(1.0)(sample, rng())
+    np.testing.assert_array_equal(flipped["image"], np.flip(sample["image"], 1))
+    np.testing.assert_array_equal(flipped["mask"], np.flip(sample["mask"], 1))
+
+
+@pytest.mark.parametrize(("prob", "low", "high"), [(0.0, 0, 0), (1.0, 1000, 1000), (0.25, 200, 300)])
+def test_flip_happens_as_often_as_asked(prob, low, high):
+    sample, generator = aligned(1, 2), rng()
+    flips = sum(int(SegRandomFlip(prob)(sample, generator)["mask"][0, 0] == 1) for _ in range(1000))
+    assert low <= flips <= high
+
+
+@pytest.mark.parametrize("prob", [-0.1, 1.1])
+def test_flip_refuses_what_is_no_probability(prob):
+    with pytest.raises(ConfigError, match="prob must be 0 to 1"):
+        SegRandomFlip(prob)
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 80))
+@example(7, 7, 61)  # 61 / 7 * 7 is less than 61 in floating point
+@settings(max_examples=60, deadline=None)
+def test_rescale_gives_the_named_side_exactly(height, width, size):
+    sample = {"image": np.zeros((height, width, 3), np.uint8), "mask": np.zeros((height, width), np.uint8)}
+    assert min(SegRescale(short_size=size)(sample, rng())["mask"].shape) == size
+    long = SegRescale(long_size=size)(sample, rng())
+    assert max(long["mask"].shape) == size
+    assert long["image"].shape == (*long["mask"].shape, 3)
+
+
+def test_rescale_by_a_factor_scales_both_sides():
+    assert SegRescale(scale_factor=0.75)(make(8, 16), rng())["mask"].shape == (6, 12)
+    assert SegRescale(scale_factor=0.01)(make(8, 16), rng())["mask"].shape == (1, 1)
+
+
+def test_masks_are_resampled_by_nearest_neighbour():
+    sample = aligned(3, 4)
+    doubled = SegRescale(2.0)(sample, rng())
+    np.testing.assert_array_equal(doubled["mask"], sample["mask"].repeat(2, 0).repeat(2, 1))
+
+
+def test_images_are_resampled_bilinearly():
+    row = np.array([0, 80, 200], dtype=np.float64)
+    image = np.broadcast_to(row[None, :, None], (1, 3, 3)).astype(np.uint8)
+    doubled = SegRescale(2.0)({"image": image, "mask": np.zeros((1, 3), np.uint8)}, rng())
+    centres = (np.arange(6) + 0.5) / 2 - 0.5
+    np.testing.assert_allclose(doubled["image"][0, :, 0], np.interp(centres, np.arange(3), row), atol=1)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"scale_factor": 0}, {"short_size": -1}, {"long_size": 0}, {"short_size": 4, "long_size": 8}],
+)
+def test_rescale_needs_exactly_one_positive_size(arguments):
+    with pytest.raises(ConfigError, match="exactly one of scale_factor, short_size and long_size"):
+        SegRescale(**arguments)
+
+
+def test_random_rescale_draws_uniformly_between_its_bounds():
+    sample, generator = make(100, 100), rng()
+    sides = [SegRandomRescale((0.5, 2.0))(sample, generator)["mask"].shape[0] for _ in range(300)]
+    assert 50 <= min(sides) < 60
+    assert 190 < max(sides) <= 200
+    assert abs(np.mean(sides) - 125) < 10
+
+
+def test_random_rescale_takes_one_number_and_any_order():
+    assert SegRandomRescale(0.5).scales == (0.5, 1.0)
+    assert SegRandomRescale(2).scales == (1.0, 2)
+    assert SegRandomRescale([1.75, 0.25]).scales == (0.25, 1.75)
+
+
+@pytest.mark.parametrize("scales", [0, -1.0, (0.0, 1.0), (1, 2, 3), ()])
+def test_random_rescale_refuses_other_scales(scales):
+    with pytest.raises(ConfigError, match="scales must be"):
+        SegRandomRescale(scales)
+
+
+def test_padding_in_the_center_fills_image_and_mask():
+    sample = aligned(2, 3)
+    padded = SegPadShortToCropSize((6, 5), fill_mask=99, fill_image=(1, 2, 3))(sample, rng())
+    mask = np.full((5, 6), 99)
+    mask[2:4, 2:5] = sample["mask"]
+    np.testing.assert_array_equal(padded["mask"], mask)
+    np.testing.assert_array_equal(padded["image"][2:4, 2:5], sample["image"])
+    np.testing.assert_array_equal(padded["image"][0, 0], [1, 2, 3])
+    np.testing.assert_array_equal(padded["image"][4, 5], [1, 2, 3])
+
+
+def test_padding_leaves_long_sides_as_they_are():
+    assert SegPadShortToCropSize((8, 6), 19)(make(7, 9), rng())["mask"].shape == (7, 9)
+    assert SegPadShortToCropSize((12, 6), 19)(make(7, 9), rng())["mask"].shape == (7, 12)
+    assert SegPadShortToCropSize(8, 19)(make(7, 9), rng())["mask"].shape == (8, 9)
+
+
+def test_random_padding_puts_the_image_everywhere():
+    sample, generator = {"image": np.ones((2, 3, 3), np.uint8), "mask": np.ones((2, 3), np.uint8)}, rng()
+    transform = SegPadShortToCropSize((5, 3), 0, padding_mode="random")
+    places = set()
+    for _ in range(100):
+        result = transform(sample, generator)
+        np.testing.assert_array_equal(result["image"][:, :, 0], result["mask"])
+        assert result["mask"].sum() == 6
+        places.add(tuple(np.argwhere(result["mask"])[0]))
+    assert places == {(y, x) for y in range(2) for x in range(3)}
+
+
+def test_padding_must_be_told_the_class_id_to_fill_with():
+    with pytest.raises(BuildError, match="needs 'fill_mask'"):
+        TRANSFORMS.build({"type": "SegPadShortToCropSize", "crop_size": 4})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"fill_mask": 256},
+        {"fill_mask": -1},
+        {"fill_mask": 0, "fill_image": (1, 2)},
+        {"fill_mask": 0, "fill_image": 256},
+    ],
+)
+def test_padding_refuses_values_that_are_no_pixels(arguments):
+    with pytest.raises(ConfigError, match="fill_mask must be 0 to 255"):
+        SegPadShortToCropSize(4, **arguments)
+
+
+def test_random_crops_cover_every_place_and_image_and_mask_agree():
+    sample, generator = aligned(5, 7), rng()
+    corners = set()
+    for _ in range(200):
+        crop = SegCropImageAndMask((4, 3), "random")(sample, generator)
+        assert crop["mask"].shape == (3, 4)
+        np.testing.assert_array_equal(crop["image"][:, :, 2], crop["mask"])
+        corners.add(int(crop["mask"][0, 0]))
+    assert corners == {y * 7 + x for y in range(3) for x in range(4)}
+
+
+def test_a_center_crop_takes_the_middle():
+    crop = SegCropImageAndMask((4, 2), "center")(aligned(6, 8), rng())
+    np.testing.assert_array_equal(crop["mask"], aligned(6, 8)["mask"][2:4, 2:6])
+
+
+def test_a_crop_larger_than_the_image_is_refused_with_the_remedy():
+    with pytest.raises(DataError, match=r"cannot crop 9 x 6 .* of 8 x 6; put SegPadShortToCropSize before"):
+        SegCropImageAndMask((9, 6))(make(6, 8), rng())
+
+
+@pytest.mark.parametrize("size", [0, (4, -1), (4,), (1, 2, 3), (4.0, 4.0)])
+def test_crop_sizes_that_are_none_are_refused(size):
+    for build in (SegCropImageAndMask, lambda crop_size: SegPadShortToCropSize(crop_size, 19)):
+        with pytest.raises(ConfigError, match="crop_size must be"):
+            build(size)
+
+
+def test_unknown_modes_are_refused():
+    with pytest.raises(ConfigError, match="mode must be 'random' or 'center', not 'middle'"):
+        SegCropImageAndMask(4, "middle")
+    with pytest.raises(BuildError, match="padding_mode must be 'center' or 'random', not 'left'"):
+        TRANSFORMS.build(
+            {"type": "SegPadShortToCropSize", "crop_size": 4, "fill_mask": 1, "padding_mode": "left"}
+        )
+
+
+def grey(image):
+    return image.astype(np.float64) @ [0.299, 0.587, 0.114]
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
+@pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
+def test_each_colour_change_is_torchvisions_formula(kind, factor):
+    sample = make(16, 16)
+    image = sample["image"].astype(np.float64)
+    other = {"brightness": 0 * image, "contrast": grey(image).mean() + 0 * image}.get(
+        kind, grey(image)[..., None]
+    )
+    expected = np.clip(factor * image + (1 - factor) * other, 0, 255)
+    found = SegColorJitter(**{kind: (factor, factor)})(sample, rng())
+    np.testing.assert_allclose(found["image"], expected, atol=2)
+    assert found["mask"] is sample["mask"]
+
+
+def test_colour_changes_happen_in_random_order():
+    sample, generator = make(16, 16), rng()
+    jitter = SegColorJitter((0.3, 0.3), (1.8, 1.8), (0.2, 0.2))
+    assert 2 < len({jitter(sample, generator)["image"].tobytes() for _ in range(60)}) <= 6
+
+
+def test_colour_factors_are_drawn_from_the_whole_range():
+    white = {"image": np.full((1, 1, 3), 100, np.uint8), "mask": np.zeros((1, 1), np.uint8)}
+    generator = rng()
+    values = [int(SegColorJitter(brightness=0.5)(white, generator)["image"][0, 0, 0]) for _ in range(300)]
+    assert 49 <= min(values) < 55
+    assert 145 < max(values) <= 150
+    assert SegColorJitter(brightness=1.5).brightness == (0.0, 2.5)
+
+
+def test_no_jitter_changes_nothing():
+    sample = make()
+    np.testing.assert_array_equal(SegColorJitter()(sample, rng())["image"], sample["image"])
+
+
+@pytest.mark.parametrize("value", [-0.5, (1.5, 0.5), (-1, 1), (1, 1, 1)])
+def test_colour_ranges_that_are_none_are_refused(value):
+    with pytest.raises(ConfigError, match="contrast must be"):
+        SegColorJitter(contrast=value)

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset as TorchConcatDataset
+from torch.utils.data import Dataset
+
+from slipstream.dataset import ClassBalancedDataset, ConcatDataset, RepeatDataset, SampleIndex
+from slipstream.errors import BuildError, ConfigError, DataError
+from slipstream.registry import DATASETS
+
+
+class Labels(Dataset):
+    """A sample is (label, index, seed, epoch), so a test sees what index arrived."""
+
+    def __init__(self, labels, classes=("a", "b"), **metainfo):
+        self.labels = [label if isinstance(label, tuple) else (label,) for label in labels]
+        self.metainfo = {
+            "classes": classes,
+            "palette": [[0, 0, 0], [1, 1, 1]],
+            "ignore_index": None,
+            **metainfo,
+        }
+
+    def __len__(self):
+        return len(self.labels)
+
+    def __getitem__(self, index):
+        return (*self.labels[index], int(index), getattr(index, "seed", 0), getattr(index, "epoch", 0))
+
+    def get_cat_ids(self, index):
+        return list(self.labels[index])
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    DATASETS.get("ConcatDataset")
+    monkeypatch.setitem(DATASETS.module_dict, "Labels", Labels)
+
+
+def test_concat_puts_one_after_the_other_and_keeps_seed_and_epoch():
+    joined = ConcatDataset([Labels("ab"), Labels("c"), Labels("def")])
+    assert isinstance(joined, TorchConcatDataset)
+    samples = [joined[SampleIndex(i, 7, 3)] for i in range(len(joined))]
+    expected = [("a", 0), ("b", 1), ("c", 0), ("d", 0), ("e", 1), ("f", 2)]
+    assert samples == [(label, i, 7, 3) for label, i in expected]
+    assert [joined.get_cat_ids(i) for i in range(6)] == [["a"], ["b"], ["c"], ["d"], ["e"], ["f"]]
+
+
+def test_concat_and_repeat_are_built_from_configs():
+    cfg = {"type": "Labels", "labels": [0, 1]}
+    nested = {
+        "type": "ConcatDataset",
+        "datasets": [cfg, {"type": "RepeatDataset", "dataset": cfg, "times": 3}],
+    }
+    assert len(DATASETS.build(nested)) == 8
+
+
+def test_metainfo_passes_through_every_wrapper():
+    inner = Labels([0, 1])
+    for wrapped in (ConcatDataset([inner]), RepeatDataset(inner, 2), ClassBalancedDataset(inner, 0.1)):
+        assert wrapped.metainfo == inner.metainfo
+        assert wrapped.metainfo is not inner.metainfo
+
+
+def test_concat_refuses_different_metainfo_and_names_it():
+    with pytest.raises(
+        DataError, match=r"metainfo\['classes'\] of data set 2 is \('b', 'a'\), but data set 0 has"
+    ):
+        ConcatDataset([Labels([0]), Labels([0]), Labels([0], classes=("b", "a"))])
+    with pytest.raises(DataError, match=r"metainfo\['extra'\].* data set 1 is 1, but data set 0 has None"):
+        ConcatDataset([Labels([0]), Labels([0], extra=1)])
+
+
+def test_concat_takes_a_list_for_a_tuple_and_skips_ignored_keys():
+    ConcatDataset([Labels([0]), Labels([0], classes=["a", "b"], palette=np.array([[0, 0, 0], [1, 1, 1]]))])
+    assert ConcatDataset([Labels([0], year=1), Labels([0], year=2)], ignore_keys="year").metainfo["year"] == 1
+    ConcatDataset([Labels([0], year=1), Labels([0], classes=("x",))], ignore_keys=["year", "classes"])
+
+
+def test_concat_of_nothing_is_refused():
+    with pytest.raises(ConfigError, match="at least one data set"):
+        ConcatDataset([])
+
+
+def test_data_sets_without_metainfo_can_be_wrapped():
+    joined = ConcatDataset([[1, 2], [3]])
+    assert [joined[i] for i in range(3)] == [1, 2, 3]
+    assert joined.metainfo == {}
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
+def test_repeat_visits_each_sample_times_over_with_epochs_of_its_own(length, times, epochs):
+    dataset = RepeatDataset(Labels(range(length)), times)
+    seen = [dataset[SampleIndex(i, 5, e)] for e in range(epochs) for i in range(len(dataset))]
+    assert len(dataset) == length * times
+    assert [s[0] for s in seen] == list(range(length)) * times * epochs
+    assert len(set(seen)) == len(seen)
+    assert {s[3] for s in seen} == set(range(times * epochs))
+
+
+def test_repeats_of_a_plain_index_differ_too():
+    dataset = RepeatDataset(Labels("a"), 3)
+    assert [dataset[i] for i in range(3)] == [("a", 0, 0, 0), ("a", 0, 0, 1), ("a", 0, 0, 2)]
+
+
+def test_repeat_less_than_once_is_refused():
+    with pytest.raises(ConfigError, match="times must be at least 1, not 0"):
+        RepeatDataset(Labels("a"), 0)
+    with pytest.raises(BuildError, match="times must be int"):
+        DATASETS.build({"type": "RepeatDataset", "dataset": {"type": "Labels", "labels": [1]}, "times": 1.5})
+
+
+@pytest.mark.parametrize("wrap", [lambda d: ConcatDataset([d]), lambda d: RepeatDataset(d, 1)])
+def test_indices_outside_are_refused_so_iteration_ends(wrap):
+    dataset = wrap(Labels("ab"))
+    assert len(list(dataset)) == 2
+    for wrong in (-1, 2):
+        with pytest.raises(IndexError, match=f"samples are 0 to 1, not {wrong}"):
+            dataset[wrong]
+
+
+def test_rare_classes_are_repeated_by_the_square_root_of_their_rarity():
+    # b is in 1 of 8 samples: ceil(sqrt(0.5 / 0.125)) = 2 copies; c in 1 of 8 as well; a in 7 of 8.
+    dataset = ClassBalancedDataset(Labels([*"aaaaaa", "b", ("a", "c")]), 0.5)
+    assert dataset.repeat_indices == [0, 1, 2, 3, 4, 5, 6, 6, 7, 7]
+    assert [s[0] for s in dataset] == [*"aaaaaa", *"bb", *"aa"]
+    assert dataset.get_cat_ids(9) == ["a", "c"]
+
+
+@given(
+    st.lists(st.sets(st.integers(0, 4)), min_size=1, max_size=12), st.floats(0.01, 1.0, allow_subnormal=False)
+)
+def test_repeat_counts_follow_the_formula(labels, threshold):
+    dataset = ClassBalancedDataset(Labels([tuple(ids) for ids in labels]), threshold)
+    for i, ids in enumerate(labels):
+        factors = [math.sqrt(threshold / (sum(c in other for other in labels) / len(labels))) for c in ids]
+        assert dataset.repeat_indices.count(i) == math.ceil(max([1.0, *factors]))
+
+
+def test_copies_of_a_rare_sample_are_augmented_differently_in_every_epoch():
+    dataset = ClassBalancedDataset(Labels([*"aaaaaaa", "b"]), 1.0)
+    seen = [dataset[SampleIndex(i, 5, e)] for e in range(4) for i in range(len(dataset))]
+    assert len({s for s in seen if s[0] == "b"}) == 3 * 4
+    assert len(set(seen)) == len(seen)
+
+
+def test_class_balancing_needs_the_class_ids():
+    with pytest.raises(DataError, match=r"list has no get_cat_ids\(index\)"):
+        ClassBalancedDataset([1, 2], 0.5)
+
+
+def test_wrappers_nest():
+    rare = ClassBalancedDataset(ConcatDataset([Labels("aaaa"), RepeatDataset(Labels("b"), 1)]), 1.0)
+    seen = [RepeatDataset(rare, 2)[SampleIndex(i, 1, 4)] for i in range(2 * len(rare))]
+    assert len(set(seen)) == len(seen)
+    assert {s[2] for s in seen} == {1}

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator import Accuracy
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def _evaluate(preds, targets, **options):
+    metric = Accuracy(**options)
+    metric.process(None, {"preds": preds, "targets": targets})
+    return metric.evaluate(len(targets))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 2**16), st.integers(1, 20), st.integers(5, 12))
+def test_top_k_agrees_with_sorting_in_numpy(seed, samples, classes):
+    rng = np.random.default_rng(seed)
+    scores, targets = rng.standard_normal((samples, classes)), rng.integers(0, classes, samples)
+    ranking = np.argsort(-scores, axis=1)
+    got = _evaluate(torch.from_numpy(scores), torch.from_numpy(targets), topk=(1, 5))
+    for k in (1, 5):
+        right = [target in row[:k] for target, row in zip(targets, ranking, strict=True)]
+        assert got[f"accuracy/top{k}"] == pytest.approx(100 * np.float64(np.mean(right)))
+
+
+def test_top_1_and_5_agree_with_torchmetrics():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(64, 10, generator=generator)
+    targets = torch.randint(0, 10, (64,), generator=generator)
+    got = _evaluate(scores, targets, topk=(1, 5))
+    for k in (1, 5):
+        peer = torchmetrics.classification.MulticlassAccuracy(10, top_k=k, average="micro")
+        assert got[f"accuracy/top{k}"] == pytest.approx(100 * peer(scores, targets).item(), rel=1e-5)
+
+
+def test_class_ids_count_as_their_scores_do_and_uneven_batches_weigh_by_samples():
+    metric = Accuracy(prefix="val")
+    metric.process(None, (torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0])))
+    metric.process(None, (torch.eye(4)[[2]], torch.tensor([0])))
+    assert metric.evaluate(4) == {"val/top1": 50.0}
+
+
+def test_samples_as_the_data_contract_gives_them_are_counted():
+    assert _evaluate(torch.eye(3), torch.tensor([0, 1, 2], dtype=torch.uint8), topk=1) == {
+        "accuracy/top1": 100.0
+    }
+
+
+def test_no_samples_give_nan():
+    assert math.isnan(Accuracy().evaluate(0)["accuracy/top1"])
+
+
+def test_targets_that_are_no_class_are_reported_with_their_number():
+    metric = Accuracy()
+    metric.process(None, (torch.eye(3), torch.tensor([0, 3, -1])))
+    with pytest.raises(DataError, match="2 of 3 targets"):
+        metric.evaluate(3)
+
+
+@pytest.mark.parametrize(
+    ("preds", "targets", "topk"),
+    [
+        (torch.zeros(3, 4), torch.zeros(2).long(), 1),
+        (torch.zeros(3, 4), torch.zeros(3, 4).long(), 1),
+        (torch.zeros(3, 4, 2, 2), torch.zeros(3).long(), 1),
+        (torch.zeros(3), torch.zeros(3).long(), 1),
+        (torch.zeros(3).long(), torch.zeros(3).long(), (1, 5)),
+        (torch.zeros(3, 4), torch.zeros(3).long(), 5),
+        (torch.zeros(3, 4), torch.zeros(3), 1),
+        (torch.zeros(3, 4), torch.tensor(0), 1),
+    ],
+    ids=["other N", "one-hot", "maps", "float ids", "ids for top 5", "k > classes", "float targets", "0-dim"],
+)
+def test_tensors_that_do_not_belong_together_are_refused(preds, targets, topk):
+    metric = Accuracy(topk=topk)
+    with pytest.raises(DataError):
+        metric.process(None, (preds, targets))
+
+
+@pytest.mark.parametrize("topk", [0, (), (1, 0)])
+def test_a_k_below_one_is_refused(topk):
+    with pytest.raises(ConfigError, match="topk"):
+        Accuracy(topk=topk)
+
+
+def test_process_never_waits_for_the_device():
+    metric = Accuracy(topk=(1, 5))
+    batch = (torch.randn(16, 10), torch.randint(0, 10, (16,)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        metric.process(None, batch)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::topk" in names
+    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero"}
+    meta = torch.zeros(4, 10, device="meta"), torch.zeros(4, dtype=torch.long, device="meta")
+    Accuracy().process(None, meta)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_counts_agree_with_the_cpus_without_a_synchronisation():
+    scores, targets = torch.randn(64, 10), torch.randint(0, 10, (64,))
+    metric = Accuracy(topk=(1, 5))
+    on_device = scores.cuda(), targets.cuda()
+    metric.process(None, on_device)
+    metric.evaluate(64)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metric.process(None, on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metric.evaluate(64) == _evaluate(scores, targets, topk=(1, 5))

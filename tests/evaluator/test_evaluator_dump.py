@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator import Accuracy, DumpResults, Evaluator
+from slipstream.evaluator import dump as dump_module
+
+
+def _dump(path, *batches, size=1000):
+    metric = DumpResults(str(path))
+    for batch in batches:
+        metric.process(None, batch)
+    assert metric.evaluate(size) == {}
+    return torch.load(path, weights_only=True)
+
+
+def test_a_batch_is_written_as_one_entry_a_sample_and_cut_to_the_data_set(tmp_path):
+    first = {"preds": torch.arange(6).view(2, 3), "targets": torch.tensor([1, 2])}
+    second = {"preds": torch.arange(6, 12).view(2, 3), "targets": torch.tensor([3, 4])}
+    loaded = _dump(tmp_path / "new" / "out.pt", first, second, size=3)
+    assert [entry["targets"].item() for entry in loaded] == [1, 2, 3]
+    assert torch.equal(loaded[2]["preds"], torch.tensor([6, 7, 8]))
+
+
+def test_written_predictions_evaluate_as_the_live_ones_did(tmp_path):
+    scores, targets = torch.randn(6, 4), torch.randint(0, 4, (6,))
+    evaluator = Evaluator([Accuracy(), DumpResults(tmp_path / "out.pt")])
+    evaluator.process((scores, targets))
+    live = evaluator.evaluate(6)
+    kept = torch.load(tmp_path / "out.pt", weights_only=True)
+    assert Evaluator(Accuracy()).offline_evaluate(kept, chunk_size=4) == live
+
+
+def test_each_entry_has_memory_of_its_own_and_no_gradient(tmp_path):
+    batch = torch.zeros(3, 5, requires_grad=True)
+    metric = DumpResults(tmp_path / "out.pt")
+    metric.process(None, {"preds": batch})
+    entry = metric.results[0]["preds"]
+    assert entry.untyped_storage().nbytes() == 5 * 4
+    assert not entry.requires_grad
+
+
+def test_lists_of_samples_arrays_and_plain_values_are_kept(tmp_path):
+    sample = {
+        "name": "a.png",
+        "size": (4, 5),
+        "boxes": np.ones((2, 4)),
+        "score": np.float32(0.5),
+        3: [None, True],
+    }
+    loaded = _dump(tmp_path / "out.pth", [sample], torch.tensor([1, 2]))
+    assert torch.equal(loaded[0].pop("boxes"), torch.ones(2, 4, dtype=torch.float64))
+    assert loaded == [{"name": "a.png", "size": (4, 5), "score": 0.5, 3: [None, True]}, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([{"box": object()}], r"a sample\['box'\], an object of type object"),
+        ([{"names": [{1, 2}]}], r"a sample\['names'\]\[0\], an object of type set"),
+        ([np.array(["x"])], "ndarray"),
+    ],
+)
+def test_objects_are_refused_with_their_place(tmp_path, batch, words):
+    with pytest.raises(DataError, match=words):
+        DumpResults(tmp_path / "out.pt").process(None, batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"a": torch.zeros(2), "b": torch.zeros(3)},
+        {"loss": torch.tensor(1.0)},
+        {},
+        (torch.zeros(2), 1),
+        "text",
+        None,
+    ],
+)
+def test_what_cannot_be_split_into_samples_is_refused(tmp_path, batch):
+    with pytest.raises(DataError, match="cannot split"):
+        DumpResults(tmp_path / "out.pt").process(None, batch)
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "out.pt"
+    _dump(path, torch.tensor([1]))
+
+    def fail(results, file):
+        file.write(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(dump_module.torch, "save", fail)
+    metric = DumpResults(path)
+    metric.process(None, torch.tensor([2]))
+    with pytest.raises(OSError, match="disk full"):
+        metric.evaluate(1)
+    assert torch.load(path, weights_only=True) == [torch.tensor(1)]
+    assert [p.name for p in tmp_path.iterdir()] == ["out.pt"]
+
+
+@pytest.mark.parametrize("name", ["out.pkl", "out"])
+def test_other_endings_are_refused(name):
+    with pytest.raises(ConfigError, match=r"out_file_path: must end in \.pt or \.pth"):
+        DumpResults(name)

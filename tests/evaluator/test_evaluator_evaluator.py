@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, DataError, UnknownNameError
+from slipstream.evaluator import Accuracy, BaseMetric, Evaluator, IoUMetric, TorchMetric
+from slipstream.registry import EVALUATOR, METRICS
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+SCORES = torch.eye(4)
+TARGETS = torch.tensor([0, 1, 2, 0])
+
+
+class Seen(BaseMetric):
+    def process(self, data_batch, data_samples):
+        self.results.append((data_batch, data_samples))
+
+    def compute_metrics(self, results):
+        self.seen = results
+        return {"calls": len(results)}
+
+
+def test_values_of_several_metrics_are_merged():
+    evaluator = Evaluator(
+        [
+            {"type": "Accuracy", "topk": (1, 2)},
+            torchmetrics.classification.MulticlassAccuracy(4, average="micro"),
+            {"type": "MulticlassAccuracy", "num_classes": 4, "average": None},
+            Seen(),
+        ]
+    )
+    evaluator.process((SCORES, TARGETS))
+    top_2 = (SCORES.topk(2).indices == TARGETS[:, None]).any(1)
+    assert evaluator.evaluate(4) == {
+        "accuracy/top1": 75.0,
+        "accuracy/top2": pytest.approx(100 * top_2.double().mean().item()),
+        "MulticlassAccuracy": 0.75,
+        "MulticlassAccuracy/0": 0.5,
+        "MulticlassAccuracy/1": 1.0,
+        "MulticlassAccuracy/2": 1.0,
+        "MulticlassAccuracy/3": 0.0,
+        "calls": 1,
+    }
+
+
+@pytest.mark.parametrize(
+    "metrics", [Accuracy(), {"type": "Accuracy"}, [{"type": "Accuracy"}], ({"type": Accuracy},)]
+)
+def test_one_metric_or_several_are_accepted(metrics):
+    assert isinstance(Evaluator(metrics).metrics[0], Accuracy)
+
+
+def test_a_torchmetrics_object_is_wrapped():
+    metric = torchmetrics.classification.MulticlassAccuracy(4)
+    collection = torchmetrics.MetricCollection([metric])
+    assert [type(m) for m in Evaluator([metric, collection]).metrics] == [TorchMetric, TorchMetric]
+
+
+def test_the_registries_know_the_names():
+    evaluator = EVALUATOR.build({"type": "Evaluator", "metrics": [{"type": "IoUMetric", "num_classes": 3}]})
+    assert isinstance(evaluator.metrics[0], IoUMetric)
+    assert METRICS.get("DumpResults") is not None
+
+
+def test_dataset_meta_reaches_every_metric():
+    evaluator = Evaluator([Seen(), Seen(prefix="x")])
+    assert evaluator.dataset_meta is None
+    evaluator.dataset_meta = {"classes": ("a",)}
+    assert evaluator.dataset_meta == {"classes": ("a",)}
+    assert all(m.dataset_meta == {"classes": ("a",)} for m in evaluator.metrics)
+
+
+def test_metrics_get_the_batch_and_the_predictions_as_they_are():
+    evaluator = Evaluator(Seen())
+    predictions, batch = {"preds": 1}, {"inputs": 2}
+    evaluator.process(data_samples=predictions, data_batch=batch)
+    evaluator.evaluate(1)
+    assert evaluator.metrics[0].seen == [(batch, predictions)]
+
+
+def test_the_same_name_twice_is_refused_with_the_remedy():
+    evaluator = Evaluator([Accuracy(), Accuracy()])
+    evaluator.process((SCORES, TARGETS))
+    with pytest.raises(ConfigError, match=r"'accuracy/top1' \(Accuracy and Accuracy\).*prefix"):
+        evaluator.evaluate(4)
+    evaluator = Evaluator([Accuracy(), Accuracy(prefix="second")])
+    evaluator.process((SCORES, TARGETS))
+    assert set(evaluator.evaluate(4)) == {"accuracy/top1", "second/top1"}
+
+
+def test_a_misspelt_metric_is_refused_with_the_nearest_name_and_its_place():
+    with pytest.raises(UnknownNameError, match=r"metrics\[1\].*did you mean 'IoUMetric'"):
+        EVALUATOR.build({"type": "Evaluator", "metrics": [{"type": "Accuracy"}, {"type": "IouMetrik"}]})
+
+
+@pytest.mark.parametrize("metrics", ["Accuracy", [3], {"topk": 1}, {"type": "Linear"}])
+def test_what_is_no_metric_is_refused(metrics):
+    with pytest.raises(ConfigError):
+        Evaluator(metrics)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 10])
+@pytest.mark.parametrize("form", ["dict", "pair", "ids"])
+def test_offline_evaluation_of_single_samples_equals_that_of_batches(chunk_size, form):
+    scores = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.randint(0, 5, (7,), generator=torch.Generator().manual_seed(1))
+    samples = list(zip(scores if form != "ids" else scores.argmax(1).tolist(), targets, strict=True))
+    if form == "dict":
+        samples = [{"preds": p, "targets": t} for p, t in samples]
+    live = Evaluator(Accuracy())
+    live.process((scores, targets))
+    assert Evaluator(Accuracy()).offline_evaluate(samples, chunk_size=chunk_size) == live.evaluate(7)
+
+
+def test_offline_evaluation_hands_over_matching_chunks_of_data():
+    evaluator = Evaluator(Seen())
+    assert evaluator.offline_evaluate([1, 2, 3], ["a", "b", "c"], chunk_size=2) == {"calls": 2}
+    assert evaluator.metrics[0].seen == [(["a", "b"], [1, 2]), (["c"], [3])]
+
+
+def test_offline_evaluation_refuses_data_of_another_length():
+    with pytest.raises(DataError, match="3 predictions do not belong to 2"):
+        Evaluator(Seen()).offline_evaluate([1, 2, 3], ["a", "b"])
+
+
+def test_samples_of_several_sizes_need_chunks_of_one():
+    samples = [(torch.zeros(n, n).long(), torch.zeros(n, n).long()) for n in (2, 3)]
+    assert Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples)["mIoU"] == 100.0
+    with pytest.raises(DataError, match="chunks"):
+        Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples, chunk_size=2)
+
+
+def test_preds_and_targets_on_two_devices_are_refused():
+    with pytest.raises(DataError, match="preds on cpu and targets on meta"):
+        Accuracy().process(None, (SCORES, torch.zeros(4, device="meta").long()))
+
+
+def test_two_evaluators_share_nothing():
+    first, second = Evaluator({"type": "Accuracy"}), Evaluator({"type": "Accuracy"})
+    first.process((SCORES, TARGETS))
+    second.process((SCORES, torch.arange(4)))
+    assert (first.evaluate(4), second.evaluate(4)) == ({"accuracy/top1": 75.0}, {"accuracy/top1": 100.0})

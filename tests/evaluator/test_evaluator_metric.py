@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, DistributedError
+from slipstream.evaluator import BaseMetric
+from slipstream.evaluator import metric as metric_module
+
+
+class TutorialAccuracy(BaseMetric):
+    """As MMEngine's fifteen-minute tutorial writes it."""
+
+    def process(self, data_batch, data_samples):
+        score, gt = data_samples
+        self.results.append({"batch_size": len(gt), "correct": (score.argmax(dim=1) == gt).sum()})
+
+    def compute_metrics(self, results):
+        total_correct = sum(item["correct"] for item in results)
+        total_size = sum(item["batch_size"] for item in results)
+        return {"accuracy": 100 * total_correct / total_size}
+
+
+class Keep(BaseMetric):
+    default_prefix = "kept"
+
+    def process(self, data_batch, data_samples):
+        self.results.extend(data_samples)
+
+    def compute_metrics(self, results):
+        self.seen = list(results)
+        return {"sum": sum(results), "count": np.int64(len(results))}
+
+
+def test_the_tutorial_metric_gives_its_accuracy_as_a_float():
+    metric = TutorialAccuracy()
+    scores = torch.eye(4)[[0, 1, 2, 3]]
+    metric.process(None, (scores, torch.tensor([0, 1, 2, 0])))
+    metric.process(None, (scores[:2], torch.tensor([1, 0])))
+    value = metric.evaluate(6)
+    assert value == {"accuracy": pytest.approx(50.0)}
+    assert type(value["accuracy"]) is float
+
+
+def test_results_beyond_the_size_of_the_data_set_are_dropped():
+    metric = Keep()
+    metric.process(None, [1, 2, 3, 1])
+    assert metric.evaluate(3) == {"kept/sum": 6, "kept/count": 3}
+
+
+def test_evaluate_forgets_the_results():
+    metric = Keep()
+    metric.process(None, [1, 2])
+    metric.evaluate(2)
+    assert metric.results == []
+    metric.process(None, [5])
+    assert metric.evaluate(1)["kept/sum"] == 5
+
+
+def test_a_given_prefix_replaces_the_default_and_the_default_may_be_absent():
+    assert list(_evaluated(Keep(prefix="mine"))) == ["mine/sum", "mine/count"]
+    assert TutorialAccuracy().prefix is None
+
+
+def test_compute_metrics_gets_tensors_on_the_cpu_without_gradients():
+    metric = Keep()
+    value = torch.ones((), requires_grad=True) * 2
+    metric.process(None, [value])
+    metric.evaluate(1)
+    assert metric.seen[0].device.type == "cpu"
+    assert not metric.seen[0].requires_grad
+
+
+def test_named_tuples_survive_the_move_to_the_cpu():
+    metric = Keep()
+    metric.compute_metrics = lambda results: {"top": results[0].indices}
+    metric.process(None, [torch.tensor([1.0, 3.0]).max(dim=0)])
+    assert metric.evaluate(1) == {"kept/top": 1}
+
+
+def test_evaluating_without_results_warns_and_names_the_metric():
+    with pytest.warns(UserWarning, match="Keep has no results"):
+        assert Keep().evaluate(0) == {"kept/sum": 0, "kept/count": 0}
+
+
+def test_dataset_meta_is_none_until_it_is_set():
+    metric = Keep()
+    assert metric.dataset_meta is None
+    metric.dataset_meta = {"classes": ("a",)}
+    assert metric.dataset_meta == {"classes": ("a",)}
+
+
+def test_a_subclass_must_write_process_and_compute_metrics():
+    with pytest.raises(TypeError):
+        BaseMetric()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"collect_device": "tpu"}, "collect_device: must be 'cpu' or 'gpu', not 'tpu'"),
+        ({"collect_device": "gpu", "collect_dir": "x"}, "collect_dir"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(arguments, words):
+    with pytest.raises(ConfigError, match=words):
+        Keep(**arguments)
+
+
+def test_rank_0_raises_its_own_error_after_telling_the_others(monkeypatch):
+    sent = []
+    monkeypatch.setattr(metric_module, "broadcast_object_list", lambda data: sent.append(list(data)))
+    metric = Keep()
+    metric.compute_metrics = lambda results: 1 / 0
+    metric.process(None, [1])
+    with pytest.raises(ZeroDivisionError):
+        metric.evaluate(1)
+    assert sent == [["ZeroDivisionError: division by zero"]]
+
+
+def _as_rank_1(monkeypatch, answer):
+    monkeypatch.setattr(metric_module, "collect_results", lambda *args: None)
+    monkeypatch.setattr(metric_module, "is_main_process", lambda: False)
+    monkeypatch.setattr(metric_module, "broadcast_object_list", lambda data: data.__setitem__(0, answer))
+
+
+def test_other_ranks_return_what_rank_0_computed(monkeypatch):
+    _as_rank_1(monkeypatch, {"kept/sum": 7})
+    metric = Keep()
+    metric.process(None, [1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert metric.evaluate(1) == {"kept/sum": 7}
+    assert metric.results == []
+
+
+def test_other_ranks_fail_with_the_error_of_rank_0(monkeypatch):
+    _as_rank_1(monkeypatch, "ZeroDivisionError: division by zero")
+    with pytest.raises(DistributedError, match=r"Keep\.compute_metrics failed on rank 0: ZeroDivisionError"):
+        Keep().evaluate(1)
+
+
+def _evaluated(metric):
+    metric.process(None, [1])
+    return metric.evaluate(1)

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator import IoUMetric
+
+torchmetrics = pytest.importorskip("torchmetrics")
+
+
+def _evaluate(preds, targets, **options):
+    metric = IoUMetric(**options)
+    metric.process(None, {"preds": preds, "targets": targets})
+    return metric.evaluate(len(targets))
+
+
+def _nanmean(values):
+    values = [v for v in values if v is not None]
+    return float(np.mean(values)) if values else float("nan")
+
+
+def _reference(preds, targets, classes, ignore):
+    """The definitions, by sets of pixels, one class at a time."""
+    keep = targets != ignore
+    preds, targets = preds[keep], targets[keep]
+    iou, acc, dice, precision = [], [], [], []
+    for c in range(classes):
+        p, t = preds == c, targets == c
+        hit = np.float64((p & t).sum())
+        iou.append(100 * hit / (p | t).sum() if (p | t).any() else None)
+        acc.append(100 * hit / t.sum() if t.any() else None)
+        dice.append(100 * 2 * hit / (p.sum() + t.sum()) if (p | t).any() else None)
+        precision.append(100 * hit / p.sum() if p.any() else None)
+    return {
+        "aAcc": 100 * np.float64((preds == targets).mean()) if len(targets) else float("nan"),
+        "mAcc": _nanmean(acc),
+        "mIoU": _nanmean(iou),
+        "mDice": _nanmean(dice),
+        "mFscore": _nanmean(dice),
+        "mPrecision": _nanmean(precision),
+        "mRecall": _nanmean(acc),
+    }
+
+
+@st.composite
+def _maps(draw):
+    classes = draw(st.integers(1, 6))
+    seed = draw(st.integers(0, 2**16))
+    rng = np.random.default_rng(seed)
+    shape = tuple(draw(st.lists(st.integers(1, 5), min_size=3, max_size=3)))
+    used = draw(st.integers(1, classes))  # the others are absent
+    targets = rng.integers(0, used, shape)
+    targets[rng.random(shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 255
+    return classes, rng.integers(0, used, shape), targets
+
+
+@settings(max_examples=60, deadline=None)
+@given(_maps(), st.sampled_from([torch.uint8, torch.int32, torch.int64]))
+def test_all_metrics_agree_with_their_definitions(maps, dtype):
+    classes, preds, targets = maps
+    got = _evaluate(
+        torch.from_numpy(preds),
+        torch.from_numpy(targets).to(dtype),
+        num_classes=classes,
+        iou_metrics=("mIoU", "mDice", "mFscore"),
+    )
+    assert got == pytest.approx(_reference(preds, targets, classes, 255), rel=1e-12, nan_ok=True)
+
+
+@settings(max_examples=20, deadline=None)
+@given(_maps(), st.integers(1, 4))
+def test_splitting_the_data_into_batches_changes_nothing(maps, size):
+    classes, preds, targets = (torch.from_numpy(m) if isinstance(m, np.ndarray) else m for m in maps)
+    metric = IoUMetric(num_classes=classes, per_class=True)
+    for start in range(0, len(preds), size):
+        metric.process(None, (preds[start : start + size], targets[start : start + size]))
+    whole = _evaluate(preds, targets, num_classes=classes, per_class=True)
+    assert metric.evaluate(len(preds)) == pytest.approx(whole, rel=0, nan_ok=True)
+
+
+def test_miou_agrees_with_torchmetrics():
+    generator = torch.Generator().manual_seed(0)
+    preds = torch.randint(0, 5, (4, 16, 16), generator=generator)
+    targets = torch.randint(0, 5, (4, 16, 16), generator=generator)
+    targets[:, :3] = 255
+    peer = torchmetrics.classification.MulticlassJaccardIndex(5, ignore_index=255)
+    got = _evaluate(preds, targets, num_classes=5)
+    assert got["mIoU"] == pytest.approx(100 * peer(preds, targets).item(), rel=1e-5)
+
+
+def test_a_worked_example_in_percent():
+    targets = torch.tensor([[[0, 0, 1, 1]]])
+    preds = torch.tensor([[[0, 1, 1, 1]]])
+    got = _evaluate(preds, targets, num_classes=3)
+    assert got == {
+        "aAcc": pytest.approx(75.0),
+        "mAcc": pytest.approx((50 + 100) / 2),
+        "mIoU": pytest.approx((100 / 2 + 200 / 3) / 2),
+    }
+
+
+def test_only_the_chosen_metrics_are_reported():
+    maps = torch.zeros(1, 2, 2, dtype=torch.long)
+    assert set(_evaluate(maps, maps, num_classes=2)) == {"aAcc", "mAcc", "mIoU"}
+    assert set(_evaluate(maps, maps, num_classes=2, iou_metrics=("mDice",))) == {"aAcc", "mAcc", "mDice"}
+
+
+def test_scores_count_as_their_largest_class():
+    scores = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    targets = torch.randint(0, 3, (2, 4, 4))
+    assert _evaluate(scores, targets, num_classes=3) == _evaluate(scores.argmax(1), targets, num_classes=3)
+
+
+def test_classes_and_ignore_index_come_from_the_data_set():
+    metric = IoUMetric(per_class=True)
+    metric.dataset_meta = {"classes": ("road", "sky"), "ignore_index": 9}
+    metric.process(None, (torch.tensor([[[0, 1, 1]]]), torch.tensor([[[0, 0, 9]]])))
+    got = metric.evaluate(1)
+    assert (got["IoU/road"], got["IoU/sky"]) == (50.0, 0.0)
+
+
+def test_a_given_ignore_index_overrides_the_data_sets():
+    metric = IoUMetric(ignore_index=0, prefix="val")
+    metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": 255}
+    metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[0, 1]]])))
+    assert metric.evaluate(1)["val/aAcc"] == 100.0
+
+
+def test_a_data_set_that_ignores_nothing_has_no_ignored_255():
+    metric = IoUMetric()
+    metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": None}
+    metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[255, 1]]])))
+    with pytest.raises(DataError, match="1 target pixels"):
+        metric.evaluate(1)
+
+
+def test_labels_out_of_range_are_reported_with_their_number_and_the_remedy():
+    metric = IoUMetric(num_classes=3)
+    metric.process(None, (torch.tensor([[[0, 4, -1, 0]]]), torch.tensor([[[3, 0, 0, -7]]])))
+    with pytest.raises(DataError, match=r"2 target pixels and 2 predicted pixels outside 0\.\.2; map"):
+        metric.evaluate(1)
+
+
+def test_an_ignored_pixel_may_have_any_prediction():
+    got = _evaluate(torch.tensor([[[0, 77]]]), torch.tensor([[[0, 255]]]), num_classes=2)
+    assert got["aAcc"] == 100.0
+
+
+def test_counts_start_at_zero_after_an_error_and_after_an_evaluation():
+    metric = IoUMetric(num_classes=2)
+    metric.process(None, (torch.tensor([[[0]]]), torch.tensor([[[5]]])))
+    with pytest.raises(DataError):
+        metric.evaluate(1)
+    for label in (0, 1):
+        metric.process(None, (torch.tensor([[[1]]]), torch.tensor([[[label]]])))
+        assert metric.evaluate(1)["aAcc"] == 100.0 * label
+
+
+def test_a_rank_without_a_batch_and_a_data_set_without_labels_give_nan():
+    assert all(math.isnan(v) for v in IoUMetric(num_classes=2).evaluate(0).values())
+    nothing = _evaluate(torch.zeros(1, 1, 2).long(), torch.full((1, 1, 2), 255), num_classes=2)
+    assert all(math.isnan(v) for v in nothing.values())
+
+
+@pytest.mark.parametrize(
+    ("preds", "targets"),
+    [
+        (torch.zeros(1, 4, 4).long(), torch.zeros(1, 8, 8).long()),
+        (torch.zeros(1, 5, 4, 4), torch.zeros(1, 4, 4).long()),
+        (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4).long()),
+        (torch.zeros(1, 4, 4).long(), torch.zeros(1, 4, 4)),
+    ],
+    ids=["other size", "other number of classes", "float ids", "float targets"],
+)
+def test_maps_that_do_not_belong_together_are_refused(preds, targets):
+    with pytest.raises(DataError, match="IoUMetric"):
+        _evaluate(preds, targets, num_classes=2)
+
+
+def test_an_unknown_number_of_classes_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match="give num_classes"):
+        _evaluate(torch.zeros(1, 2, 2).long(), torch.zeros(1, 2, 2).long())
+
+
+def test_an_unknown_metric_name_is_refused_with_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'mIoU'"):
+        IoUMetric(iou_metrics=("miou",))
+
+
+def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
+    metric = IoUMetric(num_classes=2)
+    maps = torch.zeros(1, 2, 2).long()
+    with torch.inference_mode():
+        metric.process(None, (maps.clone(), maps.clone()))
+    metric.process(None, (maps, maps))
+    assert metric.evaluate(2)["aAcc"] == 100.0
+
+
+def test_process_never_waits_for_the_device():
+    metric = IoUMetric(num_classes=19)
+    batch = {"preds": torch.randint(0, 19, (2, 32, 32)), "targets": torch.randint(0, 19, (2, 32, 32))}
+    batch["targets"][0, :4] = 255
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for _ in range(3):
+            metric.process(None, batch)
+    names = {event.key for event in profile.key_averages()}
+    assert "aten::scatter_add_" in names  # the profile saw the work
+    assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"}
+
+
+def test_process_runs_on_a_device_that_holds_no_values():
+    metric = IoUMetric(num_classes=4)
+    maps = torch.zeros(2, 8, 8, dtype=torch.long, device="meta")
+    metric.process(None, (maps, maps))  # reading a value would fail
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_counts_agree_with_the_cpus_without_a_synchronisation():
+    preds, targets = torch.randint(0, 7, (2, 4, 64, 64))
+    metric = IoUMetric(num_classes=7)
+    on_device = preds.cuda(), targets.cuda()
+    metric.process(None, on_device)
+    metric.evaluate(4)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        metric.process(None, on_device)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert metric.evaluate(4) == _evaluate(preds, targets, num_classes=7)

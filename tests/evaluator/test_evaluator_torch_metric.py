@@ -1,0 +1,124 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.evaluator import TorchMetric
+from slipstream.registry import METRICS
+
+torchmetrics = pytest.importorskip("torchmetrics")
+MulticlassAccuracy = torchmetrics.classification.MulticlassAccuracy
+
+SCORES = torch.eye(4)
+TARGETS = torch.tensor([0, 1, 2, 0])
+
+
+def _accuracy(**options):
+    return MulticlassAccuracy(num_classes=4, average="micro", **options)
+
+
+def test_the_value_of_all_batches_is_reported_under_the_class_name():
+    metric = TorchMetric(_accuracy())
+    metric.process(None, (SCORES, TARGETS))
+    metric.process(None, {"preds": SCORES[:1], "targets": TARGETS[3:], "extra": 1})
+    value = metric.evaluate(5)
+    assert value == {"MulticlassAccuracy": pytest.approx(4 / 5)}
+    assert type(value["MulticlassAccuracy"]) is float
+
+
+def test_the_metric_is_reset_by_evaluate():
+    metric = TorchMetric(_accuracy())
+    metric.process(None, (SCORES, torch.tensor([1, 2, 3, 0])))
+    metric.evaluate(4)
+    metric.process(None, (SCORES, torch.arange(4)))
+    assert metric.evaluate(4) == {"MulticlassAccuracy": 1.0}
+
+
+def test_name_and_prefix_are_used():
+    metric = TorchMetric(_accuracy(), name="acc", prefix="val")
+    metric.process(None, (SCORES, TARGETS))
+    assert list(metric.evaluate(4)) == ["val/acc"]
+
+
+def test_vectors_are_flattened():
+    metric = TorchMetric(MulticlassAccuracy(num_classes=4, average=None))
+    metric.process(None, (SCORES, TARGETS))
+    assert metric.evaluate(4) == {
+        "MulticlassAccuracy/0": 0.5,
+        "MulticlassAccuracy/1": 1.0,
+        "MulticlassAccuracy/2": 1.0,
+        "MulticlassAccuracy/3": 0.0,
+    }
+
+
+def test_a_collection_keeps_the_names_of_its_metrics():
+    collection = torchmetrics.MetricCollection(
+        {"acc": _accuracy(), "each": MulticlassAccuracy(4, average=None)}
+    )
+    metric = TorchMetric(collection)
+    metric.process(None, (SCORES, TARGETS))
+    assert set(metric.evaluate(4)) == {"acc", "each/0", "each/1", "each/2", "each/3"}
+
+
+def test_dict_values_are_flattened_under_the_name():
+    metric = TorchMetric(torchmetrics.MetricCollection({"acc": _accuracy()}), name="all")
+    metric.process(None, (SCORES, TARGETS))
+    assert metric.evaluate(4) == {"all/acc": 0.75}
+
+
+def test_a_dict_configures_the_metric():
+    metric = METRICS.build(
+        {"type": "TorchMetric", "metric": {"type": "MulticlassAccuracy", "num_classes": 4}, "name": "acc"}
+    )
+    assert isinstance(metric.metric, MulticlassAccuracy)
+
+
+def test_the_metric_moves_to_the_device_of_the_first_batch():
+    metric = TorchMetric(_accuracy(validate_args=False))
+    moves = []
+    metric.metric.to = lambda device: moves.append(str(device))
+    batch = [torch.zeros(2, 4, device="meta"), torch.zeros(2, dtype=torch.long, device="meta")]
+    metric.metric.update = lambda preds, targets: None
+    metric.process(None, tuple(batch))
+    metric.process(None, tuple(batch))
+    assert moves == ["meta"]
+
+
+def test_lists_of_dicts_pass_as_they_are_and_their_device_is_found():
+    metric = TorchMetric(_accuracy())
+    got = []
+    metric.metric.update = lambda preds, targets: got.append((preds, targets))
+    boxes = [{"boxes": torch.zeros(1, 4)}]
+    metric.process(None, (boxes, boxes))
+    metric.process(None, [{"preds": boxes[0], "targets": boxes[0]}])
+    assert got == [(boxes, boxes), (boxes, boxes)]
+
+
+def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
+    metric = TorchMetric(_accuracy())
+    for _ in range(2):
+        with torch.inference_mode():
+            metric.process(None, (SCORES.clone(), TARGETS.clone()))
+        metric.process(None, (SCORES, TARGETS))
+        assert metric.evaluate(8) == {"MulticlassAccuracy": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("data_samples", "words"),
+    [
+        ({"logits": SCORES}, r"a dict with the keys \['logits'\]"),
+        (SCORES, r"a tensor \(4, 4\) of torch.float32"),
+        ((SCORES, TARGETS, TARGETS), r"a tuple of 3 \(Tensor\)"),
+        (None, "an object of type NoneType"),
+    ],
+)
+def test_other_predictions_are_refused_with_what_was_got_and_what_is_needed(data_samples, words):
+    metric = TorchMetric(_accuracy())
+    with pytest.raises(DataError, match=f"MulticlassAccuracy got {words}; .*'preds' and 'targets'"):
+        metric.process(None, data_samples)
+
+
+def test_what_is_no_torchmetrics_object_is_refused():
+    with pytest.raises(ConfigError, match="not Linear"):
+        TorchMetric(torch.nn.Linear(1, 1))

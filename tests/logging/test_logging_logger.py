@@ -1,0 +1,158 @@
+import copy
+import logging
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.logging import MMLogger, build_logger, print_log
+
+LINE = r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d - %s - %s"
+
+
+def test_console_line_is_plain_and_unwrapped_where_there_is_no_terminal(capsys):
+    text = "loss [red]" + "x" * 200
+    build_logger("a").info(text)
+    out = capsys.readouterr().out
+    assert re.fullmatch(LINE % ("INFO", re.escape(text)) + "\n", out)
+
+
+def test_terminal_line_is_coloured_and_unwrapped(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm-256color")
+    build_logger("a").warning("[bold]" + "x" * 200)
+    out = capsys.readouterr().out
+    assert "\x1b[33mWARNING\x1b[0m" in out
+    assert "[bold]" + "x" * 200 in out
+    assert out.count("\n") == 1
+
+
+def test_file_gets_every_level_and_console_only_its_own(tmp_path, capsys):
+    log_file = tmp_path / "run" / "a.log"
+    logger = build_logger("a", log_file, level="warning")
+    logger.debug("one")
+    logger.warning("two")
+    logger.close()
+    assert "one" not in (out := capsys.readouterr().out)
+    assert "two" in out
+    first, second = log_file.read_text().splitlines()
+    assert re.fullmatch(LINE % ("DEBUG", "one"), first)
+    assert re.fullmatch(LINE % ("WARNING", "two"), second)
+
+
+def test_closed_logger_appends_when_used_again(tmp_path):
+    logger = build_logger("a", tmp_path / "a.log")
+    logger.info("one")
+    logger.close()
+    logger.info("two")
+    logger.close()
+    assert len((tmp_path / "a.log").read_text().splitlines()) == 2
+
+
+def test_other_ranks_show_errors_only(capsys):
+    logger = build_logger("a", rank=1)
+    logger.warning("quiet")
+    logger.error("loud")
+    out = capsys.readouterr().out
+    assert "loud" in out
+    assert "quiet" not in out
+
+
+def test_loggers_of_one_name_share_nothing(tmp_path, capsys):
+    first, second = build_logger("a", tmp_path / "1.log"), build_logger("a", tmp_path / "2.log")
+    first.info("only first")
+    assert first is not second
+    assert capsys.readouterr().out.count("only first") == 1
+    assert (tmp_path / "2.log").read_text() == ""
+    assert "a" not in logging.Logger.manager.loggerDict
+    first.close()
+    second.close()
+
+
+def test_unknown_level_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"log_level: 'IFNO' is not a level; did you mean 'INFO'\?"):
+        build_logger("a", level="IFNO")
+
+
+def test_exception_is_logged_with_its_traceback(capsys):
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        build_logger("a").exception("failed")
+    out = capsys.readouterr().out
+    assert "ERROR - failed\nTraceback" in out
+    assert "ValueError: boom" in out
+
+
+def test_logger_survives_copying_and_pickling(tmp_path, capsys):
+    logger = build_logger("a", tmp_path / "a.log", rank=2)
+    for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
+        assert (twin.name, twin.rank) == ("a", 2)
+        twin.error("from the twin")
+    logger.close()
+    assert capsys.readouterr().out.count("from the twin") == 2
+    assert (tmp_path / "a.log").read_text() == ""
+
+
+def test_current_logger_is_the_innermost_and_ends_with_its_block():
+    outer, inner = build_logger("outer"), build_logger("inner")
+    with outer.as_current():
+        with inner.as_current():
+            assert MMLogger.get_current_instance() is inner
+            with outer.as_current():
+                assert MMLogger.get_current_instance() is outer
+        assert MMLogger.get_current_instance() is outer
+    assert MMLogger.get_current_instance() not in (outer, inner)
+
+
+def test_threads_do_not_see_each_others_logger():
+    with build_logger("a").as_current() as logger, ThreadPoolExecutor(1) as pool:
+        assert pool.submit(MMLogger.get_current_instance).result() is not logger
+
+
+def test_without_a_runner_the_current_logger_prints_to_stderr(capsys):
+    MMLogger.get_current_instance().info("alone")
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "INFO - alone" in captured.err
+
+
+def test_get_instance_returns_one_logger_per_name_in_a_context(tmp_path):
+    def body():
+        first = MMLogger.get_instance("x", log_file=tmp_path / "x.log", log_level="ERROR")
+        other = MMLogger.get_instance("y")
+        assert MMLogger.get_current_instance() is other
+        first.close()
+        return first is MMLogger.get_instance("x")
+
+    with ThreadPoolExecutor(1) as pool:  # a context of its own
+        assert pool.submit(body).result()
+
+
+def test_print_log_takes_each_of_mmengines_loggers(capsys):
+    logger = build_logger("named")
+    with logger.as_current():
+        print_log("to print")
+        print_log("to current", "current", logging.WARNING)
+        print_log("to name", "named")
+        print_log("to nobody", "silent")
+        print_log("to logger", logger)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "to print"
+    assert [line.split(" - ", 1)[1] for line in lines[1:]] == [
+        "WARNING - to current",
+        "INFO - to name",
+        "INFO - to logger",
+    ]
+
+
+def test_print_log_refuses_what_is_no_logger():
+    with (
+        build_logger("named").as_current(),
+        pytest.raises(UnknownNameError, match=r"'nmaed'; did you mean 'named'\?.*get_instance"),
+    ):
+        print_log("x", "nmaed")
+    with pytest.raises(ConfigError, match="not int"):
+        print_log("x", 3)

@@ -1,0 +1,107 @@
+import io
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import CheckpointError, DataError, UnknownNameError
+from slipstream.logging import HistoryBuffer, MessageHub
+
+
+@pytest.mark.parametrize(
+    "value",
+    [2.5, np.float32(2.5), np.array([2.5]), torch.tensor(2.5), torch.tensor([[2.5]], dtype=torch.bfloat16)],
+)
+def test_scalar_becomes_a_plain_float(value):
+    hub = MessageHub("a")
+    hub.update_scalar("train/loss", value)
+    current = hub.get_scalar("train/loss").current()
+    assert type(current) is float
+    assert current == 2.5
+
+
+@pytest.mark.parametrize("value", [7, True, np.int64(7), torch.tensor(7)])
+def test_whole_numbers_stay_whole(value):
+    hub = MessageHub("a")
+    hub.update_scalar("n", value)
+    assert type(hub.get_scalar("n").current()) is int
+
+
+@pytest.mark.parametrize("value", [torch.ones(2), np.ones((1, 3)), "1.0", None, [1.0]])
+def test_scalar_of_another_kind_names_its_key(value):
+    hub = MessageHub("a")
+    with pytest.raises(DataError, match="'train/loss' must be one number"):
+        hub.update_scalar("train/loss", value)
+    assert not hub.log_scalars
+
+
+def test_update_scalars_takes_counts():
+    hub = MessageHub("a")
+    hub.update_scalars({"x": 1.0, "y": {"value": 1.0, "count": 3}})
+    hub.update_scalars({"y": {"value": 5.0}})
+    assert hub.get_scalar("y").mean() == 2.0
+    with pytest.raises(DataError, match="'z' is a dict without 'value'"):
+        hub.update_scalars({"z": {"count": 1}})
+
+
+def test_unknown_scalar_names_the_nearest():
+    hub = MessageHub("a")
+    hub.update_scalar("train/loss", 1.0)
+    with pytest.raises(UnknownNameError, match=r"did you mean 'train/loss'\?"):
+        hub.get_scalar("train/los")
+
+
+def test_infos_are_set_read_and_removed():
+    hub = MessageHub("a")
+    hub.update_info_dict({"eta": 12.5, "model": torch.nn.Identity()})
+    assert hub.get_info("eta") == 12.5
+    assert hub.get_info("missing", 3) == 3
+    assert hub.pop_info("eta") == 12.5
+    assert set(hub.runtime_info) == {"model"}
+    with pytest.raises(TypeError):
+        hub.runtime_info["eta"] = 1
+
+
+def test_state_holds_only_resumed_plain_values_and_loads_with_weights_only():
+    hub = MessageHub("a")
+    hub.update_scalar("train/loss", 0.5, count=4)
+    hub.update_scalar("train/time", 0.1, resumed=False)
+    hub.update_info_dict({"iter": 7, "nested": {"a": [1, (None, "x")]}})
+    hub.update_info("eta", 3.0, resumed=False)
+    for key, value in {"tensor": torch.ones(1), "numpy": np.float64(1), "deep": [{"a": object()}]}.items():
+        hub.update_info(key, value)
+    file = io.BytesIO()
+    torch.save(hub.state_dict(), file)
+    file.seek(0)
+    loaded = MessageHub("b")
+    loaded.update_info("mine", 1)
+    loaded.load_state_dict(torch.load(file, weights_only=True))
+    assert dict(loaded.runtime_info) == {"mine": 1, "iter": 7, "nested": {"a": [1, (None, "x")]}}
+    assert set(loaded.log_scalars) == {"train/loss"}
+    assert [part.tolist() for part in loaded.get_scalar("train/loss").data] == [[0.5], [4]]
+    assert loaded.state_dict()["log_scalars"] == hub.state_dict()["log_scalars"]
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"log_scalars": {}}, {"log_scalars": {"x": HistoryBuffer()}, "runtime_info": {}}],
+)
+def test_state_of_something_else_is_refused_and_changes_nothing(state):
+    hub = MessageHub("a")
+    hub.update_scalar("x", 1.0)
+    with pytest.raises(CheckpointError):
+        hub.load_state_dict(state)
+    assert hub.get_scalar("x").current() == 1.0
+
+
+def test_hubs_share_nothing_and_the_current_one_belongs_to_its_context():
+    first, second = MessageHub("a"), MessageHub("a")
+    first.update_scalar("x", 1.0)
+    assert not second.log_scalars
+    with first.as_current(), ThreadPoolExecutor(1) as pool:
+        assert MessageHub.get_current_instance() is first
+        with second.as_current():
+            assert MessageHub.get_current_instance() is second
+        assert pool.submit(MessageHub.get_current_instance).result() is not first
+    assert MessageHub.get_current_instance().get_info("anything") is None

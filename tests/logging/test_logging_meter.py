@@ -1,0 +1,164 @@
+import time
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.errors import LossError, NonFiniteLossError
+from slipstream.logging import MessageHub, Meter
+
+
+class ReadCounter(TorchDispatchMode):
+    """Counts the operations, and those that hand a tensor's values to Python."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def history(hub, key):
+    return hub.get_scalar(key).data[0].tolist()
+
+
+def test_values_arrive_in_step_order_whatever_the_keys_and_dtypes():
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    expected = {}
+    for step in range(20):
+        outputs = {
+            "loss": torch.tensor(step / 3, dtype=torch.float32),
+            "half": torch.tensor(step / 3, dtype=torch.bfloat16),
+            "pixels": torch.tensor(70_000 + step),
+            "fp16": torch.tensor(step, dtype=torch.float16),
+        }
+        if step % 3 == 0:
+            outputs = {"extra": torch.tensor(step % 2 == 0), **outputs}
+        for key, value in outputs.items():
+            expected.setdefault(f"train/{key}", []).append(float(value))
+        meter.record(outputs, step)
+    assert not hub.log_scalars
+    meter.flush()
+    assert {key: history(hub, key) for key in hub.log_scalars} == expected
+
+
+def test_double_precision_survives():
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    meter.record({"loss": torch.tensor(1 / 3, dtype=torch.float64), "b": torch.tensor(0.5)}, 0)
+    meter.flush()
+    assert history(hub, "train/loss") == [1 / 3]
+    assert history(hub, "train/b") == [0.5]
+
+
+def test_record_runs_no_operation_and_flush_a_handful():
+    meter = Meter(MessageHub("a"))
+    steps = [{"loss": torch.rand(()), "acc": torch.rand(())} for _ in range(100)]
+    with ReadCounter() as recording:
+        for index, outputs in enumerate(steps):
+            meter.record(outputs, index)
+    assert recording.operations == []
+    with ReadCounter() as flushing:
+        meter.flush()
+    assert "aten::_local_scalar_dense" not in flushing.operations
+    assert len(flushing.operations) < 10
+
+
+def test_record_takes_less_than_two_microseconds():
+    meter = Meter(MessageHub("a"), max_pending=10**9)
+    outputs = {"loss": torch.rand(()), "loss_ce": torch.rand(()), "loss_aux": torch.rand(())}
+    best = float("inf")
+    for _ in range(20):
+        start = time.perf_counter()
+        for step in range(1000):
+            meter.record(outputs, step)
+        best = min(best, time.perf_counter() - start)
+    assert best / 1000 < 2e-6
+
+
+def test_the_graph_of_a_loss_is_let_go():
+    meter = Meter(MessageHub("a"))
+    loss = torch.ones((), requires_grad=True) * 2
+    meter.record({"loss": loss}, 0)
+    assert not meter._pending[0][1]["loss"].requires_grad
+
+
+def test_reused_output_dict_is_safe():
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    outputs = {}
+    for step in range(3):
+        outputs["loss"] = torch.tensor(float(step))
+        meter.record(outputs, step)
+    meter.flush()
+    assert history(hub, "train/loss") == [0, 1, 2]
+
+
+def test_full_meter_flushes_by_itself():
+    hub = MessageHub("a")
+    meter = Meter(hub, max_pending=3)
+    for step in range(7):
+        meter.record({"loss": torch.tensor(float(step))}, step)
+    assert history(hub, "train/loss") == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_loss_names_key_and_first_iteration_and_keeps_all_values(bad):
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    for iteration in range(100, 106):
+        broken = torch.tensor(bad if iteration in (103, 105) else 1.0)
+        meter.record({"acc": torch.tensor(0.5), "decode.loss_ce": broken}, iteration)
+    with pytest.raises(NonFiniteLossError, match=r"'decode.loss_ce' became .* at iteration 103\..*bf16"):
+        meter.flush()
+    assert len(hub.get_scalar("train/decode.loss_ce")) == 6
+    assert len(hub.get_scalar("train/acc")) == 6
+    meter.flush()  # nothing is left that would raise again
+    assert len(hub.get_scalar("train/acc")) == 6
+
+
+def test_other_non_finite_outputs_are_only_recorded():
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    meter.record({"grad_norm": torch.tensor(float("inf"))}, 0)
+    meter.flush()
+    assert history(hub, "train/grad_norm") == [float("inf")]
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        (torch.ones(2, 3), r"shape \(2, 3\)"),
+        (torch.ones(1), r"shape \(1,\)"),
+        (0.5, "float"),
+        (None, "NoneType"),
+    ],
+)
+def test_output_that_is_no_scalar_tensor_names_its_key(value, what):
+    with pytest.raises(LossError, match=rf"'loss_ce' at iteration 7 must be a 0-dim tensor, not .*{what}"):
+        Meter(MessageHub("a")).record({"loss_ce": value}, 7)
+
+
+def test_flush_of_nothing_does_nothing():
+    hub = MessageHub("a")
+    Meter(hub).flush()
+    assert not hub.log_scalars
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_record_never_synchronises():
+    hub = MessageHub("a")
+    meter = Meter(hub)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(10):
+            meter.record({"loss": torch.full((), step, device="cuda", dtype=torch.float16)}, step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    meter.record({"loss": torch.full((), 10.0)}, 10)
+    meter.flush()
+    assert history(hub, "train/loss") == list(range(11))

@@ -1,0 +1,85 @@
+import io
+import time
+
+import pytest
+from rich.console import Console
+
+from slipstream.logging import ProgressBar, build_logger
+
+
+@pytest.fixture
+def terminal():
+    return Console(force_terminal=True, file=io.StringIO(), width=100, color_system=None)
+
+
+def test_bar_shows_description_count_and_text(terminal):
+    bar = ProgressBar(terminal)
+    bar.start(500, "Epoch [1]")
+    bar.update(100, "loss [0.5]")
+    shown = terminal.file.getvalue()
+    bar.stop()
+    assert "Epoch [1]" in shown
+    assert "100/500" in shown
+    assert "loss [0.5]" in shown
+
+
+def test_bar_redraws_at_most_ten_times_a_second(terminal):
+    bar = ProgressBar(terminal)
+    bar.start(10**9, "x")
+    end = time.perf_counter() + 0.35
+    step = 0
+    while time.perf_counter() < end:
+        step += 1
+        bar.update(step)
+    draws = terminal.file.getvalue().count("/1000000000")
+    bar.stop()
+    assert step > 1000
+    assert draws <= 6
+
+
+def test_update_between_redraws_takes_less_than_a_microsecond(terminal):
+    bar = ProgressBar(terminal)
+    bar.start(10**9, "x")
+    best = float("inf")
+    for _ in range(50):
+        bar.update(0)
+        start = time.perf_counter()
+        for step in range(1000):
+            bar.update(step, "text")
+        best = min(best, time.perf_counter() - start)
+    bar.stop()
+    assert best / 1000 < 1e-6
+
+
+def test_log_lines_stand_above_the_bar(terminal):
+    logger = build_logger("a")
+    logger.console = logger.handlers[0].console = terminal
+    bar = ProgressBar(logger.console)
+    bar.start(10, "working")
+    bar.update(1)
+    logger.info("a line")
+    shown = terminal.file.getvalue()
+    bar.stop()
+    assert shown.index("a line") < shown.rindex("working")
+
+
+def test_nothing_is_drawn_without_a_terminal():
+    console = Console(file=io.StringIO())
+    bar = ProgressBar(console)
+    bar.start(10, "x")
+    bar.update(5, "text")
+    bar.stop()
+    assert console.file.getvalue() == ""
+
+
+def test_bar_of_unknown_length_restart_and_double_stop(terminal):
+    bar = ProgressBar(terminal)
+    bar.update(1)
+    bar.start(None, "stream")
+    bar.update(3)
+    assert "3/?" in terminal.file.getvalue()
+    bar.start(4, "again")
+    bar.update(2)
+    assert "2/4" in terminal.file.getvalue()
+    bar.stop()
+    bar.stop()

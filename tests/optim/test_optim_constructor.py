@@ -1,0 +1,317 @@
+"""Which parameter ends in which group, and what is said when that is not what was meant."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from slipstream.errors import BuildError, ConfigError, ModelError, UnknownNameError
+from slipstream.optim.constructor import DefaultOptimWrapperConstructor, build_optim_wrapper
+from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS
+
+LR, DECAY = 0.1, 0.01
+
+
+class Wrapper:
+    def __init__(self, optimizer: Optimizer, clip_grad=None):
+        self.optimizer = optimizer
+        self.clip_grad = clip_grad
+
+
+class DeformConv2d(nn.Module):
+    """Stands in for the one of torchvision or mmcv, which is known by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2, 2, 3, 3))
+        self.bias = nn.Parameter(torch.zeros(2))
+        self.conv_offset = nn.Conv2d(2, 18, 3)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.ModuleDict(
+            {"conv": nn.Conv2d(3, 4, 1), "depthwise": nn.Conv2d(4, 4, 3, groups=4), "bn": nn.BatchNorm2d(4)}
+        )
+        self.head = nn.ModuleDict({"fc": nn.Linear(4, 2), "ln": nn.LayerNorm(2), "dcn": DeformConv2d()})
+        self.scale = nn.Parameter(torch.ones(3))
+
+
+def config(paramwise=None, wrapper=Wrapper, **optimizer):
+    optimizer = {"type": "SGD", "lr": LR, "weight_decay": DECAY, **optimizer}
+    return {"type": wrapper, "optimizer": optimizer, "paramwise_cfg": paramwise}
+
+
+def build(model, paramwise=None, **optimizer):
+    return build_optim_wrapper(model, config(paramwise, **optimizer)).optimizer
+
+
+def options_by_name(model, optimizer, *keys):
+    """Return {parameter name: (option, ...)}, and check that no parameter is in two groups."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = {}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            assert names[id(p)] not in found
+            found[names[id(p)]] = tuple(group[key] for key in keys)
+    return found
+
+
+def expect(model, changed, default):
+    """Return {parameter name: changed.get(name, default)} as floats that compare approximately."""
+    return {name: pytest.approx(changed.get(name, default)) for name, _ in model.named_parameters()}
+
+
+def test_without_paramwise_options_there_is_one_group_of_all_parameters():
+    model = Net()
+    optimizer = build(model)
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] == [id(p) for p in model.parameters()]
+    assert (group["lr"], group["weight_decay"]) == (LR, DECAY)
+
+
+def test_the_rules_multiply_as_in_mmengine():
+    model = Net()
+    rules = {
+        "bias_lr_mult": 2.0,
+        "bias_decay_mult": 0.0,
+        "norm_decay_mult": 0.5,
+        "flat_decay_mult": 0.25,
+        "dwconv_decay_mult": 4.0,
+        "dcn_offset_lr_mult": 0.1,
+    }
+    found = options_by_name(model, build(model, rules), "lr", "weight_decay")
+    changed = {
+        "scale": (LR, DECAY * 0.25),
+        "backbone.conv.bias": (LR * 2, 0.0),
+        "backbone.depthwise.weight": (LR, DECAY * 4),
+        "backbone.depthwise.bias": (LR * 2, 0.0),
+        "backbone.bn.weight": (LR, DECAY * 0.5),
+        "backbone.bn.bias": (LR, DECAY * 0.5),
+        "head.fc.bias": (LR * 2, 0.0),
+        "head.ln.weight": (LR, DECAY * 0.5),
+        "head.ln.bias": (LR, DECAY * 0.5),
+        "head.dcn.bias": (LR * 2, 0.0),
+        "head.dcn.conv_offset.weight": (LR * 0.1, DECAY),
+        "head.dcn.conv_offset.bias": (LR * 0.1, DECAY),
+    }
+    assert found == expect(model, changed, (LR, DECAY))
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm2d, nn.RMSNorm], ids=str)
+def test_norm_layers_of_every_kind_are_known(norm):
+    layer = norm(4, affine=True) if norm is nn.InstanceNorm2d else norm(4)
+    optimizer = build(nn.Sequential(nn.Linear(4, 4), layer), {"norm_decay_mult": 0.0})
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0]
+
+
+def test_the_longest_custom_key_wins_and_shuts_out_the_rules():
+    model = Net()
+    rules = {
+        "bias_decay_mult": 0.0,
+        "custom_keys": {
+            "backbone": {"lr_mult": 0.1},
+            "backbone.bn": {"decay_mult": 0.5, "momentum": 0.7},
+            "head": {"lr_mult": 3, "decay_mult": 0},
+            "scale": {"lr": 0.9},
+        },
+    }
+    found = options_by_name(model, build(model, rules), "lr", "weight_decay", "momentum")
+    changed = {"scale": (0.9, DECAY, 0.0)}
+    for name, _ in model.named_parameters():
+        if name.startswith("backbone.bn"):
+            changed[name] = (LR, DECAY * 0.5, 0.7)
+        elif name.startswith("backbone"):
+            changed[name] = (LR * 0.1, DECAY, 0.0)
+        elif name.startswith("head"):
+            changed[name] = (LR * 3, 0.0, 0.0)
+    assert found == expect(model, changed, None)
+
+
+def test_of_equally_long_keys_the_alphabetically_first_wins():
+    model = nn.ModuleDict({"ab_ba": nn.Linear(2, 2)})
+    rules = {"custom_keys": {"ba": {"lr_mult": 0.5}, "ab": {"lr_mult": 0.1}}}
+    (group,) = build(model, rules).param_groups
+    assert group["lr"] == pytest.approx(LR * 0.1)
+
+
+def test_parameters_with_the_same_options_share_a_group():
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
+    optimizer = build(model, {"bias_decay_mult": 0.0, "custom_keys": {"7.": {"lr_mult": 0.5}}})
+    assert [len(group["params"]) for group in optimizer.param_groups] == [45, 45, 10]
+
+
+def test_the_multipliers_themselves_do_not_become_options_of_the_group():
+    optimizer = build(Net(), {"custom_keys": {"head": {"lr_mult": 0.5, "decay_mult": 0.5}}})
+    assert not any({"lr_mult", "decay_mult"} & set(group) for group in optimizer.param_groups)
+
+
+def test_rates_given_as_tensors_are_multiplied_and_kept_apart():
+    lr = torch.tensor(LR)
+    rules = {"custom_keys": {"head": {"lr_mult": 0.5}, "backbone": {"lr_mult": 0.5000001}}}
+    optimizer = build(Net(), rules, lr=lr)
+    rates = [group["lr"].item() for group in optimizer.param_groups]
+    assert rates == pytest.approx([0.1, 0.05000001, 0.05])
+    assert len({id(group["lr"]) for group in optimizer.param_groups}) == 3
+
+
+# ---- frozen and shared parameters ---------------------------------------------------------------
+
+
+def test_frozen_parameters_are_left_out_and_their_keys_still_match():
+    model = Net()
+    model.backbone.requires_grad_(False)
+    optimizer = build(model, {"custom_keys": {"backbone": {"lr_mult": 0.1}}})
+    found = options_by_name(model, optimizer, "lr")
+    assert set(found) == {name for name, _ in model.named_parameters() if not name.startswith("backbone")}
+    assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()], ids=["frozen", "empty"])
+def test_a_model_that_cannot_learn_says_so(model):
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        build(model)
+
+
+def tied():
+    model = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
+    model["second"].weight = model["first"].weight
+    return model
+
+
+def test_a_shared_parameter_under_the_same_options_is_in_the_optimizer_once():
+    model = tied()
+    optimizer = build(model, {"bias_decay_mult": 0.0})
+    assert len(options_by_name(model, optimizer)) == 3
+
+
+def test_a_shared_parameter_under_different_options_is_an_error_unless_bypassed():
+    model = tied()
+    rules = {"custom_keys": {"second": {"lr_mult": 0.1}}}
+    with pytest.raises(ModelError, match=r"'first.weight' is in the model twice.*bypass_duplicate=True"):
+        build(model, rules)
+    found = options_by_name(model, build(model, {**rules, "bypass_duplicate": True}), "lr")
+    assert found["first.weight"] == (LR,)
+    assert found["second.bias"] == pytest.approx((LR * 0.1,))
+
+
+# ---- wrapped models, wrappers, constructors -----------------------------------------------------
+
+
+def test_data_parallel_wrappers_are_looked_through():
+    model = Net()
+    wrapped = nn.DataParallel(model)
+    optimizer = build(wrapped, {"custom_keys": {".scale": {"lr_mult": 0.5}}})
+    assert options_by_name(model, optimizer, "lr")["scale"] == pytest.approx((LR * 0.5,))
+
+
+def test_a_model_of_ones_own_with_a_part_called_module_is_not_looked_through():
+    model = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
+    assert len(build(model).param_groups[0]["params"]) == 4
+
+
+def test_the_wrapper_gets_its_arguments_and_is_optim_wrapper_by_default(monkeypatch):
+    monkeypatch.setitem(OPTIM_WRAPPERS.module_dict, "OptimWrapper", Wrapper)
+    cfg = {"optimizer": {"type": "Adam", "lr": LR}, "clip_grad": {"max_norm": 1.0}}
+    before = copy.deepcopy(cfg)
+    wrapper = build_optim_wrapper(Net(), cfg)
+    assert isinstance(wrapper, Wrapper)
+    assert isinstance(wrapper.optimizer, torch.optim.Adam)
+    assert wrapper.clip_grad == {"max_norm": 1.0}
+    assert cfg == before
+
+
+def test_the_real_wrapper_is_built():
+    wrapper = build_optim_wrapper(Net(), {**config(wrapper="OptimWrapper"), "accumulative_counts": 3})
+    assert type(wrapper).__name__ == "OptimWrapper"
+    assert wrapper.accumulative_counts == 3
+
+
+def test_an_optimizer_object_is_taken_as_it_is():
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    assert build_optim_wrapper(model, {"type": Wrapper, "optimizer": optimizer}).optimizer is optimizer
+    with pytest.raises(ConfigError, match="paramwise_cfg: an optimizer that is built already"):
+        build_optim_wrapper(
+            model, {"type": Wrapper, "optimizer": optimizer, "paramwise_cfg": {"bias_lr_mult": 2}}
+        )
+
+
+class LayerDecay(DefaultOptimWrapperConstructor):
+    """Adds whole groups, with keys of its own, as OpenMMLab's layer-decay constructors do."""
+
+    def add_params(self, params, module, **kwargs):
+        for depth, (name, child) in enumerate(module.named_children()):
+            lr = self.base_lr * self.paramwise_cfg["decay_rate"] ** depth
+            params.append({"params": list(child.parameters()), "lr": lr, "group_name": name})
+
+
+def test_a_constructor_of_ones_own_gives_its_own_options(monkeypatch):
+    monkeypatch.setitem(OPTIM_WRAPPER_CONSTRUCTORS.module_dict, "LayerDecay", LayerDecay)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    cfg = {**config({"decay_rate": 0.5}), "constructor": "LayerDecay"}
+    groups = build_optim_wrapper(model, cfg).optimizer.param_groups
+    assert [(g["lr"], g["group_name"], len(g["params"])) for g in groups] == [(LR, "0", 2), (LR / 2, "1", 2)]
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"bias_lr_mul": 1}, "paramwise_cfg: no such option 'bias_lr_mul'; did you mean 'bias_lr_mult'"),
+        ({"bias_lr_mult": "2"}, "bias_lr_mult must be a number"),
+        ({"bypass_duplicate": 1}, "bypass_duplicate must be"),
+        ({"custom_keys": ["head"]}, "custom_keys must be a dict"),
+        ({"custom_keys": {"head": 0.1}}, r"custom_keys\['head'\]: must be a dict"),
+        (
+            {"custom_keys": {"backbon.": {"lr_mult": 0.1}}},
+            "'backbon.' is in the name of no parameter; did you",
+        ),
+        ({"custom_keys": {"backbone.convv": {}}}, "did you mean 'backbone.conv'"),
+        ({"custom_keys": {"head": {"lr_mul": 0.1}}}, "SGD has no option 'lr_mul'; did you mean 'lr_mult'"),
+        (
+            {"custom_keys": {"head": {"betas": (0, 0)}}},
+            r"custom_keys\['head'\]: SGD has no option",
+        ),
+    ],
+)
+def test_a_mistake_in_paramwise_cfg_is_named(rules, message):
+    with pytest.raises(ConfigError, match=message):
+        build(Net(), rules)
+
+
+@pytest.mark.parametrize(
+    ("rules", "missing", "key"),
+    [
+        ({"norm_decay_mult": 0}, "weight_decay", "norm_decay_mult"),
+        ({"custom_keys": {"head": {"decay_mult": 0}}}, "weight_decay", r"custom_keys\['head'\]"),
+        ({"bias_lr_mult": 2}, "lr", "bias_lr_mult"),
+        ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr", r"custom_keys\['head'\]"),
+    ],
+)
+def test_a_multiplier_without_anything_to_multiply_is_named(rules, missing, key):
+    cfg = config(rules)
+    del cfg["optimizer"][missing]
+    with pytest.raises(ConfigError, match=f"{key} needs '{missing}' in the optimizer"):
+        build_optim_wrapper(Net(), cfg)
+
+
+def test_the_optimizer_must_be_given():
+    with pytest.raises(ConfigError, match="optimizer: must be a dict"):
+        build_optim_wrapper(Net(), {"type": Wrapper})
+    with pytest.raises(ConfigError, match="not 'SGD'"):
+        build_optim_wrapper(Net(), {"type": Wrapper, "optimizer": "SGD"})
+
+
+def test_wrong_optimizers_and_arguments_are_named():
+    with pytest.raises(UnknownNameError, match="'AdamX' is not a registered optimizer; did you mean 'Adam"):
+        build(Net(), type="AdamX")
+    with pytest.raises(BuildError, match="no parameter 'momentun'; did you mean 'momentum'"):
+        build(Net(), momentun=0.9)
+    with pytest.raises(UnknownNameError, match="did you mean 'DefaultOptimWrapperConstructor'"):
+        build_optim_wrapper(Net(), {**config(), "constructor": "DefaultOptimWrapperConstruct"})

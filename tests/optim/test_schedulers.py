@@ -1,0 +1,633 @@
+"""When schedules act, resuming, tensors, momentum, bad input, and building from a configuration."""
+
+import inspect
+import json
+import logging
+
+import pytest
+import torch
+
+from slipstream.errors import BuildError, CheckpointError, ConfigError, UnknownNameError
+from slipstream.optim import scheduler as schedules
+from slipstream.optim.scheduler import (
+    INF,
+    ConstantLR,
+    CosineAnnealingLR,
+    CosineAnnealingMomentum,
+    CosineRestartLR,
+    ExponentialLR,
+    ExponentialMomentum,
+    ExponentialParamScheduler,
+    LinearLR,
+    LinearParamScheduler,
+    LRSchedulerMixin,
+    MultiStepLR,
+    OneCycleLR,
+    ReduceOnPlateauLR,
+    ReduceOnPlateauMomentum,
+    StepLR,
+    StepMomentum,
+    TorchSchedulerAdapter,
+    _ParamScheduler,
+    build_param_scheduler,
+)
+from slipstream.registry import PARAM_SCHEDULERS
+
+FAMILIES = [
+    "Constant",
+    "CosineAnnealing",
+    "CosineRestart",
+    "Exponential",
+    "Linear",
+    "MultiStep",
+    "Poly",
+    "ReduceOnPlateau",
+    "Step",
+]
+NAMES = [f + kind for f in FAMILIES for kind in ("ParamScheduler", "LR", "Momentum")]
+NAMES += ["OneCycleParamScheduler", "OneCycleLR"]
+
+# Every schedule once, with what it needs; all may be built in any order on one optimizer.
+ALL_LR = {
+    "ConstantLR": {"factor": 0.5, "end": 7},
+    "CosineAnnealingLR": {"T_max": 9, "eta_min": 0.001},
+    "CosineRestartLR": {"periods": [4, 8, 9], "restart_weights": [1, 0.5, 0.25], "eta_min_ratio": 0.1},
+    "ExponentialLR": {"gamma": 0.97},
+    "LinearLR": {"start_factor": 0.1, "begin": 2, "end": 9},
+    "MultiStepLR": {"milestones": [3, 8], "gamma": 0.3},
+    "OneCycleLR": {"eta_max": 0.3, "total_steps": 15},
+    "PolyLR": {"power": 0.9, "end": 18},
+    "StepLR": {"step_size": 4, "gamma": 0.6},
+}
+
+
+def parameter():
+    return torch.zeros(2, requires_grad=True)
+
+
+def sgd(lr=0.1, **options):
+    return torch.optim.SGD(
+        [{"params": [parameter()]}, {"params": [parameter()], "lr": lr / 2}], lr=lr, **options
+    )
+
+
+def sgd_with_tensors(lr=0.1):
+    optimizer = sgd(lr)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(group["lr"])
+    return optimizer
+
+
+class Wrapper:
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self):
+        return self.optimizer.param_groups
+
+
+def history(optimizer, chain, steps, key="lr"):
+    values = []
+    for _ in range(steps):
+        values.append([float(group[key]) for group in optimizer.param_groups])
+        for scheduler in chain:
+            scheduler.step()
+    return values
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_of_mmengine_is_registered_and_importable(name):
+    assert PARAM_SCHEDULERS.get(name) is getattr(schedules, name)
+    assert PARAM_SCHEDULERS.get(name).__module__.startswith("slipstream.")
+
+
+def test_a_schedule_acts_between_begin_and_end_only():
+    optimizer = sgd()
+    scheduler = ExponentialLR(optimizer, gamma=0.5, begin=2, end=5)
+    values = [v[0] for v in history(optimizer, [scheduler], 8)]
+    assert values == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025, 0.025, 0.025, 0.025])
+
+
+def test_schedules_take_a_wrapper_and_share_the_values_of_its_optimizer():
+    optimizer = sgd_with_tensors()
+    chain = [LinearLR(Wrapper(optimizer), start_factor=0.5, end=3), StepLR(optimizer, 2, gamma=0.5)]
+    plain = sgd()
+    expected = [LinearLR(plain, start_factor=0.5, end=3), StepLR(plain, 2, gamma=0.5)]
+    for mine, yours in zip(history(optimizer, chain, 8), history(plain, expected, 8), strict=True):
+        assert mine == pytest.approx(yours, rel=1e-6)
+
+
+def test_any_option_of_the_groups_can_be_scheduled():
+    optimizer = sgd(weight_decay=0.1)
+    LinearParamScheduler(optimizer, "weight_decay", 0.25, 1.0, 0, 5)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
+
+
+def test_a_linear_warm_up_of_one_step_and_a_one_step_constant_do_not_divide_by_zero():
+    for scheduler in (LinearLR(sgd(), start_factor=0.5, end=1), ConstantLR(sgd(), factor=0.5, end=1)):
+        scheduler.step()
+        assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])
+
+
+def test_one_cycle_with_a_rise_of_one_step_starts_at_the_peak_and_stays_after_its_end():
+    optimizer = sgd()
+    scheduler = OneCycleLR(optimizer, eta_max=[1.0, 2.0], total_steps=10, pct_start=0.1, final_div_factor=10)
+    values = history(optimizer, [scheduler], 14)
+    assert values[0] == pytest.approx([1.0, 2.0])
+    assert values[9] == values[13] == pytest.approx([1 / 250, 2 / 250])
+
+
+def test_cosine_restart_stays_after_its_last_period():
+    optimizer = sgd()
+    values = history(optimizer, [CosineRestartLR(optimizer, [3, 2], [1, 0.5])], 9)
+    assert [v[0] for v in values[3:]] == pytest.approx([0.05, 0.025, 0.025, 0.025, 0.025, 0.025])
+
+
+# ---- resuming -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sgd, sgd_with_tensors], ids=["floats", "tensors"])
+@pytest.mark.parametrize("names", [[name] for name in ALL_LR] + [["LinearLR", "PolyLR", "StepLR"]], ids=str)
+@pytest.mark.parametrize("done", [0, 5])
+def test_resuming_gives_exactly_the_values_of_an_uninterrupted_run(make, names, done):
+    def build(optimizer):
+        return [getattr(schedules, name)(optimizer, **ALL_LR[name]) for name in names]
+
+    first = make()
+    chain = build(first)
+    history(first, chain, done)
+    saved = [scheduler.state_dict() for scheduler in chain]
+    saved_optimizer = first.state_dict()
+    assert json.loads(json.dumps(saved)) == saved  # plain values only
+
+    second = make(lr=0.7)  # what the checkpoint holds must win
+    resumed = build(second)
+    second.load_state_dict(saved_optimizer)
+    for scheduler, state in zip(resumed, saved, strict=True):
+        scheduler.load_state_dict(state)
+    for _ in range(12):
+        for mine, yours in zip(chain, resumed, strict=True):
+            mine.step()
+            yours.step()
+            assert mine.get_last_value() == yours.get_last_value()
+
+
+def test_a_longer_run_may_continue_a_state_with_new_arguments():
+    optimizer = sgd()
+    scheduler = CosineAnnealingLR(optimizer, T_max=10)
+    history(optimizer, [scheduler], 5)
+    longer = CosineAnnealingLR(optimizer, T_max=20)
+    longer.load_state_dict(scheduler.state_dict())
+    assert longer.T_max == 20
+    assert longer.last_step == 5
+
+
+def test_plateau_state_remembers_the_best_and_the_bad_epochs():
+    first, second = sgd(), sgd()
+    scheduler = ReduceOnPlateauLR(first, patience=1, factor=0.5, eps=0)
+    for loss in (1.0, 2.0):
+        scheduler.step({"loss": loss})
+    state = json.loads(json.dumps(scheduler.state_dict()))
+    resumed = ReduceOnPlateauLR(second, patience=1, factor=0.5, eps=0)
+    resumed.load_state_dict(state)
+    resumed.step({"loss": 3.0})
+    assert second.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+def test_a_state_of_another_schedule_or_another_number_of_groups_is_refused():
+    scheduler = ReduceOnPlateauLR(sgd())
+    with pytest.raises(CheckpointError, match="best"):
+        scheduler.load_state_dict(StepLR(sgd(), 2).state_dict())
+    one_group = torch.optim.SGD([parameter()], lr=0.1)
+    with pytest.raises(CheckpointError, match="2 parameter groups, but the optimizer has 1"):
+        StepLR(one_group, 2).load_state_dict(StepLR(sgd(), 2).state_dict())
+
+
+def test_last_step_needs_the_initial_values():
+    with pytest.raises(ConfigError, match="initial_lr"):
+        StepLR(sgd(), 2, last_step=3)
+    optimizer = sgd()
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 1.0
+    scheduler = StepLR(optimizer, 2, gamma=0.5, last_step=3)
+    assert scheduler.last_step == 4
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+
+# ---- tensors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL_LR)
+def test_a_tensor_is_filled_in_place_and_follows_the_float_schedule(name):
+    optimizer, plain = sgd_with_tensors(), sgd()
+    tensors = [group["lr"] for group in optimizer.param_groups]
+    scheduler = getattr(schedules, name)(optimizer, **ALL_LR[name])
+    expected = getattr(schedules, name)(plain, **ALL_LR[name])
+    for _ in range(25):
+        scheduler.step()
+        expected.step()
+        assert scheduler.get_last_value() == pytest.approx(expected.get_last_value(), rel=1e-6)
+        for group, tensor, value in zip(
+            optimizer.param_groups, tensors, scheduler.get_last_value(), strict=True
+        ):
+            assert group["lr"] is tensor
+            assert tensor.item() == pytest.approx(value, rel=1e-6)
+
+
+@pytest.fixture
+def forbid_reading(monkeypatch):
+    def refuse(self):
+        raise AssertionError("a schedule read a tensor: on an accelerator that waits for the device")
+
+    def forbid():
+        monkeypatch.setattr(torch.Tensor, "item", refuse)
+        monkeypatch.setattr(torch.Tensor, "__float__", refuse)
+        monkeypatch.setattr(torch.Tensor, "__bool__", refuse)
+
+    return forbid
+
+
+def test_steps_never_read_a_tensor_even_with_several_schedules(forbid_reading):
+    optimizer = sgd_with_tensors()
+    shared = torch.tensor(0.1)
+    other = torch.optim.SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=shared)
+    assert other.param_groups[0]["lr"] is other.param_groups[1]["lr"]
+    chain = [getattr(schedules, name)(optimizer, **ALL_LR[name]) for name in ALL_LR]
+    chain += [StepLR(other, 2), ExponentialLR(other)]
+    forbid_reading()
+    for _ in range(20):
+        for scheduler in chain:
+            scheduler.step()
+            scheduler.get_last_value()
+            scheduler.state_dict()
+
+
+def test_nothing_is_launched_when_the_value_does_not_change():
+    optimizer = sgd_with_tensors()
+    scheduler = MultiStepLR(optimizer, [100])
+    version = optimizer.param_groups[0]["lr"]._version
+    history(optimizer, [scheduler], 10)
+    assert optimizer.param_groups[0]["lr"]._version == version
+
+
+def test_what_others_write_into_the_tensor_or_the_group_is_seen():
+    optimizer = sgd_with_tensors()
+    scheduler = ExponentialLR(optimizer, gamma=0.5)
+    optimizer.param_groups[0]["lr"].fill_(8.0)
+    optimizer.param_groups[1]["lr"] = 4.0
+    scheduler.step()
+    assert scheduler.get_last_value() == [4.0, 2.0]
+
+
+def test_the_memory_of_values_is_not_in_the_optimizer_state():
+    optimizer = sgd_with_tensors()
+    StepLR(optimizer, 1)
+    assert set(optimizer.state_dict()) == {"state", "param_groups"}
+    assert "_values_on_host" not in optimizer.__getstate__()
+
+
+def test_a_compiled_step_sees_a_new_rate_without_recompiling():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5), foreach=False)
+    scheduler = ExponentialLR(optimizer, gamma=0.5)
+    compiles = []
+
+    def backend(graph, inputs):
+        compiles.append(graph)
+        return graph.forward
+
+    step = torch.compile(optimizer.step, backend=backend)
+    weight.grad = torch.ones(2)
+    for _ in range(4):
+        step()
+        scheduler.step()
+    assert weight.tolist() == pytest.approx([1 - 0.5 - 0.25 - 0.125 - 0.0625] * 2)
+    assert len(compiles) == 1
+
+
+# ---- momentum -----------------------------------------------------------------------------------
+
+
+def test_momentum_of_sgd_is_scheduled():
+    optimizer = sgd(momentum=0.8)
+    scheduler = ExponentialMomentum(optimizer, gamma=0.5)
+    values = [v[0] for v in history(optimizer, [scheduler], 3, "momentum")]
+    assert values == pytest.approx([0.8, 0.4, 0.2])
+
+
+def test_momentum_of_adam_is_its_first_beta_and_schedules_chain():
+    optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
+    chain = [CosineAnnealingMomentum(optimizer, T_max=4, eta_min=0.4, end=4), StepMomentum(optimizer, 4, 0.5)]
+    values = history(optimizer, chain, 5, "momentum")
+    assert [v[0] for v in values[:3]] == pytest.approx([0.8, 0.6 + 0.2 * 0.5**0.5, 0.6])
+    assert optimizer.param_groups[0]["betas"] == (optimizer.param_groups[0]["momentum"], 0.99)
+    assert chain[-1].get_last_value() == [optimizer.param_groups[0]["momentum"]]
+
+
+def test_momentum_of_adam_as_a_tensor_is_filled_in_place():
+    betas = (torch.tensor(0.8), torch.tensor(0.99))
+    optimizer = torch.optim.Adam([parameter()], lr=torch.tensor(0.1), betas=betas, capturable=True)
+    scheduler = ExponentialMomentum(optimizer, gamma=0.5)
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"][0] is betas[0]
+    assert betas[0].item() == pytest.approx(0.4)
+
+
+def test_momentum_continues_after_loading_a_state_from_before_the_schedule():
+    optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
+    state = optimizer.state_dict()
+    scheduler = ExponentialMomentum(optimizer, gamma=0.5)
+    optimizer.load_state_dict(state)
+    scheduler.step()
+    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
+
+
+def test_plateau_reduces_momentum_too():
+    optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
+    scheduler = ReduceOnPlateauMomentum(optimizer, monitor="miou", rule="greater", factor=0.5, patience=0)
+    scheduler.step({"miou": 0.5})
+    scheduler.step({"miou": 0.4})
+    assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
+
+
+def test_an_optimizer_without_momentum_is_refused():
+    with pytest.raises(ConfigError, match="Adagrad has neither momentum nor betas"):
+        StepMomentum(torch.optim.Adagrad([parameter()]), 2)
+
+
+# ---- plateau ------------------------------------------------------------------------------------
+
+
+def test_plateau_waits_for_validations_and_names_a_missing_metric():
+    optimizer = sgd()
+    scheduler = ReduceOnPlateauLR(optimizer, monitor="val/loss", patience=0, begin=1, end=3)
+    assert scheduler.need_val_args
+    scheduler.step({"val/loss": torch.tensor(1.0)})  # epoch 0: before begin
+    assert scheduler.last_step == -1
+    for _ in range(20):
+        scheduler.step()  # an epoch without a validation
+    assert scheduler.get_last_value() == [0.1, 0.05]
+    inside = ReduceOnPlateauLR(optimizer, monitor="val/loss")
+    with pytest.raises(ConfigError, match="did you mean 'val/los'"):
+        inside.step({"val/los": 1.0})
+
+
+def test_plateau_leaves_out_tiny_reductions():
+    optimizer = sgd(lr=1e-8)
+    scheduler = ReduceOnPlateauLR(optimizer, patience=0)
+    for _ in range(3):
+        scheduler.step({"loss": 1.0})
+    assert scheduler.get_last_value() == [1e-8, 5e-9]
+
+
+def test_a_metric_that_is_nan_counts_as_no_improvement():
+    scheduler = ReduceOnPlateauLR(sgd(), patience=1, factor=0.5)
+    for _ in range(2):
+        scheduler.step({"loss": float("nan")})
+    assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])
+
+
+# ---- bad input ----------------------------------------------------------------------------------
+
+BAD = [
+    ("StepLR", {"step_size": 2, "begin": 5, "end": 5}, "end must be"),
+    ("StepLR", {"step_size": 2, "begin": -1}, "begin must be"),
+    ("StepLR", {"step_size": 2, "begin": 0.5}, "begin must be"),
+    ("StepLR", {"step_size": 0}, "step_size must be"),
+    ("StepLR", {"step_size": True}, "step_size must be"),
+    ("StepLR", {"step_size": 2, "gamma": 0}, "gamma must be"),
+    ("StepLR", {"step_size": 2, "gamma": "1e-1"}, "gamma must be"),
+    ("StepLR", {"step_size": 2, "last_step": -2}, "last_step must be"),
+    ("ExponentialLR", {"gamma": -1.0}, "gamma must be"),
+    ("MultiStepLR", {"milestones": []}, "milestones must be"),
+    ("MultiStepLR", {"milestones": 8}, "milestones must be"),
+    ("MultiStepLR", {"milestones": [8, -1]}, r"milestones\[1\] must be"),
+    ("ConstantLR", {"factor": 0}, "factor must be"),
+    ("ConstantLR", {"factor": 2.0}, "factor must be"),
+    ("LinearLR", {"start_factor": 0, "end": 5}, "start_factor must be"),
+    ("LinearLR", {"end_factor": 1.5, "end": 5}, "end_factor must be"),
+    ("LinearLR", {}, "end must be given"),
+    ("PolyLR", {}, "end must be given"),
+    ("PolyLR", {"power": 0, "end": 5}, "power must be"),
+    ("PolyLR", {"eta_min": float("nan"), "end": 5}, "eta_min must be"),
+    ("CosineAnnealingLR", {"T_max": 0}, "T_max must be"),
+    ("CosineAnnealingLR", {"T_max": 2.5}, "T_max must be"),
+    ("CosineAnnealingLR", {}, "T_max or end must be given"),
+    ("CosineAnnealingLR", {"begin": 9, "end": 3}, "end must be"),
+    ("CosineAnnealingLR", {"T_max": 3, "eta_min": 0.1, "eta_min_ratio": 0.1}, "eta_min or eta_min_ratio"),
+    ("CosineRestartLR", {"periods": []}, "periods must be"),
+    ("CosineRestartLR", {"periods": [3, 0]}, r"periods\[1\] must be"),
+    ("CosineRestartLR", {"periods": [3, 3]}, "restart_weights must be"),
+    ("OneCycleLR", {"eta_max": 0, "total_steps": 5}, "eta_max must be"),
+    ("OneCycleLR", {"eta_max": [1.0], "total_steps": 5}, "eta_max must be"),
+    ("OneCycleLR", {"eta_max": 1.0}, "total_steps or end"),
+    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 0}, "total_steps must be"),
+    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 1.1}, "pct_start must be"),
+    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 0.6, "three_phase": True}, "pct_start"),
+    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "anneal_strategy": "exp"}, "anneal_strategy must be"),
+    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "div_factor": 0}, "div_factor must be"),
+    ("ReduceOnPlateauLR", {"factor": 1.0}, "factor must be"),
+    ("ReduceOnPlateauLR", {"rule": "min"}, "rule must be"),
+    ("ReduceOnPlateauLR", {"threshold_rule": "x"}, "threshold_rule must be"),
+    ("ReduceOnPlateauLR", {"threshold": -1}, "threshold must be"),
+    ("ReduceOnPlateauLR", {"patience": -1}, "patience must be"),
+    ("ReduceOnPlateauLR", {"cooldown": 1.5}, "cooldown must be"),
+    ("ReduceOnPlateauLR", {"min_value": [0.1]}, "min_value must be"),
+    ("ReduceOnPlateauLR", {"by_epoch": False}, "by_epoch must be"),
+]
+
+
+@pytest.mark.parametrize(("name", "arguments", "message"), BAD)
+def test_bad_arguments_are_errors_that_name_them(name, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        getattr(schedules, name)(sgd(), **arguments)
+
+
+def test_an_unknown_option_names_the_nearest():
+    with pytest.raises(ConfigError, match=r"'weight_deca' is no option.*did you mean 'weight_decay'"):
+        ExponentialParamScheduler(sgd(), "weight_deca")
+
+
+def test_an_option_that_is_no_number_is_refused():
+    with pytest.raises(ConfigError, match="must name a number"):
+        ExponentialParamScheduler(sgd(), "nesterov")
+    with pytest.raises(ConfigError, match="must name a number"):
+        ExponentialParamScheduler(torch.optim.Adam([parameter()]), "betas")
+
+
+def test_one_cycle_is_for_the_learning_rate_only():
+    with pytest.raises(ConfigError, match="param_name must be 'lr'"):
+        schedules.OneCycleParamScheduler(sgd(momentum=0.9), "momentum", 1.0, 5)
+
+
+def test_something_without_groups_is_refused():
+    with pytest.raises(ConfigError, match="param_groups, not be object"):
+        StepLR(object(), 2)
+
+
+def test_a_group_added_after_the_schedule_is_an_error_not_a_wrong_rate():
+    optimizer = sgd()
+    scheduler = StepLR(optimizer, 2)
+    optimizer.add_param_group({"params": [parameter()]})
+    with pytest.raises(ConfigError, match="3 parameter groups, but had 2"):
+        scheduler.step()
+
+
+# ---- building -----------------------------------------------------------------------------------
+
+
+def test_a_config_builds_and_end_defaults_to_the_length_of_the_run():
+    by_epoch = build_param_scheduler({"type": "PolyLR"}, sgd(), max_epochs=12, max_iters=600)
+    by_iter = build_param_scheduler(
+        {"type": "PolyLR", "by_epoch": False}, sgd(), max_epochs=12, max_iters=600
+    )
+    assert (by_epoch.end, by_iter.end) == (12, 600)
+    assert build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()).end == INF
+
+
+def test_convert_to_iter_based_scales_every_count_of_epochs():
+    cfg = {"convert_to_iter_based": True, "begin": 1, "end": 4}
+
+    def build(name, **arguments):
+        return build_param_scheduler({"type": name, **cfg, **arguments}, sgd(), epoch_length=10)
+
+    cosine = build("CosineAnnealingLR", T_max=3)
+    assert (cosine.begin, cosine.end, cosine.T_max, cosine.by_epoch) == (10, 40, 30, False)
+    assert build("MultiStepLR", milestones=[1, 2]).milestones == {10: 1, 20: 1}
+    assert build("StepLR", step_size=2).step_size == 20
+    assert build("CosineRestartLR", periods=[1, 2], restart_weights=[1, 1]).periods == [10, 20]
+    assert build("OneCycleLR", eta_max=1.0, total_steps=3).total_steps == 30
+    assert build("LinearLR").total_iters == 29
+    assert build("CosineAnnealingLR").T_max == 30
+
+
+def test_convert_to_iter_based_keeps_an_open_end_and_takes_false():
+    cfg = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
+    assert build_param_scheduler(cfg, sgd(), epoch_length=10).end == INF
+    unconverted = build_param_scheduler({**cfg, "convert_to_iter_based": False}, sgd(), epoch_length=10)
+    assert unconverted.step_size == 2
+    assert cfg["convert_to_iter_based"] is True
+
+
+@pytest.mark.parametrize(
+    ("cfg", "epoch_length", "message"),
+    [
+        ({"type": "StepLR", "step_size": 2}, None, "epoch_length must be"),
+        ({"type": "StepLR", "step_size": 2}, 0, "epoch_length must be"),
+        ({"type": "StepLR", "step_size": 2, "by_epoch": False}, 5, "by_epoch must be"),
+        ({"type": "ReduceOnPlateauLR"}, 5, "remove it"),
+        ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
+    ],
+)
+def test_what_cannot_be_converted_to_iterations_says_so(cfg, epoch_length, message):
+    with pytest.raises(ConfigError, match=message):
+        build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
+
+
+def test_wrong_keys_and_values_in_a_config_are_named():
+    with pytest.raises(BuildError, match="no parameter 'step_sizes'; did you mean 'step_size'"):
+        build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
+    with pytest.raises(BuildError, match="needs 'step_size'"):
+        build_param_scheduler({"type": "StepLR"}, sgd())
+    with pytest.raises(BuildError, match="gamma must be float"):
+        build_param_scheduler({"type": "StepLR", "step_size": 2, "gamma": "small"}, sgd())
+    with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
+        build_param_scheduler({"type": "StepLRR"}, sgd())
+    with pytest.raises(ConfigError, match="needs a 'type'"):
+        build_param_scheduler({"step_size": 2}, sgd())
+
+
+def test_lr_and_momentum_classes_show_the_arguments_of_their_schedule():
+    shown = list(inspect.signature(CosineAnnealingLR).parameters)
+    assert shown == [
+        "optimizer",
+        *list(inspect.signature(schedules.CosineAnnealingParamScheduler).parameters)[2:],
+    ]
+
+
+def test_ours_wins_over_a_torch_scheduler_of_the_same_name():
+    assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
+
+
+def test_torch_schedulers_are_found_by_name_and_stepped_like_ours():
+    cfg = {"type": "CyclicLR", "base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4, "cycle_momentum": False}
+    optimizer, plain = sgd(), sgd()
+    adapter = build_param_scheduler({**cfg, "by_epoch": False}, Wrapper(optimizer), max_iters=7)
+    assert isinstance(adapter, TorchSchedulerAdapter)
+    assert not adapter.by_epoch
+    cfg.pop("type")
+    theirs = torch.optim.lr_scheduler.CyclicLR(plain, **cfg)
+    plain.step()  # torch warns otherwise
+    for _ in range(6):
+        adapter.step()
+        theirs.step()
+        assert adapter.get_last_value() == theirs.get_last_lr()
+    last = adapter.get_last_value()
+    adapter.step()  # `end` is reached
+    assert adapter.get_last_value() == last
+
+
+def test_a_torch_scheduler_resumes_in_its_adapter():
+    cfg = {"type": "LambdaLR", "lr_lambda": lambda step: 0.5**step}
+    first, second = sgd(), sgd()
+    adapter = build_param_scheduler(cfg, first)
+    for _ in range(3):
+        adapter.step()
+    resumed = build_param_scheduler(cfg, second)
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(adapter.state_dict())
+    adapter.step()
+    resumed.step()
+    assert adapter.get_last_value() == resumed.get_last_value() == pytest.approx([0.1 / 16, 0.05 / 16])
+
+
+def test_a_torch_scheduler_says_what_it_cannot_do():
+    with pytest.raises(ConfigError, match="knows no begin"):
+        build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs, "begin": 3}, sgd())
+    with pytest.raises(ConfigError, match="ReduceOnPlateauLR"):
+        build_param_scheduler({"type": "ReduceLROnPlateau"}, sgd())
+
+
+def test_schedulers_given_as_objects_are_taken():
+    mine = StepLR(sgd(), 2)
+    assert build_param_scheduler(mine, sgd()) is mine
+    theirs = torch.optim.lr_scheduler.StepLR(sgd(), 2)
+    assert build_param_scheduler(theirs, sgd()).scheduler is theirs
+
+
+# ---- schedules of one's own ---------------------------------------------------------------------
+
+
+class HalvingParamScheduler(_ParamScheduler):
+    """Written as MMEngine's guide shows it."""
+
+    def __init__(self, optimizer, param_name, total, **kwargs):
+        self.total = total
+        self.total_iters = total
+        super().__init__(optimizer, param_name, **kwargs)
+
+    def _get_value(self):
+        factor = 0.5 if 0 < self.last_step <= self.total else 1.0
+        return [group[self.param_name] * factor for group in self.optimizer.param_groups]
+
+
+class HalvingLR(LRSchedulerMixin, HalvingParamScheduler):
+    pass
+
+
+def test_a_schedule_of_ones_own_needs_only_get_value():
+    optimizer = sgd()
+    values = [v[0] for v in history(optimizer, [HalvingLR(optimizer, total=2)], 5)]
+    assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])
+
+
+def test_a_schedule_without_a_rule_says_what_to_define():
+    with pytest.raises(NotImplementedError, match="_ParamScheduler must define _next"):
+        _ParamScheduler(sgd())
+
+
+def test_verbose_logs_each_value(caplog):
+    with caplog.at_level(logging.INFO, "slipstream"):
+        StepLR(sgd(), 2, verbose=True)
+    assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in caplog.text

@@ -1,0 +1,248 @@
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.logging import HistoryBuffer, MessageHub
+from slipstream.registry import LOG_PROCESSORS
+from slipstream.runner.log_processor import LogProcessor
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    return SimpleNamespace(
+        message_hub=MessageHub("a"),
+        epoch=0,
+        iter=99,
+        max_epochs=20,
+        max_iters=10_000,
+        train_dataloader=range(500),
+        val_dataloader=range(50),
+        test_dataloader=range(60),
+    )
+
+
+def fill(hub, mode="train", steps=20):
+    for step in range(steps):
+        hub.update_scalars(
+            {
+                f"{mode}/lr": 0.001,
+                f"{mode}/time": 0.0123,
+                f"{mode}/data_time": 0.0012,
+                f"{mode}/loss": float(step),
+                f"{mode}/acc": step / 100,
+            }
+        )
+    hub.update_info("eta", 62.9)
+
+
+def test_training_line_by_epoch(runner):
+    fill(runner.message_hub)
+    tag, line = LogProcessor().get_log_after_iter(runner, 99, "train")
+    assert line == (
+        "Epoch(train)  [1][100/500]  lr: 1.0000e-03  eta: 0:01:02  time: 0.0123  data_time: 0.0012  "
+        "loss: 14.5000  acc: 0.1900"
+    )
+    assert tag == {
+        "lr": 0.001,
+        "time": pytest.approx(0.0123),
+        "data_time": pytest.approx(0.0012),
+        "loss": np.mean(range(10, 20)),
+        "acc": 0.19,
+        "epoch": 1,
+        "iter": 100,
+    }
+
+
+def test_training_line_by_iteration(runner):
+    fill(runner.message_hub)
+    tag, line = LogProcessor(by_epoch=False, num_digits=2).get_log_after_iter(runner, 99, "train")
+    assert line.startswith("Iter(train) [  100/10000]  lr: 1.00e-03  eta: 0:01:02  time: 0.01")
+    assert "epoch" not in tag
+
+
+def test_epoch_is_right_aligned_and_iteration_too(runner):
+    runner.epoch, runner.max_epochs = 9, 100
+    fill(runner.message_hub)
+    _, line = LogProcessor().get_log_after_iter(runner, 0, "train")
+    assert line.startswith("Epoch(train)  [10][  1/500]  ")
+
+
+def test_without_eta_times_are_shown_like_the_rest(runner):
+    runner.message_hub.update_scalars({"train/time": 0.5, "train/loss": 1.0, "val/loss": 9.0, "trainer/x": 1})
+    _, line = LogProcessor().get_log_after_iter(runner, 4, "train")
+    assert line == "Epoch(train)  [1][  5/500]  time: 0.5000  loss: 1.0000"
+
+
+def test_several_learning_rates_are_shown_in_scientific_form(runner):
+    runner.message_hub.update_scalars({"train/lr": 0.01, "train/base_lr": 0.1})
+    tag, line = LogProcessor().get_log_after_iter(runner, 4, "train")
+    assert line.endswith("  lr: 1.0000e-02 base_lr: 1.0000e-01")
+    assert (tag["lr"], tag["base_lr"]) == (0.01, 0.1)
+
+
+def test_device_memory_is_shown_in_mebibytes(runner, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "max_memory_allocated", lambda: 1203.7 * 2**20)
+    fill(runner.message_hub)
+    tag, line = LogProcessor().get_log_after_iter(runner, 99, "train")
+    assert "data_time: 0.0012  memory: 1203  loss:" in line
+    assert tag["memory"] == 1203
+
+
+def test_validation_line_within_the_epoch_shows_losses_only(runner):
+    runner.epoch = 1
+    fill(runner.message_hub, "val")
+    tag, line = LogProcessor().get_log_after_iter(runner, 9, "val")
+    assert line.startswith("Epoch(val)  [1][10/50]  lr: 1.0000e-03  eta: 0:01:02")
+    assert line.endswith("loss: 14.5000")
+    assert (tag["iter"], tag["epoch"]) == (99, 1)
+
+
+def test_test_line_has_no_epoch(runner):
+    fill(runner.message_hub, "test")
+    tag, line = LogProcessor().get_log_after_iter(runner, 9, "test")
+    assert line == "Epoch(test) [10/60]  lr: 1.0000e-03  eta: 0:01:02  time: 0.0123  data_time: 0.0012"
+    assert "epoch" not in tag
+
+
+def test_line_after_validation_averages_times_over_the_epoch(runner):
+    runner.epoch = 3
+    hub = runner.message_hub
+    for step in range(70):
+        hub.update_scalars({"val/time": float(step), "val/data_time": 0.5})
+    hub.update_scalar("val/mIoU", 0.71234)
+    tag, line = LogProcessor().get_log_after_epoch(runner, 50, "val")
+    assert line == "Epoch(val)  [3][50/50]  mIoU: 0.7123  data_time: 0.5000  time: 44.5000"
+    assert tag == {"time": 44.5, "data_time": 0.5, "mIoU": 0.71234}
+
+
+def test_line_after_test_holds_non_scalars_and_tag_only_on_request(runner):
+    runner.message_hub.update_scalar("test/acc", 0.5)
+    runner.message_hub.update_info("test/confusion", torch.eye(2))
+    processor = LogProcessor(by_epoch=False)
+    tag, line = processor.get_log_after_epoch(runner, 60, "test")
+    assert line.startswith("Iter(test) [60/60]  acc: 0.5000  confusion: \ntensor(")
+    assert set(tag) == {"acc"}
+    tag, _ = processor.get_log_after_epoch(runner, 60, "test", with_non_scalar=True)
+    assert set(tag) == {"acc", "confusion"}
+
+
+def test_hierarchy_keeps_the_mode_in_the_tag_only(runner):
+    fill(runner.message_hub)
+    tag, line = LogProcessor(log_with_hierarchy=True).get_log_after_iter(runner, 99, "train")
+    assert {"train/loss", "train/lr", "train/time", "epoch", "iter"} <= set(tag)
+    assert "train/" not in line
+    runner.message_hub.update_scalar("val/acc", 0.5)
+    assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
+
+
+def test_custom_statistics_with_every_kind_of_window(runner):
+    fill(runner.message_hub, steps=200)
+    entries = [
+        {"data_src": "loss", "method_name": "mean", "window_size": "epoch", "log_name": "loss_epoch"},
+        {"data_src": "loss", "method_name": "min", "window_size": "global", "log_name": "loss_global"},
+        {"data_src": "loss", "method_name": "max", "window_size": 3, "log_name": "loss_max"},
+        {"data_src": "loss", "method_name": "mean", "log_name": "loss_all"},
+        {"data_src": "acc", "method_name": "max"},
+        {"data_src": "absent", "method_name": "max"},
+    ]
+    tag, line = LogProcessor(custom_cfg=entries).get_log_after_iter(runner, 49, "train")
+    assert tag["loss_epoch"] == np.mean(range(150, 200))
+    assert tag["loss_global"] == 100  # the newest runner.iter + 1 entries
+    assert tag["loss_max"] == 199
+    assert tag["loss_all"] == np.mean(range(200))
+    assert tag["acc"] == 1.99
+    assert "loss_max: 199.0000" in line
+    assert "absent" not in tag
+
+
+def test_custom_statistic_of_time_is_kept_after_the_epoch(runner):
+    fill(runner.message_hub, "val")
+    processor = LogProcessor(custom_cfg=[{"data_src": "time", "method_name": "max"}])
+    runner.message_hub.update_scalar("val/time", 9.0)
+    assert processor.get_log_after_epoch(runner, 50, "val")[0]["time"] == 9.0
+
+
+def test_mean_pattern_chooses_what_is_averaged(runner):
+    fill(runner.message_hub)
+    tag, _ = LogProcessor(mean_pattern="acc").get_log_after_iter(runner, 99, "train")
+    assert tag["loss"] == 19
+    assert tag["acc"] == pytest.approx(0.145)
+
+
+def test_stream_without_length_is_shown_with_a_question_mark(runner):
+    runner.train_dataloader = iter(())
+    fill(runner.message_hub)
+    assert LogProcessor().get_log_after_iter(runner, 9, "train")[1].startswith("Epoch(train)  [1][10/?]  ")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("loss", r"custom_cfg\[1\]: must be a dict"),
+        ({"method_name": "mean"}, r"custom_cfg\[1\]: needs 'data_src'"),
+        ({"data_src": "a"}, r"custom_cfg\[1\]: needs 'method_name'"),
+        (
+            {"data_src": "a", "method_name": "mean", "windows": 3},
+            r"custom_cfg\[1\].windows: 'mean' takes no 'windows'",
+        ),
+        ({"data_src": "a", "method_name": "current", "window_size": 3}, "'current' takes no 'window_size'"),
+        (
+            {"data_src": "a", "method_name": "mean", "window_size": 0},
+            r"\[1\].window_size: must be a positive number",
+        ),
+        (
+            {"data_src": "a", "method_name": "mean", "window_size": "all"},
+            "must be a positive number",
+        ),
+        ({"data_src": "a", "method_name": "mean", "window_size": True}, "must be a positive number"),
+        (
+            {"data_src": "loss", "method_name": "max"},
+            r"custom_cfg\[1\].log_name: 'loss' is logged by",
+        ),
+    ],
+)
+def test_wrong_custom_entry_names_its_place(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        LogProcessor(custom_cfg=[{"data_src": "loss", "method_name": "mean"}, entry])
+
+
+def test_unknown_method_names_the_nearest():
+    with pytest.raises(
+        UnknownNameError, match=r"custom_cfg\[0\].method_name: .*'maen'; did you mean 'mean'\?"
+    ):
+        LogProcessor(custom_cfg=[{"data_src": "loss", "method_name": "maen"}])
+
+
+def test_epoch_window_needs_epochs():
+    with pytest.raises(ConfigError, match="needs by_epoch=True"):
+        LogProcessor(
+            by_epoch=False, custom_cfg=[{"data_src": "a", "method_name": "mean", "window_size": "epoch"}]
+        )
+
+
+def test_bad_window_and_pattern_are_refused():
+    with pytest.raises(ConfigError, match="window_size: must be at least 1"):
+        LogProcessor(window_size=0)
+    with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a regular expression"):
+        LogProcessor(mean_pattern="(")
+
+
+def test_registered_statistic_takes_arguments_of_its_own(runner, monkeypatch):
+    monkeypatch.setattr(HistoryBuffer, "_statistics", dict(HistoryBuffer._statistics))
+
+    @HistoryBuffer.register_statistics
+    def scaled(history, factor, window_size=None):
+        return history.mean(window_size) * factor
+
+    fill(runner.message_hub)
+    entry = {"data_src": "loss", "method_name": "scaled", "factor": 2, "window_size": 2, "log_name": "twice"}
+    assert LogProcessor(custom_cfg=[entry]).get_log_after_iter(runner, 0, "train")[0]["twice"] == 37
+
+
+def test_built_from_a_configuration():
+    assert LOG_PROCESSORS.build({"type": "LogProcessor", "window_size": 20}).window_size == 20

@@ -1,0 +1,170 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.visualization import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
+
+
+class FakeConfig:
+    pretty_text = "model = dict(type='Net')\nlr = 0.1"
+
+    def to_dict(self):
+        return {"model": {"type": "Net"}, "lr": 0.1}
+
+
+def picture(seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (6, 8, 3), dtype=np.uint8)
+
+
+def json_lines(path):
+    def refuse(word):
+        raise AssertionError(f"{word} is not JSON")
+
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_local_scalars_are_json_lines_readable_while_the_run_goes_on(tmp_path):
+    backend = LocalVisBackend(tmp_path / "vis")
+    backend.add_scalars({"loss": 0.5, "epoch": 1}, step=10)
+    backend.add_scalar("val/mIoU", np.float32(0.25), step=2)
+    assert json_lines(tmp_path / "vis" / "scalars.json") == [
+        {"step": 10, "loss": 0.5, "epoch": 1},
+        {"step": 2, "val/mIoU": 0.25},
+    ]
+    backend.close()
+
+
+def test_values_json_does_not_know_become_null_lists_or_text(tmp_path):
+    backend = LocalVisBackend(tmp_path)
+    values = {
+        "nan": float("nan"),
+        "inf": np.float32("-inf"),
+        "tensor": torch.tensor([1.0, float("nan")]),
+        "array": np.array(3),
+        "nested": {"a": (1, None)},
+        "path": tmp_path,
+        "flag": True,
+    }
+    backend.add_scalars(values, step=1)
+    backend.close()
+    assert json_lines(tmp_path / "scalars.json") == [
+        {
+            "step": 1,
+            "nan": None,
+            "inf": None,
+            "tensor": [1.0, None],
+            "array": 3,
+            "nested": {"a": [1, None]},
+            "path": str(tmp_path),
+            "flag": True,
+        }
+    ]
+
+
+def test_local_file_path_gets_the_line_as_well(tmp_path):
+    backend = LocalVisBackend(tmp_path)
+    backend.add_scalars({"acc": 1.0}, step=3, file_path="20260101.json")
+    backend.close()
+    assert json_lines(tmp_path / "20260101.json") == json_lines(tmp_path / "scalars.json")
+    with pytest.raises(ConfigError, match=r"file_path: must end in \.json"):
+        backend.add_scalars({"acc": 1.0}, file_path="a.txt")
+
+
+def test_local_file_is_opened_once_and_appended_to_after_close(tmp_path, monkeypatch):
+    opened = []
+    original = type(tmp_path).open
+    monkeypatch.setattr(
+        type(tmp_path), "open", lambda self, *a, **k: opened.append(self) or original(self, *a, **k)
+    )
+    backend = LocalVisBackend(tmp_path)
+    for step in range(5):
+        backend.add_scalar("loss", 1.0, step)
+    assert len(opened) == 1
+    backend.close()
+    backend.add_scalar("loss", 1.0, 5)
+    backend.close()
+    assert [line["step"] for line in json_lines(tmp_path / "scalars.json")] == [0, 1, 2, 3, 4, 5]
+
+
+def test_local_image_is_a_lossless_png(tmp_path):
+    LocalVisBackend(tmp_path).add_image("val/sheet", picture(), step=7)
+    loaded = np.asarray(Image.open(tmp_path / "vis_image" / "val" / "sheet_7.png"))
+    np.testing.assert_array_equal(loaded, picture())
+
+
+@pytest.mark.parametrize("config", [FakeConfig(), {"model": {"type": "Net"}, "lr": 0.1}])
+def test_local_config_is_python_that_says_the_same(tmp_path, config):
+    LocalVisBackend(tmp_path).add_config(config)
+    namespace = {}
+    exec((tmp_path / "config.py").read_text(), namespace)
+    assert namespace["model"] == {"type": "Net"}
+    assert namespace["lr"] == 0.1
+
+
+def test_local_file_names_need_their_suffix(tmp_path):
+    with pytest.raises(ConfigError, match="config_save_file"):
+        LocalVisBackend(tmp_path, config_save_file="config.yaml")
+    with pytest.raises(ConfigError, match="scalar_save_file"):
+        LocalVisBackend(tmp_path, scalar_save_file="scalars.txt")
+
+
+@pytest.mark.parametrize("backend_type", [LocalVisBackend, TensorboardVisBackend])
+@pytest.mark.parametrize(
+    ("image", "what"),
+    [
+        (np.zeros((4, 4), np.uint8), r"uint8 \(4, 4\)"),
+        (np.zeros((4, 4, 3), np.float32), "float32"),
+        (np.zeros((4, 4, 4), np.uint8), r"\(4, 4, 4\)"),
+        ([[0]], "list"),
+    ],
+)
+def test_image_of_another_kind_names_itself(tmp_path, backend_type, image, what):
+    backend = backend_type(tmp_path)
+    with pytest.raises(DataError, match=f"'sheet' must be a uint8 numpy array .*{what}"):
+        backend.add_image("sheet", image)
+    backend.close()
+
+
+def test_tensorboard_reads_back_what_was_written(tmp_path):
+    backend = TensorboardVisBackend(tmp_path)
+    assert not list(tmp_path.iterdir())  # nothing before the first use
+    backend.add_config(FakeConfig())
+    backend.add_scalars({"loss": torch.tensor(0.5), "note": "text", "vector": np.ones(3)}, step=4)
+    backend.add_scalar("loss", 0.25, step=5)
+    backend.add_image("sheet", picture(), step=1)
+    backend.close()
+    events = EventAccumulator(str(tmp_path))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["loss"]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(4, 0.5), (5, 0.25)]
+    assert events.Images("sheet")[0].width == 8
+    text = events.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert text == "    model = dict(type='Net')\n    lr = 0.1"
+
+
+def test_unused_tensorboard_closes_without_a_file(tmp_path):
+    TensorboardVisBackend(tmp_path).close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_users_backend_needs_only_add_scalar(tmp_path):
+    class Mine(BaseVisBackend):
+        def __init__(self, save_dir):
+            super().__init__(save_dir)
+            self.seen = []
+
+        def add_scalar(self, name, value, step=0):
+            self.seen.append((name, value, step))
+
+    backend = Mine(tmp_path)
+    backend.add_scalars({"a": 1, "b": 2}, step=3)
+    backend.add_config({})
+    backend.add_image("x", picture())
+    backend.close()
+    assert backend.seen == [("a", 1, 3), ("b", 2, 3)]
+    assert backend.experiment is backend

@@ -1,0 +1,103 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.errors import DataError
+from slipstream.visualization import colorize, contact_sheet, overlay
+
+PALETTE = [[10, 20, 30], [200, 100, 0], [0, 0, 255]]
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from([np.uint8, np.int16, np.int64]),
+    st.sampled_from([None, 255, 1]),
+)
+def test_colorize_equals_a_loop_over_pixels(seed, dtype, ignore_index):
+    mask = np.random.default_rng(seed).choice([0, 1, 2] + [255] * (ignore_index == 255), (4, 5)).astype(dtype)
+    coloured = colorize(mask, PALETTE, ignore_index)
+    assert coloured.dtype == np.uint8
+    for row, column in np.ndindex(mask.shape):
+        expected = [0, 0, 0] if mask[row, column] == ignore_index else PALETTE[mask[row, column]]
+        assert coloured[row, column].tolist() == expected
+
+
+def test_colorize_takes_256_classes_and_a_negative_ignore_index():
+    palette = np.random.default_rng(0).integers(0, 256, (256, 3))
+    mask = np.arange(256, dtype=np.uint8).reshape(16, 16)
+    np.testing.assert_array_equal(colorize(mask, palette, -1).reshape(-1, 3), palette)
+    assert colorize(np.array([[-1, 0]]), PALETTE, -1).tolist() == [[[0, 0, 0], PALETTE[0]]]
+
+
+@pytest.mark.parametrize(("ids", "named"), [([[0, 3, 7]], r"\[3, 7\]"), ([[-1, 0, 0]], r"\[-1\]")])
+def test_id_without_a_colour_is_named(ids, named):
+    with pytest.raises(DataError, match=rf"class ids {named}, but the palette has 3 colours"):
+        colorize(np.array(ids), PALETTE)
+
+
+@pytest.mark.parametrize("mask", [np.zeros((2, 2)), np.zeros((2, 2, 1), int), [[0]]])
+def test_mask_of_another_kind_is_refused(mask):
+    with pytest.raises(DataError, match="a mask must be an integer numpy array"):
+        colorize(mask, PALETTE)
+
+
+def test_overlay_mixes_in_proportion_and_leaves_ignored_pixels():
+    image = np.full((1, 3, 3), 100, np.uint8)
+    mask = np.array([[0, 1, 255]], np.uint8)
+    mixed = overlay(image, mask, PALETTE, alpha=0.25, ignore_index=255)
+    expected = [np.rint(75 + 0.25 * np.array(PALETTE[i])) for i in (0, 1)]
+    np.testing.assert_array_equal(mixed[0], [*expected, [100, 100, 100]])
+    assert mixed.dtype == np.uint8
+    np.testing.assert_array_equal(overlay(image[:, :2], mask[:, :2], PALETTE, alpha=0), image[:, :2])
+    np.testing.assert_array_equal(overlay(image[:, :2], mask[:, :2], PALETTE, alpha=1), [PALETTE[:2]])
+
+
+def test_overlay_refuses_sizes_and_weights_that_do_not_fit():
+    image = np.zeros((4, 4, 3), np.uint8)
+    with pytest.raises(DataError, match=r"\(4, 4, 3\) does not fit a mask \(2, 4\)"):
+        overlay(image, np.zeros((2, 4), int), PALETTE)
+    with pytest.raises(DataError, match="alpha"):
+        overlay(image, np.zeros((4, 4), int), PALETTE, alpha=1.5)
+
+
+def test_contact_sheet_shows_every_picture_in_its_column_and_row():
+    colours = [[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (9, 99, 199)]]
+    rows = [[np.full((40, 80, 3), colour, np.uint8) for colour in row] for row in colours]
+    sheet = np.asarray(contact_sheet(rows, titles=("image", "prediction")))
+    centres = {}
+    for row in colours:
+        for colour in row:
+            ys, xs = np.nonzero((sheet == colour).all(axis=2))
+            assert len(ys) == 320 * 160
+            centres[colour] = (ys.mean(), xs.mean())
+    (a, b), (c, d) = [[centres[colour] for colour in row] for row in colours]
+    assert a[0] == b[0] < c[0] == d[0]
+    assert a[1] == c[1] < b[1] == d[1]
+
+
+def test_contact_sheet_has_titles_captions_and_a_legend_that_wraps():
+    rows = [[np.full((40, 80, 3), 128, np.uint8)] * 3] * 2
+    legend = [(f"class number {i}", (i, 255 - i, 7)) for i in range(19)]
+    bare = contact_sheet(rows)
+    full = contact_sheet(rows, captions=["first", "second"], legend=legend)
+    assert full.width == bare.width
+    assert full.height > bare.height + 3 * 20
+    pixels = np.asarray(full)
+    lines = set()
+    for _, colour in legend:
+        ys, xs = np.nonzero((pixels == colour).all(axis=2))
+        assert len(ys) > 100
+        assert xs.max() < full.width - 24
+        lines.add(ys.min())
+    assert len(lines) > 1
+
+
+def test_contact_sheet_refuses_rows_that_do_not_fit():
+    picture = np.zeros((4, 4, 3), np.uint8)
+    with pytest.raises(DataError, match="at least one row"):
+        contact_sheet([])
+    with pytest.raises(DataError, match="row 1 has 2 pictures, but there are 3 titles"):
+        contact_sheet([[picture] * 3, [picture] * 2])
+    with pytest.raises(DataError, match="1 captions for 2 rows"):
+        contact_sheet([[picture] * 3] * 2, captions=["a"])

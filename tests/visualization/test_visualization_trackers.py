@@ -1,0 +1,176 @@
+import importlib.util
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.visualization import MLflowVisBackend, WandbVisBackend
+
+PICTURE = np.zeros((4, 5, 3), np.uint8)
+
+
+class Recorder:
+    """Answers every method call and remembers it; `results` gives the answers."""
+
+    def __init__(self, **results):
+        self.calls = []
+        self._results = results
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append((name, args, kwargs))
+            return self._results.get(name)
+
+        return call
+
+    def named(self, name):
+        return [(args, kwargs) for called, args, kwargs in self.calls if called == name]
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = ModuleType("wandb")
+    module.inits = []
+    module.run = Recorder()
+    module.run.config = Recorder()
+    module.init = lambda **kwargs: module.inits.append(kwargs) or module.run
+    module.Image = lambda array: ("image", array.shape)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return module
+
+
+@pytest.fixture
+def mlflow(monkeypatch):
+    module, entities = ModuleType("mlflow"), ModuleType("mlflow.entities")
+    module.client = Recorder(
+        create_experiment="7", create_run=SimpleNamespace(info=SimpleNamespace(run_id="r1"))
+    )
+    module.uris = []
+    module.MlflowClient = lambda tracking_uri: module.uris.append(tracking_uri) or module.client
+    entities.Metric = lambda key, value, timestamp, step: (key, value, step)
+    entities.Param = lambda key, value: (key, value)
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    return module
+
+
+def test_wandb_run_begins_at_first_use_with_the_given_arguments(wandb, tmp_path):
+    backend = WandbVisBackend(tmp_path, init_kwargs={"project": "p"}, define_metric_cfg={"val/mIoU": "max"})
+    assert wandb.inits == []
+    assert backend.experiment is backend.experiment is wandb.run
+    assert wandb.inits == [{"dir": str(tmp_path), "project": "p"}]
+    assert wandb.run.named("define_metric") == [
+        (("*",), {"step_metric": "step"}),
+        ((), {"name": "val/mIoU", "summary": "max", "step_metric": "step"}),
+    ]
+
+
+def test_wandb_logs_numbers_with_their_step_as_a_value(wandb, tmp_path):
+    backend = WandbVisBackend(tmp_path, define_metric_cfg=[{"name": "loss", "summary": "min"}], commit=False)
+    backend.add_scalars({"loss": np.float32(0.5), "note": "text"}, step=100)
+    backend.add_scalar("val/acc", 1, step=2)  # a smaller step than the one before
+    backend.add_image("sheet", PICTURE, step=3)
+    assert wandb.run.named("log") == [
+        (({"loss": 0.5, "step": 100},), {"commit": False}),
+        (({"val/acc": 1.0, "step": 2},), {"commit": False}),
+        (({"sheet": ("image", (4, 5, 3)), "step": 3},), {"commit": False}),
+    ]
+
+
+def test_wandb_config_code_and_end(wandb, tmp_path):
+    backend = WandbVisBackend(tmp_path, log_code_name="code")
+    backend.add_config({"lr": 0.1})
+    backend.close()
+    assert wandb.run.config.calls == [("update", ({"lr": 0.1},), {"allow_val_change": True})]
+    assert wandb.run.named("log_code") == [((), {"name": "code"})]
+    assert len(wandb.run.named("finish")) == 1
+
+
+def test_unused_trackers_close_without_a_run(wandb, mlflow, tmp_path):
+    WandbVisBackend(tmp_path).close()
+    MLflowVisBackend(tmp_path).close()
+    assert wandb.inits == []
+    assert mlflow.uris == []
+
+
+@pytest.mark.parametrize(("kind", "package"), [(WandbVisBackend, "wandb"), (MLflowVisBackend, "mlflow")])
+def test_missing_package_names_the_extra(monkeypatch, tmp_path, kind, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    backend = kind(tmp_path)
+    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs .*pip install 'slipstream\[{package}\]'"):
+        backend.add_scalar("loss", 1.0)
+
+
+def test_mlflow_run_has_name_tags_and_params(mlflow, tmp_path):
+    backend = MLflowVisBackend(
+        tmp_path,
+        exp_name="e",
+        run_name="n",
+        tags={"a": "b"},
+        params={"x": {"y": 1}},
+        tracking_uri="http://host",
+    )
+    backend.add_scalars({"train/loss": 0.5, "bad:name": 2, "note": "text"}, step=3)
+    assert mlflow.uris == ["http://host"]
+    assert mlflow.client.named("create_run") == [(("7",), {"run_name": "n", "tags": {"a": "b"}})]
+    assert mlflow.client.named("log_batch") == [
+        (("r1",), {"params": [("x.y", "1")]}),
+        (("r1",), {"metrics": [("train/loss", 0.5, 3), ("bad_name", 2.0, 3)]}),
+    ]
+
+
+def test_mlflow_config_is_flattened_in_batches_within_the_services_limits(mlflow, tmp_path):
+    backend = MLflowVisBackend(tmp_path)
+    backend.add_config({"hooks": [{"type": "A"}], "long": "x" * 7000, **{f"k{i}": i for i in range(150)}})
+    batches = [kwargs["params"] for _, kwargs in mlflow.client.named("log_batch")]
+    assert [len(batch) for batch in batches] == [100, 52]
+    assert batches[0][:2] == [("hooks.0.type", "A"), ("long", "x" * 6000)]
+    assert mlflow.client.named("log_text")[0][0][2] == "config.py"
+
+
+def test_mlflow_records_only_the_tracked_config_keys(mlflow, tmp_path):
+    MLflowVisBackend(tmp_path, tracked_config_keys=["lr", "absent"]).add_config({"lr": 0.1, "other": 2})
+    assert mlflow.client.named("log_batch") == [(("r1",), {"params": [("lr", "0.1")]})]
+
+
+def test_mlflow_uploads_matching_files_at_the_end(mlflow, tmp_path):
+    for name in ("scalars.json", "weights.pth", "sub/run.log"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("x")
+    backend = MLflowVisBackend(tmp_path)
+    backend.add_image("sheet", PICTURE, step=2)
+    backend.close()
+    assert [args[1:] for args, _ in mlflow.client.named("log_artifact")] == [
+        (str(tmp_path / "scalars.json"), None),
+        (str(tmp_path / "sub" / "run.log"), "sub"),
+    ]
+    assert mlflow.client.named("log_image")[0][0][2] == "sheet_2.png"
+    assert mlflow.client.calls[-1][0] == "set_terminated"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs the package mlflow")
+def test_mlflow_store_holds_what_was_recorded(tmp_path, monkeypatch):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    store = (tmp_path / "store").as_uri()
+    backend = MLflowVisBackend(tmp_path / "vis", "e", "n", params={"seed": 3}, tracking_uri=store)
+    backend.add_config({"optim_wrapper": {"lr": 0.1}, **{f"k{i}": i for i in range(150)}})
+    for step in range(3):
+        backend.add_scalars({"train/loss": 1.0 / (step + 1), "text": "x"}, step)
+    backend.add_image("val/sheet", PICTURE, step=2)
+    (tmp_path / "vis").mkdir()
+    (tmp_path / "vis" / "scalars.json").write_text("{}")
+    backend.close()
+    client = MlflowClient(tracking_uri=store)
+    run = client.get_run(backend.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optim_wrapper.lr"] == "0.1"
+    assert run.data.params["seed"] == "3"
+    assert len(run.data.params) == 152
+    history = client.get_metric_history(backend.run_id, "train/loss")
+    assert [(m.step, m.value) for m in history] == [(0, 1.0), (1, 0.5), (2, 1 / 3)]
+    assert {f.path for f in client.list_artifacts(backend.run_id)} == {"config.py", "scalars.json", "val"}

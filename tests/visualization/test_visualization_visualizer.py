@@ -1,0 +1,103 @@
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from slipstream.errors import BuildError, ConfigError, UnknownNameError
+from slipstream.registry import VISBACKENDS, VISUALIZERS
+from slipstream.visualization import BaseVisBackend, LocalVisBackend, Visualizer
+
+
+class Recording(BaseVisBackend):
+    def __init__(self):
+        super().__init__("unused")
+        self.calls = []
+
+    def add_config(self, config):
+        self.calls.append(("config", config))
+
+    def add_scalar(self, name, value, step=0):
+        self.calls.append(("scalar", name, value, step))
+
+    def add_scalars(self, scalar_dict, step=0, file_path=None):
+        self.calls.append(("scalars", dict(scalar_dict), step, file_path))
+
+    def add_image(self, name, image, step=0):
+        self.calls.append(("image", name, image.shape, step))
+
+    def close(self):
+        self.calls.append(("close",))
+
+
+def test_every_call_reaches_every_backend():
+    class Second(Recording):
+        pass
+
+    first, second = Recording(), Second()
+    visualizer = Visualizer(vis_backends=[first, second])
+    visualizer.add_config({"a": 1})
+    visualizer.add_scalar("x", 1.0, 2)
+    visualizer.add_scalars({"x": 1.0}, 3, "f.json")
+    visualizer.add_image("i", np.zeros((2, 2, 3), np.uint8), 4)
+    visualizer.close()
+    assert first.calls == second.calls
+    assert [call[0] for call in first.calls] == ["config", "scalar", "scalars", "image", "close"]
+    assert first.calls[2] == ("scalars", {"x": 1.0}, 3, "f.json")
+
+
+def test_backends_are_built_in_vis_data_and_found_by_name(tmp_path):
+    config = {
+        "type": "Visualizer",
+        "save_dir": str(tmp_path),
+        "vis_backends": [
+            {"type": "LocalVisBackend"},
+            {"type": "LocalVisBackend", "name": "other", "save_dir": str(tmp_path / "elsewhere")},
+            {"type": "TensorboardVisBackend"},
+        ],
+    }
+    visualizer = VISUALIZERS.build(config)
+    assert visualizer.get_backend("LocalVisBackend").save_dir == tmp_path / "vis_data"
+    assert visualizer.get_backend("other").save_dir == tmp_path / "elsewhere"
+    assert config["vis_backends"][1]["name"] == "other"
+    with pytest.raises(UnknownNameError, match=r"'LocalBackend'; did you mean 'LocalVisBackend'\?"):
+        visualizer.get_backend("LocalBackend")
+
+
+def test_one_backend_may_stand_without_a_list(tmp_path):
+    visualizer = Visualizer(vis_backends={"type": "LocalVisBackend"}, save_dir=tmp_path)
+    assert isinstance(visualizer.get_backend("LocalVisBackend"), LocalVisBackend)
+
+
+def test_visualizer_without_backends_does_nothing(tmp_path):
+    visualizer = Visualizer(save_dir=tmp_path)
+    visualizer.add_scalars({"loss": 1.0})
+    visualizer.close()
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_backends_of_one_name_are_refused():
+    with pytest.raises(ConfigError, match=r"vis_backends\[1\]: there are two backends called 'Recording'"):
+        Visualizer(vis_backends=[Recording(), Recording()])
+
+
+def test_configured_backend_needs_a_folder():
+    with pytest.raises(ConfigError, match=r"vis_backends\[0\]: needs a save_dir"):
+        Visualizer(vis_backends=[{"type": "LocalVisBackend"}])
+
+
+def test_wrong_backend_argument_is_named(tmp_path):
+    with pytest.raises(BuildError, match=r"scalar_file.*did you mean 'scalar_save_file'"):
+        Visualizer(vis_backends=[{"type": "LocalVisBackend", "scalar_file": "a"}], save_dir=tmp_path)
+
+
+def test_every_backend_is_registered():
+    for name in ("LocalVisBackend", "TensorboardVisBackend", "WandbVisBackend", "MLflowVisBackend"):
+        assert VISBACKENDS.get(name) is not None
+
+
+def test_import_brings_in_no_optional_package():
+    names = "{'wandb', 'mlflow', 'torch', 'PIL'}"
+    code = f"import slipstream.visualization, sys; print(sorted({names} & {{*sys.modules}}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
