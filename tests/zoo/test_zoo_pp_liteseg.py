@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
@@ -207,6 +208,21 @@ def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
 
     compiled = torch.compile(step, fullgraph=True, dynamic=False, backend="aot_eager")
     torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
+
+
+def test_no_scatter_is_left_for_inductor_to_drop():
+    """See `resize`: with F.interpolate, the network compiled for CPU had gradients of zero."""
+    seen = set()
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.add(func.overloadpacket)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        pp_lite_t_seg(num_classes=4)(torch.randn(2, 3, 64, 64))
+    assert torch.ops.aten.convolution in seen
+    assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
 def test_exports_for_inference_to_the_same_numbers():

@@ -14,7 +14,8 @@ __all__ = ["get_random_state", "set_random_state"]
 def get_random_state() -> dict[str, Any]:
     """Return the state of Python's, NumPy's, torch's CPU and this process's accelerator's generators."""
     version, words, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    legacy: Any = np.random.get_state(legacy=True)
+    kind, keys, position, has_gauss, cached = legacy
     state: dict[str, Any] = {
         "python": [version, list(words), gauss],
         "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, cached],

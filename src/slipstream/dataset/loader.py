@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
 
 from slipstream.dataset.base import SegmentationDataset
+from slipstream.dataset.collate import default_collate
 from slipstream.dataset.fashion_mnist import FashionMNIST
 from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
 from slipstream.dist import get_world_size
@@ -110,6 +111,28 @@ class SeededDataset(Dataset[Any]):
         np.random.seed(int(words[0]))
         torch.default_generator.manual_seed(int(words[0]))
         return self.dataset[index]
+
+
+class TensorBatches(Dataset[Any]):
+    """A `TensorDataset` whose batches are indexed at once: what collating its samples gives, many times faster."""
+
+    def __init__(self, dataset: TensorDataset) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        positions = torch.tensor(indices)
+        return [tensor[positions] for tensor in self.dataset.tensors]
 
 
 @contextmanager
@@ -208,15 +231,22 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]) -> DataLoader[Any]:
-    pure = isinstance(dataset, _PURE)
     share = math.ceil(len(dataset) / get_world_size())
     batches = EpochBatchSampler(batch_sampler, seed, share, stamp=not isinstance(dataset, TensorDataset))
+    if type(dataset) is TensorDataset and options.get("collate_fn") is default_collate:
+        dataset, options = TensorBatches(dataset), {**options, "collate_fn": _as_it_is}
+    elif not isinstance(dataset, _PURE):
+        dataset = SeededDataset(dataset)
     if not options.get("num_workers"):
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
     options.setdefault("pin_memory", torch.accelerator.is_available())
     # Without a generator of its own, each new iterator would draw from the model's random stream.
     options.setdefault("generator", torch.Generator().manual_seed(seed))
-    return DataLoader(dataset if pure else SeededDataset(dataset), batch_sampler=batches, **options)
+    return DataLoader(dataset, batch_sampler=batches, **options)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
 
 def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
@@ -228,7 +258,7 @@ def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         or isinstance(batches, EpochBatchSampler)
     ):
         return loader
-    sampler = getattr(batches, "sampler", None)
+    sampler: Any = getattr(batches, "sampler", None)
     if hasattr(sampler, "generator") and sampler.generator is None:
         sampler.generator = torch.Generator().manual_seed(seed)
     options = {

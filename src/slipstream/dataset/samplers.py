@@ -109,7 +109,8 @@ class EpochBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and the batch within it, at which the next iteration starts."""
         self.epoch, self.start = epoch, start
-        for sampler in (getattr(self.batch_sampler, "sampler", None), self.batch_sampler):
+        inner: Any = getattr(self.batch_sampler, "sampler", None)
+        for sampler in (inner, self.batch_sampler):
             generator = getattr(sampler, "generator", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)

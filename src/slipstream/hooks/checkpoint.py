@@ -59,7 +59,10 @@ class CheckpointHook(Hook):
         self.filename_tmpl = filename_tmpl or ("epoch_{}.pth" if by_epoch else "iter_{}.pth")
         self.monitors = [save_best] if isinstance(save_best, str) else list(save_best or ())
         self.rule = rule
-        self._content = {"save_optimizer": save_optimizer, "save_param_scheduler": save_param_scheduler}
+        self._content: dict[str, Any] = {
+            "save_optimizer": save_optimizer,
+            "save_param_scheduler": save_param_scheduler,
+        }
         for monitor in self.monitors:
             if monitor != "auto":
                 better(monitor, rule)

@@ -44,7 +44,7 @@ class ProfilerHook(Hook):
         if profile_times < 1:
             raise ConfigError(f"must be at least 1, not {profile_times}", "profile_times")
         self._schedule = schedule(wait=wait, warmup=warmup, active=profile_times, repeat=1)
-        self._options = {
+        self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
             "profile_memory": profile_memory,
             "with_stack": with_stack,

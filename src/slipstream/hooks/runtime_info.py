@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
@@ -65,7 +65,7 @@ class RuntimeInfoHook(Hook):
         self._record(runner, "test", metrics)
 
     @staticmethod
-    def _record(runner: Runner, mode: str, metrics: dict[str, float] | None) -> None:
+    def _record(runner: Runner, mode: str, metrics: dict[str, Any] | None) -> None:
         for name, value in (metrics or {}).items():
             if isinstance(value, int | float):
                 runner.message_hub.update_scalar(f"{mode}/{name}", value)

@@ -39,11 +39,11 @@ class BaseModel(BaseModule):
         init_cfg: Any = None,
     ) -> None:
         super().__init__(init_cfg)
-        if data_preprocessor is None:
-            data_preprocessor = BaseDataPreprocessor()
-        elif isinstance(data_preprocessor, Mapping):
-            data_preprocessor = MODELS.build(data_preprocessor, default_args={"type": "BaseDataPreprocessor"})
-        self.data_preprocessor: nn.Module = data_preprocessor
+        if isinstance(data_preprocessor, nn.Module):
+            self.data_preprocessor = data_preprocessor
+        else:
+            default = {"type": BaseDataPreprocessor}
+            self.data_preprocessor = MODELS.build(data_preprocessor or {}, default_args=default)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log; override it for other schemes (GANs)."""
@@ -78,14 +78,14 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
     Raises:
         DataError: the batch is neither, or its keys are not what `forward` takes.
     """
+    if isinstance(data, list | tuple):
+        return module(*data, mode=mode)
     if isinstance(data, Mapping):
         try:
             return module(**data, mode=mode)
         except TypeError as error:
             _explain(module, data, error)
             raise
-    if isinstance(data, list | tuple):
-        return module(*data, mode=mode)
     raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}: check collate_fn")
 
 

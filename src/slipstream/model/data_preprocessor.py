@@ -42,12 +42,11 @@ class BaseDataPreprocessor(nn.Module):
         """Move every tensor inside `data`; anything else passes through."""
         if isinstance(data, Tensor):
             return data.to(self._device, non_blocking=self.non_blocking)
+        if isinstance(data, list | tuple):
+            moved = [self.cast_data(value) for value in data]
+            return moved if type(data) is list else _like(data, moved)
         if isinstance(data, Mapping):
             return {key: self.cast_data(value) for key, value in data.items()}
-        if isinstance(data, tuple) and hasattr(data, "_fields"):
-            return type(data)(*(self.cast_data(value) for value in data))
-        if isinstance(data, list | tuple):
-            return type(data)(self.cast_data(value) for value in data)
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
@@ -55,6 +54,11 @@ class BaseDataPreprocessor(nn.Module):
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
+
+
+def _like(data: Any, values: list[Any]) -> Any:
+    """Return `values` as the kind of sequence that `data` is, named tuples included."""
+    return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
 
 
 @MODELS.register_module()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from slipstream.errors import ConfigError
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
@@ -49,7 +49,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
         self.loss_scaler = _make_scaler(device, loss_scale) if self.dtype == torch.float16 else None
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and loss: autocast, without gradient sync inside a window."""
         if self._accumulative_counts == 1:
             return self._autocast
@@ -91,7 +91,7 @@ class AmpOptimWrapper(OptimWrapper):
 
 def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or dtype in (torch.float16, torch.bfloat16):
-        return dtype  # type: ignore[return-value]
+        return dtype
     if isinstance(dtype, str) and dtype in _DTYPES:
         return _DTYPES[dtype]
     raise ConfigError(f"must be 'float16', 'bfloat16' or None, not {dtype!r}", "dtype")

@@ -116,7 +116,12 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Drop the gradients."""
-        self.optimizer.zero_grad(**kwargs)
+        if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+            self.optimizer.zero_grad(**kwargs)
+            return
+        for group in self.optimizer.param_groups:  # what the optimizer does, without its profiler record
+            for param in group["params"]:
+                param.grad = None
 
     def _clip(self) -> None:
         assert self.clip_grad is not None
@@ -147,7 +152,7 @@ class OptimWrapper:
         in_last = remainder and self._inner_count >= self._max_counts - remainder
         return remainder if in_last else counts
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and backward: no gradient sync inside an accumulation window."""
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
             context: AbstractContextManager[Any] = model.no_sync()
@@ -219,4 +224,5 @@ def check_loss(loss: Any) -> None:
 
 def device_of(optimizer: Optimizer) -> torch.device:
     """Return the device of the optimizer's first parameter."""
-    return next(p.device for group in optimizer.param_groups for p in group["params"])
+    device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
+    return device

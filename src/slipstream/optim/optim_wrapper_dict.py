@@ -32,7 +32,7 @@ class OptimWrapperDict(OptimWrapper):
             "optim_wrapper) and call optim_wrapper[name].update_params(loss) itself"
         )
 
-    def optim_context(self, model: nn.Module) -> AbstractContextManager[Any]:
+    def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Refuse: each wrapper has its own."""
         raise ModelError("call optim_wrapper[name].optim_context(model) for one of the several optimizers")
 

@@ -25,7 +25,7 @@ from slipstream.step import EagerStep, Step
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
 
-__all__ = ["build_model", "build_optim", "build_schedulers", "make_step", "wrap_model"]
+__all__ = ["build_model", "build_optim", "build_schedulers", "make_step", "scale_lr", "wrap_model"]
 
 
 def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
@@ -134,9 +134,25 @@ def _length(loader: Any) -> int | None:
         return None
 
 
-def make_step(model: nn.Module, optim: OptimWrapper) -> Step:
+def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> str:
+    """Multiply every learning rate by `samples` (of a step) over `base_batch_size`, and say so."""
+    base = options.get("base_batch_size")
+    if not isinstance(base, int) or base < 1:
+        raise ConfigError(f"needs a base_batch_size of at least 1, not {base!r}", "auto_scale_lr")
+    factor = samples / base
+    for group in optim.param_groups:
+        for name in ("lr", "initial_lr"):
+            if name in group:
+                group[name] = group[name] * factor
+    return (
+        f"Learning rates are scaled by {samples}/{base} = {factor:g} "
+        "(samples per step over base_batch_size; accumulation is not counted)"
+    )
+
+
+def make_step(model: Any, optim: OptimWrapper) -> Step:
     """Return the training step for a model: its own `train_step` if it overrides one, else `EagerStep`."""
-    core = unwrap_model(model)
+    core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if _overrides_train_step(m)), None)
     if own is not None:
 

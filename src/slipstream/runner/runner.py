@@ -13,8 +13,7 @@ from torch import nn
 
 from slipstream.checkpoint import load_checkpoint, mark_last_checkpoint, revise, save_checkpoint, write_text
 from slipstream.config import Config, options
-from slipstream.dataset.loader import batch_size
-from slipstream.dist import get_rank, get_world_size, is_distributed, is_main_process
+from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, HookList, ProgressBarHook
 from slipstream.model import unwrap_model
@@ -30,9 +29,9 @@ from slipstream.runner.environment import (
     set_random_seed,
     setup_env,
 )
+from slipstream.runner.facts import RunFacts
 from slipstream.runner.given import TRIPLES, loop_options, place_in_loop, with_defaults
 from slipstream.runner.logs import config_text, name_run, open_logs
-from slipstream.runner.loops import IterBasedTrainLoop
 from slipstream.speed import SpeedPlan, compile_model
 from slipstream.step import Step
 
@@ -40,7 +39,7 @@ __all__ = ["Runner"]
 
 
 @RUNNERS.register_module()
-class Runner:
+class Runner(RunFacts):
     """Train, validate and test a model, by MMEngine's words.
 
     Objects may stand wherever a configuration (a dict with a `type`) may. The model is built, moved to the
@@ -128,7 +127,7 @@ class Runner:
         self._open_logs(given)
         self.device = default_device()
         model = parts.build_model(given["model"], given["data_preprocessor"]).to(self.device)
-        self.model = parts.wrap_model(model, self.speed, self.device)
+        self.model: nn.Module = parts.wrap_model(model, self.speed, self.device)
         self._hooks = HookList()
         for hook in with_defaults(given["default_hooks"], self.by_epoch):
             self._hooks.register(hook)
@@ -160,7 +159,7 @@ class Runner:
         with self._running():
             self._build_training()
             self.call_hook("before_run")
-            core = unwrap_model(self.model)
+            core: Any = unwrap_model(self.model)
             if hasattr(core, "init_weights"):
                 core.init_weights()
             self.load_or_resume()
@@ -206,20 +205,8 @@ class Runner:
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Mapping[str, Any] | None) -> None:
         """Scale every learning rate by the batch size over `base_batch_size`, if enabled."""
-        if not auto_scale_lr or not auto_scale_lr.get("enable", False):
-            return
-        base = auto_scale_lr.get("base_batch_size")
-        if not isinstance(base, int) or base < 1:
-            raise ConfigError(f"needs a base_batch_size of at least 1, not {base!r}", "auto_scale_lr")
-        factor = self.samples_per_step / base
-        for group in optim_wrapper.param_groups:
-            group["lr"] = group["lr"] * factor
-            if "initial_lr" in group:
-                group["initial_lr"] = group["initial_lr"] * factor
-        self.logger.info(
-            f"Learning rates are scaled by {self.samples_per_step}/{base} = {factor:g} "
-            "(samples per step over base_batch_size; accumulation is not counted)"
-        )
+        if auto_scale_lr and auto_scale_lr.get("enable", False):
+            self.logger.info(parts.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -402,8 +389,6 @@ class Runner:
             write_text(Path(self.work_dir) / f"{name}.py", config_text(self.cfg, "py"))
             self.visualizer.add_config(self.cfg)
 
-    # ---- what others read ----------------------------------------------------------------------------
-
     def _loop(self, mode: str) -> Any:
         """Return the loop of a mode, built at the first call."""
         loop = self._loops[mode]
@@ -414,109 +399,3 @@ class Runner:
                 place_in_loop(error, mode)
                 raise
         return loop
-
-    @property
-    def train_loop(self) -> Any:
-        """The training loop."""
-        return self._loop("train")
-
-    @property
-    def val_loop(self) -> Any:
-        """The validation loop, or None."""
-        return self._loop("val")
-
-    @property
-    def test_loop(self) -> Any:
-        """The test loop, or None."""
-        return self._loop("test")
-
-    @property
-    def train_dataloader(self) -> Any:
-        """The training loader."""
-        return self.train_loop.dataloader
-
-    @property
-    def val_dataloader(self) -> Any:
-        """The validation loader."""
-        return self.val_loop.dataloader
-
-    @property
-    def test_dataloader(self) -> Any:
-        """The test loader."""
-        return self.test_loop.dataloader
-
-    @property
-    def by_epoch(self) -> bool:
-        """Whether the training counts epochs (the case, too, when there is none)."""
-        loop = self._loops["train"]
-        kind = loop.get("type") if isinstance(loop, Mapping) else type(loop)
-        return kind not in (IterBasedTrainLoop, "IterBasedTrainLoop")
-
-    @property
-    def _position(self) -> Any:
-        """The training loop if it is built, or None."""
-        loop = self._loops["train"]
-        return None if isinstance(loop, Mapping) else loop
-
-    @property
-    def epoch(self) -> int:
-        """Finished epochs."""
-        return self._position.epoch if self._position else 0
-
-    @property
-    def iter(self) -> int:
-        """Finished training steps."""
-        return self._position.iter if self._position else 0
-
-    @property
-    def inner_iter(self) -> int:
-        """Finished steps of the current epoch."""
-        return self._position.inner_iter if self._position else 0
-
-    @property
-    def max_epochs(self) -> int:
-        """Epochs of the whole training; 1 if it counts iterations."""
-        return self._position.max_epochs if self._position else 1
-
-    @property
-    def max_iters(self) -> int:
-        """Steps of the whole training."""
-        return self._position.max_iters if self._position else 1
-
-    @property
-    def samples_per_step(self) -> int:
-        """Samples that all processes together take in one training step."""
-        return (batch_size(self.train_dataloader) or 1) * get_world_size()
-
-    @property
-    def all_param_schedulers(self) -> list[Any]:
-        """Every schedule, also of several optimizers."""
-        schedulers = self.param_schedulers or []
-        return (
-            [s for part in schedulers.values() for s in part] if isinstance(schedulers, dict) else schedulers
-        )
-
-    @property
-    def cfg_text(self) -> str:
-        """The configuration as text: YAML where it is plain data, else Python."""
-        return config_text(self.cfg)
-
-    @property
-    def model_name(self) -> str:
-        """The class of the model."""
-        return type(unwrap_model(self.model)).__name__
-
-    @property
-    def distributed(self) -> bool:
-        """Whether there is a process group."""
-        return is_distributed()
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        return get_rank()
-
-    @property
-    def world_size(self) -> int:
-        """The number of processes."""
-        return get_world_size()

@@ -37,8 +37,8 @@ class MMDistributedDataParallel(DistributedDataParallel):
     then stay each rank's own (`SyncBuffersHook` averages them, SyncBN makes them equal).
     """
 
-    def __init__(self, module: nn.Module, *args: Any, broadcast_buffers: bool = False, **kwargs: Any) -> None:
-        super().__init__(module, *args, broadcast_buffers=broadcast_buffers, **kwargs)
+    def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
+        super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
@@ -66,7 +66,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
         super().__init__(getattr(module, "data_preprocessor", None))
-        self.module = module
+        self.module: Any = module
         for name, child in module.named_children():
             if name != "data_preprocessor" and any(p.requires_grad for p in child.parameters()):
                 wrapped = MMDistributedDataParallel(child, broadcast_buffers=broadcast_buffers, **kwargs)
