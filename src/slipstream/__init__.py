@@ -2,3 +2,37 @@
 
 Public names are imported on first use, so that `import slipstream` costs next to nothing.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.config import Config as Config
+    from slipstream.runner import Runner as Runner
+    from slipstream.version import __version__ as __version__
+
+_HOMES = {
+    "Config": "slipstream.config",
+    "Runner": "slipstream.runner",
+    "__version__": "slipstream.version",
+}
+_ROOMS = (
+    "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
+    "recipes", "registry", "runner", "speed", "step", "visualization", "zoo",
+)  # fmt: skip
+
+__all__ = ["Config", "Runner", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _ROOMS:
+        return importlib.import_module(f"slipstream.{name}")
+    raise AttributeError(f"module 'slipstream' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_ROOMS])

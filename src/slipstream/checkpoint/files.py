@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") 
 
 def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
     """Make `path` the checkpoint that `find_latest_checkpoint(folder)` returns."""
-    write_text(Path(folder) / LAST, str(path))
+    write_text(Path(folder) / LAST, str(path.absolute()))
 
 
 def find_latest_checkpoint(folder: str | Path) -> Path | None:
@@ -98,15 +99,21 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
     """Return `value` with containers copied, numpy turned into plain numbers and tensors, and the rest left out."""
     if isinstance(value, torch.nn.Parameter):
         return value.detach()
-    if value is None or isinstance(value, torch.Tensor | bool | int | float | complex | str | bytes):
+    if value is None or type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
-    if isinstance(value, np.generic):
+    # Subclasses (NumPy's float64 is one of float, an IntEnum one of int) would be pickled as what they are.
+    for kind in (int, float, complex, bytes):
+        if isinstance(value, kind):
+            return kind(value)
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
         return value.item()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.from_numpy(np.ascontiguousarray(value))
+        return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
-        items = ((k, plain(v, warn, f"{where}.{k}")) for k, v in value.items())
-        return {k: v for k, v in items if v is not _LEFT_OUT}
+        items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}")) for k, v in value.items())
+        return {k: v for k, v in items if k is not _LEFT_OUT and v is not _LEFT_OUT}
     if isinstance(value, list | tuple | set | frozenset):
         parts = [plain(v, warn, f"{where}[{i}]") for i, v in enumerate(value)]
         kept = [part for part in parts if part is not _LEFT_OUT]
@@ -119,28 +126,23 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
     return _LEFT_OUT
 
 
+_PLAIN = (bool, int, float, complex, str, bytes)
 _LEFT_OUT = object()
 
 
-class _replacing:  # noqa: N801  (reads as a statement: with _replacing(path) as temporary)
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
     """Give a temporary file in the folder of `path`, which takes its place when the block ends well."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __enter__(self) -> Path:
-        handle, name = tempfile.mkstemp(prefix=f".{self.path.name}.", suffix=".tmp", dir=self.path.parent)
-        os.close(handle)
-        self.temporary = Path(name)
-        return self.temporary
-
-    def __exit__(self, error: object, *_: object) -> None:
-        if error is not None:
-            self.temporary.unlink(missing_ok=True)
-            return
-        with self.temporary.open("rb+") as file:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
-        self.temporary.chmod(0o666 & ~umask)  # mkstemp makes it private
-        self.temporary.replace(self.path)
+        temporary.chmod(0o666 & ~umask)  # mkstemp makes it private
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -38,5 +38,5 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def _device_module() -> Any | None:
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return None if accelerator is None else torch.get_device_module(accelerator)

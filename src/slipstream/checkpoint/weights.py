@@ -44,9 +44,9 @@ def load_weights(
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
     shapes = [
-        f"{key} is {tuple(state[key].shape)} there and {tuple(value.shape)} in the model"
+        f"{key} is {_shape(state[key])} there and {_shape(value)} in the model"
         for key, value in own.items()
-        if isinstance(value, torch.Tensor) and key in state and state[key].shape != value.shape
+        if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != _shape(value)
     ]
     if shapes:
         raise CheckpointError(
@@ -64,6 +64,10 @@ def load_weights(
         )
     model.load_state_dict(dict(state), strict=False)
     return _differences(missing, unexpected)
+
+
+def _shape(value: Any) -> tuple[int, ...] | str:
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
 
 
 def _differences(missing: list[str], unexpected: list[str]) -> list[str]:

@@ -61,7 +61,7 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device on which the backend moves tensors: the accelerator, or the CPU for gloo and MPI."""
     if get_backend(group) in (None, "gloo", "mpi"):
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     return accelerator if accelerator is not None else torch.device("cpu")
 
 

@@ -64,11 +64,10 @@ def init_dist(launcher: str, backend: str | None = None, **kwargs: Any) -> None:
         MASTER_ADDR=here.master_addr,
         MASTER_PORT=here.master_port,
     )
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and backend != "gloo":
+    # A build for CUDA names it even on a machine without a GPU, unless asked to check.
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is not None:
         torch.accelerator.set_device_index(here.local_rank % torch.accelerator.device_count())
-    else:
-        accelerator = None
     if "timeout" in kwargs and not isinstance(kwargs["timeout"], timedelta):
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
     default = _BACKENDS.get(accelerator.type, "gloo") if accelerator else "gloo"
@@ -95,7 +94,7 @@ def _torchrun(environ: dict[str, str], port: str | None) -> Placement:
         local_rank=_number(environ, "LOCAL_RANK", "pytorch"),
         world_size=_number(environ, "WORLD_SIZE", "pytorch"),
         master_addr=_text(environ, "MASTER_ADDR", "pytorch"),
-        master_port=port or _text(environ, "MASTER_PORT", "pytorch"),
+        master_port=port or str(_number(environ, "MASTER_PORT", "pytorch")),
     )
 
 
@@ -106,7 +105,7 @@ def _slurm(environ: dict[str, str], port: str | None) -> Placement:
         local_rank=_number(environ, "SLURM_LOCALID", "slurm"),
         world_size=_number(environ, "SLURM_NTASKS", "slurm"),
         master_addr=address,
-        master_port=port or environ.get("MASTER_PORT", DEFAULT_PORT),
+        master_port=port or str(_number({"MASTER_PORT": DEFAULT_PORT} | environ, "MASTER_PORT", "slurm")),
     )
 
 
@@ -116,7 +115,7 @@ def _mpi(environ: dict[str, str], port: str | None) -> Placement:
         local_rank=_number(environ, "OMPI_COMM_WORLD_LOCAL_RANK", "mpi"),
         world_size=_number(environ, "OMPI_COMM_WORLD_SIZE", "mpi"),
         master_addr=_text(environ, "MASTER_ADDR", "mpi"),
-        master_port=port or environ.get("MASTER_PORT", DEFAULT_PORT),
+        master_port=port or str(_number({"MASTER_PORT": DEFAULT_PORT} | environ, "MASTER_PORT", "mpi")),
     )
 
 

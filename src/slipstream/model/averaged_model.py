@@ -58,7 +58,8 @@ class BaseAveragedModel(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Take the model's current weights into the average; the first call copies them."""
         if self.steps % self.interval == 0:
-            average, current = self._averaged(self.module), self._averaged(model)
+            average = self._averaged(self.module)
+            current = [t.to(a.device) for a, t in zip(average, self._averaged(model), strict=True)]
             if self.steps == 0:
                 torch._foreach_copy_(average, current)
             else:
@@ -75,9 +76,9 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange averages and current weights between this copy and the model, without copying them."""
+        """Exchange averages and current weights; on one device, without copying them."""
         for mine, theirs in zip(self._averaged(self.module), self._averaged(model), strict=True):
-            mine.data, theirs.data = theirs.data, mine.data
+            mine.data, theirs.data = theirs.data.to(mine.device), mine.data.to(theirs.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ class BaseModel(BaseModule):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log; override it for other schemes (GANs)."""
-        return EagerStep(self.loss_step, self, optim_wrapper)(data)
+        return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
         """Return the losses of a batch as the data loader gives it."""
@@ -76,30 +77,28 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
     """Call `module` with a preprocessed batch: a dict by keywords, a tuple or list by position.
 
     Raises:
-        DataError: the batch is neither, or its keys are not what `forward` takes.
+        DataError: the batch is neither, or its parts are not what `forward` takes.
     """
-    if isinstance(data, list | tuple):
-        return module(*data, mode=mode)
-    if isinstance(data, Mapping):
-        try:
-            return module(**data, mode=mode)
-        except TypeError as error:
-            _explain(module, data, error)
-            raise
-    raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}: check collate_fn")
+    if not isinstance(data, Mapping | list | tuple):
+        raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}: check collate_fn")
+    args, kwargs = ((), data) if isinstance(data, Mapping) else (data, {})
+    try:
+        return module(*args, **kwargs, mode=mode)
+    except TypeError as error:
+        _explain(module, args, kwargs, error)
+        raise
 
 
-def _explain(module: nn.Module, data: Mapping[str, Any], error: TypeError) -> None:
-    """Raise a clearer error if the keys of the batch do not fit the signature of `forward`."""
-    import inspect
-
-    inner = getattr(module, "module", module)
+def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
+    """Raise a clearer error if the parts of the batch do not fit the signature of `forward`."""
+    inner: nn.Module = getattr(module, "module", module)
     signature = inspect.signature(inner.forward)
     try:
-        signature.bind(**data, mode="loss")
+        signature.bind(*args, **kwargs, mode="loss")
     except TypeError:
         wants = [name for name in signature.parameters if name != "mode"]
+        has = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} parts"
         raise DataError(
-            f"the batch has the keys {sorted(data)}, but {type(inner).__name__}.forward takes {wants}: "
-            "rename the keys in the data set or the arguments of forward"
+            f"the batch has {has}, but {type(inner).__name__}.forward takes {wants} (and mode): "
+            "change what the data set returns, or the arguments of forward"
         ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -13,7 +14,10 @@ __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
 
 class BaseModule(nn.Module):
-    """An `nn.Module` with an `init_cfg`, applied once by `init_weights` before its children's."""
+    """An `nn.Module` with an `init_cfg`, applied once by `init_weights` before its children's.
+
+    Pretrained weights come last, so that no child's `init_cfg` overwrites them.
+    """
 
     def __init__(self, init_cfg: Any = None) -> None:
         super().__init__()
@@ -30,14 +34,16 @@ class BaseModule(nn.Module):
         if self._is_init:
             return
         self._is_init = True
-        if self.init_cfg:
-            from slipstream.model.weight_init import initialize
+        from slipstream.model.weight_init import PretrainedInit, initialize
 
-            initialize(self, self.init_cfg)
+        cfgs = [self.init_cfg] if isinstance(self.init_cfg, Mapping) else self.init_cfg or []
+        kinds = ("Pretrained", "PretrainedInit", PretrainedInit)
+        initialize(self, [cfg for cfg in cfgs if cfg.get("type") not in kinds])
         for child in self.children():
             init = getattr(child, "init_weights", None)
             if callable(init):
                 init()
+        initialize(self, [cfg for cfg in cfgs if cfg.get("type") in kinds])
 
 
 @MODELS.register_module()

@@ -89,8 +89,12 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         super().__init__(non_blocking)
         if (mean is None) != (std is None):
             raise ConfigError("mean and std must be given together")
+        if mean is not None and std is not None and len(mean) != len(std):
+            raise ConfigError(f"mean has {len(mean)} channels and std {len(std)}")
         if bgr_to_rgb and rgb_to_bgr:
             raise ConfigError("bgr_to_rgb and rgb_to_bgr exclude each other")
+        if pad_size_divisor < 1:
+            raise ConfigError(f"must be at least 1, not {pad_size_divisor}", "pad_size_divisor")
         self.normalizes = mean is not None
         self.register_buffer("mean", torch.tensor(mean or [0.0]).view(-1, 1, 1), persistent=False)
         self.register_buffer("std", torch.tensor(std or [1.0]).view(-1, 1, 1), persistent=False)
@@ -122,7 +126,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         if self.flips_channels:
             image = image.flip(-3)
         image = image.float()
-        return (image - self.mean) / self.std if self.normalizes else image
+        if not self.normalizes:
+            return image
+        if len(self.mean) not in (1, image.shape[-3]):  # would broadcast one channel to several
+            raise DataError(f"images of {image.shape[-3]} channels, but mean and std have {len(self.mean)}")
+        return (image - self.mean) / self.std
 
     def _pad(self, image: Tensor, height: int, width: int) -> Tensor:
         divisor = self.pad_size_divisor

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.registry import WEIGHT_INITIALIZERS
 
 __all__ = [
@@ -27,13 +28,15 @@ __all__ = [
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     """Apply one or several initialisers to `module`.
 
-    Each is a dict with a `type`, an optional `layer` (class names to which it applies; without one, all
-    layers that have weights) and `override` (children by `name` that get other values).
+    Each is a dict with a `type`, an optional `layer` (names of classes, or of their bases, to which it
+    applies; without one, all layers that have weights) and `override` (children by `name` that get other
+    values). With `override` and no `layer`, only those children are initialised.
     """
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         cfg = dict(cfg)
         override = cfg.pop("override", None)
-        WEIGHT_INITIALIZERS.build(cfg)(module)
+        if override is None or cfg.get("layer"):
+            WEIGHT_INITIALIZERS.build(cfg)(module)
         for special in [override] if isinstance(override, Mapping) else override or []:
             _override(module, dict(special), cfg)
 
@@ -49,18 +52,25 @@ def _override(module: nn.Module, special: dict[str, Any], outer: dict[str, Any])
 
 
 class _Init:
-    """Apply `_fill` to the weight of each layer of the given classes, and a constant to its bias."""
+    """Apply `_fill` to the weight of each layer of the given classes, and a constant to its bias.
 
-    def __init__(self, bias: float = 0.0, layer: str | Sequence[str] | None = None) -> None:
-        self.bias = bias
-        self.layers = (layer,) if isinstance(layer, str) else tuple(layer or ())
+    With `bias_prob`, that constant makes a sigmoid start at this probability (Lin et al. 2017, section 4.1).
+    """
+
+    def __init__(
+        self,
+        bias: float = 0.0,
+        bias_prob: float | None = None,
+        layer: str | Sequence[str] | None = None,
+    ) -> None:
+        self.bias = bias if bias_prob is None else -math.log((1 - bias_prob) / bias_prob)
+        self.layers = {layer} if isinstance(layer, str) else set(layer or ())
 
     def __call__(self, module: nn.Module) -> None:
         """Initialise the layers of `module` that this initialiser is for."""
         for part in module.modules():
-            if self.layers and type(part).__name__ not in self.layers:
-                continue
-            self._apply(part)
+            if not self.layers or self.layers & {kind.__name__ for kind in type(part).__mro__}:
+                self._apply(part)
 
     @torch.no_grad()
     def _apply(self, part: nn.Module) -> None:
@@ -189,4 +199,6 @@ class PretrainedInit:
         if self.prefix:
             dot = self.prefix.rstrip(".") + "."
             state = {key.removeprefix(dot): value for key, value in state.items() if key.startswith(dot)}
+            if not state:
+                raise CheckpointError(f"{self.checkpoint} has no weight whose name starts with '{dot}'")
         load_weights(module, state, strict=False, source=self.checkpoint)

@@ -58,9 +58,8 @@ class AmpOptimWrapper(OptimWrapper):
         stack.enter_context(self._autocast)
         return stack
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run backward from the scaled loss and count the batch."""
-        super().backward(self.loss_scaler.scale(loss) if self.loss_scaler else loss, **kwargs)
+    def _amplify(self, loss: Tensor) -> Tensor:
+        return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
 
     def step(self, **kwargs: Any) -> None:
         """Unscale, clip, step unless a gradient overflowed, and adapt the scale."""

@@ -100,13 +100,20 @@ class OptimWrapper:
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
         window = self._window()
-        return loss if window == 1 else loss / window
+        if window == 1:
+            return loss
+        check_loss(loss)
+        return loss / window
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the batch."""
         check_loss(loss)
-        loss.backward(**kwargs)
+        self._amplify(loss).backward(**kwargs)
         self._inner_count += 1
+
+    def _amplify(self, loss: Tensor) -> Tensor:
+        """Return the loss to run backward from."""
+        return loss
 
     def step(self, **kwargs: Any) -> None:
         """Clip as configured and step the optimizer."""

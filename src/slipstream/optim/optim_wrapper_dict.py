@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, ValuesView
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -24,17 +24,33 @@ class OptimWrapperDict(OptimWrapper):
         self.optim_wrappers = optim_wrappers
         self.grad_norm = None
 
-    def update_params(self, loss: Tensor) -> None:
-        """Refuse: which optimizer should move is the model's business."""
+    def _refuse(self, call: str) -> NoReturn:
         names = ", ".join(self.optim_wrappers)
         raise ModelError(
             f"there are several optimizers ({names}), so the model must override train_step(data, "
-            "optim_wrapper) and call optim_wrapper[name].update_params(loss) itself"
+            f"optim_wrapper) and call optim_wrapper[name].{call} itself"
         )
+
+    def update_params(self, loss: Tensor) -> None:
+        """Refuse: which optimizer should move is the model's business."""
+        self._refuse("update_params(loss)")
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Refuse, as `update_params`."""
+        self._refuse("backward(loss)")
+
+    def step(self, **kwargs: Any) -> None:
+        """Refuse, as `update_params`."""
+        self._refuse("step()")
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Refuse: each wrapper has its own."""
-        raise ModelError("call optim_wrapper[name].optim_context(model) for one of the several optimizers")
+        self._refuse("optim_context(model)")
+
+    def zero_grad(self, **kwargs: Any) -> None:
+        """Drop the gradients of all optimizers."""
+        for wrapper in self.values():
+            wrapper.zero_grad(**kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
         """Do nothing: how often each optimizer steps is known to the model alone."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+import types
 import typing
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -100,13 +102,20 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
     if not str(getattr(target, "__module__", "")).startswith("slipstream."):
         return
     constructor = target.__init__ if inspect.isclass(target) else target
-    try:
-        hints = typing.get_type_hints(constructor)
-    except NameError:  # an annotation that exists only for the type checker
-        return
     for key, value in arguments.items():
-        if key in hints and not matches(value, hints[key]):
-            raise BuildError(f"{key} must be {describe(hints[key])}, not {value!r}")
+        hint = _hint(constructor, key)
+        if not matches(value, hint):
+            raise ConfigError(f"must be {describe(hint)}, not {value!r}", key)
+
+
+def _hint(constructor: Any, key: str) -> Any:
+    """Return the annotation of a parameter; Any for one that exists only for the type checker."""
+    only = types.SimpleNamespace(__annotations__={key: constructor.__annotations__.get(key, Any)})
+    only.__module__ = constructor.__module__
+    try:
+        return typing.get_type_hints(only, vars(sys.modules[constructor.__module__]))[key]
+    except NameError:
+        return Any
 
 
 def _name(kind: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,7 +50,7 @@ class Registry:
         scope: the name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
             by default the top-level package of the caller.
         locations: modules to import before a lookup fails; importing them registers their classes.
-        namespaces: modules whose public classes and functions count as registered (`"torch.optim"`).
+        namespaces: modules whose public classes count as registered (`"torch.optim"`).
 
     Example:
         >>> MODELS = Registry("model")
@@ -103,6 +104,8 @@ class Registry:
         """
         if module is not None:
             return self._register(module, name, force)
+        if callable(name):
+            raise ConfigError(f"{name!r} is no name: write @register_module(), with parentheses")
 
         def decorate(obj: T) -> T:
             self._register(obj, name, force)
@@ -127,18 +130,12 @@ class Registry:
     def get(self, key: str) -> Any | None:
         """Return what is registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
-        A name without a scope is looked up in the default scope's registry, here, in this registry's
-        namespaces, and then in the parents.
+        A name without a scope is looked up in the default scope's registry, then here; in each place
+        among what is registered, in the namespaces, and then in the parents.
         """
-        scope, name = self._split(key)
-        if scope is not None:
-            return self._in_scope(scope)._own(name)
-        preferred = _scope.get()
-        if preferred is not None and (child := self.root._descendant(preferred)) is not None:
-            found = child._upwards(name)
-            if found is not None:
-                return found
-        return self._upwards(name)
+        homes, name = self._split(key)
+        found = (home._upwards(name) for home in homes)
+        return next((obj for obj in found if obj is not None), None)
 
     def __contains__(self, key: str) -> bool:
         return self.get(key) is not None
@@ -165,26 +162,30 @@ class Registry:
         """
         found = self.get(key)
         if found is None:
-            hint = did_you_mean(key, self.names())
+            homes, name = self._split(key)
+            hint = did_you_mean(name, {known for home in homes for known in home.names()})
             raise UnknownNameError(f"'{key}' is not a registered {self.name}{hint}")
         return found
 
     def names(self) -> list[str]:
-        """Return every name that `get` finds without a scope, sorted."""
+        """Return every name found here or in the parents, sorted."""
         self._import_locations()
         found = set(self.module_dict)
         for module in self._imported_namespaces():
             found.update(n for n in dir(module) if self._public(module, n) is not None)
         return sorted(found | set(self.parent.names() if self.parent else ()))
 
-    def _split(self, key: str) -> tuple[str | None, str]:
+    def _split(self, key: str) -> tuple[Sequence[Registry], str]:
+        """Return the registries where `key` is to be looked up, in order, and the name to look for."""
         scope, dot, name = key.partition(".")
-        if not dot or (self.root._descendant(scope) is None and scope not in _ROOT_ALIASES):
-            return None, key
-        return scope, name
+        if dot and (home := self._in_scope(scope)) is not None:
+            return [home], name
+        preferred = self._in_scope(_scope.get() or "")
+        # The root comes last in any case: as the default scope it must not hide what a child overrides.
+        return [self] if preferred in (None, self.root) else [preferred, self], key
 
-    def _in_scope(self, scope: str) -> Registry:
-        return self.root._descendant(scope) or self.root
+    def _in_scope(self, scope: str) -> Registry | None:
+        return self.root if scope in _ROOT_ALIASES else self.root._descendant(scope)
 
     def _descendant(self, scope: str) -> Registry | None:
         if scope == self.scope:
@@ -207,17 +208,28 @@ class Registry:
 
     def _import_locations(self) -> None:
         while self._locations:
-            importlib.import_module(self._locations.pop())
+            location = self._locations.pop()  # first, since importing it may look names up here
+            try:
+                importlib.import_module(location)
+            except BaseException:
+                self._locations.append(location)  # the next lookup shall fail as clearly
+                raise
 
     def _imported_namespaces(self) -> Iterator[Any]:
         for module in self._namespaces:
             try:
-                yield importlib.import_module(module)
+                with warnings.catch_warnings():
+                    # torch.distributed.optim deprecates itself, whatever name was looked for.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    found = importlib.import_module(module)
             except ModuleNotFoundError as error:  # an optional extra that is not installed
                 if error.name != module.split(".")[0]:
                     raise
+                continue
+            yield found
 
     @staticmethod
     def _public(module: Any, name: str) -> Any | None:
-        obj = None if name.startswith("_") else getattr(module, name, None)
+        exported = name in getattr(module, "__all__", (name,)) and not name.startswith("_")
+        obj = getattr(module, name, None) if exported else None
         return obj if inspect.isclass(obj) else None

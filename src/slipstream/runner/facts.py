@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from slipstream.config import Config
 from slipstream.dataset.loader import batch_size
 from slipstream.dist import get_rank, get_world_size, is_distributed
 from slipstream.model import unwrap_model
+from slipstream.registry import LOOPS
 from slipstream.runner.logs import config_text
 from slipstream.runner.loops import IterBasedTrainLoop
 
@@ -62,8 +64,10 @@ class RunFacts:
     def by_epoch(self) -> bool:
         """Whether the training counts epochs (the case, too, when there is none)."""
         loop = self._loops["train"]
-        kind = loop.get("type") if isinstance(loop, Mapping) else type(loop)
-        return kind not in (IterBasedTrainLoop, "IterBasedTrainLoop")
+        kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
+        if isinstance(kind, str):
+            kind = LOOPS.resolve(kind)
+        return not (inspect.isclass(kind) and issubclass(kind, IterBasedTrainLoop))
 
     @property
     def _position(self) -> Any:

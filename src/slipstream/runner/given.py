@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.registry.build import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 
-__all__ = ["DEFAULT_HOOKS", "TRIPLES", "loop_options", "place_in_loop", "with_defaults"]
+__all__ = ["DEFAULT_HOOKS", "TRIPLES", "loop_options", "place_in_loop", "placing", "with_defaults"]
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -76,6 +78,20 @@ def place_in_loop(error: ConfigError, mode: str) -> None:
     """Name the argument of the Runner that an error inside a loop's configuration belongs to."""
     loader, cfg_name, third = TRIPLES[mode]
     head, dot, rest = error.path.partition(".")
-    places = {"dataloader": loader, "evaluator": third, "": cfg_name}
-    if head in places:
-        error.path = places[head] + dot + rest
+    places = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
+    error.path = places[head] + dot + rest if head in places else f"{cfg_name}.{error.path}"
+
+
+@contextmanager
+def placing(given: Mapping[str, Any], within: str = "") -> Iterator[None]:
+    """Place errors where the dict that they are about stands in `given`; those about no such dict, in `within`."""
+    try:
+        yield
+    except ConfigError as error:
+        source = getattr(error, "source", None)
+        place = ("" if source is None else locate(source, given) or "").lstrip(".") or within
+        if place:
+            dot = "" if not error.path or error.path.startswith("[") else "."
+            error.path = place + dot + error.path
+            error.source = None  # type: ignore[attr-defined]  # an outer place must not come on top
+        raise

@@ -5,12 +5,14 @@ from __future__ import annotations
 import bisect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils.data import DataLoader
 
 from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
+from slipstream.dataset.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
@@ -66,10 +68,17 @@ class _TrainLoop(BaseLoop):
         self.val_begin = val_begin
         self._milestones = [0, *(milestone for milestone, _ in dynamic_intervals or ())]
         self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
+        if self._milestones != sorted(self._milestones) or min(self._intervals) < 1:
+            raise ConfigError(
+                f"must be pairs (milestone, interval), milestones ascending and intervals at least 1, not "
+                f"{dynamic_intervals!r}",
+                "train_cfg.dynamic_intervals",
+            )
         self.stop_training = False
         self._epoch = 0
         self._iter = 0
         self._start = 0
+        self._validated = True
         self.inner_iter = 0
         """Batches of the current epoch (or pass over the data) that are done."""
 
@@ -92,10 +101,17 @@ class _TrainLoop(BaseLoop):
     def _progress(self) -> int:
         raise NotImplementedError
 
-    def resume(self, epoch: int, iteration: int, start: int) -> None:
-        """Go on after `iteration` steps, at batch `start` of epoch `epoch`."""
+    @property
+    def _goal(self) -> int:
+        raise NotImplementedError
+
+    def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
+        """Go on after `iteration` steps, at batch `start` of epoch `epoch`.
+
+        Unless the validation of that point is `validated` as done, it comes first if it is due.
+        """
         self._epoch, self._iter, self._start = epoch, iteration, start
-        self.inner_iter = start
+        self.inner_iter, self._validated = start, validated
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
         """Train on one batch, with the hooks around it."""
@@ -109,11 +125,31 @@ class _TrainLoop(BaseLoop):
             hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
         self._iter += 1
 
-    def _validate(self, last: bool) -> None:
-        due = self._progress >= self.val_begin and (self._progress % self.val_interval == 0 or last)
+    def _catch_up(self) -> None:
+        """Validate, as a run would have that was stopped between its checkpoint and its validation."""
+        if not self._validated:
+            if self._start == 0:
+                self._runner.restore_random_state()
+            self._validate()
+
+    def _validate(self) -> None:
+        progress = self._progress
+        due = progress >= self.val_begin and (progress % self.val_interval == 0 or progress == self._goal)
         if self._runner.val_loop is not None and due:
             self._runner.val_loop.run()
             self._runner.model.train()
+
+    def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
+        """Return number and batch, for the rest of the present epoch (or pass over the data)."""
+        start, self._start = self._start, 0
+        if start == 0:
+            self._runner.restore_random_state()  # a new epoch includes what its loader draws to begin
+        set_epoch(self.dataloader, self._epoch, start)
+        batches = iter(self.dataloader)
+        if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
+            next(islice(batches, start - 1, None), None)  # nobody can seek in it, so draw and drop
+        self._runner.restore_random_state()
+        return enumerate(batches, start)
 
     @contextmanager
     def _located(self) -> Iterator[None]:
@@ -166,14 +202,19 @@ class EpochBasedTrainLoop(_TrainLoop):
     def _progress(self) -> int:
         return self._epoch
 
+    @property
+    def _goal(self) -> int:
+        return self.max_epochs
+
     def run(self) -> torch.nn.Module:
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
         with self._located():
+            self._catch_up()
             while self._epoch < self.max_epochs and not self.stop_training:
                 self.run_epoch()
-                self._validate(last=self._epoch == self.max_epochs)
+                self._validate()
         runner.call_hook("after_train")
         return runner.model
 
@@ -182,14 +223,11 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner = self._runner
         runner.call_hook("before_train_epoch")
         runner.model.train()
-        set_epoch(self.dataloader, self._epoch, self._start)
-        batches = iter(self.dataloader)
-        runner.restore_random_state()
-        for idx, data_batch in enumerate(batches, self._start):
+        for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
         runner.call_hook("after_train_epoch")
         self._epoch += 1
-        self._start = self.inner_iter = 0
+        self.inner_iter = 0
 
 
 @LOOPS.register_module()
@@ -225,6 +263,10 @@ class IterBasedTrainLoop(_TrainLoop):
     def _progress(self) -> int:
         return self._iter
 
+    @property
+    def _goal(self) -> int:
+        return self.max_iters
+
     def run(self) -> torch.nn.Module:
         """Train and validate; return the model."""
         runner = self._runner
@@ -232,30 +274,30 @@ class IterBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
         runner.model.train()
         batches = self._batches()
-        runner.restore_random_state()
         with self._located():
+            self._catch_up()
             while self._iter < self.max_iters and not self.stop_training:
                 idx, data_batch = next(batches)
                 self.run_iter(idx, data_batch)
-                self._validate(last=self._iter == self.max_iters)
+                self._validate()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model
 
     def _batches(self) -> Iterator[tuple[int, Any]]:
         while True:
-            set_epoch(self.dataloader, self._epoch, self._start)
-            number = self._start - 1
-            for number, data_batch in enumerate(self.dataloader, self._start):
-                yield number, data_batch
-            if number < 0:
+            empty = self._start == 0
+            for numbered in self._numbered_batches():
+                empty = False
+                yield numbered
+            if empty:
                 raise DataError("the training loader gives no batch; check batch_size and drop_last")
-            self._epoch, self._start = self._epoch + 1, 0
+            self._epoch += 1
 
-    def resume(self, epoch: int, iteration: int, start: int) -> None:
-        """Go on after `iteration` steps, at batch `start` of pass `epoch`."""
+    def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
+        """Go on after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""
         endless = is_infinite(self.dataloader)
-        super().resume(0 if endless else epoch, iteration, iteration if endless else start)
+        super().resume(0 if endless else epoch, iteration, iteration if endless else start, validated)
 
 
 class _EvalLoop(BaseLoop):

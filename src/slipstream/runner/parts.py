@@ -85,17 +85,14 @@ def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"must be an OptimWrapper or a dict, not {type(cfg).__name__}", "optim_wrapper")
+        raise ConfigError(f"must be an OptimWrapper or a dict, not {type(cfg).__name__}")
     if isinstance(cfg.get("optimizer"), Optimizer):
         return _one(cfg)
     if "optimizer" in cfg or "constructor" in cfg:
         return build_optim_wrapper(unwrap_model(model), cfg)
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
         return OptimWrapperDict(**cfg)
-    raise ConfigError(
-        f"needs an 'optimizer' (or must map names to OptimWrapper objects); got {sorted(cfg)}",
-        "optim_wrapper",
-    )
+    raise ConfigError(f"needs an 'optimizer' (or must map names to OptimWrapper objects); got {sorted(cfg)}")
 
 
 def _one(cfg: Mapping[str, Any]) -> OptimWrapper:
@@ -113,18 +110,25 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop) -> Any:
 
 
 def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any) -> list[Any]:
-    if cfg is None:
-        return []
-    return [
-        build_param_scheduler(
-            part,
+    several = isinstance(cfg, Sequence) and not isinstance(cfg, str)
+    parts = cfg if several else [] if cfg is None else [cfg]
+    return [_scheduler(part, optim, loop) for part in parts]
+
+
+def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
+    if isinstance(cfg, str | int | float):
+        raise ConfigError(f"a schedule is an object or a dict with a 'type', not {cfg!r}", "param_scheduler")
+    try:
+        return build_param_scheduler(
+            cfg,
             optim.optimizer,
             epoch_length=_length(loop.dataloader),
             max_epochs=loop.max_epochs,
             max_iters=loop.max_iters,
         )
-        for part in (cfg if isinstance(cfg, Sequence) else [cfg])
-    ]
+    except ConfigError as error:
+        error.source = cfg  # type: ignore[attr-defined]  # the dict as it stands in the configuration
+        raise
 
 
 def _length(loader: Any) -> int | None:

@@ -7,6 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from slipstream.checkpoint import (
     find_latest_checkpoint,
     get_random_state,
@@ -14,8 +17,8 @@ from slipstream.checkpoint import (
     load_weights,
     set_random_state,
 )
-from slipstream.dist import all_gather_object, get_rank, get_world_size
-from slipstream.errors import CheckpointError
+from slipstream.dist import all_gather_object, all_reduce, get_rank, get_world_size
+from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.version import __version__
 
@@ -53,7 +56,11 @@ def make_checkpoint(
             counted, None when everything is counted.
         save_optimizer, save_param_scheduler: whether their state belongs to it.
         meta: further entries of `meta`.
+
+    Raises:
+        NonFiniteLossError: a weight is NaN or infinite.
     """
+    _check_weights(runner)
     checkpoint: dict[str, Any] = {
         "meta": {**_meta(runner, by_epoch), **(meta or {})},
         "state_dict": unwrap_model(runner.model).state_dict(),
@@ -61,6 +68,8 @@ def make_checkpoint(
     }
     if save_optimizer and runner.optim_wrapper is not None:
         checkpoint["optimizer"] = runner.optim_wrapper.state_dict()
+        if gradients := _pending_gradients(runner):
+            checkpoint["gradients"] = gradients
     if save_param_scheduler and runner.param_schedulers is not None:
         schedulers = runner.param_schedulers
         if isinstance(schedulers, dict):
@@ -81,6 +90,8 @@ def _meta(runner: Runner, by_epoch: bool | None) -> dict[str, Any]:
         "iter": runner.iter + (1 if by_epoch is False else 0),
         "inner_samples": done * runner.samples_per_step,
         "samples_per_step": runner.samples_per_step,
+        # The validation of an epoch or step comes after the checkpoint that is made as it ends.
+        "validated": by_epoch is not runner.by_epoch,
         "seed": runner.seed,
         "random_state": all_gather_object(get_random_state()),
         "experiment_name": runner.experiment_name,
@@ -107,12 +118,17 @@ def restore_training(
         CheckpointError: it lacks something that was asked for, or has another number of schedulers.
     """
     meta = checkpoint.get("meta", {})
+    if "ema_state_dict" in checkpoint:  # an EMAHook would have taken it out
+        runner.logger.warning(
+            "The checkpoint's weights are an average; without an EMAHook the training goes on from it"
+        )
     if "iter" not in meta:
         raise CheckpointError("the checkpoint holds weights only, so no run can go on from it: use load_from")
     if checkpoint.get("message_hub"):
         runner.message_hub.load_state_dict(checkpoint["message_hub"])
     if optimizer and runner.optim_wrapper is not None:
         runner.optim_wrapper.load_state_dict(_needed(checkpoint, "optimizer"))
+        _restore_gradients(runner, checkpoint.get("gradients", {}))
     if schedulers and runner.param_schedulers:
         _restore_schedulers(runner, _needed(checkpoint, "param_schedulers"))
     _restore_position(runner, meta)
@@ -125,6 +141,8 @@ def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
     """Place the loop; with another batch size or number of processes, after as many samples."""
     before = meta.get("samples_per_step", runner.samples_per_step)
     start = meta.get("inner_samples", 0) // runner.samples_per_step
+    if runner.by_epoch:  # a last batch may have been counted as full
+        start = min(start, len(runner.train_dataloader))
     iteration = meta["iter"]
     if before != runner.samples_per_step:
         iteration = (
@@ -136,7 +154,7 @@ def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
             f"A step took {before} samples before and takes {runner.samples_per_step} now: "
             f"iteration {meta['iter']} counts as {iteration}"
         )
-    runner.train_loop.resume(meta["epoch"], iteration, start)
+    runner.train_loop.resume(meta["epoch"], iteration, start, meta.get("validated", True))
     runner.logger.info(f"Resumed at epoch {meta['epoch']}, iteration {iteration}")
 
 
@@ -155,6 +173,36 @@ def _restore_schedulers(runner: Runner, states: Any) -> None:
             )
         for scheduler, state in zip(own, saved, strict=True):
             scheduler.load_state_dict(state)
+
+
+def _pending_gradients(runner: Runner) -> dict[str, Tensor]:
+    """Return the gradients of an accumulation window that has not ended, as their mean over all ranks."""
+    named = unwrap_model(runner.model).named_parameters()
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    for gradient in gradients.values():
+        all_reduce(gradient, "mean")
+    return gradients
+
+
+def _restore_gradients(runner: Runner, gradients: Mapping[str, Tensor]) -> None:
+    parameters = dict(unwrap_model(runner.model).named_parameters())
+    for name, gradient in gradients.items():
+        parameters[name].grad = gradient.to(parameters[name].device)
+
+
+def _check_weights(runner: Runner) -> None:
+    """Refuse to write weights that nothing can go on from; a loss shows them only one step later."""
+    named = [(n, p.detach()) for n, p in unwrap_model(runner.model).named_parameters() if p.requires_grad]
+    if not named:
+        return
+    finite = torch.stack([p.isfinite().all() for _, p in named]).tolist()
+    if not all(finite):
+        name = named[finite.index(False)][0]
+        raise NonFiniteLossError(
+            f"the weight '{name}' is NaN or infinite by iteration {runner.iter + 1}: no checkpoint is written, "
+            "and those before are kept. Lower the learning rate, add a warm-up, or clip the gradients "
+            "(clip_grad=dict(max_norm=1.0))"
+        )
 
 
 def _needed(checkpoint: Mapping[str, Any], key: str) -> Any:

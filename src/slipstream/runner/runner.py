@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from slipstream.checkpoint import load_checkpoint, mark_last_checkpoint, revise, save_checkpoint, write_text
+from slipstream.checkpoint import (
+    get_random_state,
+    load_checkpoint,
+    mark_last_checkpoint,
+    revise,
+    save_checkpoint,
+    set_random_state,
+    write_text,
+)
 from slipstream.config import Config, options
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
@@ -19,7 +27,6 @@ from slipstream.hooks import Hook, HookList, ProgressBarHook
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.registry import LOOPS, RUNNERS, default_scope
-from slipstream.registry.build import locate
 from slipstream.runner import parts, resume
 from slipstream.runner.environment import (
     EnvOptions,
@@ -30,7 +37,7 @@ from slipstream.runner.environment import (
     setup_env,
 )
 from slipstream.runner.facts import RunFacts
-from slipstream.runner.given import TRIPLES, loop_options, place_in_loop, with_defaults
+from slipstream.runner.given import TRIPLES, loop_options, place_in_loop, placing, with_defaults
 from slipstream.runner.logs import config_text, name_run, open_logs
 from slipstream.speed import SpeedPlan, compile_model
 from slipstream.step import Step
@@ -110,9 +117,11 @@ class Runner(RunFacts):
         self.resumed_random_state: dict[str, Any] | None = None
         self.is_training = False
         self.resuming = False
-        self._loaded = False
+        self._loaded = self._compiled = False
         with self._reading():
             self._init_parts(given)
+        # Each Runner has its own stream of random numbers, whatever others draw in the meantime.
+        self._random_state = get_random_state()
 
     def _init_parts(self, given: dict[str, Any]) -> None:
         self._loops: dict[str, Any] = {mode: loop_options(mode, given) for mode in TRIPLES}
@@ -159,12 +168,10 @@ class Runner(RunFacts):
         with self._running():
             self._build_training()
             self.call_hook("before_run")
-            core: Any = unwrap_model(self.model)
-            if hasattr(core, "init_weights"):
+            if not self._loaded and hasattr(core := unwrap_model(self.model), "init_weights"):
                 core.init_weights()
             self.load_or_resume()
-            if self.speed.compile is not None:
-                compile_model(core, self.speed.compile, self.logger.warning)
+            self._compile()
             assert self.optim_wrapper is not None
             self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
             self.step = parts.make_step(self.model, self.optim_wrapper)
@@ -189,6 +196,7 @@ class Runner(RunFacts):
             loop = self._loop(mode)
             self.call_hook("before_run")
             self.load_or_resume()
+            self._compile()
             metrics: dict[str, float] = loop.run()
             self.call_hook("after_run")
         return metrics
@@ -196,7 +204,8 @@ class Runner(RunFacts):
     def _build_training(self) -> None:
         loop = self._loop("train")
         if self.optim_wrapper is None:
-            self.optim_wrapper = parts.build_optim(self.model, self._training["optim_wrapper"])
+            with placing(self._given, "optim_wrapper"):
+                self.optim_wrapper = parts.build_optim(self.model, self._training["optim_wrapper"])
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers = self._training["param_scheduler"]
             self.param_schedulers = parts.build_schedulers(schedulers, self.optim_wrapper, loop)
@@ -208,17 +217,25 @@ class Runner(RunFacts):
         if auto_scale_lr and auto_scale_lr.get("enable", False):
             self.logger.info(parts.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
 
+    def _compile(self) -> None:
+        if self.speed.compile is not None and not self._compiled:
+            self._compiled = True
+            compile_model(unwrap_model(self.model), self.speed.compile, self.logger.warning)
+
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Whatever happens inside, leave complete log files and a clean terminal behind."""
+        set_random_state(self._random_state)
         try:
             with self._reading(), self.logger.as_current(), self.message_hub.as_current():
                 yield
         except BaseException as error:
             if isinstance(error, Exception):
-                self.logger.error(f"{type(error).__name__}: {error}")
+                # For the log file: the console hears of it from whoever catches the error.
+                self.logger.debug(f"{type(error).__name__}: {error}")
             raise
         finally:
+            self._random_state = get_random_state()
             self.is_training = False
             for hook in self._hooks:
                 if isinstance(hook, ProgressBarHook):
@@ -228,30 +245,19 @@ class Runner(RunFacts):
     @contextmanager
     def _reading(self) -> Iterator[None]:
         """Look names up in the run's scope, and place errors in the configuration that was given."""
-        try:
-            with default_scope(self._scope):
-                yield
-        except ConfigError as error:
-            source = getattr(error, "source", None)
-            if source is not None and (path := locate(source, self._given)):
-                error.path = path + (f".{error.path}" if error.path else "")
-                del error.source  # type: ignore[attr-defined]
-            raise
+        with placing(self._given), default_scope(self._scope):
+            yield
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 
     def load_or_resume(self) -> None:
-        """Load `load_from`, or go on from the checkpoint to resume; once."""
-        if self._loaded:
-            return
+        """Load `load_from`, or go on from the checkpoint to resume (without a training: load it); once."""
+        if self._resume_from is not None and self.optim_wrapper is not None:
+            self.resume(self._resume_from)
+            self._resume_from = None
+        elif not self._loaded and (source := self._resume_from or self._load_from):
+            self.load_checkpoint(source)
         self._loaded = True
-        if self._resume_from is not None:
-            if self._loops["train"] is not None and self.optim_wrapper is not None:
-                self.resume(self._resume_from)
-            else:
-                self.load_checkpoint(self._resume_from)
-        elif self._load_from is not None:
-            self.load_checkpoint(self._load_from)
 
     def load_checkpoint(
         self,
@@ -330,8 +336,9 @@ class Runner(RunFacts):
 
     def register_custom_hooks(self, hooks: Sequence[Hook | Mapping[str, Any]]) -> None:
         """Add several hooks."""
-        for hook in hooks:
-            self.register_hook(hook)
+        for index, hook in enumerate(hooks):
+            with placing(self._given, f"custom_hooks[{index}]"):
+                self.register_hook(hook)
 
     @property
     def hooks(self) -> list[Hook]:

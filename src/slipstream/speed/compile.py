@@ -69,20 +69,40 @@ class _Guarded:
         self.model = model
         self.compiled = compiled
         self.warn = warn
+        self.proven: set[bool] = set()  # whether calls without (False) and with gradient (True) have worked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self.compiled(*args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            # Compilation fails before the code it concerns has run, so the call can be made again.
+            if torch.is_grad_enabled() in self.proven:
+                return self.compiled(*args, **kwargs)
+            return self._prove(*args, **kwargs)
+        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
+            # A graph fails to compile before it runs, so the call can be made again.
             self.model._compiled_call_impl = None
             self.warn(_message(self.model, error))
             return self.model._call_impl(*args, **kwargs)
 
+    def _prove(self, *args: Any, **kwargs: Any) -> Any:
+        """Make the first call, with or without gradient, such that a failure leaves no trace in the model."""
+        # Of several graphs the first may have run, and updated BatchNorm, when the second fails.
+        before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
+        try:
+            # The graph of backward would be compiled in backward, where nothing can be made again.
+            with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+                result = self.compiled(*args, **kwargs)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, old in before:
+                    buffer.copy_(old)
+            raise
+        self.proven.add(torch.is_grad_enabled())
+        return result
+
 
 def _message(model: nn.Module, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    reason = lines[0] if lines else type(error).__name__
+    # "backend='inductor' raised:" says nothing without the line below it.
+    reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     return (
         f"{type(model).__name__} cannot be compiled ({type(error).__name__}: {reason}); it runs eagerly. "
         "Mend what the message names, or leave compile out"

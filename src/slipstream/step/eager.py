@@ -67,6 +67,9 @@ class EagerStep:
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of all losses (with gradient), and detached 0-dim values to log, `loss` first.
 
+    `loss` is logged as the sum, unless an entry has that very name; entries without `loss` in their name
+    are logged only.
+
     Raises:
         LossError: no entry is a loss, or one is not a scalar tensor (or a list of them).
     """

@@ -46,7 +46,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
         def forward(batch: Any) -> Any:
             return run_forward(self, self.module.data_preprocessor(batch, True), "loss")
 
-        return EagerStep(forward, self, optim_wrapper)(data)
+        return EagerStep(forward, self, optim_wrapper, self.module.parse_losses)(data)
 
     def val_step(self, data: Any) -> Any:
         """Return the wrapped model's predictions."""
@@ -98,7 +98,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
 def is_model_wrapper(model: nn.Module) -> bool:
     """Say whether `model` only wraps another that it holds as `module`."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
-    return isinstance(model, known) or type(model).__name__ in MODEL_WRAPPERS.module_dict
+    return isinstance(model, known) or type(model) in MODEL_WRAPPERS.module_dict.values()
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

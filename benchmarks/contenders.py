@@ -1,0 +1,186 @@
+"""One epoch of the same training by a hand-written loop and by each framework.
+
+Each function trains `work.net` on `work.loader` and returns the seconds from the start of the epoch to its
+end, without set-up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import count
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+_run_number = count()
+
+
+@dataclass(frozen=True)
+class Work:
+    """What there is to do."""
+
+    net: nn.Module
+    loader: DataLoader[Any]
+    criterion: Callable[[Tensor, Tensor], Tensor]
+    folder: str
+    """For whatever a framework writes."""
+
+    def optimizer(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
+
+
+class Clock:
+    """Holds how long the epoch took."""
+
+    def start(self) -> None:
+        self._started = perf_counter()
+
+    def stop(self) -> None:
+        self.seconds = perf_counter() - self._started
+
+
+def hand_written(work: Work) -> float:
+    net, criterion, optimizer, clock = work.net, work.criterion, work.optimizer(), Clock()
+    net.train()
+    clock.start()
+    for inputs, targets in work.loader:
+        loss = criterion(net(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    clock.stop()
+    return clock.seconds
+
+
+def with_accelerate(work: Work) -> float:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True)
+    net, optimizer, loader = accelerator.prepare(work.net, work.optimizer(), work.loader)
+    criterion, clock = work.criterion, Clock()
+    net.train()
+    clock.start()
+    for inputs, targets in loader:
+        loss = criterion(net(inputs), targets)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+    clock.stop()
+    accelerator.free_memory()
+    return clock.seconds
+
+
+def with_lightning(work: Work) -> float:
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = work.net
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            inputs, targets = batch
+            return work.criterion(self.net(inputs), targets)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return work.optimizer()
+
+    class Timer(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            clock.start()
+
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            clock.stop()
+
+    clock = Clock()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=work.folder,
+        callbacks=[Timer()],
+    )
+    trainer.fit(Module(), work.loader)
+    return clock.seconds
+
+
+def with_mmengine(work: Work) -> float:
+    from mmengine.hooks import Hook
+    from mmengine.model import BaseModel
+    from mmengine.runner import Runner
+
+    # MMEngine keeps loggers and hubs for the whole process: each run needs a name of its own.
+    return _with_runner(work, BaseModel, Hook, Runner, experiment_name=f"run{next(_run_number)}")
+
+
+def with_slipstream(work: Work) -> float:
+    from slipstream.hooks import Hook
+    from slipstream.model import BaseModel
+    from slipstream.runner import Runner
+
+    return _with_runner(work, BaseModel, Hook, Runner)
+
+
+def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
+    """Train with a Runner, MMEngine's or Slipstream's: every default hook but the checkpoint."""
+
+    class Model(base_model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = work.net
+
+        def forward(self, inputs: Tensor, targets: Tensor, mode: str) -> dict[str, Tensor]:
+            return {"loss": work.criterion(self.net(inputs), targets)}
+
+    class Timer(base_hook):
+        def before_train_epoch(self, runner: Any) -> None:
+            clock.start()
+
+        def after_train_epoch(self, runner: Any) -> None:
+            clock.stop()
+
+    clock = Clock()
+    runner(
+        model=Model(),
+        work_dir=work.folder,
+        train_dataloader=work.loader,
+        train_cfg=dict(by_epoch=True, max_epochs=1),
+        optim_wrapper=dict(optimizer=work.optimizer()),
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=50), checkpoint=None),
+        custom_hooks=[Timer()],
+        **options,
+    ).train()
+    return clock.seconds
+
+
+CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
+    "loop": ("torch", hand_written),
+    "Accelerate": ("accelerate", with_accelerate),
+    "Lightning": ("lightning", with_lightning),
+    "MMEngine": ("mmengine", with_mmengine),
+    "Slipstream": ("slipstream", with_slipstream),
+}
+"""The package that each contender needs, and the contender."""
+
+
+def installed() -> dict[str, Callable[[Work], float]]:
+    """Return the contenders that can run here, and say which cannot."""
+    found = {}
+    for name, (package, contender) in CONTENDERS.items():
+        if find_spec(package) is None:
+            print(f"{name} is left out: {package} is not installed (pip install -e '.[bench]')")
+        else:
+            found[name] = contender
+    return found

@@ -1,0 +1,234 @@
+"""Time per training step of tiny networks, where the framework's own work shows, against a plain loop.
+
+    python benchmarks/overhead.py --steps 2000 --rounds 7 --out benchmarks/results/overhead.md
+
+In every round each contender trains a fresh copy of the network for one epoch; the order rotates from round
+to round, and differences are taken within a round, so that drift of the machine hits all alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from contenders import CONTENDERS, Work, installed
+from report import circumstances, table, write_result
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+
+BATCH_SIZE = 8
+CLASSES = 4
+THREADS = 2
+GOAL_MS = 0.03
+CHECKED_STEPS = 50
+
+Contenders = dict[str, Callable[[Work], float]]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, CLASSES))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, CLASSES),
+    )
+
+
+NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "MLP": (mlp, (16,)),
+    "conv net": (conv_net, (3, 16, 16)),
+}
+"""How to build each network, and the shape of one input."""
+
+
+class Samples(Dataset[Any]):
+    """The data set as users write it: one sample at a time."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.inputs, self.targets = inputs, targets
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[index], self.targets[index]
+
+
+class ReadyBatches(IterableDataset[Any]):
+    """Batches made beforehand, in a fixed order: what remains is the training step."""
+
+    def __init__(self, inputs: Tensor, targets: Tensor) -> None:
+        self.batches = [
+            list(b) for b in zip(inputs.split(BATCH_SIZE), targets.split(BATCH_SIZE), strict=True)
+        ]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[Tensor]]:
+        return iter(self.batches)
+
+
+LOADERS: dict[str, Callable[[Tensor, Tensor, bool], DataLoader[Any]]] = {
+    "TensorDataset": lambda x, y, shuffle: DataLoader(TensorDataset(x, y), BATCH_SIZE, shuffle=shuffle),
+    "own data set": lambda x, y, shuffle: DataLoader(Samples(x, y), BATCH_SIZE, shuffle=shuffle),
+    "ready batches": lambda x, y, shuffle: DataLoader(ReadyBatches(x, y), batch_size=None),
+}
+
+
+def make_loader(kind: str, shape: tuple[int, ...], steps: int, shuffle: bool) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(BATCH_SIZE * steps, *shape, generator=generator)
+    targets = torch.randint(0, CLASSES, (BATCH_SIZE * steps,), generator=generator)
+    return LOADERS[kind](inputs, targets, shuffle)
+
+
+def train(
+    contender: Callable[[Work], float],
+    network: str,
+    loader: DataLoader[Any],
+    criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
+) -> tuple[float, nn.Module]:
+    """Return the seconds of an epoch, and the trained network."""
+    torch.manual_seed(0)
+    net = NETWORKS[network][0]()
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        gc.collect()
+        seconds = contender(Work(net, loader, criterion, folder))
+    assert torch.get_num_threads() == THREADS, "a framework changed the number of threads"
+    return seconds, net
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), redirect_stdout(_NOWHERE), redirect_stderr(_NOWHERE):
+        warnings.simplefilter("ignore")
+        yield
+
+
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers keep it to the end
+
+
+def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
+    """Train a little in a fixed order, and return how far each contender's weights are from the loop's.
+
+    Raises:
+        AssertionError: losses or weights differ by more than rounding.
+    """
+    outcomes = {}
+    for name, contender in contenders.items():
+        losses: list[float] = []
+
+        def criterion(logits: Tensor, targets: Tensor, losses: list[float] = losses) -> Tensor:
+            loss = F.cross_entropy(logits, targets)
+            losses.append(loss.item())
+            return loss
+
+        loader = make_loader(kind, NETWORKS[network][1], CHECKED_STEPS, shuffle=False)
+        _, net = train(contender, network, loader, criterion)
+        weights = torch.cat([value.detach().flatten().double() for value in net.state_dict().values()])
+        outcomes[name] = torch.tensor(losses), weights
+    loop_losses, loop_weights = outcomes["loop"]
+    assert len(loop_losses) == CHECKED_STEPS
+    differences = {}
+    for name, (losses_of, weights) in outcomes.items():
+        torch.testing.assert_close(losses_of, loop_losses, rtol=1e-4, atol=1e-5, msg=f"losses of {name}")
+        torch.testing.assert_close(weights, loop_weights, rtol=1e-4, atol=1e-5, msg=f"weights of {name}")
+        differences[name] = float((weights - loop_weights).abs().max())
+    return differences
+
+
+def measure(
+    contenders: Contenders, network: str, kind: str, steps: int, rounds: int
+) -> dict[str, list[float]]:
+    """Return the milliseconds per step of each contender in each round."""
+    loader = make_loader(kind, NETWORKS[network][1], steps, shuffle=True)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    order = list(contenders)
+    for number in range(rounds):
+        turn = number % len(order)
+        for name in order[turn:] + order[:turn]:
+            seconds, _ = train(contenders[name], network, loader)
+            times[name].append(seconds / steps * 1e3)
+        line = ", ".join(f"{name} {values[-1]:.3f}" for name, values in times.items())
+        print(f"{network}, {kind}, round {number + 1}/{rounds}: {line}", flush=True)
+    return times
+
+
+def summary(times: dict[str, list[float]]) -> str:
+    """Return the table of a case, and how often its goals held."""
+    above = {
+        name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()
+    }
+    rows = [
+        [name, *(f"{f(values):.3f}" for f in (median, min, max)), f"{median(above[name]):+.3f}"]
+        for name, values in times.items()
+    ]
+    text = table(["", "median ms", "min", "max", "over the loop (median)"], rows)
+    rounds = len(times["loop"])
+    if "Accelerate" in times:
+        below = sum(s < a for s, a in zip(times["Slipstream"], times["Accelerate"], strict=True))
+        text += f"\n\nSlipstream below Accelerate: {below} of {rounds} rounds."
+    within = sum(difference <= GOAL_MS for difference in above["Slipstream"])
+    return text + f"\n\nSlipstream at most {GOAL_MS} ms over the loop: {within} of {rounds} rounds."
+
+
+def run_case(contenders: Contenders, network: str, kind: str, steps: int, rounds: int) -> dict[str, Any]:
+    weights_off = check_same_training(contenders, network, kind)
+    return {
+        "network": network,
+        "loader": kind,
+        "largest weight difference to the loop": weights_off,
+        "milliseconds": measure(contenders, network, kind, steps, rounds),
+    }
+
+
+def describe(case: dict[str, Any]) -> str:
+    off = max(case["largest weight difference to the loop"].values())
+    return (
+        f"## {case['network']}, {case['loader']}\n\n{summary(case['milliseconds'])}\n\n"
+        f"Largest difference of a weight to the loop's after {CHECKED_STEPS} steps: {off:.1e}."
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=2000, help="training steps of an epoch")
+    parser.add_argument("--rounds", type=int, default=5, help="epochs of each contender")
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(THREADS)
+    contenders = installed()
+    facts = circumstances(package for package, _ in CONTENDERS.values() if package != "torch")
+    facts |= {"batch size": BATCH_SIZE, "steps": args.steps, "n (rounds)": args.rounds}
+    run = partial(run_case, contenders, steps=args.steps, rounds=args.rounds)
+    cases = [run(network, kind) for kind in LOADERS for network in NETWORKS]
+    text = "\n\n".join(describe(case) for case in cases)
+    print(f"\n{text}")
+    if args.out:
+        write_result(args.out, "Overhead per training step", facts, text, {"cases": cases})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""What the benchmarks share: the machine they ran on, tables, result files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Return when, how and on what machine this process runs; `load` counts who else runs there."""
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu(),
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        **{name: _version(name) for name in packages},
+    }
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table; its first column is text, the others are numbers."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+
+
+def write_result(out: Path, title: str, facts: dict[str, Any], text: str, data: Any) -> None:
+    """Write what a person reads to `out` (`.md`) and every measured number beside it (`.json`)."""
+    facts_text = "\n".join(f"- {name}: {value}" for name, value in facts.items())
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.with_suffix(".md").write_text(f"# {title}\n\n{facts_text}\n\n{text}\n", encoding="utf-8")
+    document = json.dumps({**facts, **data}, indent=1)
+    out.with_suffix(".json").write_text(document + "\n", encoding="utf-8")
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"

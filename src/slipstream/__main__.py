@@ -1,0 +1,7 @@
+"""`python -m slipstream` is the command `slipstream`."""
+
+import sys
+
+from slipstream.cli.main import main
+
+sys.exit(main())

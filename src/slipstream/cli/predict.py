@@ -1,0 +1,95 @@
+"""`slipstream predict`: write coloured masks of images."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+
+from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_weights
+from slipstream.config import Config
+from slipstream.dataset import sample_rng
+from slipstream.errors import CheckpointError, ConfigError, DataError
+from slipstream.recipes import find_recipe
+from slipstream.registry import MODELS, TRANSFORMS
+from slipstream.runner.environment import default_device
+from slipstream.visualization import colorize, overlay
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write `NAME_mask.png` and `NAME_overlay.png` of each image into the folder `--out`."""
+    path = Path(args.checkpoint) if args.checkpoint else _newest_checkpoint()
+    checkpoint = load_checkpoint(path)
+    meta = checkpoint.get("meta", {})
+    cfg = Config.fromfile(find_recipe(args.config)) if args.config else _own_config(meta, path)
+    palette = (meta.get("dataset_meta") or {}).get("palette")
+    if palette is None:
+        raise CheckpointError(
+            f"{path} does not say its classes' colours: it was not trained on a segmentation set"
+        )
+    predict = _predictor(cfg, checkpoint, path)
+    out = Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    for name in args.images:
+        image = _read(Path(name))
+        mask = predict(image)
+        stem = out / Path(name).stem
+        Image.fromarray(colorize(mask, palette)).save(f"{stem}_mask.png")
+        Image.fromarray(overlay(image, mask, palette)).save(f"{stem}_overlay.png")
+        print(f"{name} -> {stem}_mask.png, {stem}_overlay.png")
+    return 0
+
+
+def _newest_checkpoint() -> Path:
+    folders = sorted(Path("work_dirs").glob("*/last_checkpoint"), key=lambda p: p.stat().st_mtime)
+    found = find_latest_checkpoint(folders[-1].parent) if folders else None
+    if found is None:
+        raise CheckpointError("there is no checkpoint under work_dirs/: train first, or give --checkpoint")
+    return found
+
+
+def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
+    try:
+        cfg = Config.fromstring(meta["cfg"], "yaml")  # data, never code
+    except (KeyError, ConfigError):
+        cfg = Config({})
+    if "model" not in cfg:
+        raise CheckpointError(f"{path} does not hold its configuration: give it with --config")
+    return cfg
+
+
+def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    device = default_device()
+    model = MODELS.build(cfg.model).to(device).eval()
+    load_weights(model, checkpoint["state_dict"], strict=True, source=str(path))
+    dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
+    transforms = [TRANSFORMS.build(t) for t in dataset.get("transforms", ())]
+
+    @torch.no_grad()
+    def predict(image: np.ndarray) -> np.ndarray:
+        sample = {"image": image, "mask": np.zeros(image.shape[:2], np.uint8)}
+        for transform in transforms:
+            sample = transform(sample, sample_rng(0))
+        inputs = torch.from_numpy(np.ascontiguousarray(sample["image"])).permute(2, 0, 1)[None]
+        mask = model.val_step({"inputs": inputs})["preds"][0].to(torch.uint8).cpu().numpy()
+        size = (image.shape[1], image.shape[0])
+        return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
+
+    return predict
+
+
+def _read(path: Path) -> np.ndarray:
+    try:
+        with Image.open(path) as image:
+            return np.asarray(image.convert("RGB"))
+    except FileNotFoundError as error:
+        raise DataError(f"there is no image {path}") from error
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{path} is no readable image: {error}") from error

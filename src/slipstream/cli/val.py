@@ -1,0 +1,25 @@
+"""`slipstream val`: validate a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+
+from slipstream.cli.configure import configure
+from slipstream.errors import CheckpointError
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Validate, and print the metrics."""
+    from slipstream.checkpoint import find_latest_checkpoint
+    from slipstream.runner import Runner
+
+    cfg = configure(args)
+    checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
+    if checkpoint is None:
+        raise CheckpointError(f"there is no checkpoint in {cfg.work_dir}: train first, or give --checkpoint")
+    cfg.load_from = str(checkpoint)
+    metrics = Runner.from_cfg(cfg).val()
+    print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    return 0

@@ -1,0 +1,40 @@
+"""Run commands as a user does, in an empty folder."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def root() -> Path:
+    """The project's folder."""
+    return ROOT
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run `python ARGS` in the test's own folder and return what it printed."""
+
+    def run_python(*args: str, status: int = 0, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, *args],
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == status, f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        return done
+
+    return run_python
+
+
+@pytest.fixture
+def slipstream(run):
+    """Run `slipstream ARGS`."""
+    return lambda *args, **kwargs: run("-m", "slipstream", *args, **kwargs)

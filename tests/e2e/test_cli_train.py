@@ -1,0 +1,121 @@
+"""Train, validate and predict through the commands, at small size."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+SMALL = [
+    "train_dataloader.dataset.size=[64, 128]",
+    "train_dataloader.dataset.length=8",
+    "val_dataloader.dataset.size=[64, 128]",
+    "val_dataloader.dataset.length=4",
+    "train_cfg.max_epochs=2",
+    "train_cfg.val_interval=1",
+    "default_hooks.logger.interval=1",
+    "param_scheduler.0.end=1",
+    "param_scheduler.1.begin=1",
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A small run of the recipe that `make train` trains."""
+    from slipstream.cli.main import main
+
+    folder = tmp_path_factory.mktemp("run")
+    assert main(["train", "street_scenes_pp_lite_t", *SMALL, "--work-dir", str(folder)]) == 0
+    return folder
+
+
+def test_training_leaves_checkpoints_logs_and_a_picture(trained):
+    assert torch.load(trained / "epoch_2.pth", weights_only=True)["meta"]["epoch"] == 2
+    assert (trained / "last_checkpoint").read_text() == str(trained / "epoch_2.pth")
+    assert list(trained.glob("best_mIoU_epoch_*.pth"))
+    assert list(trained.glob("*/vis_data/events.out.tfevents.*"))
+    lines = [json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()]
+    assert {"loss", "lr", "iter"} <= lines[0].keys()
+    assert any("mIoU" in line for line in lines)
+    with Image.open(trained / "predictions.png") as picture:
+        assert picture.width >= 3 * 128
+
+
+def test_the_last_line_says_where_everything_lies_and_how_fast_it_was(slipstream, tmp_path):
+    done = slipstream("train", "street_scenes_pp_lite_t", *SMALL, "train_cfg.max_epochs=1")
+    last = done.stdout.strip().splitlines()[-1]
+    work_dir = tmp_path / "work_dirs" / "street_scenes_pp_lite_t"
+    assert re.search(r"mIoU \d", last)
+    assert re.search(r"\d images/s", last)
+    assert str(work_dir) in last
+    for name in ("predictions.png", "epoch_1.pth"):
+        assert name in last
+        assert (work_dir / name).exists()
+
+
+def test_val_gives_the_metrics_of_the_last_validation(trained, capsys):
+    from slipstream.cli.main import main
+
+    assert main(["val", "street_scenes_pp_lite_t", *SMALL, "--work-dir", str(trained)]) == 0
+    last = capsys.readouterr().out.strip().splitlines()[-1]
+    lines = [json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()]
+    logged = [line for line in lines if "mIoU" in line][-1]
+    assert f"mIoU {logged['mIoU']:.4f}" in last
+
+
+def test_resume_without_anything_left_to_do_changes_no_checkpoint(trained):
+    from slipstream.cli.main import main
+
+    before = (trained / "epoch_2.pth").read_bytes()
+    assert main(["train", "street_scenes_pp_lite_t", *SMALL, "--work-dir", str(trained), "--resume"]) == 0
+    assert (trained / "epoch_2.pth").read_bytes() == before
+
+
+def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained, slipstream, tmp_path):
+    from slipstream.dataset import CITYSCAPES_PALETTE, draw_street_scene
+
+    image, _ = draw_street_scene(3, 0, (96, 160))
+    Image.fromarray(image).save(tmp_path / "street.png")
+    done = slipstream("predict", "street.png", "--checkpoint", str(trained / "epoch_2.pth"), "--out", "masks")
+    assert "street_mask.png" in done.stdout
+    with Image.open(tmp_path / "masks" / "street_mask.png") as mask:
+        colours = {tuple(c) for c in np.asarray(mask).reshape(-1, 3).tolist()}
+        assert mask.size == (160, 96)
+    assert colours <= {tuple(c) for c in CITYSCAPES_PALETTE}
+    assert (tmp_path / "masks" / "street_overlay.png").is_file()
+
+
+def test_predict_of_a_broken_image_names_the_file(trained, slipstream, tmp_path):
+    (tmp_path / "broken.png").write_bytes(b"no image")
+    done = slipstream("predict", "broken.png", "--checkpoint", str(trained / "epoch_2.pth"), status=1)
+    assert "broken.png" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_of_photos_and_masks_trains_through_the_same_recipe(slipstream, tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 8), ("val", 2)):
+        for folder in (split, f"{split}annot"):
+            (tmp_path / "photos" / folder).mkdir(parents=True)
+        for i in range(count):
+            Image.fromarray(rng.integers(0, 255, (90, 120, 3), np.uint8)).save(
+                tmp_path / "photos" / split / f"{i}.jpg"
+            )
+            Image.fromarray(rng.integers(0, 12, (90, 120), np.uint8)).save(
+                tmp_path / "photos" / f"{split}annot" / f"{i}.png"
+            )
+    done = slipstream(
+        "train",
+        "camvid_pp_lite_t",
+        f"train_dataloader.dataset.data_root={tmp_path}/photos",
+        f"val_dataloader.dataset.data_root={tmp_path}/photos",
+        "train_dataloader.batch_size=4",
+        "train_cfg.max_epochs=1",
+        "param_scheduler=null",
+        "--work-dir",
+        "out",
+    )
+    assert "mIoU" in done.stdout.strip().splitlines()[-1]
+    assert (tmp_path / "out" / "predictions.png").is_file()

@@ -1,0 +1,217 @@
+"""Objects from configuration dicts, and where the error is if there is none."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.config import ConfigDict
+from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
+from slipstream.registry import MODELS, OPTIM_WRAPPERS, TRANSFORMS, Registry, build_from_cfg
+from slipstream.registry.build import locate
+
+PARTS = Registry("part", scope="slipstream")
+
+
+@PARTS.register_module()
+class Point:
+    def __init__(self, x, y=0, *, scale=1):
+        self.values = x, y, scale
+
+
+@PARTS.register_module()
+def sum_of(a, b):
+    return a + b
+
+
+@PARTS.register_module()
+class Open:
+    def __init__(self, a=0, **kwargs):
+        self.values = {"a": a, **kwargs}
+
+
+@PARTS.register_module()
+class Chain:
+    """Builds its children, as a data set builds its pipeline."""
+
+    def __init__(self, first=None, steps=()):
+        self.first = PARTS.build(first) if first else None
+        self.steps = [PARTS.build(step) for step in steps]
+
+
+@PARTS.register_module()
+class Refuses:
+    def __init__(self, error):
+        raise error
+
+
+@pytest.mark.parametrize("kind", ["Point", Point, "slipstream.Point", "mmengine.Point"])
+def test_a_type_is_a_name_or_a_class(kind):
+    assert PARTS.build({"type": kind, "x": 1, "scale": 3}).values == (1, 0, 3)
+
+
+@pytest.mark.parametrize("kind", ["sum_of", sum_of])
+def test_a_type_may_be_a_function(kind):
+    assert build_from_cfg({"type": kind, "a": 1, "b": 2}, PARTS) == 3
+
+
+def test_the_type_may_be_a_class_that_is_not_registered():
+    assert PARTS.build({"type": complex, "real": 1, "imag": 2}) == 1 + 2j
+
+
+def test_defaults_apply_unless_given_and_may_hold_the_type():
+    defaults = {"type": "Point", "x": 1, "y": 2}
+    assert PARTS.build({"y": 5}, default_args=defaults).values == (1, 5, 1)
+    assert PARTS.build({"type": "Open", "y": 5}, default_args=defaults).values == {"a": 0, "x": 1, "y": 5}
+    assert defaults == {"type": "Point", "x": 1, "y": 2}
+
+
+def test_the_configuration_is_never_changed():
+    cfg = {"type": "Chain", "first": {"type": "Point", "x": [1]}, "steps": [{"type": "Open", "a": {"b": 1}}]}
+    before = copy.deepcopy(cfg)
+    PARTS.build(cfg, default_args={"steps": ()})
+    PARTS.build(cfg)
+    assert cfg == before
+
+
+def test_a_config_dict_builds_as_a_dict_does():
+    cfg = ConfigDict(type="Chain", steps=[dict(type="Point", x=1)])
+    assert PARTS.build(cfg).steps[0].values == (1, 0, 1)
+    assert cfg.type == "Chain"
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        ({"type": "Point", "x": 1, "scael": 2}, "Point has no parameter 'scael'; did you mean 'scale'?"),
+        ({"type": "Point", "x": 1, "zebra": 2}, "Point has no parameter 'zebra'"),
+        ({"type": "Point"}, "Point needs 'x'"),
+        ({"type": "sum_of"}, "sum_of needs 'a', 'b'"),
+        ({"x": 1}, "a part needs a 'type'; got the keys ['x']"),
+        ("Point", "a part is configured by a dict with a 'type', not 'Point'"),
+        (None, "a part is configured by a dict with a 'type', not None"),
+        ({"type": "Refuses", "error": ValueError("too small")}, "Refuses: too small"),
+        ({"type": "Pointt"}, "'Pointt' is not a registered part; did you mean 'Point'?"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(cfg, message):
+    with pytest.raises(ConfigError) as caught:
+        PARTS.build(cfg)
+    assert str(caught.value) == message
+
+
+def test_a_type_that_cannot_be_called_is_an_error():
+    with pytest.raises(BuildError, match="not callable"):
+        PARTS.build({"type": 3})
+
+
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    [
+        ({"first": {"type": "Nope"}}, "first: 'Nope'"),
+        ({"steps": [{"type": "Point", "x": 0}, {"type": "Open"}, {"type": "Nope"}]}, "steps[2]: 'Nope'"),
+        (
+            {"first": {"type": "Chain", "steps": [{"type": "Chain", "first": {"type": "Nope"}}]}},
+            "first.steps[0].first: 'Nope'",
+        ),
+        ({"first": {"type": "Point", "xx": 0}}, "first: Point has no parameter 'xx'"),
+        ({"steps": [{"type": "Refuses", "error": TypeError("odd")}]}, "steps[0]: Refuses: odd"),
+        ({"steps": [{"x": 1}]}, "steps[0]: a part needs a 'type'"),
+        (
+            {"first": {"type": "Refuses", "error": ConfigError("must be even", "size[1]")}},
+            "first.size[1]: must be even",
+        ),
+    ],
+)
+def test_an_error_deep_inside_says_where_it_stands(bad, place):
+    with pytest.raises(ConfigError) as caught:
+        PARTS.build({"type": "Chain", **bad})
+    assert str(caught.value).startswith(place)
+
+
+def test_an_error_inside_a_config_dict_says_where_it_stands():
+    cfg = ConfigDict(type="Chain", first=dict(type="Chain", steps=[dict(type="Point", x=1), dict(type="No")]))
+    with pytest.raises(UnknownNameError) as caught:
+        PARTS.build(cfg)
+    assert caught.value.path == "first.steps[1]"
+
+
+def test_the_cause_of_a_refusal_is_kept():
+    cause = ValueError("too small")
+    with pytest.raises(BuildError) as caught:
+        PARTS.build({"type": "Chain", "first": {"type": "Refuses", "error": cause}})
+    assert caught.value.__cause__ is cause
+
+
+@pytest.mark.parametrize("error", [DataError("no files"), RuntimeError("no device"), KeyError("k")])
+def test_other_errors_of_a_constructor_come_through_as_they_are(error):
+    with pytest.raises(type(error)) as caught:
+        PARTS.build({"type": "Chain", "steps": [{"type": "Refuses", "error": error}]})
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("registry", "cfg", "place"),
+    [
+        (TRANSFORMS, {"type": "RandomFlip", "prob": "often"}, "prob"),
+        (MODELS, {"type": "ExponentialMovingAverage", "model": nn.Linear(1, 1), "momentum": "x"}, "momentum"),
+        (OPTIM_WRAPPERS, {"type": "OptimWrapper", "optimizer": 1, "accumulative_counts": True}, "acc"),
+    ],
+)
+def test_a_value_of_the_wrong_type_for_one_of_our_classes_is_named(registry, cfg, place):
+    if registry is TRANSFORMS and "RandomFlip" not in TRANSFORMS:
+        pytest.skip("no such transform")
+    with pytest.raises(ConfigError, match=rf"{place}.* must be .*, not "):
+        registry.build(cfg)
+
+
+def test_the_annotations_of_others_are_not_enforced():
+    layer = MODELS.build({"type": "Dropout", "p": 0})  # annotated float; an odd annotation must not refuse
+    assert layer.p == 0
+
+    class Theirs:
+        def __init__(self, count: int):
+            self.count = count
+
+    assert MODELS.build({"type": Theirs, "count": "many"}).count == "many"
+
+
+# ---- models ------------------------------------------------------------------------------------------
+
+
+def test_a_list_of_models_becomes_a_sequential():
+    net = MODELS.build([{"type": "Linear", "in_features": 2, "out_features": 3}, {"type": "ReLU"}])
+    assert type(net) is nn.Sequential
+    assert isinstance(net[0], nn.Linear)
+    assert net(torch.ones(1, 2)).shape == (1, 3)
+
+
+def test_children_build_as_their_parents_do():
+    library = Registry("model", parent=MODELS, scope="lib_of_this_test")
+    try:
+        assert isinstance(library.build([{"type": "ReLU"}]), nn.Sequential)
+    finally:
+        del MODELS.children["lib_of_this_test"]
+
+
+def test_a_build_function_of_ones_own_is_used():
+    doubled = Registry("number", scope="x", build_func=lambda cfg, registry: (cfg * 2, registry.name))
+    assert doubled.build(4) == (8, "number")
+
+
+@pytest.mark.parametrize(
+    ("tree", "path"),
+    [
+        (lambda t: t, ""),
+        (lambda t: {"a": [0, t]}, ".a[1]"),
+        (lambda t: ({}, {"b": {"c": t}}), "[1].b.c"),
+        (lambda t: {"a": dict(t)}, None),  # equal, but another object
+    ],
+)
+def test_an_object_is_located_by_identity(tree, path):
+    target = {"type": "X"}
+    assert locate(target, tree(target)) == path

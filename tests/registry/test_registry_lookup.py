@@ -1,0 +1,318 @@
+"""Which object a `type=` name means."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from slipstream import registry as rooms
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.registry import METRICS, MODELS, OPTIMIZERS, PARAM_SCHEDULERS, Registry, default_scope
+from slipstream.registry.registry import init_default_scope
+
+
+class Plain:
+    pass
+
+
+class Other:
+    pass
+
+
+@pytest.fixture
+def family():
+    """A root, a library on top of it and a sibling; both have a `Head`, the library also its own `Plain`."""
+    root = Registry("part", scope="slipstream")
+    library = Registry("part", parent=root, scope="mylib")
+    sibling = Registry("part", parent=root, scope="sibling")
+    root.register_module(module=Plain)
+    library.register_module(name="Plain", module=Other)
+    library.register_module(name="Head", module=int)
+    sibling.register_module(name="Head", module=float)
+    return root, library, sibling
+
+
+def test_a_child_overrides_a_name_of_its_parent(family):
+    root, library, sibling = family
+    assert (root.get("Plain"), library.get("Plain"), sibling.get("Plain")) == (Plain, Other, Plain)
+
+
+def test_a_prefix_says_whose_name_is_meant_from_any_registry_of_the_family(family):
+    for start in family:
+        assert start.get("mylib.Head") is int
+        assert start.get("sibling.Head") is float
+        assert start.get("slipstream.Plain") is Plain
+
+
+@pytest.mark.parametrize("alias", ["mmengine", "super_gradients"])
+def test_the_predecessors_scopes_mean_the_root(family, alias):
+    for start in family:
+        assert start.get(f"{alias}.Plain") is Plain
+    assert family[1].get(f"{alias}.Head") is None
+
+
+def test_a_scoped_name_that_only_the_parent_has_is_found_there_as_in_mmengine(family):
+    assert family[0].get("sibling.Plain") is Plain
+
+
+def test_a_grandchild_is_reached_and_looks_upwards(family):
+    root, library, _ = family
+    plugin = Registry("part", parent=library, scope="plugin")
+    plugin.register_module(name="Tail", module=str)
+    assert root.get("plugin.Tail") is str
+    assert plugin.get("Head") is int
+    assert plugin.root is root
+
+
+def test_the_default_scope_is_looked_up_first_and_only_inside_the_block(family):
+    root, _, _ = family
+    with default_scope("sibling"):
+        assert root.get("Head") is float
+        assert root.get("Plain") is Plain
+        with default_scope("mylib"):
+            assert root.get("Head") is int
+            assert root.get("sibling.Head") is float
+        assert root.get("Head") is float
+    assert root.get("Head") is None
+
+
+def test_the_default_scope_is_restored_after_an_error(family):
+    with pytest.raises(RuntimeError), default_scope("mylib"):
+        raise RuntimeError
+    assert family[0].get("Head") is None
+
+
+def test_the_root_or_an_unknown_library_as_default_scope_changes_nothing(family):
+    for scope in ("elsewhere", "slipstream", "mmengine", None):
+        with default_scope(scope):
+            assert family[1].get("Plain") is Other
+
+
+def test_the_default_scope_of_one_thread_is_not_anothers(family):
+    seen = []
+
+    def other_thread():
+        init_default_scope("mylib")
+        seen.append(family[0].get("Head"))
+
+    thread = threading.Thread(target=other_thread)
+    thread.start()
+    thread.join()
+    assert seen == [int]
+    assert family[0].get("Head") is None
+
+
+def test_a_registry_is_of_the_package_that_makes_it():
+    assert Registry("part").scope == "test_registry_lookup"
+
+
+def test_a_dot_that_is_no_scope_belongs_to_the_name(family):
+    root = family[0]
+    root.register_module(name="v1.Head", module=Plain)
+    assert root.get("v1.Head") is Plain
+
+
+# ---- registering -------------------------------------------------------------------------------------
+
+
+def test_decorator_and_call_register_and_return_the_object():
+    parts = Registry("part", scope="x")
+
+    @parts.register_module()
+    class A:
+        pass
+
+    @parts.register_module(name=["b", "bee"])
+    def make():
+        return 1
+
+    assert parts.register_module(module=Plain) is Plain
+    assert [parts.get(n) for n in ("A", "b", "bee", "Plain")] == [A, make, make, Plain]
+    assert "make" not in parts
+    assert len(parts) == 4
+
+
+def test_a_taken_name_is_refused_unless_forced_and_the_same_object_may_come_again():
+    parts = Registry("part", scope="x")
+    parts.register_module(name="A", module=Plain)
+    parts.register_module(name="A", module=Plain)
+    with pytest.raises(KeyError, match=r"'A' is already registered in part by .*force=True"):
+        parts.register_module(name="A", module=Other)
+    assert parts.get("A") is Plain
+    parts.register_module(name="A", module=Other, force=True)
+    assert parts.get("A") is Other
+
+
+def test_the_decorator_without_parentheses_is_an_error_rather_than_a_lost_class():
+    parts = Registry("part", scope="x")
+    with pytest.raises(ConfigError, match="with parentheses"):
+
+        @parts.register_module
+        class A:
+            pass
+
+
+def test_only_callables_can_be_registered():
+    with pytest.raises(ConfigError, match="not dict"):
+        Registry("part", scope="x").register_module(name="A", module={})
+
+
+# ---- locations and namespaces ------------------------------------------------------------------------
+
+
+def test_locations_are_imported_by_the_first_lookup_that_needs_them_and_only_once(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lazy_parts_of_test.py").write_text(
+        "import sys\n"
+        "owner = sys.modules['test_registry_lookup'].LAZY[0]\n"
+        "assert owner.get('Early') is int  # looking up while being imported must not loop\n"
+        "owner.register_module(module=type('Lazy', (), {}))\n"
+    )
+    parts = Registry("part", scope="x", locations=["lazy_parts_of_test"])
+    monkeypatch.setitem(sys.modules, "test_registry_lookup", sys.modules[__name__])
+    monkeypatch.setattr(sys.modules[__name__], "LAZY", [parts], raising=False)
+    parts.register_module(name="Early", module=int)
+    assert parts.get("Early") is int
+    assert "lazy_parts_of_test" not in sys.modules
+    lazy = parts.get("Lazy")
+    assert lazy.__name__ == "Lazy"
+    del sys.modules["lazy_parts_of_test"]
+    assert parts.get("Missing") is None
+    assert "lazy_parts_of_test" not in sys.modules
+
+
+def test_a_location_that_cannot_be_imported_says_so_each_time(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_parts_of_test.py").write_text("import there_is_no_such_library\n")
+    parts = Registry("part", scope="x", locations=["broken_parts_of_test"])
+    for _ in range(2):
+        with pytest.raises(ModuleNotFoundError, match="there_is_no_such_library"):
+            parts.get("A")
+
+
+def test_a_namespace_of_an_optional_library_may_be_missing_but_not_broken(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "broken_names_of_test.py").write_text("import there_is_no_such_library\n")
+    assert Registry("part", scope="x", namespaces=["there_is_no_such_library.parts"]).get("A") is None
+    with pytest.raises(ModuleNotFoundError):
+        Registry("part", scope="x", namespaces=["broken_names_of_test"]).get("A")
+
+
+def test_what_is_registered_goes_before_a_namespace():
+    parts = Registry("part", scope="x", namespaces=["torch.optim"])
+    assert parts.get("SGD") is torch.optim.SGD
+    parts.register_module(name="SGD", module=Plain)
+    assert parts.get("SGD") is Plain
+
+
+def concrete(module, base):
+    found = (getattr(module, name) for name in module.__all__)
+    return [c for c in found if isinstance(c, type) and issubclass(c, base) and c is not base]
+
+
+def test_every_optimizer_of_torch_is_found():
+    optimizers = concrete(torch.optim, torch.optim.Optimizer)
+    assert len(optimizers) > 10
+    for cls in optimizers:
+        assert OPTIMIZERS.get(cls.__name__) is cls
+    assert OPTIMIZERS.get("ZeroRedundancyOptimizer").__module__.startswith("torch.distributed.optim")
+
+
+def test_every_scheduler_of_torch_is_found_unless_ours_has_its_name():
+    schedulers = concrete(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+    assert len(schedulers) > 10
+    for cls in schedulers:
+        found = PARAM_SCHEDULERS.get(cls.__name__)
+        assert found is cls or found.__module__.startswith("slipstream.")
+
+
+def test_what_a_namespace_imports_for_itself_is_not_registered():
+    assert PARAM_SCHEDULERS.get("Counter") is None
+    assert PARAM_SCHEDULERS.get("Tensor") is None
+    assert OPTIMIZERS.get("_RequiredParameter") is None
+    assert OPTIMIZERS.get("lr_scheduler") is None  # a module
+
+
+def test_layers_and_losses_of_torch_are_models():
+    for name in ("Conv2d", "BatchNorm2d", "CrossEntropyLoss", "Identity"):
+        assert MODELS.get(name) is getattr(torch.nn, name)
+
+
+def test_metrics_of_torchmetrics_are_found():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    assert METRICS.get("MeanSquaredError") is torchmetrics.MeanSquaredError
+    assert METRICS.get("MulticlassAccuracy") is torchmetrics.classification.MulticlassAccuracy
+    assert METRICS.get("GeneralizedDiceScore") is torchmetrics.segmentation.GeneralizedDiceScore
+
+
+@pytest.mark.parametrize(
+    ("room", "name"),
+    [
+        ("DATASETS", "ConcatDataset"),
+        ("DATA_SAMPLERS", "DefaultSampler"),
+        ("EVALUATOR", "Evaluator"),
+        ("FUNCTIONS", "default_collate"),
+        ("HOOKS", "EMAHook"),
+        ("LOG_PROCESSORS", "LogProcessor"),
+        ("LOOPS", "IterBasedTrainLoop"),
+        ("METRICS", "BaseMetric"),
+        ("MODELS", "ImgDataPreprocessor"),
+        ("MODEL_WRAPPERS", "MMDistributedDataParallel"),
+        ("OPTIM_WRAPPERS", "AmpOptimWrapper"),
+        ("OPTIM_WRAPPER_CONSTRUCTORS", "DefaultOptimWrapperConstructor"),
+        ("PARAM_SCHEDULERS", "CosineAnnealingLR"),
+        ("RUNNERS", "Runner"),
+        ("VISBACKENDS", "TensorboardVisBackend"),
+        ("VISUALIZERS", "Visualizer"),
+        ("WEIGHT_INITIALIZERS", "Kaiming"),
+    ],
+)
+def test_our_own_parts_are_found_by_mmengines_names(room, name):
+    found = getattr(rooms, room).get(name)
+    if name == "BaseMetric":  # abstract: not a thing to build
+        assert found is None or found.__module__.startswith("slipstream.")
+    else:
+        assert found.__module__.startswith(("slipstream.", "torch.utils.data"))
+
+
+# ---- unknown names -----------------------------------------------------------------------------------
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest_of_all_places(family):
+    root, library, _ = family
+    with pytest.raises(UnknownNameError, match=r"^'Plan' is not a registered part; did you mean 'Plain'\?$"):
+        library.resolve("Plan")
+    with pytest.raises(UnknownNameError, match="did you mean 'Head'"):
+        root.resolve("mylib.Haed")
+    with default_scope("mylib"), pytest.raises(UnknownNameError, match="did you mean 'Head'"):
+        root.resolve("Haed")
+    with pytest.raises(KeyError, match=r"^'Zebra' is not a registered part$"):
+        root.resolve("Zebra")
+
+
+def test_names_lists_what_can_be_found():
+    names = OPTIMIZERS.names()
+    assert {"SGD", "AdamW", "ZeroRedundancyOptimizer", "NpuFusedSGD"} <= set(names)
+    assert names == sorted(names)
+
+
+def test_an_unknown_optimizer_is_reported_without_torchs_deprecation_warnings():
+    code = (
+        "from slipstream.registry import OPTIMIZERS\n"
+        "try: OPTIMIZERS.resolve('AdmaW')\n"
+        "except KeyError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "always::DeprecationWarning:torch", "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "'AdmaW' is not a registered optimizer; did you mean 'AdamW'?"
+    assert "torch.jit" not in done.stderr
+
+
+def test_a_registry_shows_what_it_is(family):
+    assert repr(family[1]) == "Registry(name='part', scope='mylib', entries=['Head', 'Plain'])"
