@@ -134,7 +134,10 @@ def with_slipstream(work: Work) -> float:
 
 
 def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
-    """Train with a Runner, MMEngine's or Slipstream's: every default hook but the checkpoint."""
+    """Train with a Runner, MMEngine's or Slipstream's: every default hook but the checkpoint.
+
+    MMEngine's sampler hook, which acts once an epoch, does not know loaders of ready batches.
+    """
 
     class Model(base_model):
         def __init__(self) -> None:
@@ -152,16 +155,21 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
             clock.stop()
 
     clock = Clock()
-    runner(
+    hooks: dict[str, Any] = dict(logger=dict(type="LoggerHook", interval=50), checkpoint=None)
+    if work.loader.batch_sampler is None:
+        hooks["sampler_seed"] = None
+    run = runner(
         model=Model(),
         work_dir=work.folder,
         train_dataloader=work.loader,
         train_cfg=dict(by_epoch=True, max_epochs=1),
         optim_wrapper=dict(optimizer=work.optimizer()),
-        default_hooks=dict(logger=dict(type="LoggerHook", interval=50), checkpoint=None),
+        default_hooks=hooks,
         custom_hooks=[Timer()],
         **options,
-    ).train()
+    )
+    run.train()
+    run.visualizer.close()
     return clock.seconds
 
 

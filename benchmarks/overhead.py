@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 BATCH_SIZE = 8
 CLASSES = 4
-THREADS = 2
+THREADS = 1
 GOAL_MS = 0.03
 CHECKED_STEPS = 50
 

@@ -33,7 +33,7 @@ def main():
     parser.add_argument("--work-dir", default="./work_dirs/fashion_mnist")
     args = parser.parse_args()
 
-    train_set = FashionMNIST(args.data, "train", download=args.download, augment=True)
+    train_set = FashionMNIST(args.data, "train", download=args.download)
     test_set = FashionMNIST(args.data, "test", download=args.download)
 
     runner = Runner(
@@ -48,9 +48,9 @@ def main():
         optim_wrapper=dict(
             type="OptimWrapper",
             # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, where the hardware is fast at it
-            optimizer=dict(type="SGD", lr=0.05, momentum=0.9, weight_decay=5e-4),
+            optimizer=dict(type="AdamW", lr=0.001, weight_decay=0.01),
         ),
-        param_scheduler=dict(type="OneCycleLR", eta_max=0.1, by_epoch=True, convert_to_iter_based=True),
+        param_scheduler=dict(type="OneCycleLR", eta_max=0.002, by_epoch=True, convert_to_iter_based=True),
         train_cfg=dict(by_epoch=True, max_epochs=args.epochs),
         val_dataloader=dict(batch_size=500, sampler=dict(type="DefaultSampler", shuffle=False), dataset=test_set),
         val_cfg=dict(),

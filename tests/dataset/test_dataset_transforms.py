@@ -220,7 +220,7 @@ def test_crop_sizes_that_are_none_are_refused(size):
 def test_unknown_modes_are_refused():
     with pytest.raises(ConfigError, match="mode must be 'random' or 'center', not 'middle'"):
         SegCropImageAndMask(4, "middle")
-    with pytest.raises(BuildError, match="padding_mode must be 'center' or 'random', not 'left'"):
+    with pytest.raises(BuildError, match="padding_mode: must be 'center' or 'random', not 'left'"):
         TRANSFORMS.build(
             {"type": "SegPadShortToCropSize", "crop_size": 4, "fill_mask": 1, "padding_mode": "left"}
         )

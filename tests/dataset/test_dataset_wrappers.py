@@ -111,7 +111,7 @@ def test_repeats_of_a_plain_index_differ_too():
 def test_repeat_less_than_once_is_refused():
     with pytest.raises(ConfigError, match="times must be at least 1, not 0"):
         RepeatDataset(Labels("a"), 0)
-    with pytest.raises(BuildError, match="times must be int"):
+    with pytest.raises(BuildError, match="times: must be int"):
         DATASETS.build({"type": "RepeatDataset", "dataset": {"type": "Labels", "labels": [1]}, "times": 1.5})
 
 

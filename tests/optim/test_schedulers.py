@@ -530,7 +530,7 @@ def test_wrong_keys_and_values_in_a_config_are_named():
         build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
     with pytest.raises(BuildError, match="needs 'step_size'"):
         build_param_scheduler({"type": "StepLR"}, sgd())
-    with pytest.raises(BuildError, match="gamma must be float"):
+    with pytest.raises(BuildError, match="gamma: must be float"):
         build_param_scheduler({"type": "StepLR", "step_size": 2, "gamma": "small"}, sgd())
     with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
         build_param_scheduler({"type": "StepLRR"}, sgd())

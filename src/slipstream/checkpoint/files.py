@@ -64,7 +64,7 @@ def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") 
             "If you trust it, convert it once: c = torch.load(path, weights_only=False), drop the keys that "
             "are no tensors or plain values (MMEngine's 'message_hub'), and torch.save(c, path)"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except Exception as error:  # damaged bytes can raise nearly anything
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of tensors")
@@ -102,14 +102,15 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
     if value is None or type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
     # Subclasses (NumPy's float64 is one of float, an IntEnum one of int) would be pickled as what they are.
-    for kind in (int, float, complex, bytes):
+    for kind in _BASES:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+    number = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8
+    if number and isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+    if number:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
         items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}")) for k, v in value.items())
@@ -126,7 +127,8 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
     return _LEFT_OUT
 
 
-_PLAIN = (bool, int, float, complex, str, bytes)
+_BASES: tuple[Any, ...] = (int, float, complex, bytes)
+_PLAIN = (bool, str, *_BASES)
 _LEFT_OUT = object()
 
 

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import inspect
 import math
-import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
 
-from slipstream.dataset.base import SegmentationDataset
 from slipstream.dataset.collate import default_collate
 from slipstream.dataset.fashion_mnist import FashionMNIST
-from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
+from slipstream.dataset.generators import borrowed_generators, seed_generators
+from slipstream.dataset.samplers import EpochBatchSampler, check_not_empty
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 
 __all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "set_epoch"]
-
-# These draw nothing from the global generators: they need no seed for each sample.
-_PURE = (TensorDataset, SegmentationDataset, FashionMNIST)
 
 
 def build_dataloader(
@@ -53,8 +47,8 @@ def build_dataloader(
     _check_keys(options, name)
     dataset = _dataset(options.pop("dataset"), name)
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, **_collate(options, name))
-    batches = _batch_sampler(options, dataset, seed, name, training)
+        return DataLoader(dataset, **_defaults(_collate(options, name), seed))
+    batches = _batch_sampler(options, dataset, seed, training)
     return _loader(dataset, batches, seed, _collate(options, name))
 
 
@@ -75,19 +69,23 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 def is_infinite(loader: DataLoader[Any]) -> bool:
     """Say whether the loader's stream never ends."""
-    batches = getattr(loader.batch_sampler, "batch_sampler", None)
-    return isinstance(getattr(batches, "sampler", None), InfiniteSampler)
+    return isinstance(loader.batch_sampler, EpochBatchSampler) and loader.batch_sampler.endless
 
 
 class SeededDataset(Dataset[Any]):
     """A data set whose use of Python's, NumPy's and torch's global generators depends on the sample alone.
 
-    Before each sample the three generators are seeded from (seed, epoch, index); in the training process
-    itself (no workers) their states are put back after each batch. Attributes are those of the data set.
+    Before each sample the three generators are seeded from (seed, epoch, index), and a batch is collated
+    before they are put back, so that a `collate_fn` may draw too. Attributes are those of the data set.
+
+    Args:
+        dataset: any data set that is indexed.
+        collate: makes a batch of a list of samples.
     """
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
+        self.collate = collate
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -97,19 +95,18 @@ class SeededDataset(Dataset[Any]):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
-    def __getitem__(self, index: int) -> Any:
-        return self.__getitems__([index])[0]
+    def __getitem__(self, index: Any) -> Any:
+        with borrowed_generators():
+            return self._get(index)
 
-    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        with _restored_generators():
-            return [self._get(index) for index in indices]
+    def __getitems__(self, indices: Sequence[Any]) -> Any:
+        with borrowed_generators():
+            return self.collate([self._get(index) for index in indices])
 
-    def _get(self, index: int) -> Any:
-        seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
-        words = np.random.SeedSequence((seed, epoch, int(index))).generate_state(1)
-        random.seed(int(words[0]))
-        np.random.seed(int(words[0]))
-        torch.default_generator.manual_seed(int(words[0]))
+    def _get(self, index: Any) -> Any:
+        if hasattr(index, "__index__"):  # a key of another kind has no number to seed from
+            seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
+            seed_generators((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 
 
@@ -135,20 +132,6 @@ class TensorBatches(Dataset[Any]):
         return [tensor[positions] for tensor in self.dataset.tensors]
 
 
-@contextmanager
-def _restored_generators() -> Iterator[None]:
-    if torch.utils.data.get_worker_info() is not None:  # a worker's own generators serve nobody else
-        yield
-        return
-    python, numpy, torch_state = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(torch_state)
-
-
 def _check_keys(options: Mapping[str, Any], name: str) -> None:
     known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch"]
     for key in options:
@@ -160,6 +143,8 @@ def _check_keys(options: Mapping[str, Any], name: str) -> None:
         raise ConfigError(
             f"must be a whole number of at least 1, not {options['batch_size']!r}", f"{name}.batch_size"
         )
+    if (options.get("num_batch_per_epoch") or 1) < 1:
+        raise ConfigError("must be at least 1", f"{name}.num_batch_per_epoch")
 
 
 def _dataset(cfg: Any, name: str) -> Any:
@@ -170,49 +155,26 @@ def _dataset(cfg: Any, name: str) -> Any:
     return dataset
 
 
-def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, name: str, training: bool) -> Any:
+def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: bool) -> Any:
     shuffle = options.pop("shuffle", False)
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
-    defaults = {"dataset": dataset, "seed": seed}
     if isinstance(sampler, Mapping):
-        if sampler.get("type") in ("DefaultSampler", DefaultSampler):
-            defaults["round_up"] = training
+        defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
         sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted(sampler, defaults))
     batch_sampler = options.pop("batch_sampler", None)
     batch_size, drop_last = options.pop("batch_size", 1), options.pop("drop_last", False)
     if isinstance(batch_sampler, Mapping):
         return DATA_SAMPLERS.build(batch_sampler, default_args={"sampler": sampler, "batch_size": batch_size})
-    if (per_epoch := options.pop("num_batch_per_epoch", None)) is not None:
-        sampler = _Cut(sampler, per_epoch * batch_size)
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
-
-
-class _Cut(Sampler[int]):
-    """The first samples of another sampler (`num_batch_per_epoch`)."""
-
-    def __init__(self, sampler: Any, count: int) -> None:
-        self.sampler, self.count = sampler, count
-
-    def __iter__(self) -> Iterator[int]:
-        for _, index in zip(range(self.count), self.sampler, strict=False):
-            yield index
-
-    def __len__(self) -> int:
-        return min(self.count, len(self.sampler))
-
-    def set_epoch(self, epoch: int) -> None:
-        """Pass the epoch on."""
-        if hasattr(self.sampler, "set_epoch"):
-            self.sampler.set_epoch(epoch)
 
 
 def _accepted(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
     """Return those defaults that the sampler's constructor takes; torch's name the data set otherwise."""
     kind = sampler.get("type")
+    if kind is None:
+        return {}  # the registry says what is missing
     target = DATA_SAMPLERS.resolve(kind) if isinstance(kind, str) else kind
-    known = inspect.signature(target).parameters  # type: ignore[arg-type]
-    if "data_source" in known:
-        defaults = {**defaults, "data_source": defaults["dataset"]}
+    known = inspect.signature(target).parameters
     return {key: value for key, value in defaults.items() if key in known}
 
 
@@ -231,18 +193,35 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]) -> DataLoader[Any]:
-    share = math.ceil(len(dataset) / get_world_size())
-    batches = EpochBatchSampler(batch_sampler, seed, share, stamp=not isinstance(dataset, TensorDataset))
-    if type(dataset) is TensorDataset and options.get("collate_fn") is default_collate:
-        dataset, options = TensorBatches(dataset), {**options, "collate_fn": _as_it_is}
-    elif not isinstance(dataset, _PURE):
-        dataset = SeededDataset(dataset)
-    if not options.get("num_workers"):
-        options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
-    options.setdefault("pin_memory", torch.accelerator.is_available())
-    # Without a generator of its own, each new iterator would draw from the model's random stream.
-    options.setdefault("generator", torch.Generator().manual_seed(seed))
+    collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
+    tensors = type(dataset) is TensorDataset and collate is default_collate
+    samples = _pass_length(dataset, batch_sampler)
+    batches = EpochBatchSampler(batch_sampler, seed, samples, stamp=not tensors, limit=limit)
+    options = _defaults(options, seed)
+    if tensors:
+        if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
+            options["pin_memory"] = False  # only the CPU's memory can be pinned
+        dataset, options["collate_fn"] = TensorBatches(dataset), _as_it_is
+    elif type(dataset) is not FashionMNIST or collate is not default_collate:  # that one draws nothing global
+        dataset, options["collate_fn"] = SeededDataset(dataset, collate), _as_it_is
     return DataLoader(dataset, batch_sampler=batches, **options)
+
+
+def _pass_length(dataset: Any, batch_sampler: Any) -> int:
+    """Return this rank's samples in one pass over the data set."""
+    sampler = getattr(batch_sampler, "sampler", None)
+    return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
+
+
+def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    """Return a `DataLoader`'s arguments without those that only make sense for workers, if there are none."""
+    idle = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor")
+    return {
+        "pin_memory": torch.accelerator.is_available(),
+        # Without a generator of its own, each new iterator would draw from the model's random stream.
+        "generator": torch.Generator().manual_seed(seed),
+        **{key: value for key, value in options.items() if key not in idle},
+    }
 
 
 def _as_it_is(batch: Any) -> Any:
@@ -258,9 +237,6 @@ def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         or isinstance(batches, EpochBatchSampler)
     ):
         return loader
-    sampler: Any = getattr(batches, "sampler", None)
-    if hasattr(sampler, "generator") and sampler.generator is None:
-        sampler.generator = torch.Generator().manual_seed(seed)
     options = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -269,7 +245,7 @@ def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         "worker_init_fn": loader.worker_init_fn,
         "multiprocessing_context": loader.multiprocessing_context,
         "persistent_workers": loader.persistent_workers,
+        "prefetch_factor": loader.prefetch_factor,
+        "in_order": loader.in_order,
     }
-    if loader.num_workers:
-        options["prefetch_factor"] = loader.prefetch_factor
     return _loader(loader.dataset, batches, seed, options)

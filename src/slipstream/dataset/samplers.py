@@ -8,8 +8,17 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
+from slipstream.dataset.generators import in_own_stream
 from slipstream.dataset.sample_index import SampleIndex
 from slipstream.dist import get_dist_info
 from slipstream.errors import DataError
@@ -69,9 +78,10 @@ class InfiniteSampler(Sampler[int]):
         self.rank, self.world_size = get_dist_info()
         self.size = len(dataset)
         self.shuffle, self.seed = shuffle, seed or 0
+        self.epoch = 0
 
     def _stream(self) -> Iterator[int]:
-        sweep = 0
+        sweep = self.epoch
         while self.size:
             yield from _order(self.size, self.shuffle, self.seed + sweep)
             sweep += 1
@@ -83,52 +93,89 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing: the stream has no epochs."""
+        """Start the stream at its pass number `epoch`."""
+        self.epoch = epoch
+
+
+# Given a generator of their own, these draw from no other.
+_DRAW_APART = (
+    DefaultSampler,
+    InfiniteSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 
 class EpochBatchSampler(Sampler[list[int]]):
     """Batches of another batch sampler, from any batch of any epoch on, each index stamped with its epoch.
 
-    Starting in the middle draws the skipped indices but loads none of their samples.
+    Starting in the middle draws the skipped indices but loads none of their samples. Samplers that have a
+    `generator` get it seeded from seed and epoch; those that draw from the global generators do so in a
+    stream of their own, seeded likewise.
 
     Args:
         batch_sampler: yields lists of indices.
         seed: the run's.
         samples: this rank's samples in one pass over the data set.
         stamp: whether samples depend on the epoch; plain tensors do not.
+        limit: batches of an epoch, if not all.
     """
 
-    def __init__(self, batch_sampler: Any, seed: int, samples: int, stamp: bool = True) -> None:
+    def __init__(
+        self, batch_sampler: Any, seed: int, samples: int, stamp: bool = True, limit: int | None = None
+    ) -> None:
         self.batch_sampler = batch_sampler
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
         self.seed = seed
         self.samples = max(samples, 1)
         self.stamp = stamp
+        self.limit = limit
         self.epoch = 0
         self.start = 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
         """Choose the epoch, and the batch within it, at which the next iteration starts."""
         self.epoch, self.start = epoch, start
-        inner: Any = getattr(self.batch_sampler, "sampler", None)
-        for sampler in (inner, self.batch_sampler):
-            generator = getattr(sampler, "generator", None)
+        for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(epoch)
-            elif isinstance(generator, torch.Generator):
-                generator.manual_seed(self.seed + epoch)
+
+    @property
+    def endless(self) -> bool:
+        """Whether an iteration never ends."""
+        return isinstance(self.sampler, InfiniteSampler) and self.limit is None
 
     def __iter__(self) -> Iterator[list[int]]:
         start, self.start = self.start, 0
-        drawn = 0
-        for number, batch in enumerate(self.batch_sampler):
+        first, drawn = self.epoch, 0
+        for number, batch in enumerate(islice(self._batches(), self.limit)):
             # An endless stream passes the data set again and again: each pass counts as an epoch.
-            epoch = self.epoch + drawn // self.samples
+            epoch = first + drawn // self.samples
             drawn += len(batch)
             if number >= start:
-                yield [SampleIndex(index, self.seed, epoch) for index in batch] if self.stamp else batch
+                yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
+
+    def _batches(self) -> Iterator[list[int]]:
+        for sampler in (self.sampler, self.batch_sampler):
+            if getattr(sampler, "generator", 0) is None:
+                sampler.generator = torch.Generator()
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(self.seed + self.epoch)
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _DRAW_APART:
+            return iter(self.batch_sampler)
+        return in_own_stream(self.batch_sampler, (self.seed, self.epoch))
+
+    def _stamped(self, index: Any, epoch: int) -> Any:
+        return SampleIndex(index, self.seed, epoch) if hasattr(index, "__index__") else index
 
     def __len__(self) -> int:
-        return len(self.batch_sampler)
+        if self.limit is None:
+            return len(self.batch_sampler)
+        endless = isinstance(self.sampler, InfiniteSampler)
+        return self.limit if endless else min(self.limit, len(self.batch_sampler))
 
 
 def check_not_empty(dataset: Any, name: str) -> None:

@@ -26,7 +26,7 @@ class CheckpointHook(Hook):
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 writes none but the last.
         by_epoch: whether `interval` counts epochs.
         save_optimizer, save_param_scheduler: whether they hold what a resumed run needs.
-        out_dir: where they are written; by default the work_dir.
+        out_dir: they are written to a folder in it that is called as the work_dir; by default the work_dir.
         max_keep_ckpts: how many of the regular ones are kept; -1 keeps all.
         save_last: write one at the end whatever the interval.
         save_best: a metric, several, or `auto` for the first that the validation gives.
@@ -51,6 +51,10 @@ class CheckpointHook(Hook):
         filename_tmpl: str | None = None,
         save_begin: int = 0,
     ) -> None:
+        if interval == 0 or interval < -1:
+            raise ConfigError(f"must be at least 1, or -1 for none, not {interval}", "interval")
+        if save_begin < 0:
+            raise ConfigError(f"must not be negative, not {save_begin}", "save_begin")
         if max_keep_ckpts == 0 or max_keep_ckpts < -1:
             raise ConfigError(f"must be -1 (keep all) or at least 1, not {max_keep_ckpts}", "max_keep_ckpts")
         self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
@@ -71,7 +75,9 @@ class CheckpointHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Remember the files that a resumed run may have to remove."""
-        self._folder = Path(self.out_dir or runner.work_dir)
+        work_dir = Path(runner.work_dir)
+        out_dir = self.out_dir and Path(self.out_dir).expanduser().absolute()
+        self._folder = out_dir / work_dir.name if out_dir else work_dir
         self._kept: list[str] = list(runner.message_hub.get_info("kept_ckpts", []))
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -112,12 +118,12 @@ class CheckpointHook(Hook):
             return
         for monitor in self.monitors:
             key = next(iter(metrics)) if monitor == "auto" else monitor
-            self._save_if_best(runner, key, pick(metrics, key, "save_best"))
+            self._save_if_best(runner, key, pick(self, metrics, key, "save_best"))
 
     def _save_if_best(self, runner: Runner, key: str, value: float) -> None:
         hub = runner.message_hub
         best = hub.get_info(f"best_score/{key}")
-        improved = best is None or (value > best if better(key, self.rule) == "greater" else value < best)
+        improved = best is None or (value > best if self._rule(key) == "greater" else value < best)
         if not math.isfinite(value) or not improved:
             return
         previous = hub.get_info(f"best_ckpt/{key}")
@@ -130,3 +136,9 @@ class CheckpointHook(Hook):
         runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
         if previous and previous != name and is_main_process():
             (self._folder / previous).unlink(missing_ok=True)
+
+    def _rule(self, key: str) -> str:
+        try:
+            return better(key, self.rule)
+        except ConfigError as error:  # of a metric that only `auto` has found
+            raise self.wrong(str(error.args[0]), error.path) from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.model import BaseAveragedModel, unwrap_model
@@ -39,10 +41,14 @@ class EMAHook(Hook):
         **kwargs: Any,
     ) -> None:
         if begin_iter and begin_epoch:
-            raise ConfigError("give begin_iter or begin_epoch, not both")
+            raise ConfigError("give begin_iter or begin_epoch, not both", "begin_epoch")
+        for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
+            if value < 0:
+                raise ConfigError(f"must not be negative, not {value}", name)
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
+        MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # wrong arguments are found here
         self.ema_model: BaseAveragedModel | None = None
 
     def before_run(self, runner: Runner) -> None:
@@ -54,7 +60,7 @@ class EMAHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start from the weights that were initialised or loaded, unless a resumed average is further."""
         if self.begin_epoch and not runner.by_epoch:
-            raise ConfigError(
+            raise self.wrong(
                 "counts epochs, but the training counts iterations: give begin_iter", "begin_epoch"
             )
         if self._average.steps == 0:
@@ -64,7 +70,7 @@ class EMAHook(Hook):
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Take the new weights into the average."""
-        if runner.iter + 1 >= self.begin_iter and runner.epoch >= self.begin_epoch:
+        if runner.iter + 1 >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch:
             self._average.update_parameters(self.model)
 
     def before_val_epoch(self, runner: Runner) -> None:
@@ -84,7 +90,9 @@ class EMAHook(Hook):
         self._swap()
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Save the average as the model and the weights beside it."""
+        """Save the average as the model and the weights beside it, once there is an average."""
+        if not self._average.steps:
+            return
         self._average.copy_buffers(self.model)
         average = self._average.state_dict()
         weights = checkpoint["state_dict"]
@@ -99,9 +107,9 @@ class EMAHook(Hook):
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """In a resumed run, go on with both the average and the weights; else start from the average."""
-        saved = checkpoint.get("ema_state_dict")
-        if saved is None or not runner.resuming:
+        if "ema_state_dict" not in checkpoint or not runner.resuming:
             return
+        saved = checkpoint.pop("ema_state_dict")
         prefix = "module."
         weights = {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
         average = {prefix + key: value for key, value in checkpoint["state_dict"].items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -49,6 +49,8 @@ class Hook:
     """
 
     priority: int | str = "NORMAL"
+    source: Mapping[str, Any] | None = None
+    """The configuration that the hook was built from, by which errors find their place."""
     stages: ClassVar[tuple[str, ...]] = (
         "before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter",
         "after_train_iter", "after_train_epoch", "before_val", "before_val_epoch", "before_val_iter",
@@ -184,6 +186,12 @@ class Hook:
     def is_last_train_iter(self, runner: Runner) -> bool:
         """Say whether the step that ends now is the run's last."""
         return runner.iter + 1 == runner.max_iters
+
+    def wrong(self, message: str, option: str) -> ConfigError:
+        """Return the error to raise when an option turns out to be wrong while the run is under way."""
+        error = ConfigError(message, option)
+        error.source = self.source  # type: ignore[attr-defined]
+        return error
 
     def at(self, stage: str) -> Callable[..., None] | None:
         """Return this hook's method for `stage`, or None if it does nothing there."""

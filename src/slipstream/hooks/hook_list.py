@@ -25,19 +25,22 @@ class HookList:
         Raises:
             ConfigError: it is neither.
         """
-        if isinstance(hook, Mapping):
-            cfg = {key: value for key, value in hook.items() if key != "priority"}
-            priority = hook.get("priority", priority)
-            try:
-                hook = HOOKS.build(cfg)
-            except ConfigError as error:
-                error.source = hook  # type: ignore[attr-defined]  # the very dict that the user wrote
-                raise
-        if not isinstance(hook, Hook):
-            raise ConfigError(f"a hook must be a slipstream.hooks.Hook, not {type(hook).__name__}")
-        if priority is not None:
-            hook.priority = priority
-        own = get_priority(hook.priority)
+        source = hook
+        try:
+            if isinstance(source, Mapping):
+                priority = source.get("priority", priority)
+                hook = HOOKS.build({key: value for key, value in source.items() if key != "priority"})
+            if not isinstance(hook, Hook):
+                raise ConfigError(f"a hook must be a slipstream.hooks.Hook, not {type(hook).__name__}")
+            if isinstance(source, Mapping):
+                hook.source = source
+            if priority is not None:
+                hook.priority = priority
+            own = get_priority(hook.priority)
+        except ConfigError as error:
+            if isinstance(source, Mapping):
+                error.source = source  # type: ignore[attr-defined]  # the very dict that the user wrote
+            raise
         position = sum(get_priority(other.priority) <= own for other in self._hooks)
         self._hooks.insert(position, hook)
         self._at.clear()

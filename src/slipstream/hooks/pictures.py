@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.dist import is_main_process
-from slipstream.errors import DataError
+from slipstream.errors import ConfigError, DataError
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
 
@@ -34,6 +34,9 @@ class SegVisualizationHook(Hook):
     priority = "LOW"
 
     def __init__(self, num_samples: int = 4, interval: int = 1) -> None:
+        for name, value in {"num_samples": num_samples, "interval": interval}.items():
+            if value < 1:
+                raise ConfigError(f"must be at least 1, not {value}", name)
         self.num_samples, self.interval = num_samples, interval
         self._validations = 0
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -67,8 +70,8 @@ class SegVisualizationHook(Hook):
 
         meta = getattr(runner.val_dataloader.dataset, "metainfo", {})
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
-        if palette is None:
-            raise DataError("SegVisualizationHook needs the data set's metainfo['palette']")
+        if palette is None or "classes" not in meta:
+            raise DataError("SegVisualizationHook needs the data set's metainfo['palette'] and ['classes']")
         rows = []
         for image, target, prediction in self._rows:
             truth, guess = _numpy(target), _numpy(prediction)

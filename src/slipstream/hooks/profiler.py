@@ -43,6 +43,9 @@ class ProfilerHook(Hook):
     ) -> None:
         if profile_times < 1:
             raise ConfigError(f"must be at least 1, not {profile_times}", "profile_times")
+        for name, value in {"wait": wait, "warmup": warmup}.items():
+            if value < 0:
+                raise ConfigError(f"must not be negative, not {value}", name)
         self._schedule = schedule(wait=wait, warmup=warmup, active=profile_times, repeat=1)
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,

@@ -26,10 +26,10 @@ class ParamSchedulerHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         """Sort the schedulers once."""
-        self._on_metrics = [s for s in runner.all_param_schedulers if getattr(s, "need_val_args", False)]
-        others = [s for s in runner.all_param_schedulers if s not in self._on_metrics]
-        self._by_epoch = [s for s in others if s.by_epoch]
-        self._by_iter = [s for s in others if not s.by_epoch]
+        schedulers = runner.all_param_schedulers
+        self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
+        self._by_epoch = [s for s in schedulers if s.by_epoch]  # those on metrics count epochs too
+        self._by_iter = [s for s in schedulers if not s.by_epoch]
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -45,7 +45,7 @@ class ParamSchedulerHook(Hook):
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Step the schedulers that watch a metric."""
-        for scheduler in getattr(self, "_on_metrics", ()):
+        for scheduler in self._on_metrics if runner.is_training else ():
             scheduler.step(metrics)
 
 
@@ -68,19 +68,20 @@ def better(key: str, rule: str | None) -> str:
         return "less"
     if any(word in name for word in _GREATER):
         return "greater"
-    raise ConfigError(
-        f"whether more or less of '{key}' is better is not known: give rule='greater' or 'less'"
-    )
+    raise ConfigError(f"must be 'greater' or 'less', since the name '{key}' does not tell", "rule")
 
 
-def pick(metrics: dict[str, float], key: str, option: str) -> float:
+def pick(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
     """Return the metric `key`, or raise an error that names those there are."""
     if key not in metrics:
-        raise ConfigError(
-            f"there is no metric '{key}'{did_you_mean(key, metrics)}; validation gives {sorted(metrics)}",
-            option,
+        message = (
+            f"there is no metric '{key}'{did_you_mean(key, metrics)}; validation gives {sorted(metrics)}"
         )
-    return float(metrics[key])
+        raise hook.wrong(message, option)
+    try:
+        return float(metrics[key])
+    except (TypeError, ValueError):
+        raise hook.wrong(f"the metric '{key}' is no number but {metrics[key]!r}", option) from None
 
 
 @HOOKS.register_module()
@@ -109,6 +110,8 @@ class EarlyStoppingHook(Hook):
         patience: int = 5,
         stopping_threshold: float | None = None,
     ) -> None:
+        if patience < 0:
+            raise ConfigError(f"must not be negative, not {patience}", "patience")
         self.monitor, self.rule = monitor, better(monitor, rule)
         self.min_delta, self.strict, self.check_finite = min_delta, strict, check_finite
         self.patience, self.stopping_threshold = patience, stopping_threshold
@@ -128,10 +131,12 @@ class EarlyStoppingHook(Hook):
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Compare the metric with the best so far."""
+        if not runner.is_training:
+            return
         if self.monitor not in (metrics or {}) and not self.strict:
             runner.logger.warning(f"EarlyStoppingHook: validation gives no metric '{self.monitor}'")
             return
-        value = pick(metrics or {}, self.monitor, "monitor")
+        value = pick(self, metrics or {}, self.monitor, "monitor")
         reason = self._reason(self._sign * value)
         runner.message_hub.update_info(self._key, (self._best, self._waited))
         if reason:

@@ -46,6 +46,7 @@ class BaseAveragedModel(nn.Module):
         self.module = copy.deepcopy(model).requires_grad_(False)
         if device is not None:
             self.module.to(device)
+        self.device = device
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
@@ -58,8 +59,9 @@ class BaseAveragedModel(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Take the model's current weights into the average; the first call copies them."""
         if self.steps % self.interval == 0:
-            average = self._averaged(self.module)
-            current = [t.to(a.device) for a, t in zip(average, self._averaged(model), strict=True)]
+            average, current = self._averaged(self.module), self._averaged(model)
+            if self.device is not None:
+                current = [tensor.to(self.device) for tensor in current]
             if self.steps == 0:
                 torch._foreach_copy_(average, current)
             else:

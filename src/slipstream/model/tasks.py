@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,14 +62,37 @@ class Segmentor(_Task):
         """
         outputs = self.network(inputs)
         if mode == "loss":
+            if targets is not None and self._padded(inputs, targets):
+                outputs = _cut(outputs, targets)
             return self.losses(outputs, targets)
         if mode == "predict":
             logits = outputs[0] if isinstance(outputs, tuple | list) else outputs
-            if targets is not None and targets.shape[-2:] != logits.shape[-2:]:
-                logits = F.interpolate(logits, targets.shape[-2:], mode="bilinear")
+            if targets is not None and self._padded(inputs, targets):
+                logits = _cut(_resized(logits, inputs), targets)
+            elif targets is not None:
+                logits = _resized(logits, targets)
             predictions = {"preds": logits.argmax(1)}
             return predictions if targets is None else {**predictions, "targets": targets.long()}
         return outputs
+
+    def _padded(self, inputs: Tensor, targets: Tensor) -> bool:
+        """Say whether the preprocessor padded the images, for whose margin there are no targets."""
+        divisor = getattr(self.data_preprocessor, "pad_size_divisor", 1)
+        sizes = list(zip(inputs.shape[-2:], targets.shape[-2:], strict=True))
+        return any(i != t for i, t in sizes) and all(i == math.ceil(t / divisor) * divisor for i, t in sizes)
+
+
+def _resized(logits: Tensor, like: Tensor) -> Tensor:
+    size = like.shape[-2:]
+    return logits if logits.shape[-2:] == size else F.interpolate(logits, size, mode="bilinear")
+
+
+def _cut(outputs: Any, targets: Tensor) -> Any:
+    """Cut the margin at the right and bottom off every output."""
+    if isinstance(outputs, tuple | list):
+        return [_cut(output, targets) for output in outputs]
+    height, width = targets.shape[-2:]
+    return outputs[..., :height, :width]
 
 
 @MODELS.register_module()

@@ -47,7 +47,8 @@ class AmpOptimWrapper(OptimWrapper):
         self.dtype = _read_dtype(dtype) or torch.get_autocast_dtype(device)
         self._autocast = torch.autocast(device, dtype=self.dtype)
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        self.loss_scaler = _make_scaler(device, loss_scale) if self.dtype == torch.float16 else None
+        scaler = _make_scaler(device, loss_scale)  # whatever the dtype, so that a mistake is always found
+        self.loss_scaler = scaler if self.dtype == torch.float16 else None
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and loss: autocast, without gradient sync inside a window."""
@@ -98,9 +99,14 @@ def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 def _make_scaler(device: str, loss_scale: str | float | Mapping[str, Any]) -> torch.amp.GradScaler:
     if loss_scale == "dynamic":
-        return torch.amp.GradScaler(device)
-    if isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool):
-        return torch.amp.GradScaler(device, init_scale=float(loss_scale))
-    if isinstance(loss_scale, Mapping):
-        return torch.amp.GradScaler(device, **loss_scale)
-    raise ConfigError(f"must be 'dynamic', a number or a dict, not {loss_scale!r}", "loss_scale")
+        options: Mapping[str, Any] = {}
+    elif isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and loss_scale > 0:
+        options = {"init_scale": float(loss_scale)}
+    elif isinstance(loss_scale, Mapping):
+        options = loss_scale
+    else:
+        raise ConfigError(f"must be 'dynamic', a positive number or a dict, not {loss_scale!r}", "loss_scale")
+    try:
+        return torch.amp.GradScaler(device, **options)
+    except (TypeError, AssertionError) as error:
+        raise ConfigError(str(error), "loss_scale") from error

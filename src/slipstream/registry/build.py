@@ -105,7 +105,7 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
     for key, value in arguments.items():
         hint = _hint(constructor, key)
         if not matches(value, hint):
-            raise ConfigError(f"must be {describe(hint)}, not {value!r}", key)
+            raise BuildError(f"must be {describe(hint)}, not {value!r}", key)
 
 
 def _hint(constructor: Any, key: str) -> Any:

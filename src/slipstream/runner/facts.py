@@ -11,8 +11,10 @@ from torch import nn
 from slipstream.config import Config
 from slipstream.dataset.loader import batch_size
 from slipstream.dist import get_rank, get_world_size, is_distributed
+from slipstream.errors import ConfigError
 from slipstream.model import unwrap_model
 from slipstream.registry import LOOPS
+from slipstream.runner.given import place_in_loop
 from slipstream.runner.logs import config_text
 from slipstream.runner.loops import IterBasedTrainLoop
 
@@ -20,7 +22,7 @@ __all__ = ["RunFacts"]
 
 
 class RunFacts:
-    """Read-only facts about a run, derived from its parts."""
+    """Facts about a run, derived from its parts; loops are built when they are first asked for."""
 
     cfg: Config
     model: nn.Module
@@ -28,7 +30,15 @@ class RunFacts:
     _loops: dict[str, Any]
 
     def _loop(self, mode: str) -> Any:
-        raise NotImplementedError
+        """Return the loop of a mode, built at the first call."""
+        loop = self._loops[mode]
+        if isinstance(loop, Mapping):
+            try:
+                loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self})
+            except ConfigError as error:
+                place_in_loop(error, mode)
+                raise
+        return loop
 
     @property
     def train_loop(self) -> Any:
@@ -65,8 +75,6 @@ class RunFacts:
         """Whether the training counts epochs (the case, too, when there is none)."""
         loop = self._loops["train"]
         kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
-        if isinstance(kind, str):
-            kind = LOOPS.resolve(kind)
         return not (inspect.isclass(kind) and issubclass(kind, IterBasedTrainLoop))
 
     @property

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.registry import LOOPS
 from slipstream.registry.build import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 
@@ -63,6 +65,9 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
     if "type" in options:
         if "by_epoch" in options:
             raise ConfigError("give type or by_epoch, not both", "train_cfg")
+        if isinstance(options["type"], str):
+            with placing({}, "train_cfg"):
+                options["type"] = LOOPS.resolve(options["type"])
         return options
     if "by_epoch" not in options:
         known = ("by_epoch", "type", "max_epochs", "max_iters")
@@ -77,9 +82,10 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
 def place_in_loop(error: ConfigError, mode: str) -> None:
     """Name the argument of the Runner that an error inside a loop's configuration belongs to."""
     loader, cfg_name, third = TRIPLES[mode]
-    head, dot, rest = error.path.partition(".")
+    head = re.split(r"[.\[]", error.path)[0]
     places = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
-    error.path = places[head] + dot + rest if head in places else f"{cfg_name}.{error.path}"
+    place = places[head] + error.path[len(head) :] if head in places else f"{cfg_name}.{error.path}"
+    error.path = place
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
+from slipstream.runner.given import placing
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.visualization import Visualizer
 
@@ -78,7 +79,8 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
-        visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
+        with placing({}, "visualizer"):
+            visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
     logger = build_logger(name.experiment, log_file, level, get_rank())
     return Logs(logger, hub, Meter(hub), processor, visualizer)
 

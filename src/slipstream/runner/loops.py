@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError, DataError
@@ -128,9 +129,10 @@ class _TrainLoop(BaseLoop):
     def _catch_up(self) -> None:
         """Validate, as a run would have that was stopped between its checkpoint and its validation."""
         if not self._validated:
-            if self._start == 0:
-                self._runner.restore_random_state()
+            self._runner.restore_random_state()
             self._validate()
+            # Once more: in the middle of its data, the loader had drawn what it draws before the checkpoint.
+            self._runner.resumed_random_state = get_random_state()
 
     def _validate(self) -> None:
         progress = self._progress

@@ -26,7 +26,7 @@ from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, HookList, ProgressBarHook
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
-from slipstream.registry import LOOPS, RUNNERS, default_scope
+from slipstream.registry import RUNNERS, default_scope
 from slipstream.runner import parts, resume
 from slipstream.runner.environment import (
     EnvOptions,
@@ -37,7 +37,7 @@ from slipstream.runner.environment import (
     setup_env,
 )
 from slipstream.runner.facts import RunFacts
-from slipstream.runner.given import TRIPLES, loop_options, place_in_loop, placing, with_defaults
+from slipstream.runner.given import TRIPLES, loop_options, placing, with_defaults
 from slipstream.runner.logs import config_text, name_run, open_logs
 from slipstream.speed import SpeedPlan, compile_model
 from slipstream.step import Step
@@ -168,7 +168,8 @@ class Runner(RunFacts):
         with self._running():
             self._build_training()
             self.call_hook("before_run")
-            if not self._loaded and hasattr(core := unwrap_model(self.model), "init_weights"):
+            core: Any = unwrap_model(self.model)
+            if not self._loaded and hasattr(core, "init_weights"):
                 core.init_weights()
             self.load_or_resume()
             self._compile()
@@ -391,18 +392,11 @@ class Runner(RunFacts):
             self.logger.info(f"Nothing to resume in {self.work_dir}: starting anew")
 
     def _write_config(self) -> None:
-        if is_main_process() and len(self.cfg):
-            name = Path(self.cfg.filename).stem if self.cfg.filename else self.timestamp
-            write_text(Path(self.work_dir) / f"{name}.py", config_text(self.cfg, "py"))
+        if not is_main_process() or not len(self.cfg):
+            return
+        name = Path(self.cfg.filename).stem if self.cfg.filename else self.timestamp
+        write_text(Path(self.work_dir) / f"{name}.py", config_text(self.cfg, "py"))
+        try:
             self.visualizer.add_config(self.cfg)
-
-    def _loop(self, mode: str) -> Any:
-        """Return the loop of a mode, built at the first call."""
-        loop = self._loops[mode]
-        if isinstance(loop, Mapping):
-            try:
-                loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self})
-            except ConfigError as error:
-                place_in_loop(error, mode)
-                raise
-        return loop
+        except ConfigError as error:  # it holds objects, which is no fault
+            self.logger.debug(f"The configuration is not shown: {error}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,10 @@ class MMDistributedDataParallel(DistributedDataParallel):
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
-        super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
+        with warnings.catch_warnings():
+            # Its successor still syncs buffers once, at the start.
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
@@ -70,6 +74,8 @@ class MMSeparateDistributedDataParallel(BaseModel):
         for name, child in module.named_children():
             if name != "data_preprocessor" and any(p.requires_grad for p in child.parameters()):
                 wrapped = MMDistributedDataParallel(child, broadcast_buffers=broadcast_buffers, **kwargs)
+                wrapped.register_state_dict_post_hook(_without_wrapper)
+                wrapped.register_load_state_dict_pre_hook(_with_wrapper)
                 setattr(module, name, wrapped)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
@@ -93,6 +99,17 @@ class MMSeparateDistributedDataParallel(BaseModel):
                 if isinstance(child, DistributedDataParallel):
                     stack.enter_context(child.no_sync())
             yield
+
+
+def _without_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Name a child's tensors as if it were not wrapped, so that checkpoints fit one process too."""
+    for key in [key for key in state if key.startswith(f"{prefix}module.")]:
+        state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
+
+
+def _with_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    for key in [key for key in state if key.startswith(prefix)]:
+        state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
 
 
 def is_model_wrapper(model: nn.Module) -> bool:

@@ -1,0 +1,261 @@
+import enum
+import pickle
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from slipstream.checkpoint import (
+    find_latest_checkpoint,
+    load_checkpoint,
+    mark_last_checkpoint,
+    plain,
+    save_checkpoint,
+    write_text,
+)
+from slipstream.errors import CheckpointError
+
+
+class Level(enum.IntEnum):
+    HIGH = 3
+
+
+class Colour(str, enum.Enum):  # noqa: UP042  (older code has these, and str() of them differs)
+    RED = "red"
+
+
+class Custom:
+    pass
+
+
+def refuse(message):
+    raise AssertionError(message)
+
+
+def round_trip(value, tmp_path):
+    save_checkpoint({"value": value}, tmp_path / "a.pth", refuse)
+    return load_checkpoint(tmp_path / "a.pth")["value"]
+
+
+@pytest.mark.parametrize(
+    ("value", "wanted"),
+    [
+        (np.float64(1.5), 1.5),  # a subclass of float
+        (np.float32(0.5), 0.5),
+        (np.int64(-3), -3),
+        (np.bool_(True), True),
+        (np.str_("a"), "a"),  # a subclass of str
+        (np.complex128(1 + 2j), 1 + 2j),
+        (Level.HIGH, 3),
+        (Colour.RED, "red"),
+        (True, True),
+        (None, None),
+        (b"\x00\xff", b"\x00\xff"),
+        (2**80, 2**80),
+        (float("inf"), float("inf")),
+        (Path("a/b"), "a/b"),
+        ({np.int64(2): np.float64(3), Level.HIGH: 1}, {2: 3.0, 3: 1}),
+        (OrderedDict(a=[np.float64(1), (2,)]), {"a": [1.0, (2,)]}),
+        (namedtuple("Pair", "a b")(1, np.int32(2)), (1, 2)),
+        (torch.Size([2, 3]), (2, 3)),
+        ({3}, [3]),
+        (torch.device("cpu"), torch.device("cpu")),
+        (torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_what_python_and_numpy_count_as_plain_comes_back_plain(tmp_path, value, wanted):
+    got = round_trip(value, tmp_path)
+    assert got == wanted
+    assert type(got) is type(wanted)
+    if isinstance(got, dict):
+        assert [type(key) for key in got] == [type(key) for key in wanted]
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.array(3.5),
+        np.zeros((0, 2)),
+        np.arange(6).reshape(2, 3)[:, ::-1],
+        np.arange(3, dtype=np.uint8),
+        np.arange(3, dtype=">i4"),
+        np.array([True, False]),
+    ],
+)
+def test_arrays_come_back_as_tensors_of_their_shape_and_values(tmp_path, array):
+    got = round_trip(array, tmp_path)
+    assert tuple(got.shape) == array.shape
+    np.testing.assert_array_equal(got.numpy(), array)
+    assert got.numpy().dtype == array.dtype.newbyteorder("=")
+
+
+def test_tensors_come_back_equal_with_their_dtype_and_parameters_as_tensors(tmp_path):
+    value = {
+        "half": torch.rand(3).bfloat16(),
+        "parameter": nn.Parameter(torch.rand(2)),
+        "scalar": torch.tensor(7),
+    }
+    got = round_trip(value, tmp_path)
+    for name, tensor in value.items():
+        assert torch.equal(got[name], tensor)
+        assert got[name].dtype == tensor.dtype
+    assert type(got["parameter"]) is torch.Tensor
+
+
+def test_an_optimizers_state_survives(tmp_path):
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=np.float64(0.1))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    got = round_trip(optimizer.state_dict(), tmp_path)
+    other = torch.optim.AdamW(model.parameters())
+    other.load_state_dict(got)
+    assert other.state_dict()["param_groups"][0]["lr"] == 0.1
+    assert torch.equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_what_is_not_plain_is_left_out_with_a_warning_that_names_its_place(tmp_path):
+    warnings = []
+    content = {
+        "meta": {"keep": 1, "made_by": Custom(), "when": [1, Custom(), 3]},
+        "words": np.array(["a"]),
+        "long": np.longdouble(1),
+    }
+    save_checkpoint(content, tmp_path / "a.pth", warnings.append)
+    assert load_checkpoint(tmp_path / "a.pth") == {"meta": {"keep": 1, "when": [1, 3]}}
+    assert [w.split(":")[0] for w in warnings] == [
+        "checkpoint.meta.made_by is a Custom, neither tensor nor plain value",
+        "checkpoint.meta.when[1] is a Custom, neither tensor nor plain value",
+        "checkpoint.words is a ndarray, neither tensor nor plain value",
+        "checkpoint.long is a longdouble, neither tensor nor plain value",
+    ]
+
+
+def test_plain_changes_nothing_in_what_it_is_given():
+    given_ = {"a": [np.float64(1)], "b": {"c": np.arange(2)}}
+    plain(given_, refuse)
+    assert type(given_["a"][0]) is np.float64
+    assert type(given_["b"]["c"]) is np.ndarray
+
+
+@pytest.mark.parametrize("crash", [OSError("No space left on device"), KeyboardInterrupt()])
+def test_a_crash_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch, crash):
+    path = tmp_path / "a.pth"
+    save_checkpoint({"epoch": 1}, path, refuse)
+
+    def half(content, target):
+        Path(target).write_bytes(b"PK half a file")
+        raise crash
+
+    monkeypatch.setattr(torch, "save", half)
+    with pytest.raises(type(crash)):
+        save_checkpoint({"epoch": 2}, path, refuse)
+    assert load_checkpoint(path) == {"epoch": 1}
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_cannot_take_its_place_leaves_no_temporary_one(tmp_path):
+    (tmp_path / "a.pth").mkdir()
+    with pytest.raises(OSError, match=r"a\.pth"):
+        save_checkpoint({}, tmp_path / "a.pth", refuse)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.pth"]
+
+
+def test_a_checkpoint_makes_its_folder_and_is_readable_by_others_as_the_umask_says(tmp_path):
+    path = tmp_path / "new" / "a.pth"
+    save_checkpoint({}, path, refuse)
+    reference = tmp_path / "reference"
+    reference.touch()
+    assert path.stat().st_mode == reference.stat().st_mode
+
+
+def test_write_text_replaces_the_whole_text(tmp_path):
+    write_text(tmp_path / "a", "long text")
+    write_text(tmp_path / "a", "short")
+    assert (tmp_path / "a").read_text() == "short"
+
+
+def test_a_file_with_pickled_objects_is_refused_with_the_remedy(tmp_path):
+    path = tmp_path / "a.pth"
+    torch.save({"state_dict": {}, "message_hub": Custom()}, path)
+    with pytest.raises(CheckpointError, match=r"holds pickled objects.*weights_only=False.*message_hub"):
+        load_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+def test_nothing_in_a_hostile_file_is_executed(tmp_path):
+    target = tmp_path / "executed"
+
+    class Hostile:
+        def __reduce__(self):
+            return Path.touch, (target,)
+
+    torch.save({"a": Hostile()}, tmp_path / "new.pth")
+    (tmp_path / "old.pth").write_bytes(pickle.dumps({"a": Hostile()}))
+    for name in ("new.pth", "old.pth"):
+        with pytest.raises(CheckpointError):
+            load_checkpoint(tmp_path / name)
+    assert not target.exists()
+
+
+def test_a_missing_file_is_an_error_that_suggests_the_nearest(tmp_path):
+    save_checkpoint({}, tmp_path / "epoch_10.pth", refuse)
+    with pytest.raises(CheckpointError, match=r"epoch_1\.pth; did you mean 'epoch_10\.pth'\?"):
+        load_checkpoint(tmp_path / "epoch_1.pth")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path / "nowhere" / "a.pth")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_file_that_holds_no_dict_is_refused(tmp_path):
+    torch.save([1, 2], tmp_path / "a.pth")
+    with pytest.raises(CheckpointError, match="holds a list"):
+        load_checkpoint(tmp_path / "a.pth")
+
+
+@pytest.mark.parametrize("share", [0, 0.01, 0.5, 0.99])
+def test_a_truncated_file_is_an_error_that_names_it(tmp_path, share):
+    path = tmp_path / "a.pth"
+    save_checkpoint({"weights": torch.rand(1000)}, path, refuse)
+    content = path.read_bytes()
+    path.write_bytes(content[: int(len(content) * share)])
+    with pytest.raises(CheckpointError, match=r"a\.pth"):
+        load_checkpoint(path)
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(garbage=st.binary(max_size=60) | st.binary(max_size=60).map(lambda b: b"\x80\x02" + b + b"."))
+def test_no_garbage_raises_anything_but_a_checkpoint_error(tmp_path, garbage):
+    path = tmp_path / "a.pth"
+    path.write_bytes(garbage)
+    with pytest.raises(CheckpointError, match=r"a\.pth"):
+        load_checkpoint(path)
+
+
+def test_the_last_checkpoint_is_found_even_after_its_folder_moved(tmp_path):
+    folder = tmp_path / "run"
+    assert find_latest_checkpoint(folder) is None
+    save_checkpoint({}, folder / "epoch_1.pth", refuse)
+    mark_last_checkpoint(folder, folder / "epoch_1.pth")
+    assert find_latest_checkpoint(folder) == folder / "epoch_1.pth"
+    moved = folder.rename(tmp_path / "moved")
+    assert find_latest_checkpoint(moved) == moved / "epoch_1.pth"
+    (moved / "epoch_1.pth").unlink()
+    with pytest.raises(CheckpointError, match=r"last_checkpoint names .*epoch_1\.pth, which does not exist"):
+        find_latest_checkpoint(moved)
+
+
+def test_a_relative_path_is_found_from_another_working_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_checkpoint({}, "elsewhere/a.pth", refuse)
+    Path("run").mkdir()
+    mark_last_checkpoint("run", Path("elsewhere/a.pth"))
+    monkeypatch.chdir("/")
+    assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "elsewhere" / "a.pth"

@@ -1,0 +1,52 @@
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.checkpoint import get_random_state, load_checkpoint, save_checkpoint, set_random_state
+
+
+@pytest.fixture(autouse=True)
+def _put_back():
+    state = get_random_state()
+    yield
+    set_random_state(state)
+
+
+def draws():
+    # Normal numbers come in pairs, of which each generator keeps the second.
+    return [
+        random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(100),
+        torch.rand(3).tolist(), torch.randn(1).item(),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("before", [0, 1, 700])
+def test_a_state_that_went_through_a_file_gives_the_same_draws_again(tmp_path, before):
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    for _ in range(before):
+        draws()
+    random.gauss(0, 1)  # half a pair is left over
+    np.random.normal()
+    save_checkpoint({"state": get_random_state()}, tmp_path / "a.pth", pytest.fail)
+    wanted = [draws() for _ in range(3)]
+    set_random_state(load_checkpoint(tmp_path / "a.pth")["state"])
+    assert [draws() for _ in range(3)] == wanted
+
+
+def test_reading_the_state_draws_nothing():
+    torch.manual_seed(0)
+    get_random_state()
+    wanted = torch.Generator().manual_seed(0)
+    assert torch.equal(torch.rand(2), torch.rand(2, generator=wanted))
+
+
+def test_a_build_for_cuda_without_a_device_is_asked_for_no_device_state(monkeypatch):
+    def current(check_available=False):
+        return None if check_available else torch.device("cuda")
+
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", current)
+    assert "accelerator" not in get_random_state()

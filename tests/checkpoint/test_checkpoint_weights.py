@@ -1,0 +1,76 @@
+import pytest
+import torch
+from torch import nn
+
+from slipstream.checkpoint import load_weights, revise
+from slipstream.errors import CheckpointError
+
+
+def model(classes=3):
+    return nn.ModuleDict({"body": nn.Linear(2, 4), "head": nn.Linear(4, classes)})
+
+
+def test_weights_are_loaded_in_place_and_nothing_is_reported_when_all_match():
+    source, target = model(), model()
+    places = [p.data_ptr() for p in target.parameters()]
+    assert load_weights(target, source.state_dict(), strict=True) == []
+    assert [p.data_ptr() for p in target.parameters()] == places
+    assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
+
+
+def test_strict_names_missing_and_unknown_tensors_and_changes_nothing():
+    state = model().state_dict()
+    state["neck.weight"] = state.pop("head.bias")
+    target = model()
+    before = target["body"].weight.clone()
+    with pytest.raises(
+        CheckpointError, match=r"missing in it: head\.bias; unknown to the model: neck\.weight"
+    ):
+        load_weights(target, state, strict=True, source="a.pth")
+    assert torch.equal(target["body"].weight, before)
+
+
+def test_otherwise_what_matches_is_loaded_and_the_rest_is_reported():
+    state = model().state_dict()
+    state["neck.weight"] = state.pop("head.bias")
+    target = model()
+    bias = target["head"].bias.clone()
+    lines = load_weights(target, state, strict=False)
+    assert lines == ["missing in it: head.bias", "unknown to the model: neck.weight"]
+    assert torch.equal(target["body"].weight, state["body.weight"])
+    assert torch.equal(target["head"].bias, bias)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_tensor_of_another_shape_is_an_error_that_names_it_and_both_shapes(strict):
+    with pytest.raises(
+        CheckpointError, match=r"a\.pth .*head\.weight is \(5, 4\) there and \(3, 4\) in the model"
+    ):
+        load_weights(model(), model(5).state_dict(), strict, "a.pth")
+
+
+def test_a_value_that_is_no_tensor_is_an_error_that_names_it():
+    state = {**model().state_dict(), "head.bias": [0.0, 0.0, 0.0]}
+    with pytest.raises(CheckpointError, match=r"head\.bias is a list there"):
+        load_weights(model(), state, strict=False)
+
+
+def test_a_checkpoint_without_one_tensor_of_the_model_is_an_error_even_if_not_strict():
+    state = {f"module.{key}": value for key, value in model().state_dict().items()}
+    with pytest.raises(CheckpointError, match=r"not one tensor of this model.*module\.body.*revise_keys"):
+        load_weights(model(), state, strict=False)
+    assert load_weights(model(), revise(state, [(r"^module\.", "")]), strict=True) == []
+
+
+def test_a_long_list_of_names_is_cut():
+    state = {f"x{i}": torch.ones(1) for i in range(9)} | model().state_dict()
+    assert load_weights(model(), state, strict=False) == [
+        "unknown to the model: x0, x1, x2, x3, x4 and 4 more"
+    ]
+
+
+def test_revise_applies_its_patterns_in_order_and_leaves_its_argument_alone():
+    state = {"module.backbone.0.weight": 1, "head": 2}
+    got = revise(state, [(r"^module\.", ""), (r"^backbone\.(\d+)", r"body.layer\1")])
+    assert got == {"body.layer0.weight": 1, "head": 2}
+    assert list(state) == ["module.backbone.0.weight", "head"]

@@ -1,0 +1,183 @@
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Dataset
+from two_processes import run_in_two
+
+from slipstream.evaluator import BaseMetric
+from slipstream.model import BaseModel, MMDistributedDataParallel
+from slipstream.registry import MODEL_WRAPPERS
+from slipstream.runner import Runner
+
+SAMPLES, BATCH, EPOCHS = 22, 4, 2
+
+
+class Samples(Dataset):
+    def __init__(self, size=SAMPLES):
+        generator = torch.Generator().manual_seed(0)
+        self.x, self.y = (torch.randn(size, n, generator=generator) for n in (3, 1))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.y[index], int(index)
+
+
+class Net(BaseModel):
+    def __init__(self, norm=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5) if norm else nn.Tanh(), nn.Linear(5, 1))
+
+    def forward(self, x, y, index, mode):
+        out = self.net(x)
+        return {"loss": (out - y).square().mean()} if mode == "loss" else index
+
+
+class Seen(BaseMetric):
+    """Which samples were counted, as one number."""
+
+    def process(self, data_batch, data_samples):
+        self.results += data_samples.tolist()
+
+    def compute_metrics(self, results):
+        return {"count": len(results), "in_order": float(results == list(range(len(results))))}
+
+
+@MODEL_WRAPPERS.register_module()
+class Custom(DistributedDataParallel):
+    pass
+
+
+def train(folder, world, net=None, cfg=None, **options):
+    """Train with BATCH samples a step over all processes; return the weights and the Runner."""
+    parts = dict(
+        train_dataloader=dict(
+            dataset=Samples(20), batch_size=BATCH // world, sampler=dict(type="DefaultSampler", shuffle=True)
+        ),
+        train_cfg=dict(by_epoch=True, max_epochs=EPOCHS),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9)),
+        default_hooks=dict(checkpoint=None),
+        launcher="pytorch" if world > 1 else "none",
+        randomness=dict(seed=3),
+        env_cfg=dict(dist_cfg=dict(backend="nccl", timeout=30)),  # as MMEngine's configurations have it
+        log_level="ERROR",
+        cfg=cfg,
+    )
+    runner = Runner(net or Net(), folder / f"world{world}", **{**parts, **options})
+    model = runner.train()
+    return {k.removeprefix("module."): v.detach().clone() for k, v in model.state_dict().items()}, runner
+
+
+def no_cuda(folder):
+    """Forbid what only works with a GPU, for this and the following functions."""
+
+    def refusal(name):
+        def refuse(*args, **kwargs):
+            raise AssertionError(f"torch.cuda.{name} was called")
+
+        return refuse
+
+    # One function each: torch.compile keeps a table of them, and wants no two entries for one.
+    for name in ("set_device", "current_device", "synchronize", "get_rng_state", "_lazy_init"):
+        setattr(torch.cuda, name, refusal(name))
+
+
+def plain(folder):
+    weights, runner = train(folder, 2)
+    kind = type(runner.model)
+    return weights, kind is MMDistributedDataParallel, runner.model.broadcast_buffers
+
+
+def accumulated(folder):
+    optim = dict(
+        optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=2, clip_grad=dict(max_norm=0.5)
+    )
+    return train(folder, 2, optim_wrapper=optim)[0]
+
+
+def custom_wrapper(folder):
+    weights, runner = train(folder, 2, cfg=dict(model_wrapper_cfg=dict(type="Custom")))
+    return weights, type(runner.model).__name__, runner.model.broadcast_buffers
+
+
+def wrapper_options(folder):
+    cfg = dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel", find_unused_parameters=True))
+    model = train(folder, 2, Net(norm=True), cfg)[1].model
+    return model.broadcast_buffers, model.find_unused_parameters
+
+
+def validation(folder):
+    loader = dict(dataset=Samples(), batch_size=3, sampler=dict(type="DefaultSampler", shuffle=False))
+    metrics = []
+    for size in (21, 22):
+        val = dict(loader, dataset=Samples(size))
+        options = dict(val_dataloader=val, val_cfg=dict(), val_evaluator=dict(type=Seen))
+        runner = Runner(Net(), folder, launcher="pytorch", log_level="ERROR", **options)
+        metrics.append(runner.val())
+    return metrics
+
+
+FUNCTIONS = [no_cuda, plain, accumulated, custom_wrapper, wrapper_options, validation]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two(FUNCTIONS, tmp_path_factory.mktemp("trainings"))
+
+
+def same(left, right, tolerance=1e-6):
+    assert isinstance(left, dict), left
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        torch.testing.assert_close(
+            tensor, right[name], atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+def test_two_processes_train_as_one_with_the_whole_batch(answers, tmp_path):
+    alone = train(tmp_path, 1)[0]
+    (first, wrapped, broadcasts), (second, *_) = answers["plain"]
+    assert wrapped
+    assert not broadcasts
+    same(first, second, 0)
+    same(first, alone)
+    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "something was learnt"
+
+
+def test_so_they_do_with_accumulation_and_clipping(answers, tmp_path):
+    optim = dict(
+        optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=2, clip_grad=dict(max_norm=0.5)
+    )
+    alone = train(tmp_path, 1, optim_wrapper=optim)[0]
+    same(answers["accumulated"][0], answers["accumulated"][1], 0)
+    same(answers["accumulated"][0], alone)
+
+
+def test_a_users_own_subclass_of_torchs_ddp_works_and_trains_the_same(answers):
+    assert not isinstance(answers["custom_wrapper"][0], str), answers["custom_wrapper"][0]
+    weights, name, broadcasts = answers["custom_wrapper"][0]
+    assert name == "Custom"
+    assert not broadcasts
+    same(weights, answers["plain"][0][0], 0)
+
+
+def test_options_of_the_wrapper_do_not_turn_broadcast_buffers_on(answers):
+    assert answers["wrapper_options"] == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_validation_counts_each_sample_once_in_order_whatever_the_length(answers, which):
+    for rank in (0, 1):
+        metrics = answers["validation"][rank]
+        assert isinstance(metrics, list), metrics
+        assert metrics[which] == {"count": 21 + which, "in_order": 1.0}
+
+
+def test_nothing_of_this_needed_cuda(answers):
+    assert answers["no_cuda"] == [None, None]
+    for name in FUNCTIONS:
+        for answer in answers[name.__name__]:
+            assert not isinstance(answer, str), answer

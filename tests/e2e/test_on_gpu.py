@@ -1,0 +1,90 @@
+"""The same run on a CUDA device: levers on, and not one wait between log intervals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from slipstream.hooks import Hook
+from slipstream.model import BaseModel
+from slipstream.runner import Runner
+
+pytestmark = pytest.mark.gpu
+
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+
+    def forward(self, images, labels, mode):
+        return {"loss": F.cross_entropy(self.body(images), labels)}
+
+
+class ForbidWaiting(Hook):
+    """Turns every host-device sync between the second step and the end of the epoch into an error."""
+
+    priority = "LOWEST"
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if batch_idx == 1:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def after_train_epoch(self, runner):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def run(tmp_path, hooks=(), cfg=None, max_epochs=2, resume=False, **optim):
+    torch.manual_seed(0)
+    images = torch.randn(64, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(images, (images.mean((1, 2, 3)) > 0).long())
+    runner = Runner(
+        model=Net(),
+        work_dir=str(tmp_path),
+        train_dataloader=dict(batch_size=4, dataset=data, sampler=dict(type="DefaultSampler", shuffle=True)),
+        train_cfg=dict(by_epoch=True, max_epochs=max_epochs),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.05, momentum=0.9), clip_grad=dict(max_norm=5.0), **optim),
+        param_scheduler=dict(type="CosineAnnealingLR", by_epoch=True, convert_to_iter_based=True),
+        custom_hooks=[dict(type="EMAHook", momentum=0.01), *hooks],
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1000)),
+        resume=resume,
+        randomness=dict(seed=0),
+        cfg=cfg,
+    )
+    runner.train()
+    return runner
+
+
+@pytest.fixture(autouse=True)
+def _sync_mode_back():
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("optim", [{}, dict(type="AmpOptimWrapper", dtype="bfloat16")])
+def test_nothing_waits_between_log_intervals(tmp_path, optim):
+    run(tmp_path, [ForbidWaiting()], max_epochs=1, **optim)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mixed_precision_stays_close_to_full_precision(tmp_path, dtype):
+    full = run(tmp_path / "full").model.state_dict()
+    mixed = run(tmp_path / "mixed", type="AmpOptimWrapper", dtype=dtype).model.state_dict()
+    for name, value in full.items():
+        torch.testing.assert_close(mixed[name], value, rtol=0.05, atol=0.02, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_compiled_agrees_with_eager(tmp_path):
+    eager = run(tmp_path / "eager").model.state_dict()
+    compiled = run(tmp_path / "compiled", cfg=dict(compile=True)).model.state_dict()
+    for name, value in eager.items():
+        torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
+    whole = run(tmp_path / "whole").model.state_dict()
+    resumed = run(tmp_path / "resumed", resume=tmp_path / "whole" / "epoch_1.pth")
+    assert resumed.iter == 32
+    for name, value in whole.items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=1e-6)

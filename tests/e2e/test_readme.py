@@ -1,0 +1,79 @@
+"""Every command and snippet of the README runs."""
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
+FASHION = Path("/usr/share/datasets/fashion-mnist")
+
+# What makes a command of the README small enough for a test.
+SMALL = {
+    "train": ["train_cfg.max_epochs=1", "train_dataloader.batch_size=2", "param_scheduler=null"],
+    "val": [],
+}
+
+
+def blocks(kind: str) -> list[str]:
+    return [text for found, text in BLOCKS if found == kind]
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory):
+    """A folder with a small data/camvid, in which all commands run one after the other."""
+    folder = tmp_path_factory.mktemp("readme")
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        images, masks = folder / f"data/camvid/{split}", folder / f"data/camvid/{split}annot"
+        images.mkdir(parents=True)
+        masks.mkdir()
+        for i in range(2):
+            Image.fromarray(rng.integers(0, 255, (90, 120, 3), np.uint8)).save(images / f"{i}.jpg")
+            Image.fromarray(rng.integers(0, 12, (90, 120), np.uint8)).save(masks / f"{i}.png")
+    return folder
+
+
+def test_both_sides_of_the_diff_run(run):
+    (diff,) = blocks("diff")
+    for own, other in (("-", "+"), ("+", "-")):
+        lines = [line[1:] for line in diff.splitlines() if not line.startswith(other)]
+        run("-c", "\n".join(lines))
+        assert own in diff
+
+
+@pytest.mark.parametrize("snippet", blocks("python"))
+def test_python_snippets_run(run, snippet):
+    run("-c", snippet)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command, photos, run, slipstream):
+    words = shlex.split(command)
+    if words[0] == "make":
+        planned = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
+    elif words[0] == "python":
+        if not FASHION.is_dir():
+            pytest.skip("needs Debian's dataset-fashion-mnist")
+        run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
+    else:
+        assert words[0] == "slipstream"
+        images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
+        words = [word for word in words[1:] if "*" not in word] + images
+        # What doctor finds wrong (one thread, here) is its exit status.
+        slipstream(*words, *SMALL.get(words[0], []), cwd=photos, status=None if words == ["doctor"] else 0)
+
+
+def test_the_error_that_it_shows_is_the_error_that_comes(slipstream):
+    (session,) = [text for text in blocks("") if text.startswith("$ slipstream")]
+    command, expected = session.splitlines()
+    done = slipstream(*shlex.split(command)[2:], status=2)
+    assert done.stderr.strip() == expected

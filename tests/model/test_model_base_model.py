@@ -1,0 +1,149 @@
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.errors import DataError, LossError
+from slipstream.model import BaseModel
+from slipstream.model.base_model import run_forward
+from slipstream.optim import OptimWrapper
+
+
+class TupleModel(BaseModel):
+    """The shape of the model in MMEngine's tutorials."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, x, labels, mode):
+        scores = self.net(x)
+        if mode == "loss":
+            return {"loss": F.cross_entropy(scores, labels)}
+        return (scores, labels) if mode == "predict" else scores
+
+
+class DictModel(TupleModel):
+    def forward(self, inputs, targets=None, mode="tensor"):
+        return super().forward(inputs, targets, mode)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(5, 4, generator=generator), torch.tensor([0, 1, 2, 1, 0])
+
+
+@pytest.mark.parametrize("kind", [tuple, list, namedtuple("Pair", "x labels")._make])
+def test_a_batch_by_position_reaches_forward_in_order(kind):
+    model, (x, labels) = TupleModel(), batch()
+    scores, seen = model.val_step(kind((x, labels)))
+    torch.testing.assert_close(scores, x @ model.net.weight.T + model.net.bias)
+    assert torch.equal(seen, labels)
+    assert not scores.requires_grad
+
+
+def test_a_batch_by_name_reaches_forward_by_keyword_and_may_leave_defaults_out():
+    model, (x, labels) = DictModel(), batch()
+    assert torch.equal(model.val_step({"targets": labels, "inputs": x})[1], labels)
+    assert model.test_step({"inputs": x})[1] is None
+
+
+def test_train_step_moves_the_weights_as_a_step_written_by_hand():
+    model, (x, labels) = TupleModel(), batch()
+    weight, bias = (p.detach().double().requires_grad_() for p in model.net.parameters())
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.3))
+    logs = model.train_step((x, labels), optim)
+
+    loss = F.cross_entropy(x.double() @ weight.T + bias, labels)
+    loss.backward()
+    torch.testing.assert_close(logs["loss"].double(), loss.detach(), atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.net.weight.double(), weight - 0.3 * weight.grad, atol=1e-6, rtol=0)
+    torch.testing.assert_close(model.net.bias.double(), bias - 0.3 * bias.grad, atol=1e-6, rtol=0)
+    assert not logs["loss"].requires_grad
+
+
+def test_train_step_minimises_what_an_overridden_parse_losses_returns():
+    class Doubled(TupleModel):
+        def parse_losses(self, losses):
+            total, logs = super().parse_losses(losses)
+            return 2 * total, {**logs, "twice": 2 * total.detach()}
+
+    torch.manual_seed(0)
+    once, twice = TupleModel(), Doubled()
+    twice.load_state_dict(once.state_dict())
+    start = once.net.weight.detach().clone()
+    for model in (once, twice):
+        logs = model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    torch.testing.assert_close(twice.net.weight - start, 2 * (once.net.weight - start))
+    assert logs["twice"] == 2 * logs["loss"]
+
+
+@pytest.mark.parametrize("extra", [{"image": 0}, {"image": 0, "labels": 0}])
+def test_wrong_keys_are_an_error_that_names_both_sides(extra):
+    with pytest.raises(DataError, match=r"\['image'.*DictModel.forward takes \['inputs', 'targets'\]"):
+        run_forward(DictModel(), extra, "loss")
+
+
+def test_a_tuple_of_the_wrong_length_is_an_error_that_names_the_arguments():
+    x, labels = batch()
+    with pytest.raises(DataError, match=r"3 parts.*forward takes \['x', 'labels'\]"):
+        run_forward(TupleModel(), (x, labels, labels), "loss")
+    with pytest.raises(DataError, match=r"1 parts"):
+        run_forward(TupleModel(), (x,), "loss")
+
+
+def test_a_type_error_inside_forward_is_not_blamed_on_the_batch():
+    class Broken(DictModel):
+        def forward(self, inputs, targets=None, mode="tensor"):
+            return len(3)
+
+    with pytest.raises(TypeError, match=r"object of type 'int' has no len") as caught:
+        run_forward(Broken(), {"inputs": torch.ones(1, 4)}, "loss")
+    assert not isinstance(caught.value, DataError)
+
+
+def test_a_batch_that_is_a_bare_tensor_is_an_error_that_points_to_collate_fn():
+    with pytest.raises(DataError, match="collate_fn"):
+        TupleModel().val_step(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        ({"accuracy": torch.tensor(1.0)}, "'loss' in its name"),
+        ({"loss": torch.ones(3)}, r"'loss' has the shape \(3,\)"),
+        ({"loss": 1.0}, "must be a scalar tensor"),
+        (torch.tensor(1.0), "must return a dict"),
+    ],
+)
+def test_what_is_no_loss_is_refused_with_what_was_returned(returned, message):
+    class Wrong(TupleModel):
+        def forward(self, x, labels, mode):
+            return returned
+
+    model = Wrong()
+    with pytest.raises(LossError, match=message):
+        model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_a_data_preprocessor_is_built_from_its_configuration():
+    model = BaseModel(dict(type="ImgDataPreprocessor", mean=[1.0], std=[2.0]))
+    out = model.data_preprocessor({"inputs": torch.full((1, 1, 2, 2), 5.0)})
+    assert out["inputs"].unique().tolist() == [2.0]
+    assert BaseModel(nn.Identity()).data_preprocessor.__class__ is nn.Identity
+
+
+def test_the_preprocessor_moves_every_tensor_of_a_nested_batch_to_where_the_model_went():
+    model = TupleModel().to("meta")
+    pair = namedtuple("Pair", "a b")
+    out = model.data_preprocessor(
+        {"x": [torch.ones(1), (torch.ones(2), "name")], "p": pair(torch.ones(3), 4)}
+    )
+    assert out["x"][0].is_meta
+    assert out["x"][1][0].is_meta
+    assert out["x"][1][1] == "name"
+    assert type(out["p"]).__name__ == "Pair"
+    assert out["p"].a.is_meta
+    assert out["p"].b == 4

@@ -1,0 +1,111 @@
+import numpy as np
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.model import ImgDataPreprocessor
+
+MEAN, STD = [120.0, 110.0, 100.0], [60.0, 55.0, 50.0]
+RNG = np.random.default_rng(0)
+
+
+def normalized(image):
+    """In float64, of (..., 3, H, W)."""
+    mean, std = (np.asarray(v).reshape(3, 1, 1) for v in (MEAN, STD))
+    return (np.asarray(image, float) - mean) / std
+
+
+def image(*shape, dtype=np.uint8):
+    return RNG.integers(0, 256, shape).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
+def test_images_are_normalised_to_float32(dtype):
+    pixels = image(2, 3, 4, 5, dtype=dtype)
+    out = ImgDataPreprocessor(MEAN, STD)({"inputs": torch.from_numpy(pixels), "targets": 7})
+    assert out["inputs"].dtype == torch.float32
+    assert out["targets"] == 7
+    np.testing.assert_allclose(out["inputs"].numpy(), normalized(pixels), atol=1e-5)
+
+
+def test_without_mean_and_std_pixels_only_become_float():
+    pixels = image(2, 3, 4, 5)
+    out = ImgDataPreprocessor()({"inputs": torch.from_numpy(pixels)})["inputs"]
+    np.testing.assert_array_equal(out.numpy(), pixels.astype(np.float32))
+
+
+@pytest.mark.parametrize("option", ["bgr_to_rgb", "rgb_to_bgr"])
+def test_channels_are_flipped_before_they_are_normalised(option):
+    pixels = image(2, 3, 4, 5)
+    out = ImgDataPreprocessor(MEAN, STD, **{option: True})({"inputs": torch.from_numpy(pixels)})["inputs"]
+    np.testing.assert_allclose(out.numpy(), normalized(pixels[:, ::-1]), atol=1e-5)
+
+
+def test_height_and_width_are_padded_at_the_right_and_bottom_after_normalising():
+    pixels = image(2, 3, 5, 8)
+    preprocess = ImgDataPreprocessor(MEAN, STD, pad_size_divisor=4, pad_value=-9)
+    out = preprocess({"inputs": torch.from_numpy(pixels)})["inputs"].numpy()
+    wanted = np.pad(normalized(pixels), ((0, 0), (0, 0), (0, 3), (0, 0)), constant_values=-9)
+    np.testing.assert_allclose(out, wanted, atol=1e-5)
+
+
+def test_images_of_different_sizes_are_stacked_at_the_largest_sizes():
+    pixels = [image(3, 5, 2), image(3, 3, 6)]
+    preprocess = ImgDataPreprocessor(MEAN, STD, pad_size_divisor=4)
+    out = preprocess({"inputs": [torch.from_numpy(p) for p in pixels]})["inputs"].numpy()
+    assert out.shape == (2, 3, 8, 8)
+    for got, source in zip(out, pixels, strict=True):
+        wanted = np.zeros((3, 8, 8))
+        wanted[:, : source.shape[1], : source.shape[2]] = normalized(source)
+        np.testing.assert_allclose(got, wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_in_a_tuple_the_images_come_first_and_the_rest_stays(kind):
+    pixels, labels = image(2, 3, 4, 4), torch.tensor([1, 2])
+    out = ImgDataPreprocessor(MEAN, STD)(kind((torch.from_numpy(pixels), labels)))
+    np.testing.assert_allclose(out[0].numpy(), normalized(pixels), atol=1e-5)
+    assert torch.equal(out[1], labels)
+
+
+def test_one_mean_serves_every_channel():
+    pixels = image(1, 3, 2, 2)
+    out = ImgDataPreprocessor([127.5], [127.5])({"inputs": torch.from_numpy(pixels)})["inputs"]
+    np.testing.assert_allclose(out.numpy(), pixels / 127.5 - 1, atol=1e-6)
+
+
+def test_three_means_do_not_make_three_channels_of_one():
+    with pytest.raises(DataError, match="images of 1 channels, but mean and std have 3"):
+        ImgDataPreprocessor(MEAN, STD)({"inputs": torch.zeros(1, 1, 2, 2)})
+
+
+def test_the_given_batch_stays_as_it_was():
+    batch = {"inputs": torch.full((1, 3, 2, 2), 5, dtype=torch.uint8)}
+    ImgDataPreprocessor(MEAN, STD)(batch)
+    assert batch["inputs"].unique().tolist() == [5]
+
+
+def test_a_batch_without_inputs_is_an_error_that_names_its_keys():
+    with pytest.raises(DataError, match=r"no 'inputs', only \['image'\]"):
+        ImgDataPreprocessor()({"image": torch.zeros(1)})
+    with pytest.raises(DataError, match="not Tensor"):
+        ImgDataPreprocessor()(torch.zeros(1, 3, 2, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(mean=MEAN),
+        dict(std=STD),
+        dict(mean=MEAN, std=STD[:2]),
+        dict(bgr_to_rgb=True, rgb_to_bgr=True),
+        dict(pad_size_divisor=0),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options):
+    with pytest.raises(ConfigError):
+        ImgDataPreprocessor(**options)
+
+
+def test_mean_and_std_are_no_part_of_a_checkpoint():
+    assert not ImgDataPreprocessor(MEAN, STD).state_dict()

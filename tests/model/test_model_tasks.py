@@ -1,0 +1,118 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.errors import DataError
+from slipstream.model import Classifier, ImgDataPreprocessor, Segmentor
+from slipstream.registry import MODELS
+
+
+class Grid(nn.Module):
+    """Logits at a fraction of the input's resolution, with an auxiliary output in training."""
+
+    def __init__(self, stride=1):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 1)
+        self.stride = stride
+
+    def forward(self, x):
+        logits = self.conv(x)[..., :: self.stride, :: self.stride]
+        return (logits, 2 * logits) if self.training else logits
+
+
+class Summed(nn.Module):
+    def forward(self, outputs, targets):
+        return {f"loss_{i}": F.cross_entropy(output, targets) for i, output in enumerate(outputs)}
+
+
+def batch(height=6, width=5):
+    torch.manual_seed(0)
+    return {
+        "inputs": torch.rand(2, 3, height, width),
+        "targets": torch.randint(0, 4, (2, height, width), dtype=torch.uint8),
+    }
+
+
+def test_a_segmentor_takes_uint8_targets_and_gives_the_loss_of_every_output():
+    data, model = batch(), Segmentor(Grid(), Summed())
+    losses = model.loss_step(data)
+    logits, targets = model.network.conv(data["inputs"]), data["targets"].long()
+    torch.testing.assert_close(losses["loss_0"], F.cross_entropy(logits, targets))
+    torch.testing.assert_close(losses["loss_1"], F.cross_entropy(2 * logits, targets))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_segmentor_predicts_class_ids_from_its_main_output(training):
+    data, model = batch(), Segmentor(Grid()).train(training)
+    out = model.val_step(data)
+    logits = model.network.conv(data["inputs"])
+    assert torch.equal(out["preds"], logits.argmax(1))
+    assert out["preds"].dtype == out["targets"].dtype == torch.int64
+    assert torch.equal(out["targets"], data["targets"].long())
+
+
+def test_a_segmentor_without_targets_still_predicts_but_has_no_loss():
+    data, model = batch(), Segmentor(Grid()).eval()
+    assert set(model.val_step({"inputs": data["inputs"]})) == {"preds"}
+    with pytest.raises(DataError, match="no 'targets'"):
+        model.loss_step({"inputs": data["inputs"]})
+
+
+def test_a_segmentor_in_tensor_mode_gives_what_the_network_gives():
+    data, model = batch(), Segmentor(Grid()).eval()
+    assert torch.equal(model(**data), model.network(data["inputs"]))
+
+
+def test_coarse_logits_are_enlarged_to_the_targets():
+    data, model = batch(8, 8), Segmentor(Grid(stride=2)).eval()
+    wanted = F.interpolate(model.network(data["inputs"]), (8, 8), mode="bilinear").argmax(1)
+    assert torch.equal(model.val_step(data)["preds"], wanted)
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_what_the_preprocessor_padded_is_cut_off_the_predictions_not_squeezed_into_them(stride):
+    data = batch(6, 5)
+    model = Segmentor(Grid(stride), data_preprocessor=ImgDataPreprocessor(pad_size_divisor=4)).eval()
+    padded = F.pad(data["inputs"], (0, 3, 0, 2))
+    logits = (
+        F.interpolate(model.network(padded), (8, 8), mode="bilinear") if stride > 1 else model.network(padded)
+    )
+    preds = model.val_step(data)["preds"]
+    assert preds.shape == (2, 6, 5)
+    assert torch.equal(preds, logits.argmax(1)[:, :6, :5])
+
+
+def test_what_the_preprocessor_padded_counts_in_no_loss():
+    data = batch(6, 5)
+    model = Segmentor(Grid(), Summed(), ImgDataPreprocessor(pad_size_divisor=4))
+    wanted = F.cross_entropy(model.network.conv(data["inputs"]), data["targets"].long())
+    torch.testing.assert_close(model.loss_step(data)["loss_0"], wanted)
+
+
+def test_a_classifier_gives_cross_entropy_logits_and_targets():
+    x, targets = torch.randn(5, 7), torch.tensor([0, 1, 2, 0, 1])
+    model = Classifier(nn.Linear(7, 3))
+    logits = model.network(x)
+    data = {"inputs": x, "targets": targets}
+    torch.testing.assert_close(model.loss_step(data)["loss"], F.cross_entropy(logits, targets))
+    out = model.val_step(data)
+    torch.testing.assert_close(out["preds"], logits.detach())
+    assert torch.equal(out["targets"], targets)
+    assert set(model.val_step({"inputs": x})) == {"preds"}
+    torch.testing.assert_close(model(x), logits)
+    with pytest.raises(DataError, match="no 'targets'"):
+        model.loss_step({"inputs": x})
+
+
+def test_network_loss_and_preprocessor_are_built_from_their_configurations():
+    model = MODELS.build(
+        dict(
+            type="Classifier",
+            network=dict(type="Linear", in_features=2, out_features=3),
+            loss=dict(type="CrossEntropyLoss", label_smoothing=0.5),
+            data_preprocessor=dict(type="BaseDataPreprocessor"),
+        )
+    )
+    assert model.network.out_features == 3
+    assert model.loss.label_smoothing == 0.5

@@ -1,0 +1,385 @@
+"""`OptimWrapper` against training loops written out by hand, in float64."""
+
+import copy
+from contextlib import contextmanager
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from slipstream.errors import ConfigError, LossError, ModelError
+from slipstream.optim import GradClip, OptimWrapper
+from slipstream.registry import OPTIM_WRAPPERS
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),
+    (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1}),
+    (torch.optim.RMSprop, {"lr": 0.01, "momentum": 0.5}),
+]
+
+
+def make_net(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.copy_(torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    return net
+
+
+def make_batches(count, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(3, 4, generator=generator, dtype=torch.float64) for _ in range(count)]
+
+
+def loss_of(net, x):
+    return (net(x) ** 2).mean()
+
+
+def groups(net, lr):
+    return [
+        {"params": list(net[0].parameters())},
+        {"params": list(net[2].parameters()), "lr": lr * 3},
+    ]
+
+
+def train_by_hand(net, cls, options, batches, window=1, clip=None, several=False):
+    """Return the gradient norms; every window's mean gradient is computed from one joint loss."""
+    optimizer = cls(groups(net, options["lr"]) if several else net.parameters(), **options)
+    params = list(net.parameters())
+    norms = []
+    for start in range(0, len(batches), window):
+        part = batches[start : start + window]
+        grads = torch.autograd.grad(sum(loss_of(net, x) for x in part) / len(part), params)
+        norm = torch.sqrt(sum((g**2).sum() for g in grads))
+        norms.append(norm)
+        if clip and clip.get("type", "norm") == "norm":
+            grads = [g * min(1.0, clip["max_norm"] / (norm + 1e-6)) for g in grads]
+        elif clip:
+            grads = [g.clamp(-clip["clip_value"], clip["clip_value"]) for g in grads]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        optimizer.step()
+    return norms
+
+
+def train_wrapped(net, cls, options, batches, window=1, clip=None, several=False):
+    params = groups(net, options["lr"]) if several else net.parameters()
+    wrapper = OptimWrapper(cls(params, **options), window, clip)
+    wrapper.initialize_count_status(net, 0, len(batches))
+    norms = []
+    for x in batches:
+        wrapper.update_params(loss_of(net, x))
+        norms.append(wrapper.grad_norm)
+    return norms
+
+
+def assert_same(one, two, tolerance=1e-12):
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+CLIPS = [
+    None,
+    {"max_norm": 0.1},
+    {"max_norm": 1000.0},
+    {"type": "value", "clip_value": 0.01},
+]
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
+def test_training_equals_a_loop_written_by_hand(cls, options, clip, several):
+    net = make_net()
+    hand = copy.deepcopy(net)
+    batches = make_batches(7)
+    train_by_hand(hand, cls, options, batches, 1, clip, several)
+    train_wrapped(net, cls, options, batches, 1, clip, several)
+    assert_same(net, hand)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 5), st.sampled_from(OPTIMIZERS), st.sampled_from(CLIPS))
+def test_accumulation_steps_by_each_windows_mean_gradient_also_in_a_shorter_last_window(
+    count, window, optimizer, clip
+):
+    net = make_net()
+    hand = copy.deepcopy(net)
+    batches = make_batches(count)
+    train_by_hand(hand, *optimizer, batches, window, clip)
+    train_wrapped(net, *optimizer, batches, window, clip)
+    assert_same(net, hand)
+
+
+def test_a_resumed_run_keeps_the_windows_of_the_whole_run():
+    batches = make_batches(7)
+    whole, resumed = make_net(), make_net()
+    train_wrapped(whole, torch.optim.SGD, {"lr": 0.1}, batches, 3)
+    for start, stop in ((0, 3), (3, 7)):
+        wrapper = OptimWrapper(torch.optim.SGD(resumed.parameters(), lr=0.1), 3)
+        wrapper.initialize_count_status(resumed, start, 7)
+        for x in batches[start:stop]:
+            wrapper.update_params(loss_of(resumed, x))
+    assert_same(whole, resumed)
+
+
+def test_without_a_known_end_every_window_is_full():
+    net = make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    before = copy.deepcopy(net)
+    steps = []
+    for x in make_batches(5):
+        wrapper.update_params(loss_of(net, x))
+        steps.append(not torch.equal(net[0].weight, before[0].weight))
+        before = copy.deepcopy(net)
+    assert steps == [False, True, False, True, False]
+
+
+def test_grad_norm_is_the_norm_before_clipping_and_unset_without_clipping():
+    batches = make_batches(4)
+    hand = train_by_hand(make_net(), torch.optim.SGD, {"lr": 0.1}, batches, clip={"max_norm": 0.1})
+    norms = train_wrapped(make_net(), torch.optim.SGD, {"lr": 0.1}, batches, clip={"max_norm": 0.1})
+    torch.testing.assert_close(norms, hand, rtol=1e-12, atol=0)
+    assert norms[0].ndim == 0
+    assert norms[0] > 0.1
+    for clip in (None, {"type": "value", "clip_value": 1.0}):
+        assert train_wrapped(make_net(), torch.optim.SGD, {"lr": 0.1}, batches, clip=clip) == [None] * 4
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+def test_the_norm_may_be_another_than_the_euclidean(norm_type):
+    param = nn.Parameter(torch.tensor([3.0, -4.0], dtype=torch.float64))
+    wrapper = OptimWrapper(
+        torch.optim.SGD([param], lr=1.0), clip_grad={"max_norm": 1e9, "norm_type": norm_type}
+    )
+    wrapper.update_params((param**2).sum() / 2)
+    expected = {1.0: 7.0, 2.0: 5.0, float("inf"): 4.0}[norm_type]
+    assert wrapper.grad_norm == pytest.approx(expected, rel=1e-15)
+
+
+def test_gradients_are_gone_after_a_step_and_kept_inside_a_window():
+    net = make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    first, second = make_batches(2)
+    wrapper.update_params(loss_of(net, first))
+    assert all(p.grad is not None for p in net.parameters())
+    wrapper.update_params(loss_of(net, second))
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_parameter_without_gradient_is_neither_clipped_nor_moved():
+    used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    wrapper = OptimWrapper(torch.optim.SGD([used, unused], lr=1.0), clip_grad={"max_norm": 1.0})
+    wrapper.update_params(used.sum())
+    assert torch.equal(unused, torch.ones(2))
+    assert not torch.equal(used, torch.ones(2))
+
+
+def test_clipping_when_no_parameter_has_a_gradient_changes_nothing():
+    wrapper = OptimWrapper(
+        torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), clip_grad={"max_norm": 1.0}
+    )
+    wrapper.step()
+    assert wrapper.grad_norm is None
+
+
+def test_an_optimizer_that_overrides_zero_grad_is_asked():
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        def zero_grad(self, set_to_none=True):
+            self.calls += 1
+            super().zero_grad(set_to_none)
+
+    param = nn.Parameter(torch.ones(2))
+    optimizer = Counting([param], lr=0.1)
+    OptimWrapper(optimizer).update_params(param.sum())
+    assert optimizer.calls == 1
+    assert param.grad is None
+
+
+def test_zero_grad_passes_its_options_on():
+    param = nn.Parameter(torch.ones(2))
+    wrapper = OptimWrapper(torch.optim.SGD([param], lr=0.1))
+    param.sum().backward()
+    wrapper.zero_grad(set_to_none=False)
+    assert torch.equal(param.grad, torch.zeros(2))
+
+
+def test_backward_step_and_zero_grad_may_be_called_one_by_one():
+    net, hand = make_net(), make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
+    (x,) = make_batches(1)
+    wrapper.zero_grad()
+    wrapper.backward(wrapper.scale_loss(loss_of(net, x)))
+    assert wrapper.should_update()
+    wrapper.step()
+    train_by_hand(hand, torch.optim.SGD, {"lr": 0.1}, [x])
+    assert_same(net, hand)
+
+
+# ---- gradient sync -----------------------------------------------------------------------------------
+
+
+class Synced(nn.Linear):
+    """Stands in for a DDP model: counts the forwards under no_sync."""
+
+    def __init__(self):
+        super().__init__(2, 1)
+        self.syncing, self.seen = True, []
+
+    @contextmanager
+    def no_sync(self):
+        self.syncing = False
+        yield
+        self.syncing = True
+
+    def forward(self, x):
+        self.seen.append(self.syncing)
+        return super().forward(x).sum()
+
+
+@pytest.mark.parametrize(
+    ("window", "count", "synced"),
+    [
+        (1, 3, [True, True, True]),
+        (2, 4, [False, True, False, True]),
+        (3, 7, [False, False, True, False, False, True, True]),
+        (4, 3, [False, False, True]),
+        (3, -1, [False, False, True, False, False, True, False, False]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
+def test_gradients_are_synced_exactly_in_the_last_batch_of_each_window(kind, window, count, synced):
+    model = Synced()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapper = OPTIM_WRAPPERS.build({"type": kind, "optimizer": optimizer, "accumulative_counts": window})
+    wrapper.initialize_count_status(model, 0, count)
+    expected_updates = []
+    for _ in synced:
+        expected_updates.append(wrapper.should_sync())
+        with wrapper.optim_context(model):
+            loss = model(torch.ones(1, 2))
+        wrapper.backward(loss)
+        assert wrapper.should_update() == expected_updates[-1]
+    assert model.seen == synced == expected_updates
+    assert model.syncing
+
+
+def test_a_model_that_cannot_hold_back_its_sync_needs_no_context():
+    net = make_net()
+    wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 4)
+    with wrapper.optim_context(net):
+        pass
+
+
+# ---- mistakes ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("dtype", [None, "float16"])
+def test_what_is_no_loss_is_refused_before_anything_moves(kind, window, dtype):
+    param = nn.Parameter(torch.ones(2))
+    if kind == "OptimWrapper" and dtype:
+        pytest.skip("has no dtype")
+    options = {"dtype": dtype} if dtype else {}
+    wrapper = OPTIM_WRAPPERS.build(
+        {
+            "type": kind,
+            "optimizer": torch.optim.SGD([param], lr=0.1),
+            "accumulative_counts": window,
+            **options,
+        }
+    )
+    for wrong, message in (
+        (1.5, "must be a tensor, not float"),
+        ({"loss": param.sum()}, "must be a tensor, not dict"),
+        (None, "must be a tensor, not NoneType"),
+        (param * 2, r"shape \(2,\): take its mean"),
+    ):
+        with pytest.raises(LossError, match=message):
+            wrapper.update_params(wrong)
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        wrapper.update_params(param.detach().sum())
+    assert torch.equal(param, torch.ones(2))
+    wrapper.update_params(param.sum().reshape(1))  # one element is a scalar
+    assert wrapper.should_update() == (window == 1)  # what was refused was not counted
+
+
+@pytest.mark.parametrize(
+    ("clip", "message"),
+    [
+        ({"max_nrom": 1}, "no such option 'max_nrom'; did you mean 'max_norm'?"),
+        ({"type": "norm"}, "type 'norm' needs a positive max_norm, not None"),
+        ({"type": "value", "max_norm": 1}, "type 'value' needs a positive clip_value, not None"),
+        ({"max_norm": 0}, "needs a positive max_norm, not 0"),
+        ({"max_norm": "big"}, "needs a positive max_norm, not 'big'"),
+        ({"type": "nrom", "max_norm": 1}, "type must be 'norm' or 'value', not 'nrom'"),
+    ],
+)
+def test_a_mistake_in_clip_grad_is_named(clip, message):
+    with pytest.raises(ConfigError) as caught:
+        GradClip.from_dict(clip)
+    assert str(caught.value).startswith("clip_grad: ")
+    assert message in str(caught.value)
+
+
+def test_wrong_arguments_are_named():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ConfigError, match="accumulative_counts: must be at least 1, not 0"):
+        OptimWrapper(optimizer, 0)
+    with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not dict"):
+        OptimWrapper({"type": "SGD"})
+    with pytest.raises(ConfigError, match=r"accumulative_counts.* must be int, not '2'"):
+        OPTIM_WRAPPERS.build({"type": "OptimWrapper", "optimizer": optimizer, "accumulative_counts": "2"})
+
+
+# ---- what others read --------------------------------------------------------------------------------
+
+
+def test_rates_and_momenta_are_read_per_group():
+    one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    param_groups = [{"params": [one]}, {"params": [two], "lr": torch.tensor(0.5), "momentum": 0.25}]
+    sgd = OptimWrapper(torch.optim.SGD(param_groups, lr=0.1, momentum=0.9))
+    assert sgd.get_lr() == {"lr": [0.1, 0.5]}
+    assert sgd.get_momentum() == {"momentum": [0.9, 0.25]}
+    assert list(sgd.parameters()) == [one, two]
+    assert sgd.param_groups is sgd.optimizer.param_groups
+    assert sgd.defaults["momentum"] == 0.9
+    adam = OptimWrapper(torch.optim.AdamW([one], betas=(0.8, 0.99)))
+    assert adam.get_momentum() == {"momentum": [0.8]}
+    assert OptimWrapper(torch.optim.Adagrad([one])).get_momentum() == {"momentum": [0.0]}
+
+
+def test_state_goes_on_where_it_was_saved():
+    batches = make_batches(6)
+    options = {"lr": 0.05, "momentum": 0.9}
+    whole = make_net()
+    train_wrapped(whole, torch.optim.SGD, options, batches)
+    net = make_net()
+    first = OptimWrapper(torch.optim.SGD(net.parameters(), **options))
+    for x in batches[:3]:
+        first.update_params(loss_of(net, x))
+    second = OptimWrapper(torch.optim.SGD(net.parameters(), **options))
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    for x in batches[3:]:
+        second.update_params(loss_of(net, x))
+    assert_same(net, whole, 0)
+
+
+def test_the_state_of_a_run_with_a_loss_scaler_is_accepted():
+    param = nn.Parameter(torch.ones(1))
+    wrapper = OptimWrapper(torch.optim.SGD([param], lr=0.1))
+    wrapper.load_state_dict({**wrapper.state_dict(), "loss_scaler": {"scale": 2.0}})
+    assert wrapper.get_lr() == {"lr": [0.1]}
+
+
+def test_the_wrapper_shows_what_it_does():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    assert repr(OptimWrapper(optimizer, 2)) == "OptimWrapper(SGD, accumulative_counts=2)"
+    assert "max_norm=3" in repr(OptimWrapper(optimizer, clip_grad={"max_norm": 3}))

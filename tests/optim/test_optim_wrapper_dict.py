@@ -1,0 +1,132 @@
+"""Several optimizers under their names, as a GAN needs them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError, ModelError
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.step import EagerStep
+
+
+class Gan(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Linear(2, 3)
+        self.critic = nn.Linear(3, 1)
+
+    def train_step(self, data, optim_wrapper):
+        critic_optim = optim_wrapper["critic"]
+        with critic_optim.optim_context(self.critic):
+            critic_loss = self.critic(self.generator(data).detach()).mean()
+        critic_optim.update_params(critic_loss)
+        generator_optim = optim_wrapper["generator"]
+        with generator_optim.optim_context(self.generator):
+            loss = -self.critic(self.generator(data)).mean()
+        generator_optim.update_params(loss)
+        self.critic.zero_grad()
+        return {"critic_loss": critic_loss.detach(), "loss": loss.detach()}
+
+
+def wrappers(gan, **options):
+    return OptimWrapperDict(
+        generator=OptimWrapper(torch.optim.SGD(gan.generator.parameters(), lr=0.1, momentum=0.5)),
+        critic=OptimWrapper(torch.optim.AdamW(gan.critic.parameters(), lr=0.2), **options),
+    )
+
+
+def train_by_hand(gan, batches):
+    g = torch.optim.SGD(gan.generator.parameters(), lr=0.1, momentum=0.5)
+    c = torch.optim.AdamW(gan.critic.parameters(), lr=0.2)
+    for x in batches:
+        c.zero_grad()
+        gan.critic(gan.generator(x).detach()).mean().backward()
+        c.step()
+        g.zero_grad()
+        (-gan.critic(gan.generator(x)).mean()).backward()
+        g.step()
+
+
+def test_each_part_of_a_gan_is_moved_by_its_own_optimizer():
+    gan = Gan()
+    hand = copy.deepcopy(gan)
+    batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+    optim = wrappers(gan)
+    optim.initialize_count_status(gan, 0, len(batches))
+    for x in batches:
+        gan.train_step(x, optim)
+    train_by_hand(hand, batches)
+    for a, b in zip(gan.parameters(), hand.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+
+
+def test_it_is_read_as_a_dict_with_the_names_in_order():
+    optim = wrappers(Gan())
+    assert list(optim) == list(optim.keys()) == ["generator", "critic"]
+    assert len(optim) == 2
+    assert "critic" in optim
+    assert "loss" not in optim
+    assert optim["critic"] is list(optim.values())[1] is dict(optim.items())["critic"]
+    with pytest.raises(KeyError):
+        optim["loss"]
+
+
+def test_rates_and_momenta_carry_the_names():
+    optim = wrappers(Gan())
+    assert optim.get_lr() == {"generator.lr": [0.1], "critic.lr": [0.2]}
+    assert optim.get_momentum() == {"generator.momentum": [0.5], "critic.momentum": [0.9]}
+    assert [group["lr"] for group in optim.param_groups] == [0.1, 0.2]
+    assert len(list(optim.parameters())) == 4
+    assert optim.accumulative_counts == 1
+    assert optim.grad_norm is None
+
+
+def test_state_goes_back_to_each_by_its_name():
+    gan = Gan()
+    optim = wrappers(gan)
+    gan.train_step(torch.ones(4, 2), optim)
+    other = wrappers(gan)
+    other.load_state_dict(copy.deepcopy(optim.state_dict()))
+    for name in optim:
+        assert str(other[name].state_dict()) == str(optim[name].state_dict())
+        assert other[name].optimizer.state
+    with pytest.raises(ConfigError, match=r"are \['critic', 'generator'\], the state has \['critic'\]"):
+        other.load_state_dict({"critic": {}})
+
+
+def test_calls_that_need_one_optimizer_say_what_the_model_must_do():
+    gan = Gan()
+    optim = wrappers(gan)
+    loss = gan.critic(torch.ones(1, 3)).sum()
+    calls = [
+        lambda: optim.update_params(loss),
+        lambda: optim.backward(loss),
+        lambda: optim.step(),
+        lambda: optim.optim_context(gan),
+        lambda: EagerStep(lambda batch: {"loss": loss}, gan, optim)(None),
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match=r"\(generator, critic\), so the model must override train_step"):
+            call()
+
+
+def test_zero_grad_drops_the_gradients_of_all():
+    gan = Gan()
+    gan.critic(gan.generator(torch.ones(1, 2))).sum().backward()
+    wrappers(gan).zero_grad()
+    assert all(p.grad is None for p in gan.parameters())
+
+
+def test_only_optimizer_wrappers_are_taken():
+    with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
+        OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
+
+
+def test_it_shows_its_parts():
+    assert repr(wrappers(Gan(), accumulative_counts=2)) == (
+        "OptimWrapperDict(generator=OptimWrapper(SGD, accumulative_counts=1), "
+        "critic=OptimWrapper(AdamW, accumulative_counts=2))"
+    )

@@ -1,0 +1,349 @@
+"""Bad input ends in one clear error that says where in the configuration it stands."""
+
+import math
+
+import pytest
+import torch
+from tiny_runs import Accuracy, Net, assert_same, loader, run, samples, training, validation
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from slipstream.config import Config
+from slipstream.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LossError,
+    ModelError,
+    NonFiniteLossError,
+    SlipstreamError,
+)
+from slipstream.hooks import Hook
+from slipstream.model import BaseModel
+from slipstream.runner import Runner
+
+SGD = dict(type="SGD", lr=0.1)
+EPOCHS = dict(by_epoch=True, max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "start", "hint"),
+    [
+        # train_cfg
+        (dict(train_cfg=dict(max_epochs=2)), "train_cfg: ", "by_epoch"),
+        (dict(train_cfg=dict(by_epochs=True, max_epochs=2)), "train_cfg: ", "did you mean 'by_epoch'"),
+        (dict(train_cfg=dict(by_epoch=True, max_epoch=2)), "train_cfg: ", "did you mean 'max_epochs'"),
+        (dict(train_cfg=dict(by_epoch=True)), "train_cfg: ", "max_epochs"),
+        (dict(train_cfg=dict(by_epoch=True, max_epochs="abc")), "train_cfg.max_epochs: ", "'abc'"),
+        (dict(train_cfg=dict(by_epoch=True, max_epochs=0)), "train_cfg", "max_epochs"),
+        (dict(train_cfg=dict(by_epoch=False, max_iters=-3)), "train_cfg", "max_iters"),
+        (dict(train_cfg=dict(**EPOCHS, val_interval=0)), "train_cfg.val_interval: ", "at least 1"),
+        (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(3, 0)])), "train_cfg.dynamic_intervals: ", "(3, 0)"),
+        (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(9, 1), (3, 2)])), "train_cfg.dynamic_int", "ascending"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLop", max_epochs=1)), "train_cfg", "EpochBasedTrainLoop"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "not both"),
+        (dict(train_cfg=3), "train_cfg: ", "dict"),
+        # data
+        (dict(train_dataloader=loader(TensorDataset(torch.zeros(0, 4)))), "train_dataloader", "no samples"),
+        (dict(train_dataloader=loader(dict(type="NoSuchData"))), "train_dataloader.dataset: ", "NoSuchData"),
+        (dict(train_dataloader=loader(batch_siz=3)), "train_dataloader: ", "did you mean 'batch_size'"),
+        (dict(train_dataloader=loader(batch_size=0)), "train_dataloader.batch_size: ", "0"),
+        (dict(train_dataloader=loader(sampler="DefaultSample")), "train_", "DefaultSampler"),
+        (dict(train_dataloader=loader(batch_size=50, drop_last=True)), "", "drop_last"),
+        (dict(train_dataloader=[1, 2]), "train_dataloader: ", "DataLoader or a dict"),
+        # optimizer
+        (dict(optim_wrapper=dict(optimizer=dict(type="SDG", lr=1))), "optim_wrapper.optimizer: ", "'SGD'"),
+        (dict(optim_wrapper=dict(optimizer=dict(type="SGD", l=1))), "optim_wrapper.optimizer: ", "'l'"),
+        (dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=-1.0))), "optim_wrapper.optimizer: ", "-1"),
+        (dict(optim_wrapper=dict(type="AmpWrapper", optimizer=SGD)), "optim_wrapper: ", "AmpOptimWrapper"),
+        (dict(optim_wrapper=dict(optimizer=SGD, clip_gard={})), "optim_wrapper: ", "clip_grad"),
+        (dict(optim_wrapper=dict(optimizer=SGD, clip_grad=dict(max_nrm=1))), "optim_wrapper.clip_grad: ", "max_norm"),
+        (dict(optim_wrapper=dict(optimizer=SGD, accumulative_counts=0)), "optim_wrapper.accumulative", "0"),
+        (dict(optim_wrapper=dict(optimizer=SGD, paramwise_cfg=dict(x=1))), "optim_wrapper.paramwise_cfg: ", "'x'"),
+        (dict(optim_wrapper=dict(optimizer="SGD")), "optim_wrapper.optimizer: ", "dict"),
+        (dict(optim_wrapper=dict(type="OptimWrapper")), "optim_wrapper: ", "optimizer"),
+        (dict(optim_wrapper=5), "optim_wrapper: ", "int"),
+        (dict(auto_scale_lr=dict(enable=True)), "auto_scale_lr: ", "base_batch_size"),
+        (dict(param_scheduler=[dict(type="StepLR", step_size=1), dict(type="StepRL")]), "param_scheduler[1]: ", "StepLR"),
+        (dict(param_scheduler=dict(type="StepLR", step_siz=1)), "param_scheduler: ", "step_size"),
+        (dict(param_scheduler=[dict(type="LinearLR", convert_to_iter_based=True, end=0)]), "param_scheduler[0]", "end"),
+        (dict(param_scheduler="StepLR"), "param_scheduler: ", "'StepLR'"),
+        # hooks
+        (dict(custom_hooks=[dict(type="EMAHok")]), "custom_hooks[0]: ", "EMAHook"),
+        (dict(custom_hooks=[Hook(), dict(type="EMAHook", ema_type="EMA")]), "custom_hooks[1]", "'EMA'"),
+        (dict(custom_hooks=[dict(type="EMAHook", momentun=0.1)]), "custom_hooks[0]: ", "'momentun'"),
+        (dict(custom_hooks=[dict(type="EMAHook", momentum=2.0)]), "custom_hooks[0]", "between 0 and 1"),
+        (dict(custom_hooks=[dict(type="EMAHook", begin_iter=-1)]), "custom_hooks[0].begin_iter: ", "negative"),
+        (dict(custom_hooks=[dict(type="EMAHook", begin_iter=1, begin_epoch=1)]), "custom_hooks[0]", "not both"),
+        (dict(custom_hooks=[dict(type="EMAHook", priority="HIHG")]), "custom_hooks[0]: ", "did you mean 'HIGH'"),
+        (dict(custom_hooks=[dict(type="EMAHook", priority=101)]), "custom_hooks[0]: ", "100"),
+        (dict(custom_hooks=[Net]), "custom_hooks[0]: ", "Hook"),
+        (dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="q")]), "custom_hooks[0].rule: ", "'q'"),
+        (dict(custom_hooks=[dict(type="EarlyStoppingHook")]), "custom_hooks[0]: ", "monitor"),
+        (dict(custom_hooks=[dict(type="SegVisualizationHook", interval=0)]), "custom_hooks[0].interval: ", "0"),
+        (dict(custom_hooks=[dict(type="ProfilerHook", wait=-1)]), "custom_hooks[0].wait: ", "-1"),
+        (dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=0))), "default_hooks.logger.interval: ", "0"),
+        (
+            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=0))),
+            "default_hooks.checkpoint.interval: ",
+            "-1 for none",
+        ),
+        (
+            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=-2))),
+            "default_hooks.checkpoint.interval: ",
+            "-2",
+        ),
+        (
+            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", max_keep_ckpts=0))),
+            "default_hooks.checkpoint.max_keep_ckpts: ",
+            "0",
+        ),
+        # validation
+        (validation(dict(type="Accurcy")), "val_evaluator: ", "Accurcy"),
+        (validation([dict(type=Accuracy), dict(type="Nope")]), "val_evaluator[1]: ", "Nope"),
+        (validation(dict(type=Accuracy, prefx="a")), "val_evaluator: ", "did you mean 'prefix'"),
+        (validation(3), "val_evaluator", "3"),
+        (validation(fp61=True), "val_cfg: ", "did you mean 'fp16'"),
+        # the rest
+        (dict(env_cfg=dict(cudnn_benchmrk=True)), "env_cfg.cudnn_benchmrk: ", "did you mean 'cudnn_benchmark'"),
+        (dict(randomness=dict(sed=1)), "randomness.sed: ", "did you mean 'seed'"),
+        (dict(randomness=dict(seed="one")), "randomness.seed: ", "'one'"),
+        (dict(cfg=dict(activation_checkpointing=["layer1"])), "activation_checkpointing: ", "not available"),
+        (dict(cfg=dict(compile=dict(bakend="eager"))), "compile.bakend: ", "did you mean 'backend'"),
+        (dict(cfg=dict(sync_bn="apex")), "sync_bn: ", "'apex'"),
+        (dict(model=dict(type="ResNot")), "model: ", "ResNot"),
+        (dict(model=dict(type=Net, droput=0.1)), "model: ", "did you mean 'dropout'"),
+        (dict(model=3), "model: ", "int"),
+        (dict(log_level="LOUD"), "log_level: ", "LOUD"),
+        (dict(log_processor=dict(window_siz=2)), "log_processor: ", "window_size"),
+        (dict(visualizer=dict(vis_backends=[dict(type="Nowhere")])), "visualizer", "Nowhere"),
+        (dict(launcher="torchrun"), "", "torchrun"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("from_cfg", [False, True])
+def test_errors_say_where_the_configuration_is_wrong(tmp_path, changes, start, hint, from_cfg):
+    arguments = training(tmp_path, **changes)
+    if from_cfg and "cfg" in arguments:
+        arguments |= arguments.pop("cfg")
+    with pytest.raises(SlipstreamError) as raised:
+        (Runner.from_cfg(Config(arguments)) if from_cfg else Runner(**arguments)).train()
+    assert str(raised.value).startswith(start)
+    assert hint in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "third"), [("train", "optim_wrapper"), ("val", "val_evaluator"), ("test", "test_evaluator")]
+)
+def test_what_belongs_together_is_given_together(tmp_path, name, third):
+    whole = {f"{name}_dataloader": loader(), f"{name}_cfg": dict(EPOCHS), third: dict(optimizer=SGD)}
+    for missing in whole:
+        given = {key: value for key, value in whole.items() if key != missing}
+        with pytest.raises(ValueError, match=f"{missing} is missing beside"):
+            Runner(Net(), tmp_path, **given)
+        (only,) = {missing} & whole.keys()
+        others = " and ".join(key for key in whole if key != only)
+        with pytest.raises(ConfigError, match=f"{others} are missing beside {only}"):
+            Runner(Net(), tmp_path, **{only: whole[only]})
+
+
+@pytest.mark.parametrize("mode", ["train", "val", "test"])
+def test_what_was_not_configured_cannot_run(tmp_path, mode):
+    runner = Runner(Net(), tmp_path, log_level="ERROR")
+    with pytest.raises(ConfigError, match=f"{mode}_dataloader"):
+        getattr(runner, mode)()
+
+
+@pytest.mark.parametrize("required", ["model", "work_dir"])
+def test_a_configuration_without_the_essentials(tmp_path, required):
+    cfg = training(tmp_path)
+    cfg[required + "s"] = cfg.pop(required)
+    with pytest.raises(ConfigError, match=f"needs '{required}'; did you mean '{required}s'"):
+        Runner.from_cfg(cfg)
+
+
+class Returning(Net):
+    """Returns what it is told to in mode 'loss'."""
+
+    def __init__(self, answer):
+        super().__init__()
+        self.answer = answer
+
+    def forward(self, inputs, targets, mode):
+        return self.answer(super().forward(inputs, targets, "loss")["loss"]) if mode == "loss" else inputs
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "hint"),
+    [
+        (lambda loss: {"loss": loss.expand(3)}, LossError, r"'loss' has the shape \(3,\)"),
+        (lambda loss: {"loss_a": 3.0}, LossError, "'loss_a'"),
+        (lambda loss: {"acc": loss}, LossError, "no entry has 'loss' in its name"),
+        (lambda loss: loss, LossError, "dict"),
+        (lambda loss: {"loss": loss.detach()}, ModelError, "no trainable parameter"),
+        (lambda loss: {"loss_a": loss, "loss_b": loss * math.nan}, NonFiniteLossError, "loss(_b)?' became nan at iteration 1"),
+    ],
+)  # fmt: skip
+def test_losses_that_nothing_can_learn_from(tmp_path, answer, error, hint):
+    with pytest.raises(error, match=hint) as raised:
+        run(tmp_path, model=Returning(answer), default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
+    assert "iteration 1 of the training" in raised.value.__notes__[0]
+
+
+class Poison(Hook):
+    """Spoils a weight after a step, as an infinite gradient does."""
+
+    priority = "HIGHEST"
+
+    def __init__(self, iteration):
+        self.iteration = iteration
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.iteration:
+            with torch.no_grad():
+                runner.model.last.bias[0] = math.nan
+
+
+@pytest.mark.parametrize("iteration", [7, 10])
+@pytest.mark.parametrize("keep", [-1, 1])
+def test_no_broken_checkpoint_takes_the_place_of_a_good_one(tmp_path, iteration, keep):
+    checkpoint = dict(type="CheckpointHook", interval=1, max_keep_ckpts=keep, save_best="acc")
+    with pytest.raises(NonFiniteLossError, match="iteration") as raised:
+        run(
+            tmp_path,
+            train_cfg=dict(by_epoch=True, max_epochs=3),
+            default_hooks=dict(checkpoint=checkpoint),
+            custom_hooks=[Poison(iteration), dict(type="EMAHook")],
+            **validation(),
+        )
+    assert "last.bias" in str(raised.value) or "'loss' became nan at iteration 8" in str(raised.value)
+    assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_1.pth", "best_acc_epoch_1.pth"}
+    assert (tmp_path / "last_checkpoint").read_text().endswith("epoch_1.pth")
+    for path in tmp_path.glob("*.pth"):
+        state = torch.load(path, weights_only=True)["state_dict"]
+        assert all(value.isfinite().all() for value in state.values())
+
+
+def test_a_model_with_nothing_to_learn(tmp_path):
+    with pytest.raises(ModelError, match="no trainable parameter"):
+        run(tmp_path, model=Net().requires_grad_(False))
+
+
+def test_a_model_without_train_step_says_what_to_derive_from(tmp_path):
+    with pytest.raises(ModelError, match="BaseModel"):
+        run(tmp_path, model=nn.Linear(4, 3))
+
+
+class Keyed(Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"image": torch.zeros(4), "label": torch.tensor(0)}
+
+
+def test_a_batch_whose_keys_the_model_does_not_take(tmp_path):
+    with pytest.raises(DataError, match=r"\['image', 'label'\].*forward takes \['inputs', 'targets'\]"):
+        run(tmp_path, train_dataloader=loader(Keyed()))
+
+
+class Other(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.only = nn.Linear(4, 3)
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__()
+        self.last = nn.Linear(8, 5)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize(("other", "hint"), [(Other, "only.weight"), (Wider, r"last.weight is \(3, 8\) there")])
+def test_a_checkpoint_of_another_model(tmp_path, other, hint, resume):
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match=hint):
+        run(tmp_path, model=dict(type=other), load_from=tmp_path / "epoch_2.pth", resume=resume)
+
+
+@pytest.mark.parametrize("argument", ["load_from", "resume"])
+def test_a_checkpoint_that_is_not_there(tmp_path, argument):
+    run(tmp_path)
+    with pytest.raises(CheckpointError, match="epoch_3.pth; did you mean 'epoch_2.pth'"):
+        run(tmp_path, **{argument: str(tmp_path / "epoch_3.pth")})
+
+
+def test_weights_alone_cannot_be_resumed(tmp_path):
+    torch.save(Net().state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(CheckpointError, match="load_from"):
+        run(tmp_path, resume=str(tmp_path / "weights.pth"))
+    twin = Net()
+    twin.load_state_dict(torch.load(tmp_path / "weights.pth"))
+    still = dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)))
+    loaded = run(tmp_path, load_from=tmp_path / "weights.pth", **still)
+    assert_same(twin.state_dict(), loaded.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("hooks", "start"),
+    [
+        (
+            dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="acc/top2"))),
+            "default_hooks.checkpoint.save_best: there is no metric 'acc/top2'",
+        ),
+        (
+            dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="accu", strict=True)]),
+            "custom_hooks[0].monitor: there is no metric 'accu'; did you mean 'acc'",
+        ),
+        (
+            dict(param_scheduler=[dict(type="ReduceOnPlateauLR", monitor="los")]),
+            "monitor 'los' is not among the metrics ['acc']",
+        ),
+    ],
+)
+def test_a_metric_that_the_validation_does_not_give(tmp_path, hooks, start):
+    with pytest.raises(ConfigError) as raised:
+        run(tmp_path, **hooks, **validation())
+    assert str(raised.value).startswith(start)
+
+
+def test_two_metrics_of_one_name(tmp_path):
+    with pytest.raises(ConfigError, match="two metrics report 'acc'"):
+        run(tmp_path, **validation([dict(type=Accuracy), dict(type=Accuracy)]))
+
+
+def test_an_error_in_the_users_code_is_raised_as_it_is(tmp_path):
+    def broken(loss):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine") as raised:
+        run(tmp_path, model=Returning(broken))
+    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of the training)"]
+
+
+def test_the_data_of_an_error_is_logged(tmp_path):
+    with pytest.raises(ModelError):
+        run(tmp_path, model=Net().requires_grad_(False))
+    (log,) = tmp_path.rglob("*.log")
+    assert "no trainable parameter" in log.read_text()
+
+
+def test_a_wrong_last_checkpoint_says_so(tmp_path):
+    run(tmp_path)
+    (tmp_path / "epoch_2.pth").unlink()
+    with pytest.raises(CheckpointError, match="last_checkpoint"):
+        run(tmp_path, resume=True)
+
+
+def test_inputs_are_not_changed_by_building(tmp_path):
+    arguments = training(tmp_path, **validation(), param_scheduler=[dict(type="StepLR", step_size=1)])
+    before = repr({key: value for key, value in arguments.items() if key != "train_dataloader"})
+    Runner(**arguments).train()
+    assert repr({key: value for key, value in arguments.items() if key != "train_dataloader"}) == before
+    assert set(arguments["train_dataloader"]) == set(loader())
+
+
+def test_an_empty_validation_set(tmp_path):
+    empty = dict(batch_size=2, dataset=TensorDataset(*(t[:0] for t in samples())))
+    with pytest.raises(DataError, match="val_dataloader"):
+        run(tmp_path, **{**validation(), "val_dataloader": empty})

@@ -1,0 +1,430 @@
+"""What happens in a run, in which order, and what it leaves behind."""
+
+import pytest
+import torch
+from tiny_runs import Accuracy, Losses, Net, Scripted, assert_same, loader, run, training, validation, weights
+from torch.utils.data import TensorDataset
+
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
+from slipstream.registry import HOOKS, LOOPS
+from slipstream.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+
+
+class Recorder(Hook):
+    """Writes down every stage it is called at."""
+
+    def __init__(self):
+        self.stages = []
+
+    def __getattribute__(self, name):
+        if name in Hook.stages:
+            return lambda runner, **_: self.stages.append(name)
+        return super().__getattribute__(name)
+
+
+TRAIN_STEP = ["before_train_iter", "after_train_iter"]
+VALIDATION = [
+    "before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val",
+]  # fmt: skip
+
+
+def small(count=8, **options):
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(5))
+    return loader(TensorDataset(inputs, torch.arange(count) % 3), batch_size=8, **options)
+
+
+def test_stages_of_a_training_with_validation(tmp_path):
+    recorder = Recorder()
+    run(
+        tmp_path,
+        train_dataloader=small(16),
+        val_dataloader=small(),
+        val_cfg=dict(),
+        val_evaluator=dict(type=Accuracy),
+        custom_hooks=[recorder],
+    )
+    epoch = ["before_train_epoch", *TRAIN_STEP * 2, "before_save_checkpoint", "after_train_epoch"]
+    # NORMAL comes before the CheckpointHook's VERY_LOW
+    epoch[-2:] = ["after_train_epoch", "before_save_checkpoint"]
+    assert recorder.stages == [
+        "before_run", "before_train", *(epoch + VALIDATION) * 2, "after_train", "after_run",
+    ]  # fmt: skip
+
+
+def test_stages_of_a_test_and_of_loading(tmp_path):
+    run(tmp_path)
+    recorder = Recorder()
+    runner = Runner(
+        **training(
+            tmp_path,
+            load_from=str(tmp_path / "epoch_2.pth"),
+            test_dataloader=small(),
+            test_cfg=dict(),
+            test_evaluator=dict(type=Accuracy),
+            custom_hooks=[recorder],
+        )
+    )
+    runner.test()
+    assert recorder.stages == [
+        "before_run", "after_load_checkpoint", "before_test", "before_test_epoch", "before_test_iter",
+        "after_test_iter", "after_test_epoch", "after_test", "after_run",
+    ]  # fmt: skip
+
+
+def test_an_iteration_based_training_is_one_epoch_to_the_hooks(tmp_path):
+    recorder = Recorder()
+    cfg = dict(by_epoch=False, max_iters=3, val_interval=2)
+    runner = run(
+        tmp_path, train_dataloader=small(16), train_cfg=cfg, **validation(), custom_hooks=[recorder]
+    )
+    vals = 5 * ["before_val_iter", "after_val_iter"]
+    val = [*VALIDATION[:2], *vals, *VALIDATION[4:]]
+    assert recorder.stages == [
+        "before_run", "before_train", "before_train_epoch", *TRAIN_STEP * 2, *val, *TRAIN_STEP,
+        "before_save_checkpoint", *val, "after_train_epoch", "after_train", "after_run",
+    ]  # fmt: skip
+    assert (runner.iter, runner.epoch, runner.max_epochs, runner.by_epoch) == (3, 1, 1, False)
+
+
+class Named(Hook):
+    def __init__(self, name, calls):
+        self.name, self.calls = name, calls
+
+    def before_train(self, runner):
+        self.calls.append(self.name)
+
+
+def test_hooks_run_by_priority_and_equals_in_the_order_of_registration(tmp_path):
+    calls = []
+    hooks = [Named(name, calls) for name in "abc"]
+    hooks += [
+        dict(type=Named, name="late", calls=calls, priority="LOWEST"),
+        dict(type=Named, name="early", calls=calls, priority="VERY_HIGH"),
+        dict(type=Named, name="low", calls=calls, priority=70),
+    ]
+    runner = Runner(**training(tmp_path, custom_hooks=hooks))
+    runner.register_hook(Named("first", calls), priority="HIGHEST")
+    runner.train()
+    assert calls == ["first", "early", "a", "b", "c", "low", "late"]
+    kinds = [type(hook).__name__ for hook in runner.hooks]
+    assert kinds == [
+        "Named", "RuntimeInfoHook", "Named", "IterTimerHook", "DistSamplerSeedHook", "Named", "Named", "Named",
+        "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named",
+    ]  # fmt: skip
+
+
+def test_none_takes_a_default_hook_away_and_another_replaces_one(tmp_path):
+    hooks = dict(checkpoint=None, timer=None, logger=dict(type="LoggerHook", interval=3))
+    runner = run(tmp_path, default_hooks=hooks)
+    kinds = [type(hook).__name__ for hook in runner.hooks]
+    assert kinds == ["RuntimeInfoHook", "DistSamplerSeedHook", "LoggerHook", "ParamSchedulerHook"]
+    assert runner.hooks[2].interval == 3
+    assert list(tmp_path.glob("*.pth")) == []
+
+
+def test_general_methods_serve_all_modes_unless_the_modes_own_is_overridden(tmp_path):
+    calls = []
+
+    class General(Hook):
+        def _before_iter(self, runner, batch_idx, data_batch=None, mode="train"):
+            calls.append(f"before {mode} {batch_idx}")
+
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            calls.append("own")
+
+        def _after_iter(self, runner, batch_idx, data_batch=None, outputs=None, mode="train"):
+            calls.append(f"after {mode}")
+
+        def _after_epoch(self, runner, mode="train"):
+            calls.append(f"epoch {mode}")
+
+    cfg = dict(train_cfg=dict(by_epoch=True, max_epochs=1), val_dataloader=small(), val_cfg=dict())
+    run(tmp_path, train_dataloader=small(), val_evaluator=Accuracy(), custom_hooks=[General()], **cfg)
+    assert calls == ["before train 0", "after train", "epoch train", "before val 0", "own", "epoch val"]
+
+
+def test_custom_stages_are_called_with_their_arguments(tmp_path):
+    calls = []
+
+    class Custom(Hook):
+        def after_pseudo_labels(self, runner, share):
+            calls.append(share)
+
+    runner = Runner(**training(tmp_path, custom_hooks=[Custom()]))
+    runner.call_hook("after_pseudo_labels", share=0.5)
+    runner.call_hook("a_stage_that_nobody_has")
+    assert calls == [0.5]
+
+
+@pytest.mark.parametrize(
+    ("cfg", "validated"),
+    [
+        (dict(max_epochs=5), [1, 2, 3, 4, 5]),
+        (dict(max_epochs=5, val_interval=2), [2, 4, 5]),
+        (dict(max_epochs=5, val_begin=3), [3, 4, 5]),
+        (dict(max_epochs=6, val_interval=4, dynamic_intervals=[(5, 1)]), [4, 5, 6]),
+    ],
+)
+def test_when_an_epoch_based_training_validates(tmp_path, cfg, validated):
+    at = []
+
+    class Watch(Hook):
+        def before_val(self, runner):
+            at.append(runner.epoch)
+
+    run(
+        tmp_path,
+        train_dataloader=small(),
+        train_cfg=dict(by_epoch=True, **cfg),
+        **validation(),
+        custom_hooks=[Watch()],
+    )
+    assert at == validated
+
+
+@pytest.mark.parametrize(
+    ("cfg", "validated"),
+    [
+        (dict(val_interval=4), [4, 8, 10]),
+        (dict(val_interval=4, val_begin=5), [8, 10]),
+        (dict(val_interval=5, dynamic_intervals=[(6, 2), (9, 1)]), [5, 6, 8, 9, 10]),
+    ],
+)
+def test_when_an_iteration_based_training_validates(tmp_path, cfg, validated):
+    at = []
+
+    class Watch(Hook):
+        def before_val(self, runner):
+            at.append(runner.iter)
+            assert not runner.model.training or True
+
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            assert runner.model.training
+
+        def before_val_iter(self, runner, batch_idx, data_batch=None):
+            assert not runner.model.training
+
+    cfg = dict(by_epoch=False, max_iters=10, **cfg)
+    run(tmp_path, train_dataloader=small(16), train_cfg=cfg, **validation(), custom_hooks=[Watch()])
+    assert at == validated
+
+
+def test_the_files_of_a_run(tmp_path):
+    cfg = Config(
+        training(
+            tmp_path,
+            model=dict(type="Classifier", network=dict(type="Linear", in_features=4, out_features=3)),
+            train_dataloader=dict(batch_size=20, dataset=dict(type="FilesOfARun")),
+            **dict(val_dataloader=None, val_cfg=None, val_evaluator=None),
+        )
+    )
+    from slipstream.registry import DATASETS
+
+    class FilesOfARun(torch.utils.data.Dataset):
+        metainfo = dict(classes=("a", "b"))
+
+        def __len__(self):
+            return 40
+
+        def __getitem__(self, index):
+            return {"inputs": torch.full((4,), index / 40), "targets": torch.tensor(index % 3)}
+
+    DATASETS.register_module(module=FilesOfARun, force=True)
+    runner = Runner.from_cfg(cfg)
+    runner.train()
+    stamp = runner.timestamp
+    files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
+    assert files == {
+        "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
+        f"{stamp}/vis_data/config.py", f"{stamp}/vis_data/scalars.json", f"{stamp}/vis_data/{stamp}.json",
+    } - ({f"{stamp}/vis_data/scalars.json", f"{stamp}/vis_data/{stamp}.json"} - files)  # fmt: skip
+    assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "epoch_2.pth")
+    assert Config.fromfile(tmp_path / f"{stamp}.py").train_cfg == dict(by_epoch=True, max_epochs=2)
+    checkpoint = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
+    assert {"meta", "state_dict", "message_hub", "optimizer", "param_schedulers"} == checkpoint.keys()
+    meta = checkpoint["meta"]
+    assert (meta["epoch"], meta["iter"], meta["seed"]) == (2, 4, 3)
+    assert meta["experiment_name"] == runner.experiment_name
+    assert meta["dataset_meta"] == {"classes": ("a", "b")}
+    assert "max_epochs: 2" in meta["cfg"]
+    assert_same(checkpoint["state_dict"], weights(runner))
+
+
+def test_from_cfg_keeps_keys_that_are_no_arguments(tmp_path):
+    cfg = dict(training(tmp_path), my_variable=3, compile=False)
+    runner = Runner.from_cfg(cfg)
+    assert runner.cfg.my_variable == 3
+    assert runner.work_dir == str(tmp_path)
+
+
+def test_two_runs_in_one_second_have_folders_of_their_own(tmp_path):
+    one, two = (Runner(**training(tmp_path)) for _ in range(2))
+    assert one.log_dir != two.log_dir
+    assert one.experiment_name != two.experiment_name
+
+
+def test_the_experiment_is_named(tmp_path):
+    runner = Runner(**training(tmp_path, experiment_name="mine"))
+    assert runner.experiment_name == f"mine_{runner.timestamp}"
+
+
+def test_validation_and_test_alone_use_the_loaded_weights(tmp_path):
+    trained = run(tmp_path / "a", train_cfg=dict(by_epoch=True, max_epochs=8))
+    inputs, targets = (t for t in trained.train_dataloader.dataset.tensors)
+    trained.model.eval()
+    expected = (trained.model(inputs, targets, "tensor").argmax(1) == targets).float().mean().item()
+    evaluation = validation()
+    runner = Runner(
+        model=Net(),
+        work_dir=tmp_path / "b",
+        load_from=tmp_path / "a" / "epoch_8.pth",
+        log_level="ERROR",
+        **evaluation,
+        **{name.replace("val", "test", 1): value for name, value in evaluation.items() if "eval" not in name},
+        test_evaluator=[dict(type=Accuracy), dict(type=Accuracy, prefix="second")],
+    )
+    assert runner.val()["acc"] == pytest.approx(expected)
+    assert runner.test() == {"acc": pytest.approx(expected), "second/acc": pytest.approx(expected)}
+    with pytest.raises(ConfigError, match="train_dataloader, train_cfg and optim_wrapper"):
+        runner.train()
+
+
+def test_torchmetrics_objects_and_names_are_metrics(tmp_path):
+    pytest.importorskip("torchmetrics")
+    from torchmetrics.classification import MulticlassAccuracy
+
+    metrics = [
+        MulticlassAccuracy(num_classes=3, average="micro"),
+        dict(type=Accuracy, prefix="own"),
+    ]
+    runner = Runner(**training(tmp_path, **validation(metrics)))
+    values = runner.val()
+    (name,) = set(values) - {"own/acc"}
+    assert values[name] == pytest.approx(values["own/acc"])
+
+
+def test_weights_are_initialised_once_and_not_over_loaded_ones(tmp_path):
+    class Zeroing(Net):
+        def init_weights(self):
+            with torch.no_grad():
+                self.last.weight.zero_()
+
+    still = dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)))
+    fresh = run(tmp_path / "a", model=dict(type=Zeroing), **still)
+    assert not fresh.model.last.weight.any()
+    other = run(tmp_path / "b")
+    loaded = Runner(
+        **training(
+            tmp_path / "c",
+            model=dict(type=Zeroing),
+            load_from=tmp_path / "b" / "epoch_2.pth",
+            **validation(),
+            **still,
+        )
+    )
+    loaded.val()
+    loaded.train()
+    assert_same(weights(loaded), weights(other))
+
+
+def test_loops_of_users_are_taken_by_name(tmp_path):
+    @LOOPS.register_module(force=True)
+    class HalvedIterLoop(IterBasedTrainLoop):
+        def __init__(self, runner, dataloader, max_iters):
+            super().__init__(runner, dataloader, max_iters // 2)
+
+    runner = Runner(**training(tmp_path, train_cfg=dict(type="HalvedIterLoop", max_iters=8)))
+    assert not runner.by_epoch
+    runner.train()
+    assert not runner.by_epoch
+    assert runner.iter == 4
+    assert [p.name for p in tmp_path.glob("*.pth")] == ["iter_4.pth"]
+    epochs = run(tmp_path / "e", train_cfg=dict(type=EpochBasedTrainLoop, max_epochs=1))
+    assert epochs.iter == 5
+
+
+def test_hooks_of_users_are_taken_by_name(tmp_path):
+    @HOOKS.register_module(force=True)
+    class Counting(Hook):
+        def __init__(self, start):
+            self.count = start
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            self.count += 1
+
+    runner = run(tmp_path, custom_hooks=[dict(type="Counting", start=100)])
+    assert next(hook.count for hook in runner.hooks if isinstance(hook, Counting)) == 110
+
+
+def test_auto_scale_lr_multiplies_by_batch_size_over_base(tmp_path):
+    options = dict(
+        optim_wrapper=dict(
+            optimizer=dict(type="SGD", lr=0.1),
+            paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.1)}),
+        )
+    )
+    scaled = run(tmp_path / "a", **options, auto_scale_lr=dict(enable=True, base_batch_size=32))
+    assert sorted(g["lr"] for g in scaled.optim_wrapper.param_groups) == [
+        pytest.approx(0.0025),
+        pytest.approx(0.025),
+    ]
+    off = run(tmp_path / "b", **options, auto_scale_lr=dict(enable=False, base_batch_size=32))
+    assert sorted(g["lr"] for g in off.optim_wrapper.param_groups) == [
+        pytest.approx(0.01),
+        pytest.approx(0.1),
+    ]
+
+
+def test_deterministic_runs_switch_torch_to_deterministic_algorithms(tmp_path):
+    Runner(**training(tmp_path, randomness=dict(seed=1, deterministic=True)))
+    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py puts it back
+
+
+def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    changes = dict(model=dict(type=Net, norm=True), **validation())
+    compiled = run(tmp_path / "a", **changes, cfg=dict(compile=dict(backend=backend)))
+    assert True in graphs  # training
+    assert False in graphs  # validation
+    plain = run(tmp_path / "b", **changes)
+    assert weights(compiled).keys() == weights(plain).keys()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(compiled)[name], value)
+    run(tmp_path / "c", **changes, cfg=dict(compile=dict(backend="eager")))
+
+
+def test_a_validation_alone_runs_compiled_too(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    runner = Runner(**training(tmp_path, **validation(), cfg=dict(compile=dict(backend=backend))))
+    runner.val()
+    assert graphs
+
+
+def test_a_training_can_be_followed_by_validation_and_test_in_one_runner(tmp_path):
+    runner = Runner(**training(tmp_path, **validation(Scripted([0.1, 0.2, 0.3]))))
+    runner.train()
+    before = weights(runner)
+    assert runner.val() == {"acc": 0.3}
+    assert_same(before, weights(runner))
+
+
+def test_a_second_training_of_a_finished_run_changes_nothing(tmp_path):
+    losses = Losses()
+    runner = Runner(**training(tmp_path, custom_hooks=[losses]))
+    runner.train()
+    before = weights(runner)
+    runner.train()
+    assert len(losses.by_iter) == 10
+    assert_same(before, weights(runner))

@@ -1,0 +1,324 @@
+"""A stopped run that is resumed ends with the very weights of one that was never stopped."""
+
+import pytest
+import torch
+from tiny_runs import (
+    Losses,
+    Net,
+    Noisy,
+    Scripted,
+    assert_same,
+    loader,
+    run,
+    scalars,
+    training,
+    validation,
+    weights,
+)
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream.errors import CheckpointError
+from slipstream.hooks import EMAHook, Hook
+from slipstream.runner import Runner
+
+LOOPS = {
+    "epochs": dict(sampler="DefaultSampler", train_cfg=dict(by_epoch=True, max_epochs=3)),
+    "iterations": dict(
+        sampler="DefaultSampler", train_cfg=dict(by_epoch=False, max_iters=15, val_interval=5)
+    ),
+    "endless": dict(sampler="InfiniteSampler", train_cfg=dict(by_epoch=False, max_iters=15, val_interval=5)),
+}
+
+
+class Stopped(Exception):
+    pass
+
+
+class Stop(Hook):
+    """Stops the run as a crash would, at a stage of a step (or after the checkpoint of it)."""
+
+    priority = "LOWEST"
+
+    def __init__(self, iteration, stage="after_train_iter"):
+        self.iteration, self.stage = iteration, stage
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.stage == "after_train_iter" and runner.iter + 1 == self.iteration:
+            raise Stopped
+
+    def after_train_epoch(self, runner):
+        if self.stage == "after_train_epoch" and runner.iter == self.iteration:
+            raise Stopped
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if self.stage == "after_val_iter" and runner.iter == self.iteration:
+            raise Stopped
+
+
+class Dice(Hook):
+    """Draws from the model's stream during validation, as test-time dropout would."""
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        torch.rand(3)
+
+
+def full(work_dir, loop="epochs", by_epoch=False, stop=None, losses=None, workers=0, **changes):
+    """Return a Runner with everything that a resumed run can lose."""
+    options = LOOPS[loop]
+    last = dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.5, patience=0)
+    default = dict(
+        model=dict(type=Net, dropout=0.3, norm=True),
+        train_dataloader=loader(Noisy(), sampler=options["sampler"], num_workers=workers),
+        train_cfg=options["train_cfg"],
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), clip_grad=dict(max_norm=1.0)),
+        param_scheduler=[dict(type="LinearLR", start_factor=0.2, end=9, by_epoch=False), last],
+        default_hooks=dict(
+            logger=dict(type="LoggerHook", interval=1),
+            checkpoint=dict(
+                type="CheckpointHook", interval=1, by_epoch=by_epoch, save_best="acc", max_keep_ckpts=2
+            ),
+        ),
+        custom_hooks=[dict(type="EMAHook", momentum=0.1), Dice(), losses or Losses()],
+        **validation(Scripted([0.5, 0.5, 0.4, 0.3])),
+    )
+    default["custom_hooks"] += [stop] if stop else []
+    return Runner(**training(work_dir, **{**default, **changes}))
+
+
+def average(runner):
+    ema = next(hook for hook in runner.hooks if isinstance(hook, EMAHook))
+    return ema.ema_model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Uninterrupted runs, one a loop."""
+    finished = {}
+    for loop in LOOPS:
+        losses = Losses()
+        runner = full(tmp_path_factory.mktemp(loop), loop, losses=losses)
+        runner.train()
+        finished[loop] = runner, losses.by_iter
+    return finished
+
+
+def check_equal(whole, resumed, before, after):
+    runner, losses = whole
+    assert resumed.iter == runner.iter == 15
+    assert before.by_iter.keys() | after.by_iter.keys() == losses.keys()
+    assert_same(losses, {**before.by_iter, **after.by_iter})
+    assert_same(weights(runner), weights(resumed))
+    assert_same(average(runner), average(resumed))
+    assert [g["lr"] for g in runner.optim_wrapper.param_groups] == [
+        g["lr"] for g in resumed.optim_wrapper.param_groups
+    ]
+    shown = [(s["iter"], s["loss"], s["lr"]) for s in scalars(runner) if "loss" in s]
+    again = [(s["iter"], s["loss"], s["lr"]) for s in scalars(resumed) if "loss" in s]
+    assert again == shown[len(shown) - len(again) :]
+    best = runner.message_hub.get_info("best_score/acc"), runner.message_hub.get_info("best_ckpt/acc")
+    assert best == (
+        resumed.message_hub.get_info("best_score/acc"),
+        resumed.message_hub.get_info("best_ckpt/acc"),
+    )
+
+
+@pytest.mark.parametrize("iteration", [1, 3, 5, 9, 10, 14, 15])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(whole, tmp_path, loop, iteration):
+    before, after = Losses(), Losses()
+    with pytest.raises(Stopped):
+        full(tmp_path, loop, stop=Stop(iteration), losses=before).train()
+    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation of the last step is still to come
+    resumed = full(tmp_path, loop, losses=after, resume=True, **validation(Scripted(values)))
+    resumed.train()
+    assert min(after.by_iter, default=16) == iteration + 1
+    check_equal(whole[loop], resumed, before, after)
+
+
+@pytest.mark.parametrize("stage", ["after_train_epoch", "after_val_iter"])
+def test_a_run_stopped_between_checkpoint_and_validation_catches_up_with_it(whole, tmp_path, stage):
+    before, after = Losses(), Losses()
+    with pytest.raises(Stopped):
+        full(tmp_path, by_epoch=True, stop=Stop(10, stage), losses=before).train()
+    values = validation(Scripted([0.5, 0.4]))
+    resumed = full(tmp_path, by_epoch=True, losses=after, resume=True, **values)
+    resumed.train()
+    assert min(after.by_iter) == 11
+    runner, losses = whole["epochs"]
+    assert_same(losses, {**before.by_iter, **after.by_iter})
+    assert_same(weights(runner), weights(resumed))
+
+
+def test_from_the_best_checkpoint_the_validation_is_not_made_again(tmp_path):
+    with pytest.raises(Stopped):
+        full(tmp_path, by_epoch=True, stop=Stop(8)).train()
+    best = tmp_path / "best_acc_epoch_1.pth"
+    metric = Scripted([0.9, 0.8])
+    resumed = full(tmp_path, by_epoch=True, resume=str(best), **validation(metric))
+    resumed.train()
+    assert metric.values == []
+    assert resumed.message_hub.get_info("best_ckpt/acc") == "best_acc_epoch_2.pth"
+
+
+def test_workers_change_nothing(whole, tmp_path):
+    before, after = Losses(), Losses()
+    with pytest.raises(Stopped):
+        full(tmp_path, stop=Stop(3), losses=before, workers=2).train()
+    resumed = full(tmp_path, losses=after, resume=True)
+    resumed.train()
+    check_equal(whole["epochs"], resumed, before, after)
+
+
+def test_kept_and_best_checkpoints_survive(tmp_path):
+    with pytest.raises(Stopped):
+        full(tmp_path, by_epoch=True, stop=Stop(12)).train()
+    assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth", "best_acc_epoch_1.pth"}
+    full(tmp_path, by_epoch=True, resume=True, **validation(Scripted([0.5, 0.6]))).train()
+    assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_2.pth", "epoch_3.pth", "best_acc_epoch_3.pth"}
+
+
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+@pytest.mark.parametrize("wrapper", ["OptimWrapper", "AmpOptimWrapper"])
+@pytest.mark.parametrize("iteration", [4, 5, 6])
+def test_gradients_of_a_window_that_has_not_ended_are_kept(tmp_path, iteration, wrapper, kind):
+    changes = dict(
+        optim_wrapper=dict(
+            type=wrapper, optimizer=dict(type=kind, lr=0.1), accumulative_counts=4, clip_grad=dict(max_norm=1)
+        ),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+    )
+    one = run(tmp_path / "whole", **changes)
+    with pytest.raises(Stopped):
+        run(tmp_path / "parts", **changes, custom_hooks=[Stop(iteration)])
+    saved = torch.load(tmp_path / "parts" / f"iter_{iteration}.pth", weights_only=True)
+    assert ("gradients" in saved) == (iteration != 4)
+    assert_same(weights(one), weights(run(tmp_path / "parts", **changes, resume=True)))
+
+
+@pytest.mark.parametrize("batch_size", [2, 4, 16])
+@pytest.mark.parametrize("loop", LOOPS)
+def test_with_another_batch_size_it_continues_after_as_many_samples(tmp_path, loop, batch_size):
+    seen = []
+
+    class Watch(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            seen.append(data_batch[0])
+
+    def cfg(size):
+        return LOOPS[loop]["train_cfg"] if loop == "epochs" else dict(by_epoch=False, max_iters=120 // size)
+
+    stopping = dict(
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+        custom_hooks=[Watch(), Stop(6)],
+    )
+    sampler = LOOPS[loop]["sampler"]
+    with pytest.raises(Stopped):
+        run(tmp_path, train_cfg=cfg(8), train_dataloader=loader(sampler=sampler), **stopping)
+    before = torch.cat(seen)
+    seen.clear()
+    other = dict(train_cfg=cfg(batch_size), train_dataloader=loader(sampler=sampler, batch_size=batch_size))
+    resumed = run(tmp_path, **other, custom_hooks=[Watch()], resume=True)
+    stream = torch.cat([before, *seen])
+    assert len(before) == 48
+    passes = [stream[start : start + 40] for start in range(0, 80, 40)]  # each sample once in each pass
+    assert len({tuple(row.tolist()) for row in passes[0]}) == 40
+    if 8 % batch_size == 0:  # else 16 does not divide what was taken of the second pass
+        assert len({tuple(row.tolist()) for row in passes[1]}) == 40
+    steps = 3 * -(-40 // batch_size) if loop == "epochs" else 120 // batch_size
+    assert resumed.iter == steps == resumed.max_iters
+
+
+def test_without_a_checkpoint_it_starts_anew(tmp_path):
+    assert_same(weights(run(tmp_path / "a", resume=True)), weights(run(tmp_path / "b")))
+
+
+def test_a_finished_run_does_nothing_more(tmp_path):
+    one = run(tmp_path)
+    losses = Losses()
+    again = run(tmp_path, resume=True, custom_hooks=[losses])
+    assert (again.epoch, again.iter, losses.by_iter) == (2, 10, {})
+    assert_same(weights(one), weights(again))
+
+
+def test_the_seed_is_that_of_the_resumed_run_and_stays_in_it(tmp_path):
+    changes = dict(randomness=dict(seed=17), default_hooks=dict(checkpoint=dict(type="CheckpointHook")))
+    run(tmp_path, **changes)
+    given = dict(seed=None)
+    resumed = Runner(**training(tmp_path, resume=True, randomness=given))
+    assert resumed.seed == 17
+    assert given == {"seed": None}
+    seeds = {Runner(**training(tmp_path / str(i), randomness=None)).seed for i in range(3)}
+    assert len(seeds) == 3
+    assert 17 not in seeds
+
+
+def test_two_runners_side_by_side_do_not_influence_each_other(tmp_path):
+    one = Runner(**training(tmp_path / "a", model=dict(type=Net, dropout=0.5)))
+    two = Runner(**training(tmp_path / "b", model=dict(type=Net, dropout=0.5), randomness=dict(seed=4)))
+    two.train()
+    torch.manual_seed(99)
+    one.train()
+    alone = run(tmp_path / "c", model=dict(type=Net, dropout=0.5))
+    assert_same(weights(one), weights(alone))
+    assert one.message_hub is not two.message_hub
+    assert one.logger is not two.logger
+
+
+class Stream(IterableDataset):
+    """Cannot be sought in, and draws from the model's generator."""
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return ((torch.randn(4), torch.tensor(i % 3)) for i in range(40))
+
+
+def test_a_stream_goes_on_where_it_was(tmp_path):
+    def changes(losses, *hooks):
+        return dict(
+            model=dict(type=Net, dropout=0.3),
+            train_dataloader=DataLoader(Stream(), batch_size=8),
+            default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+            custom_hooks=[losses, *hooks],
+        )
+
+    one, before, after = Losses(), Losses(), Losses()
+    run(tmp_path / "a", **changes(one))
+    with pytest.raises(Stopped):
+        run(tmp_path / "b", **changes(before, Stop(5)))
+    resumed = run(tmp_path / "b", **changes(after), resume=True)
+    assert resumed.iter == 10
+    assert_same(one.by_iter, {**before.by_iter, **after.by_iter})
+
+
+def test_a_validation_before_the_training_does_not_use_up_the_resuming(tmp_path):
+    changes = dict(**validation(), default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)))
+    with pytest.raises(Stopped):
+        run(tmp_path, **changes, custom_hooks=[Stop(7)])
+    runner = Runner(**training(tmp_path, **changes, resume=True))
+    runner.val()
+    runner.train()
+    assert_same(weights(runner), weights(run(tmp_path / "whole", **changes)))
+
+
+@pytest.mark.parametrize("key", ["optimizer", "param_schedulers"])
+def test_a_checkpoint_without_the_state_of_a_training_says_what_is_missing(tmp_path, key):
+    option = {"optimizer": "save_optimizer", "param_schedulers": "save_param_scheduler"}[key]
+    schedule = dict(param_scheduler=dict(type="StepLR", step_size=1))
+    hooks = dict(checkpoint={"type": "CheckpointHook", "interval": 1, option: False})
+    run(tmp_path, **schedule, default_hooks=hooks)
+    with pytest.raises(CheckpointError, match=key):
+        run(tmp_path, **schedule, resume=True)
+
+
+def test_another_number_of_schedulers_is_an_error(tmp_path):
+    run(tmp_path, param_scheduler=dict(type="StepLR", step_size=1))
+    with pytest.raises(CheckpointError, match="1 parameter schedulers and the configuration 2"):
+        run(tmp_path, param_scheduler=[dict(type="StepLR", step_size=s) for s in (1, 2)], resume=True)
+
+
+def test_without_the_average_of_the_checkpoint_a_warning_says_what_goes_on(tmp_path, capsys):
+    run(tmp_path, custom_hooks=[dict(type="EMAHook")])
+    run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3), log_level="WARNING")
+    assert "are an average" in capsys.readouterr().out

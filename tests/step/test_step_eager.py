@@ -1,0 +1,174 @@
+"""The training step against one written by hand, and what may be a loss."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import LossError
+from slipstream.model import BaseModel
+from slipstream.optim import AmpOptimWrapper, OptimWrapper
+from slipstream.step import EagerStep, sum_losses
+
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
+
+    def forward(self, x, mode="tensor"):
+        out = self.net(x)
+        if mode == "loss":
+            return {
+                "loss_size": (out**2).mean(),
+                "loss_sum": [out.sum() ** 2, out.abs().sum()],
+                "mean": out.mean(),
+            }
+        return out
+
+
+def batches(count):
+    generator = torch.Generator().manual_seed(1)
+    return [[torch.randn(5, 3, generator=generator, dtype=torch.float64)] for _ in range(count)]
+
+
+def sgd(net):
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def by_hand(net, data, max_norm):
+    optimizer, logs = sgd(net), []
+    for (x,) in data:
+        out = net.net(x)
+        size, square, absolute = (out**2).mean(), out.sum() ** 2, out.abs().sum()
+        loss = size + square + absolute
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(net.parameters(), max_norm)
+        optimizer.step()
+        logs.append(
+            {
+                "loss": loss,
+                "loss_size": size,
+                "loss_sum": square + absolute,
+                "mean": out.mean(),
+                "grad_norm": norm,
+            }
+        )
+    return logs
+
+
+def test_the_step_equals_a_loop_written_by_hand_in_weights_buffers_and_logs():
+    net, data = Net(), batches(5)
+    hand = copy.deepcopy(net)
+    optim = OptimWrapper(sgd(net), clip_grad={"max_norm": 0.5})
+    step = EagerStep(net.loss_step, net, optim)
+    logs = [step(batch) for batch in data]
+    expected = by_hand(hand, data, 0.5)
+    for key, value in hand.state_dict().items():
+        torch.testing.assert_close(net.state_dict()[key], value, rtol=1e-12, atol=1e-12)
+    for ours, theirs in zip(logs, expected, strict=True):
+        assert list(ours) == list(theirs)
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_models_train_step_is_the_same_step():
+    net, data = Net(), batches(3)
+    other = copy.deepcopy(net)
+    optim, other_optim = OptimWrapper(sgd(net)), OptimWrapper(sgd(other))
+    step = EagerStep(net.loss_step, net, optim)
+    for batch in data:
+        assert step(batch) == other.train_step(batch, other_optim)
+
+
+def test_logs_are_scalars_without_graph():
+    logs = EagerStep(Net().loss_step, net := Net(), OptimWrapper(sgd(net)))(batches(1)[0])
+    assert all(value.ndim == 0 and not value.requires_grad for value in logs.values())
+    assert "grad_norm" not in logs
+
+
+def test_the_forward_runs_in_the_wrappers_context_and_the_backward_outside():
+    net = Net().float()
+    seen = []
+
+    def forward(batch):
+        seen.append(torch.is_autocast_enabled("cpu"))
+        loss = net.net(batch).mean()
+        loss.register_hook(lambda grad: seen.append(torch.is_autocast_enabled("cpu")))
+        return {"loss": loss}
+
+    EagerStep(forward, net, AmpOptimWrapper(optimizer=sgd(net), dtype="bf16"))(torch.ones(2, 3))
+    assert seen == [True, False]
+
+
+def test_another_reduction_may_choose_what_is_minimised():
+    weight = nn.Parameter(torch.tensor([1.0, 1.0]))
+    optim = OptimWrapper(torch.optim.SGD([weight], lr=1.0))
+
+    def reduce(losses):
+        return losses["loss_a"] * 2, {"seen": losses["loss_b"].detach()}
+
+    step = EagerStep(
+        lambda batch: {"loss_a": weight[0] * 1.0, "loss_b": weight[1] * 1.0}, nn.Module(), optim, reduce
+    )
+    assert step(None) == {"seen": torch.tensor(1.0)}
+    assert weight.tolist() == [-1.0, 1.0]
+
+
+# ---- sum_losses --------------------------------------------------------------------------------------
+
+
+def scalar(value):
+    return torch.tensor(value, dtype=torch.float64, requires_grad=True)
+
+
+def test_only_entries_with_loss_in_their_name_are_summed_and_all_are_logged():
+    a, b, acc = scalar(1.0), scalar(2.0), scalar(40.0)
+    total, logs = sum_losses({"loss_a": a, "acc": acc, "aux_loss": b})
+    assert total.item() == 3.0
+    total.backward()
+    assert (a.grad, b.grad, acc.grad) == (1.0, 1.0, None)
+    assert list(logs.items()) == [("loss", 3.0), ("loss_a", 1.0), ("acc", 40.0), ("aux_loss", 2.0)]
+
+
+def test_lists_of_losses_are_summed_also_when_nested():
+    parts = [scalar(1.0), scalar(2.0), scalar(4.0)]
+    total, logs = sum_losses({"loss_heads": [parts[0], (parts[1], parts[2])]})
+    assert total.item() == 7.0
+    assert logs == {"loss": 7.0, "loss_heads": 7.0}
+    total.backward()
+    assert all(part.grad == 1.0 for part in parts)
+
+
+def test_an_entry_called_loss_keeps_its_own_value_in_the_log():
+    total, logs = sum_losses({"loss": scalar(1.0), "loss_aux": scalar(2.0)})
+    assert total.item() == 3.0
+    assert logs == {"loss": 1.0, "loss_aux": 2.0}
+
+
+def test_a_tensor_of_one_element_counts_as_a_scalar():
+    total, logs = sum_losses({"loss": torch.ones(1, 1)})
+    assert total.ndim == logs["loss"].ndim == 0
+
+
+@pytest.mark.parametrize(
+    ("losses", "message"),
+    [
+        (torch.ones(()), "must return a dict of scalar tensors such as {'loss': loss}, not Tensor"),
+        (None, "must return a dict .* not NoneType"),
+        ({}, r"no entry has 'loss' in its name, so nothing can be minimised; got \[\]"),
+        ({"acc": torch.ones(()), "CE": torch.ones(())}, r"no entry has 'loss' .* got \['CE', 'acc'\]"),
+        ({"loss": torch.ones(2, 3)}, r"'loss' has the shape \(2, 3\); a loss is a scalar: take its mean"),
+        ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has the shape \(2,\)"),
+        ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of them, not 1.5"),
+        ({"loss": torch.ones(()), "acc": 0.5}, "'acc' must be a scalar tensor"),
+        ({"loss": []}, r"'loss' must be a scalar tensor or a list of them, not \[\]"),
+        ({"loss": None}, "'loss' must be .* not None"),
+    ],
+)
+def test_what_is_no_loss_is_named(losses, message):
+    with pytest.raises(LossError, match=message):
+        sum_losses(losses)
