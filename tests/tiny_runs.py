@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ def samples(count=40, seed=0):
 class Noisy(Dataset):
     """Augments by the global generators of torch, NumPy and Python, as users' data sets do."""
 
-    metainfo = dict(classes=("a", "b", "c"))
+    metainfo: ClassVar = dict(classes=("a", "b", "c"))
 
     def __init__(self, count=40):
         self.inputs, self.targets = samples(count)

@@ -159,6 +159,17 @@ def test_a_crash_while_writing_leaves_the_old_file_and_nothing_else(tmp_path, mo
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_whoever_is_reading_the_old_file_reads_it_to_its_end(tmp_path):
+    path = tmp_path / "a.pth"
+    save_checkpoint({"epoch": 1}, path, refuse)
+    whole = path.read_bytes()
+    with path.open("rb", buffering=0) as reader:
+        start = reader.read(10)
+        save_checkpoint({"epoch": 2}, path, refuse)
+        assert start + reader.read() == whole
+    assert load_checkpoint(path) == {"epoch": 2}
+
+
 def test_a_file_that_cannot_take_its_place_leaves_no_temporary_one(tmp_path):
     (tmp_path / "a.pth").mkdir()
     with pytest.raises(OSError, match=r"a\.pth"):

@@ -28,6 +28,8 @@ def test_strict_names_missing_and_unknown_tensors_and_changes_nothing():
     ):
         load_weights(target, state, strict=True, source="a.pth")
     assert torch.equal(target["body"].weight, before)
+    with pytest.raises(CheckpointError, match=r"another model: unknown to the model: neck\.weight"):
+        load_weights(target, {**target.state_dict(), "neck.weight": torch.ones(1)}, strict=True)
 
 
 def test_otherwise_what_matches_is_loaded_and_the_rest_is_reported():

@@ -222,7 +222,7 @@ def test_a_data_set_is_built_from_its_configuration():
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean 'batch"),
+        (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean"),
         (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be a whole number of at least 1, not 0"),
         (dict(batch_size="8"), ConfigError, "not '8'"),
         (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),

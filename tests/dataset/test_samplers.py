@@ -105,6 +105,9 @@ def test_starting_at_any_batch_yields_exactly_the_rest_of_that_epoch(inner, drop
         return EpochBatchSampler(BatchSampler(inner(), 3, drop_last), seed=4, samples=11)
 
     sampler = fresh()
+    if not isinstance(sampler.sampler, SequentialSampler):
+        orders = [[[i for i, *_ in batch] for batch in batches(sampler, epoch)] for epoch in (0, 2)]
+        assert orders[0] != orders[1]
     for epoch in (2, 0):
         whole = batches(sampler, epoch)
         assert len(whole) == len(sampler)
@@ -149,6 +152,15 @@ def test_samplers_that_draw_from_numpys_global_generator_are_as_reproducible_as_
     np.random.seed(99)
     batches(sampler, 5)
     assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator was put back"
+
+
+def test_a_stream_of_its_own_goes_on_between_batches():
+    class Uniform:
+        def __iter__(self):
+            return ([int(np.random.randint(10**6))] for _ in range(20))
+
+    drawn = [int(i) for (i,) in EpochBatchSampler(Uniform(), seed=0, samples=20)]
+    assert len(set(drawn)) > 15
 
 
 @pytest.mark.parametrize("limit", [1, 2, 99])

@@ -135,6 +135,12 @@ def test_override_gives_a_child_other_values():
     assert net.feat.bias.tolist() == [2] * 4
 
 
+def test_override_reaches_a_child_of_a_class_that_layer_does_not_name():
+    net = Net(dict(type="Constant", val=1, layer="Conv2d", override=dict(name="fc", val=3)))
+    net.init_weights()
+    assert (values(net)["reg"], values(net)["fc"]) == (1, 3)
+
+
 def test_override_without_layer_initialises_that_child_alone_with_the_outer_values():
     net = Net(dict(type="Constant", val=5, override=dict(name="reg")))
     net.init_weights()

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_runs import Losses, Net, assert_same, loader, run, samples, scalars, training, validation, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -16,6 +15,7 @@ from slipstream.logging import HistoryBuffer
 from slipstream.model import BaseModel
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.runner import Runner
+from tiny_runs import Losses, Net, assert_same, loader, run, samples, scalars, training, validation, weights
 
 INPUTS, TARGETS = samples()
 
@@ -189,8 +189,7 @@ def test_several_optimizers_with_schedules_of_their_own(tmp_path):
     )
     runner.train()
     assert isinstance(runner.optim_wrapper, OptimWrapperDict)
-    step, lr = 0, 0.1
-    for inputs, _ in batches(2):
+    for step, (inputs, _) in enumerate(batches(2)):
         made = twin.generator(inputs)
         (twin.critic(made.detach()) - twin.critic(inputs)).mean().backward()
         with torch.no_grad():
@@ -200,10 +199,8 @@ def test_several_optimizers_with_schedules_of_their_own(tmp_path):
         (-twin.critic(made).mean() + (made - inputs).square().mean()).backward()
         with torch.no_grad():
             for p in twin.generator.parameters():
-                p -= lr * p.grad
+                p -= (0.1 if step < 5 else 0.05) * p.grad
                 p.grad = None
-        step += 1
-        lr = 0.1 if step < 5 else 0.05
     for name, value in model.state_dict().items():
         if name.startswith("generator"):
             torch.testing.assert_close(value, twin.state_dict()[name])
@@ -217,9 +214,7 @@ def test_several_optimizers_with_schedules_of_their_own(tmp_path):
         **training(
             tmp_path,
             model=Gan(),
-            optim_wrapper={
-                name: OptimWrapper(optimizer) for name, optimizer in optimizers.items()
-            },
+            optim_wrapper={name: OptimWrapper(optimizer) for name, optimizer in optimizers.items()},
             param_scheduler=dict(generator=dict(type="StepLR", step_size=1, gamma=0.5)),
             resume=True,
         )

@@ -2,6 +2,11 @@
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from slipstream.errors import CheckpointError
+from slipstream.hooks import EMAHook, Hook
+from slipstream.runner import Runner
 from tiny_runs import (
     Losses,
     Net,
@@ -15,11 +20,6 @@ from tiny_runs import (
     validation,
     weights,
 )
-from torch.utils.data import DataLoader, IterableDataset
-
-from slipstream.errors import CheckpointError
-from slipstream.hooks import EMAHook, Hook
-from slipstream.runner import Runner
 
 LOOPS = {
     "epochs": dict(sampler="DefaultSampler", train_cfg=dict(by_epoch=True, max_epochs=3)),
@@ -30,7 +30,7 @@ LOOPS = {
 }
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
 
 
@@ -44,15 +44,15 @@ class Stop(Hook):
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if self.stage == "after_train_iter" and runner.iter + 1 == self.iteration:
-            raise Stopped
+            raise StoppedError
 
     def after_train_epoch(self, runner):
         if self.stage == "after_train_epoch" and runner.iter == self.iteration:
-            raise Stopped
+            raise StoppedError
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if self.stage == "after_val_iter" and runner.iter == self.iteration:
-            raise Stopped
+            raise StoppedError
 
 
 class Dice(Hook):
@@ -126,7 +126,7 @@ def check_equal(whole, resumed, before, after):
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(whole, tmp_path, loop, iteration):
     before, after = Losses(), Losses()
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         full(tmp_path, loop, stop=Stop(iteration), losses=before).train()
     values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation of the last step is still to come
     resumed = full(tmp_path, loop, losses=after, resume=True, **validation(Scripted(values)))
@@ -138,7 +138,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(whole, tmp_path, loop,
 @pytest.mark.parametrize("stage", ["after_train_epoch", "after_val_iter"])
 def test_a_run_stopped_between_checkpoint_and_validation_catches_up_with_it(whole, tmp_path, stage):
     before, after = Losses(), Losses()
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(10, stage), losses=before).train()
     values = validation(Scripted([0.5, 0.4]))
     resumed = full(tmp_path, by_epoch=True, losses=after, resume=True, **values)
@@ -150,7 +150,7 @@ def test_a_run_stopped_between_checkpoint_and_validation_catches_up_with_it(whol
 
 
 def test_from_the_best_checkpoint_the_validation_is_not_made_again(tmp_path):
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(8)).train()
     best = tmp_path / "best_acc_epoch_1.pth"
     metric = Scripted([0.9, 0.8])
@@ -162,7 +162,7 @@ def test_from_the_best_checkpoint_the_validation_is_not_made_again(tmp_path):
 
 def test_workers_change_nothing(whole, tmp_path):
     before, after = Losses(), Losses()
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         full(tmp_path, stop=Stop(3), losses=before, workers=2).train()
     resumed = full(tmp_path, losses=after, resume=True)
     resumed.train()
@@ -170,7 +170,7 @@ def test_workers_change_nothing(whole, tmp_path):
 
 
 def test_kept_and_best_checkpoints_survive(tmp_path):
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(12)).train()
     assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth", "best_acc_epoch_1.pth"}
     full(tmp_path, by_epoch=True, resume=True, **validation(Scripted([0.5, 0.6]))).train()
@@ -188,7 +188,7 @@ def test_gradients_of_a_window_that_has_not_ended_are_kept(tmp_path, iteration, 
         default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
     )
     one = run(tmp_path / "whole", **changes)
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(tmp_path / "parts", **changes, custom_hooks=[Stop(iteration)])
     saved = torch.load(tmp_path / "parts" / f"iter_{iteration}.pth", weights_only=True)
     assert ("gradients" in saved) == (iteration != 4)
@@ -212,7 +212,7 @@ def test_with_another_batch_size_it_continues_after_as_many_samples(tmp_path, lo
         custom_hooks=[Watch(), Stop(6)],
     )
     sampler = LOOPS[loop]["sampler"]
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(tmp_path, train_cfg=cfg(8), train_dataloader=loader(sampler=sampler), **stopping)
     before = torch.cat(seen)
     seen.clear()
@@ -285,7 +285,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
 
     one, before, after = Losses(), Losses(), Losses()
     run(tmp_path / "a", **changes(one))
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(tmp_path / "b", **changes(before, Stop(5)))
     resumed = run(tmp_path / "b", **changes(after), resume=True)
     assert resumed.iter == 10
@@ -294,7 +294,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
 
 def test_a_validation_before_the_training_does_not_use_up_the_resuming(tmp_path):
     changes = dict(**validation(), default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)))
-    with pytest.raises(Stopped):
+    with pytest.raises(StoppedError):
         run(tmp_path, **changes, custom_hooks=[Stop(7)])
     runner = Runner(**training(tmp_path, **changes, resume=True))
     runner.val()

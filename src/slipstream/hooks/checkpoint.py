@@ -123,7 +123,8 @@ class CheckpointHook(Hook):
     def _save_if_best(self, runner: Runner, key: str, value: float) -> None:
         hub = runner.message_hub
         best = hub.get_info(f"best_score/{key}")
-        improved = best is None or (value > best if self._rule(key) == "greater" else value < best)
+        greater = self._rule(key) == "greater"
+        improved = best is None or (value > best if greater else value < best)
         if not math.isfinite(value) or not improved:
             return
         previous = hub.get_info(f"best_ckpt/{key}")

@@ -83,6 +83,9 @@ def place_in_loop(error: ConfigError, mode: str) -> None:
     """Name the argument of the Runner that an error inside a loop's configuration belongs to."""
     loader, cfg_name, third = TRIPLES[mode]
     head = re.split(r"[.\[]", error.path)[0]
+    if head == "metrics":  # what an Evaluator calls its part of the configuration
+        error.path = error.path.replace(head, "evaluator", 1)
+        head = "evaluator"
     places = {"dataloader": loader, "evaluator": third, "": cfg_name, loader: loader, cfg_name: cfg_name}
     place = places[head] + error.path[len(head) :] if head in places else f"{cfg_name}.{error.path}"
     error.path = place

@@ -376,11 +376,8 @@ class Runner(RunFacts):
         file = self.cfg.filename
         name = name_run(Path(self.work_dir), given["experiment_name"] or (Path(file).stem if file else None))
         logs = open_logs(name, given["log_level"], self.by_epoch, given["log_processor"], given["visualizer"])
-        self.timestamp, self.experiment_name, self.log_dir = (
-            name.timestamp,
-            name.experiment,
-            str(name.log_dir),
-        )
+        self.timestamp, self.experiment_name = name.timestamp, name.experiment
+        self.log_dir = str(name.log_dir)
         self.json_log = f"{name.timestamp}.json"
         self.logger, self.message_hub, self.meter = logs.logger, logs.hub, logs.meter
         self.log_processor, self.visualizer = logs.processor, logs.visualizer

@@ -1,0 +1,58 @@
+"""Without a process group every function works, and says that there is one process."""
+
+import pytest
+import torch
+
+from slipstream import dist
+from slipstream.errors import DistributedError
+
+
+def test_there_is_one_process_and_it_is_the_main_one(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")  # of a launcher whose group nobody joined
+    assert dist.get_dist_info() == (0, 1)
+    assert dist.get_local_rank() == 0
+    assert dist.is_main_process()
+    assert not dist.is_distributed()
+    assert dist.get_backend() is None
+    assert dist.get_comm_device() == torch.device("cpu")
+    assert dist.barrier() is None
+
+
+def test_collectives_leave_values_as_they_are():
+    data, objects = torch.tensor([1.0, 2.0]), [1, "a"]
+    dist.all_reduce(data, "mean")
+    dist.broadcast(data)
+    dist.broadcast_object_list(objects)
+    assert data.tolist() == [1, 2]
+    assert objects == [1, "a"]
+    assert dist.all_gather_object("x") == ["x"]
+
+
+def test_results_are_cut_to_the_size_of_the_data_set():
+    assert dist.collect_results([1, 2, 3], 2) == [1, 2]
+    assert dist.collect_results([1], 5) == [1]
+
+
+def test_an_unknown_reduction_is_refused_even_by_one_process():
+    with pytest.raises(DistributedError, match="sum, mean, max, min, product, not 'average'"):
+        dist.all_reduce(torch.ones(1), "average")
+
+
+def test_master_only_runs_on_rank_0_alone_and_keeps_the_functions_name(monkeypatch):
+    @dist.master_only
+    def answer(x):
+        return x + 1
+
+    assert answer(1) == 2
+    assert answer.__name__ == "answer"
+    monkeypatch.setattr("slipstream.dist.info.is_main_process", lambda: False)
+    assert answer(1) is None
+
+
+def test_a_drawn_seed_is_new_each_time_and_draws_nothing_from_the_global_generator():
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    seeds = {dist.sync_random_seed() for _ in range(8)}
+    assert len(seeds) == 8
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert torch.equal(torch.get_rng_state(), before)

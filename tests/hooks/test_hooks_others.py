@@ -1,0 +1,236 @@
+"""Early stopping, plateaus, log lines, pictures, traces."""
+
+import json
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.hooks import EarlyStoppingHook, Hook, Priority, get_priority
+from slipstream.model import Segmentor
+from slipstream.runner import Runner
+from slipstream.visualization import contact_sheet
+from tiny_runs import LOCAL, Scripted, loader, run, scalars, training, validation
+
+
+def stopped(folder, values, name="acc", **options):
+    """Return how many epochs a run with early stopping took."""
+    hook = dict(type="EarlyStoppingHook", **{"monitor": name, "min_delta": 0.0, "patience": 2, **options})
+    runner = run(
+        folder,
+        train_cfg=dict(by_epoch=True, max_epochs=len(values)),
+        train_dataloader=loader(batch_size=40),
+        custom_hooks=[hook],
+        default_hooks=dict(checkpoint=None),
+        **validation(Scripted(values, name)),
+    )
+    return runner.epoch
+
+
+@pytest.mark.parametrize(
+    ("values", "options", "epochs"),
+    [
+        ([0.1, 0.2, 0.2, 0.1, 0.9], {}, 4),
+        ([0.1, 0.2, 0.3, 0.4, 0.5], {}, 5),
+        ([0.1, 0.15, 0.19, 0.9, 0.9], dict(min_delta=0.1), 3),
+        ([0.1, 0.5, 0.6, 0.7, 0.8], dict(stopping_threshold=0.55), 3),
+        ([0.1, 0.5, float("nan"), 0.7, 0.8], {}, 3),
+        ([0.1, 0.5, float("nan"), 0.7, 0.8], dict(check_finite=False), 5),
+        ([0.5, 0.4, 0.3, 0.2, 0.1], dict(rule="less"), 5),
+        ([0.5, 0.6, 0.7, 0.2, 0.1], dict(rule="less"), 3),
+        ([0.5, 0.4, 0.3, 0.2], dict(rule="less", stopping_threshold=0.35), 3),
+    ],
+)
+def test_when_early_stopping_stops(tmp_path, values, options, epochs):
+    assert stopped(tmp_path, values, **options) == epochs
+
+
+def test_the_rule_follows_from_the_name(tmp_path):
+    assert stopped(tmp_path, [0.5, 0.4, 0.3, 0.2, 0.1], "val_loss") == 5
+
+
+def test_a_missing_metric_only_warns_unless_strict(tmp_path, capsys):
+    changes = dict(**validation(Scripted([0.1, 0.2])), log_level="WARNING")
+    run(tmp_path, custom_hooks=[dict(type="EarlyStoppingHook", monitor="top1")], **changes)
+    assert "no metric 'top1'" in capsys.readouterr().out
+
+
+def test_patience_goes_on_in_a_resumed_run(tmp_path):
+    def epochs(values, count, **changes):
+        return run(
+            tmp_path,
+            train_cfg=dict(by_epoch=True, max_epochs=count),
+            custom_hooks=[dict(type="EarlyStoppingHook", monitor="acc", patience=3, min_delta=0.0)],
+            **validation(Scripted(values)),
+            **changes,
+        )
+
+    epochs([0.5, 0.4, 0.4], 3)
+    # its last checkpoint was written before its last validation, which is made again
+    assert epochs([0.4, 0.4, 0.4], 10, resume=True).epoch == 4
+
+
+def test_a_validation_outside_of_training_is_not_counted(tmp_path):
+    runner = Runner(
+        **training(
+            tmp_path,
+            custom_hooks=[EarlyStoppingHook("acc", patience=0, min_delta=0.0)],
+            param_scheduler=dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", patience=0),
+            **validation(Scripted([0.5, 0.1, 0.4, 0.6, 0.1])),
+        )
+    )
+    runner.val()
+    runner.val()
+    runner.train()
+    lr = runner.optim_wrapper.get_lr()
+    runner.val()
+    assert (runner.epoch, lr, runner.optim_wrapper.get_lr()) == (2, {"lr": [0.1]}, {"lr": [0.1]})
+
+
+def test_the_learning_rate_falls_when_a_metric_stands_still(tmp_path):
+    schedule = dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.1, patience=1, begin=2)
+    runner = run(
+        tmp_path,
+        train_cfg=dict(by_epoch=True, max_epochs=6),
+        train_dataloader=loader(batch_size=40),
+        param_scheduler=schedule,
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
+        **validation(Scripted([0.9, 0.5, 0.4, 0.4, 0.4, 0.4])),
+    )
+    rates = [line["lr"] for line in scalars(runner) if "lr" in line]
+    # epoch 1 does not count; 0.5 is the best of epoch 2; 3 and 4 are bad; the fall shows in epoch 5
+    assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
+
+
+@pytest.mark.parametrize(
+    ("options", "loop", "steps"),
+    [
+        (dict(interval=2), dict(by_epoch=True, max_epochs=2), [2, 4, 7, 9]),
+        (dict(interval=2, ignore_last=False), dict(by_epoch=True, max_epochs=2), [2, 4, 5, 7, 9, 10]),
+        (dict(interval=3), dict(by_epoch=False, max_iters=10), [3, 6, 9]),
+        (dict(interval=3, ignore_last=False), dict(by_epoch=False, max_iters=10), [3, 6, 9, 10]),
+    ],
+)
+def test_which_steps_are_logged(tmp_path, options, loop, steps):
+    runner = run(tmp_path, train_cfg=loop, default_hooks=dict(logger=dict(type="LoggerHook", **options)))
+    assert [line["iter"] for line in scalars(runner) if "loss" in line] == steps
+
+
+@pytest.mark.parametrize(("by_epoch", "steps"), [(True, [1, 2]), (False, [5, 10])])
+def test_metrics_are_plotted_over_epochs_or_steps(tmp_path, by_epoch, steps):
+    hooks = dict(logger=dict(type="LoggerHook", log_metric_by_epoch=by_epoch))
+    runner = run(tmp_path, default_hooks=hooks, **validation(Scripted([0.25, 0.5])))
+    metrics = [line for line in scalars(runner) if "acc" in line]
+    assert [line["acc"] for line in metrics] == [0.25, 0.5]
+    assert [line["step"] for line in metrics] == steps
+
+
+class Scenes(Dataset):
+    metainfo: ClassVar = dict(classes=("a", "b"), palette=[[0, 0, 0], [255, 0, 0]], ignore_index=255)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        image = torch.full((3, 16, 32), 60 * index, dtype=torch.uint8)
+        return {"inputs": image, "targets": torch.full((16, 32), index % 2, dtype=torch.uint8)}
+
+
+class Scenery(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 1)
+
+    def forward(self, inputs):
+        return self.conv(inputs.float())
+
+
+def pictured(folder, dataset, **options):
+    hook = dict(type="SegVisualizationHook", **options)
+    metric = dict(val_cfg=dict(), val_evaluator=Scripted([0.1, 0.2]))
+    scenes = dict(batch_size=2, dataset=dataset)
+    return run(
+        folder,
+        model=Segmentor(Scenery()),
+        train_dataloader=dict(scenes),
+        val_dataloader=dict(scenes),
+        custom_hooks=[hook],
+        **metric,
+    )
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_predictions_are_drawn_beside_the_truth(tmp_path, count):
+    runner = pictured(tmp_path, Scenes(), num_samples=count)
+    sheet = Image.open(tmp_path / "predictions.png").convert("RGB")
+    blank = np.zeros((16, 32, 3), np.uint8)
+    legend = [("a", [0, 0, 0]), ("b", [255, 0, 0])]
+    assert sheet.size == contact_sheet([[blank] * 3] * count, legend=legend).size
+    truths = np.asarray(sheet)[:, sheet.width // 2]  # a line down the middle column
+    reds = (truths == [255, 0, 0]).all(1).sum()
+    assert reds == (
+        160 if count == 3 else 0
+    )  # of three samples the second is red; 16 x 32 is shown 160 x 320
+    assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # the visualizer has one of each validation
+
+
+def test_pictures_need_a_segmentation(tmp_path):
+    with pytest.raises(DataError, match="'inputs'"):
+        run(tmp_path, custom_hooks=[dict(type="SegVisualizationHook")], **validation())
+
+
+def test_pictures_need_a_palette(tmp_path):
+    class Colourless(Scenes):
+        metainfo: ClassVar = dict(classes=("a", "b"))
+
+    with pytest.raises(DataError, match="palette"):
+        pictured(tmp_path, Colourless())
+
+
+def test_a_trace_is_written(tmp_path):
+    run(tmp_path, custom_hooks=[dict(type="ProfilerHook", profile_times=2)])
+    (trace,) = (tmp_path / "profile").iterdir()
+    events = json.loads(trace.read_text())["traceEvents"]
+    steps = {event["name"] for event in events if str(event.get("name")).startswith("ProfilerStep")}
+    assert len(steps) == 2
+
+
+def test_times_are_logged(tmp_path):
+    runner = run(tmp_path, visualizer=LOCAL, default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
+    for line in scalars(runner):
+        assert 0 <= line["data_time"] <= line["time"]
+    times = runner.message_hub.get_scalar("train/time")
+    assert len(times) == 10
+    assert runner.message_hub.get_info("images_per_second") > 0
+
+
+@pytest.mark.parametrize("name", Priority.__members__)
+def test_priorities_have_mmengines_numbers(name):
+    numbers = dict(HIGHEST=0, VERY_HIGH=10, HIGH=30, ABOVE_NORMAL=40, NORMAL=50, BELOW_NORMAL=60)
+    numbers |= dict(LOW=70, VERY_LOW=90, LOWEST=100)
+    assert get_priority(name) == get_priority(name.lower()) == get_priority(numbers[name]) == numbers[name]
+
+
+@pytest.mark.parametrize("wrong", ["NORMALL", -1, 101])
+def test_wrong_priorities(wrong):
+    with pytest.raises(ConfigError):
+        get_priority(wrong)
+
+
+@pytest.mark.parametrize(
+    ("n", "start", "due"), [(1, 0, [1, 2, 3, 4]), (2, 0, [2, 4]), (2, 1, [3]), (0, 0, []), (-1, 0, [])]
+)
+def test_every_n(n, start, due):
+    class At:
+        def __init__(self, done):
+            self.epoch = self.iter = done
+
+    hook = Hook()
+    assert [e for e in range(1, 5) if hook.every_n_epochs(At(e - 1), n, start)] == due
+    assert [i for i in range(1, 5) if hook.every_n_train_iters(At(i - 1), n, start)] == due
