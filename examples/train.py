@@ -25,7 +25,9 @@ class ResNet18(Classifier):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with the IDX files")
-    parser.add_argument("--download", action="store_true", help="fetch the files into --data if they are not there")
+    parser.add_argument(
+        "--download", action="store_true", help="fetch the files into --data if they are not there"
+    )
     parser.add_argument("--launcher", default="none", choices=["none", "pytorch", "slurm", "mpi"])
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, default=2)
@@ -52,7 +54,9 @@ def main():
         ),
         param_scheduler=dict(type="OneCycleLR", eta_max=0.002, by_epoch=True, convert_to_iter_based=True),
         train_cfg=dict(by_epoch=True, max_epochs=args.epochs),
-        val_dataloader=dict(batch_size=500, sampler=dict(type="DefaultSampler", shuffle=False), dataset=test_set),
+        val_dataloader=dict(
+            batch_size=500, sampler=dict(type="DefaultSampler", shuffle=False), dataset=test_set
+        ),
         val_cfg=dict(),
         val_evaluator=dict(type="Accuracy"),
         default_hooks=dict(logger=dict(type="LoggerHook", interval=100)),

@@ -20,7 +20,9 @@ def root() -> Path:
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run `python ARGS` in the test's own folder, expect its exit status, and return what it printed."""
 
-    def run_python(*args: str, status: int | None = 0, cwd: Path = tmp_path) -> subprocess.CompletedProcess[str]:
+    def run_python(
+        *args: str, status: int | None = 0, cwd: Path = tmp_path
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, *args],
             cwd=cwd,
@@ -28,7 +30,9 @@ def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             timeout=300,
         )
-        assert status in (None, done.returncode), f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        assert status in (None, done.returncode), (
+            f"exit {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        )
         return done
 
     return run_python

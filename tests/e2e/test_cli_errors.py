@@ -12,14 +12,26 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
         (["train", "nowhere.yaml"], ["nowhere.yaml"]),
         (["train", RECIPE, "max_epochs=3"], ["max_epochs", "did you mean 'train_cfg.max_epochs'"]),
-        (["train", RECIPE, "train_cfg.max_epoch=3"], ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"]),
+        (
+            ["train", RECIPE, "train_cfg.max_epoch=3"],
+            ["train_cfg.max_epoch", "did you mean 'train_cfg.max_epochs'"],
+        ),
         (["train", RECIPE, "train_cfg.max_epochs=many"], ["train_cfg.max_epochs", "int", "'many'"]),
-        (["train", RECIPE, "optim_wrapper.optimizer.type=Adamm"], ["optim_wrapper.optimizer", "did you mean 'Adam'"]),
-        (["train", RECIPE, "optim_wrapper.optimizer.lrr=1"], ["optim_wrapper.optimizer", "did you mean 'lr'"]),
+        (
+            ["train", RECIPE, "optim_wrapper.optimizer.type=Adamm"],
+            ["optim_wrapper.optimizer", "did you mean 'Adam'"],
+        ),
+        (
+            ["train", RECIPE, "optim_wrapper.optimizer.lrr=1"],
+            ["optim_wrapper.optimizer", "did you mean 'lr'"],
+        ),
         (["train", RECIPE, "train_dataloader.batch_size=x"], ["train_dataloader.batch_size", "'x'"]),
         (["train", RECIPE, "val_evaluator.type=IoUMetrik"], ["val_evaluator", "did you mean 'IoUMetric'"]),
         (["train", RECIPE, "randomness.seed=x"], ["randomness.seed", "int or None", "'x'"]),
-        (["train", RECIPE, "model.network.type=pp_lite_x_seg"], ["model.network", "did you mean 'pp_lite_t_seg'"]),
+        (
+            ["train", RECIPE, "model.network.type=pp_lite_x_seg"],
+            ["model.network", "did you mean 'pp_lite_t_seg'"],
+        ),
         (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
     ],
@@ -35,14 +47,18 @@ def test_a_wrong_word_is_one_line_with_place_and_suggestion(slipstream, words, e
 
 def test_a_failed_run_is_one_line_with_exit_status_1(slipstream, tmp_path):
     (tmp_path / "masks").mkdir()
-    done = slipstream("train", "camvid_pp_lite_t", f"train_dataloader.dataset.data_root={tmp_path}/none", status=1)
+    done = slipstream(
+        "train", "camvid_pp_lite_t", f"train_dataloader.dataset.data_root={tmp_path}/none", status=1
+    )
     assert len(done.stderr.strip().splitlines()) == 1
     assert "none" in done.stderr
 
 
 def test_importing_the_package_and_asking_for_help_do_not_import_torch(run):
     run("-c", "import slipstream, sys; assert 'torch' not in sys.modules")
-    code = "import sys; from slipstream.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    code = (
+        "import sys; from slipstream.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    )
     run("-c", code + "assert 'torch' not in sys.modules")
 
 

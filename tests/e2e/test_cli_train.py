@@ -36,7 +36,9 @@ def test_training_leaves_checkpoints_logs_and_a_picture(trained):
     assert (trained / "last_checkpoint").read_text() == str(trained / "epoch_2.pth")
     assert list(trained.glob("best_mIoU_epoch_*.pth"))
     assert list(trained.glob("*/vis_data/events.out.tfevents.*"))
-    lines = [json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()
+    ]
     assert {"loss", "lr", "iter"} <= lines[0].keys()
     assert any("mIoU" in line for line in lines)
     with Image.open(trained / "predictions.png") as picture:
@@ -60,7 +62,9 @@ def test_val_gives_the_metrics_of_the_last_validation(trained, capsys):
 
     assert main(["val", "street_scenes_pp_lite_t", *SMALL, "--work-dir", str(trained)]) == 0
     last = capsys.readouterr().out.strip().splitlines()[-1]
-    lines = [json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in next(trained.glob("*/vis_data/scalars.json")).read_text().splitlines()
+    ]
     logged = [line for line in lines if "mIoU" in line][-1]
     assert f"mIoU {logged['mIoU']:.4f}" in last
 

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 class Net(BaseModel):
     def __init__(self):
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2))
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)
+        )
 
     def forward(self, images, labels, mode):
         return {"loss": F.cross_entropy(self.body(images), labels)}
@@ -44,7 +46,9 @@ def run(tmp_path, hooks=(), cfg=None, max_epochs=2, resume=False, **optim):
         work_dir=str(tmp_path),
         train_dataloader=dict(batch_size=4, dataset=data, sampler=dict(type="DefaultSampler", shuffle=True)),
         train_cfg=dict(by_epoch=True, max_epochs=max_epochs),
-        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.05, momentum=0.9), clip_grad=dict(max_norm=5.0), **optim),
+        optim_wrapper=dict(
+            optimizer=dict(type="SGD", lr=0.05, momentum=0.9), clip_grad=dict(max_norm=5.0), **optim
+        ),
         param_scheduler=dict(type="CosineAnnealingLR", by_epoch=True, convert_to_iter_based=True),
         custom_hooks=[dict(type="EMAHook", momentum=0.01), *hooks],
         default_hooks=dict(logger=dict(type="LoggerHook", interval=1000)),
@@ -72,7 +76,9 @@ def test_mixed_precision_stays_close_to_full_precision(tmp_path, dtype):
     full = run(tmp_path / "full").model.state_dict()
     mixed = run(tmp_path / "mixed", type="AmpOptimWrapper", dtype=dtype).model.state_dict()
     for name, value in full.items():
-        torch.testing.assert_close(mixed[name], value, rtol=0.05, atol=0.02, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mixed[name], value, rtol=0.05, atol=0.02, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 def test_compiled_agrees_with_eager(tmp_path):

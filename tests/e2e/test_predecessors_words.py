@@ -138,7 +138,14 @@ def test_the_tutorial_s_whole_training_with_registered_parts(tmp_path, train_dat
             train_cfg=dict(by_epoch=True, max_epochs=2, val_interval=1),
             optim_wrapper=dict(type="OptimWrapper", optimizer=dict(type="Adam", lr=0.001)),
             param_scheduler=[
-                dict(type="LinearLR", start_factor=0.1, by_epoch=True, begin=0, end=1, convert_to_iter_based=True),
+                dict(
+                    type="LinearLR",
+                    start_factor=0.1,
+                    by_epoch=True,
+                    begin=0,
+                    end=1,
+                    convert_to_iter_based=True,
+                ),
                 dict(type="MultiStepLR", by_epoch=True, milestones=[1], gamma=0.1),
             ],
             val_dataloader=dict(

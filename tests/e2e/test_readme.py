@@ -58,7 +58,9 @@ def test_python_snippets_run(run, snippet):
 def test_commands_run(command, photos, run, slipstream):
     words = shlex.split(command)
     if words[0] == "make":
-        planned = subprocess.run(["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        planned = subprocess.run(
+            ["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout
         assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
     elif words[0] == "python":
         if not FASHION.is_dir():

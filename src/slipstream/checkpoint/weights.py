@@ -31,27 +31,29 @@ def load_weights(
     Args:
         model: the model.
         state: tensors by name.
-        strict: every name must match; otherwise names that only one side has are reported and skipped.
+        strict: every name and shape must match; otherwise what does not is reported and skipped, as a head
+            for another number of classes.
         source: what the errors call the checkpoint.
 
     Returns:
         Lines that say what was skipped; empty when everything matched.
 
     Raises:
-        CheckpointError: a tensor has another shape, names differ under `strict`, or no name matches at all.
+        CheckpointError: names or shapes differ under `strict`, most shapes differ, or no name matches at all.
     """
     own = model.state_dict()
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
-    shapes = [
-        f"{key} is {_shape(state[key])} there and {_shape(value)} in the model"
+    shapes = {
+        key: f"{key} is {_shape(state[key])} there and {_shape(value)} in the model"
         for key, value in own.items()
         if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != _shape(value)
-    ]
-    if shapes:
+    }
+    alien = any(not isinstance(state[key], torch.Tensor) for key in shapes)
+    if shapes and (strict or alien or 2 * len(shapes) > len(own)):
         raise CheckpointError(
-            f"{source} belongs to another model: {_some(shapes)}. Check the number of classes and the "
-            "model's options, or remove these tensors from the checkpoint"
+            f"{source} belongs to another model: {_some([*shapes.values()])}. Check the number of classes "
+            "and the model's options"
         )
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -62,8 +64,9 @@ def load_weights(
             f"{source} has not one tensor of this model: it holds {_some(unexpected)}, "
             f"the model {_some(missing)}. Rename keys with revise_keys, or check the model"
         )
-    model.load_state_dict(dict(state), strict=False)
-    return _differences(missing, unexpected)
+    model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
+    skipped = [f"of another shape, so left as it was: {_some([*shapes.values()])}"] if shapes else []
+    return [*_differences(missing, unexpected), *skipped]
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:

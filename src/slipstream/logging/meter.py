@@ -69,7 +69,9 @@ class Meter:
                 if "loss" in name and not math.isfinite(value):
                     broken.append((iteration, name, value))
         if broken:
-            raise _non_finite(*broken[0])
+            first = broken[0][0]
+            # A part tells more than the sum `loss`, which is broken with it.
+            raise _non_finite(*min((b for b in broken if b[0] == first), key=lambda b: b[1] == "loss"))
 
 
 def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Place, float]:

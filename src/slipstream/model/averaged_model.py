@@ -105,8 +105,15 @@ class BaseAveragedModel(nn.Module):
 class ExponentialMovingAverage(BaseAveragedModel):
     """average = (1 - momentum) * average + momentum * weights, with a small constant `momentum`."""
 
-    def __init__(self, model: nn.Module, momentum: float = 0.0002, **kwargs: Any) -> None:
-        super().__init__(model, **kwargs)
+    def __init__(
+        self,
+        model: nn.Module,
+        momentum: float = 0.0002,
+        interval: int = 1,
+        device: torch.device | str | None = None,
+        update_buffers: bool = False,
+    ) -> None:
+        super().__init__(model, interval, device, update_buffers)
         if not 0 < momentum < 1:
             raise ConfigError(
                 f"must lie between 0 and 1, not {momentum}; it is the share of the new weights, 1 - decay",

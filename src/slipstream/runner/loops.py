@@ -188,6 +188,12 @@ class EpochBasedTrainLoop(_TrainLoop):
         if max_epochs < 1:
             raise ConfigError(f"max_epochs must be at least 1, not {max_epochs}")
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
+        if is_infinite(self.dataloader):
+            raise ConfigError(
+                "an InfiniteSampler's epoch never ends: take DefaultSampler, or train by iterations "
+                "(train_cfg.by_epoch=False)",
+                "dataloader.sampler",
+            )
         self.max_epochs = max_epochs
         try:
             self.max_iters = max_epochs * len(self.dataloader)

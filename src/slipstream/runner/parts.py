@@ -13,7 +13,12 @@ from torch.optim import Optimizer
 
 from slipstream.dist import is_distributed
 from slipstream.errors import ConfigError, ModelError
-from slipstream.model import BaseModel, MMDistributedDataParallel, unwrap_model
+from slipstream.model import (
+    BaseModel,
+    MMDistributedDataParallel,
+    MMSeparateDistributedDataParallel,
+    unwrap_model,
+)
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
@@ -63,7 +68,8 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
     target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
     # Whatever the configuration gives, the others keep their defaults.
     defaults: dict[str, Any] = {"module": model}
-    if issubclass(target, DistributedDataParallel) or "device_ids" in inspect.signature(target).parameters:
+    ours = issubclass(target, DistributedDataParallel | MMSeparateDistributedDataParallel)
+    if ours or "device_ids" in inspect.signature(target).parameters:
         defaults["device_ids"] = device_ids(device)
         defaults["broadcast_buffers"] = False
         defaults["find_unused_parameters"] = plan.find_unused_parameters

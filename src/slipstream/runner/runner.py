@@ -241,6 +241,7 @@ class Runner(RunFacts):
             for hook in self._hooks:
                 if isinstance(hook, ProgressBarHook):
                     hook.close()
+            self.visualizer.flush()
             self.logger.close()
 
     @contextmanager

@@ -53,6 +53,9 @@ class BaseVisBackend:
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Record a picture, uint8 (H, W, 3), RGB."""
 
+    def flush(self) -> None:
+        """Write out what is left, and go on."""
+
     def close(self) -> None:
         """Write out what is left and release files and connections."""
 
@@ -148,6 +151,11 @@ class TensorboardVisBackend(BaseVisBackend):
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Write a picture."""
         self.experiment.add_image(name, check_image(name, image), step, dataformats="HWC")
+
+    def flush(self) -> None:
+        """Write out what the event file's queue holds."""
+        if "experiment" in self.__dict__:
+            self.experiment.flush()
 
     def close(self) -> None:
         """Flush and close the event file, if one was begun."""

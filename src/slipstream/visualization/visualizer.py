@@ -93,6 +93,12 @@ class Visualizer:
         for backend in self._backends.values():
             backend.add_image(name, image, step)
 
+    def flush(self) -> None:
+        """Let every backend write out what it holds back; at the end of a run, after which another may follow."""
+        for backend in self._backends.values():
+            if hasattr(backend, "flush"):
+                backend.flush()
+
     def close(self) -> None:
         """Close every backend."""
         for backend in self._backends.values():
