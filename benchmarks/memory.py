@@ -26,7 +26,7 @@ from slipstream.runner import Runner
 
 BATCH_SIZE = 8
 STEPS_PER_EPOCH = 1000
-THREADS = 1
+THREADS = 2
 WARM_UP = 0.2
 """The part of the steps in which caches and bounded histories may fill."""
 

@@ -30,7 +30,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 BATCH_SIZE = 8
 CLASSES = 4
-THREADS = 1
 GOAL_MS = 0.03
 CHECKED_STEPS = 50
 
@@ -112,11 +111,11 @@ def train(
 ) -> tuple[float, nn.Module]:
     """Return the seconds of an epoch, and the trained network."""
     torch.manual_seed(0)
-    net = NETWORKS[network][0]()
+    net, threads = NETWORKS[network][0](), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, quiet():
         gc.collect()
         seconds = contender(Work(net, loader, criterion, folder))
-    assert torch.get_num_threads() == THREADS, "a framework changed the number of threads"
+    assert torch.get_num_threads() == threads, "a framework changed the number of threads"
     return seconds, net
 
 
@@ -216,9 +215,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000, help="training steps of an epoch")
     parser.add_argument("--rounds", type=int, default=5, help="epochs of each contender")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, for everyone")
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     args = parser.parse_args()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(args.threads)
     contenders = installed()
     facts = circumstances(package for package, _ in CONTENDERS.values() if package != "torch")
     facts |= {"batch size": BATCH_SIZE, "steps": args.steps, "n (rounds)": args.rounds}

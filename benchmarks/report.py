@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+import slipstream
+
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Return when, how and on what machine this process runs; `load` counts who else runs there."""
@@ -56,6 +58,8 @@ def _cpu() -> str:
 
 
 def _version(package: str) -> str:
+    if package == "slipstream":  # may run from the source tree
+        return slipstream.__version__
     try:
         return version(package)
     except PackageNotFoundError:

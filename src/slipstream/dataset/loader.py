@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from slipstream.dataset.collate import default_collate
 from slipstream.dataset.fashion_mnist import FashionMNIST
-from slipstream.dataset.generators import borrowed_generators, seed_generators
+from slipstream.dataset.generators import OwnGenerators, seed_generators
 from slipstream.dataset.samplers import EpochBatchSampler, check_not_empty
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, did_you_mean
@@ -86,6 +86,7 @@ class SeededDataset(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = collate
+        self._generators = OwnGenerators()
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -96,11 +97,11 @@ class SeededDataset(Dataset[Any]):
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: Any) -> Any:
-        with borrowed_generators():
+        with self._generators:
             return self._get(index)
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with borrowed_generators():
+        with self._generators:
             return self.collate([self._get(index) for index in indices])
 
     def _get(self, index: Any) -> Any:

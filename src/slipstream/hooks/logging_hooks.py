@@ -43,11 +43,15 @@ class LoggerHook(Hook):
         self.interval_exp_name = interval_exp_name
         self.log_metric_by_epoch = log_metric_by_epoch
 
+    def before_train(self, runner: Runner) -> None:
+        """Find out once what the steps are counted in."""
+        self._by_epoch = runner.by_epoch
+
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Log the mean losses since the last line."""
-        step = batch_idx if runner.by_epoch else runner.iter
+        step = batch_idx if self._by_epoch else runner.iter
         if (step + 1) % self.interval and (self.ignore_last or not self._ends(runner, batch_idx)):
             return
         if self.every_n_train_iters(runner, self.interval_exp_name):
@@ -58,7 +62,7 @@ class LoggerHook(Hook):
         runner.visualizer.add_scalars(tag, step=runner.iter + 1, file_path=runner.json_log)
 
     def _ends(self, runner: Runner, batch_idx: int) -> bool:
-        if runner.by_epoch:
+        if self._by_epoch:
             return self.end_of_epoch(runner.train_dataloader, batch_idx)
         return self.is_last_train_iter(runner)
 

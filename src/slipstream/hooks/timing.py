@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 __all__ = ["DistSamplerSeedHook", "IterTimerHook"]
 
 
+_MOST_UNREAD = 1000
+
+
 @HOOKS.register_module()
 class IterTimerHook(Hook):
     """Record `time` and `data_time` (seconds) of every batch, and `eta` (seconds).
@@ -22,7 +25,8 @@ class IterTimerHook(Hook):
     """
 
     def __init__(self) -> None:
-        self._last = 0.0
+        self._last = self._ready = 0.0
+        self._new: list[tuple[float, float]] = []  # data_time and time of the steps since the last read
         self._spent = 0.0
         self._steps = 0
 
@@ -32,6 +36,32 @@ class IterTimerHook(Hook):
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
         self._last = perf_counter()
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Remember when the batch was there."""
+        self._ready = perf_counter()
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Remember the step's times; `read_logs` does the rest."""
+        now = perf_counter()
+        self._new.append((self._ready - self._last, now - self._last))
+        self._last = now
+        if len(self._new) == _MOST_UNREAD:
+            self.read_logs(runner)
+
+    def read_logs(self, runner: Runner) -> None:
+        """Bring the times of the steps since the last call into the message hub, and the time left."""
+        new, self._new = self._new, []
+        for data_time, spent in new:
+            runner.message_hub.update_scalar("train/data_time", data_time)
+            runner.message_hub.update_scalar("train/time", spent)
+            self._spent += spent
+        self._steps += len(new)
+        if new and self._steps:
+            left = runner.max_iters - runner.iter - 1
+            runner.message_hub.update_info("eta", self._spent / self._steps * left, resumed=False)
 
     def _before_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, mode: str = "train"
@@ -45,14 +75,9 @@ class IterTimerHook(Hook):
         spent, self._last = now - self._last, now
         hub = runner.message_hub
         hub.update_scalar(f"{mode}/time", spent)
-        if mode == "train":
-            self._spent += spent
-            self._steps += 1
-            mean, left = self._spent / self._steps, runner.max_iters - runner.iter - 1
-        else:
-            loader = runner.val_dataloader if mode == "val" else runner.test_dataloader
-            mean, left = hub.get_scalar(f"{mode}/time").mean(), len(loader) - batch_idx - 1
-        hub.update_info("eta", mean * left, resumed=False)
+        loader = runner.val_dataloader if mode == "val" else runner.test_dataloader
+        left = len(loader) - batch_idx - 1
+        hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * left, resumed=False)
 
     def after_val(self, runner: Runner) -> None:
         """Leave the validation out of the next step's time."""
@@ -60,6 +85,7 @@ class IterTimerHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Say how fast the training was."""
+        self.read_logs(runner)
         if self._steps:
             images = self._steps * runner.samples_per_step
             runner.logger.info(

@@ -366,6 +366,7 @@ class Runner(RunFacts):
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
         """
+        self.call_hook("read_logs")
         self.meter.flush()
         if self.optim_wrapper is not None:
             for name, values in self.optim_wrapper.get_lr().items():

@@ -1,0 +1,108 @@
+"""BatchNorm over the batches of all ranks, on every device, without a graph break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as collectives
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from slipstream.dist import get_world_size
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """BatchNorm whose batch is that of all ranks together; its state is that of `nn.BatchNorm*d`.
+
+    Means and variances of the ranks are merged as in Chan, Golub and LeVeque 1979: first the mean from the
+    weighted means, then the squared deviations from that mean, so that nothing cancels and ranks may hold
+    batches of different sizes. The collectives are functional, hence differentiable, traceable by
+    `torch.compile(fullgraph=True)`, and available on gloo as well as nccl.
+
+    In evaluation, or with one process, it is plain BatchNorm.
+    """
+
+    was: type[_BatchNorm] | None = None
+    """The class that `convert_sync_batchnorm` found in this place."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.ndim < 2:
+            raise ValueError(f"expected an input of at least 2 dimensions, got {input.ndim}")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input` (N, C, ...) channel by channel; float16 and bfloat16 are summed in float32."""
+        if not self.training or get_world_size() == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        mean, var, count = _global_moments(x)
+        self._track(mean.detach(), var.detach(), count)
+        scale = torch.rsqrt(var + self.eps)
+        if self.affine:
+            scale = scale * self.weight
+        shift = -mean * scale
+        if self.affine:
+            shift = shift + self.bias
+        shape = (1, -1, *[1] * (x.ndim - 2))
+        return (x * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        if not self.track_running_stats:
+            return
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        # A mean of all batches has its share as a tensor: reading the count would wait for the device.
+        share: Any = self.momentum
+        if share is None:
+            share = self.num_batches_tracked.to(mean.dtype).reciprocal()
+        unbiased = var * (count / (count - 1).clamp_min(1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), share)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), share)
+
+
+def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each channel's mean and variance (C,) over all ranks, and the number of values (1,)."""
+    dims = [0, *range(2, x.ndim)]
+    local_var, local_mean = torch.var_mean(x, dims, correction=0)
+    count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
+    sums = collectives.all_reduce(torch.cat([local_mean * count, count]), "sum", dist.group.WORLD)
+    total = sums[-1:].detach()
+    mean = sums[:-1] / total
+    squares = (local_var + (local_mean - mean).square()) * count
+    var = collectives.all_reduce(squares, "sum", dist.group.WORLD) / total
+    return mean, var, total
+
+
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Return the module with every BatchNorm replaced by a `SyncBatchNorm` that shares its tensors."""
+    if isinstance(module, _BatchNorm):
+        return module if isinstance(module, SyncBatchNorm) else _as(SyncBatchNorm, module, was=type(module))
+    for name, child in module.named_children():
+        setattr(module, name, convert_sync_batchnorm(child))
+    return module
+
+
+def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Return the module with every `SyncBatchNorm` replaced by what it was, sharing its tensors."""
+    if isinstance(module, SyncBatchNorm):
+        return _as(module.was or nn.BatchNorm2d, module)
+    for name, child in module.named_children():
+        setattr(module, name, revert_sync_batchnorm(child))
+    return module
+
+
+def _as(kind: type[_BatchNorm], module: _BatchNorm, was: type[_BatchNorm] | None = None) -> _BatchNorm:
+    """Return a module of class `kind` with the very tensors of `module`."""
+    options = {"affine": module.affine, "track_running_stats": module.track_running_stats}
+    new = kind(module.num_features, module.eps, module.momentum, **options)
+    new._parameters, new._buffers, new.training = module._parameters, module._buffers, module.training
+    if was is not None:
+        new.was = was  # type: ignore[assignment]
+    return new
