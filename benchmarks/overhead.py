@@ -1,6 +1,6 @@
 """Time per training step of tiny networks, where the framework's own work shows, against a plain loop.
 
-    python benchmarks/overhead.py --steps 2000 --rounds 7 --out benchmarks/results/overhead.md
+    python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
 In every round each contender trains a fresh copy of the network for one epoch; the order rotates from round
 to round, and differences are taken within a round, so that drift of the machine hits all alike.

@@ -15,8 +15,6 @@ from typing import Any
 
 import torch
 
-import slipstream
-
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
     """Return when, how and on what machine this process runs; `load` counts who else runs there."""
@@ -58,8 +56,6 @@ def _cpu() -> str:
 
 
 def _version(package: str) -> str:
-    if package == "slipstream":  # may run from the source tree
-        return slipstream.__version__
     try:
         return version(package)
     except PackageNotFoundError:

@@ -62,10 +62,13 @@ def test_commands_run(command, photos, run, slipstream):
             ["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
         assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
-    elif words[0] == "python":
+    elif words[:2] == ["python", "examples/train.py"]:
         if not FASHION.is_dir():
             pytest.skip("needs Debian's dataset-fashion-mnist")
         run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
+    elif words[:2] == ["python", "benchmarks/overhead.py"]:
+        run(str(ROOT / words[1]), "--steps", "60", "--rounds", "1", "--out", "overhead.md", cwd=photos)
+        assert "Slipstream" in (photos / "overhead.md").read_text()
     else:
         assert words[0] == "slipstream"
         images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]

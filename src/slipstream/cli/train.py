@@ -39,7 +39,7 @@ def summary(runner: Runner) -> str:
         if name.startswith("val/") and not name.endswith("time")
     ]
     speed = hub.get_info("images_per_second")
-    facts = [*metrics, f"{speed:.1f} images/s"] if speed else metrics
+    facts = [*metrics[:3], *([f"{speed:.1f} images/s"] if speed else [])]
     files = sorted(p.name for pattern in ("*.pth", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(facts)}. In {folder}: {', '.join(files)}; logs in {logs}/"

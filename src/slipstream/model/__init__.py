@@ -9,6 +9,7 @@ from slipstream.model.averaged_model import (
 from slipstream.model.base_model import BaseModel
 from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
 from slipstream.model.data_preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
+from slipstream.model.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from slipstream.model.tasks import Classifier, Segmentor
 from slipstream.model.wrappers import (
     MMDistributedDataParallel,
@@ -33,6 +34,9 @@ __all__ = [
     "Segmentor",
     "Sequential",
     "StochasticWeightAverage",
+    "SyncBatchNorm",
+    "convert_sync_batchnorm",
     "is_model_wrapper",
+    "revert_sync_batchnorm",
     "unwrap_model",
 ]

@@ -17,6 +17,7 @@ from slipstream.model import (
     BaseModel,
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,
+    convert_sync_batchnorm,
     unwrap_model,
 )
 from slipstream.model.base_model import run_forward
@@ -58,11 +59,7 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
     if not is_distributed() or isinstance(model, DistributedDataParallel):
         return model
     if plan.sync_bn:
-        if device.type == "cpu":
-            raise ConfigError(
-                "torch's SyncBatchNorm does not run on the CPU: leave sync_bn out there", "sync_bn"
-            )
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)
     cfg: dict[str, Any] = {"type": MMDistributedDataParallel, **(plan.model_wrapper or {})}
     kind = cfg["type"]
     target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind

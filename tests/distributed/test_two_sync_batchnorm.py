@@ -1,0 +1,90 @@
+"""SyncBN on two gloo processes against one process that sees the whole batch."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from two_processes import run_in_two
+
+from slipstream.dist import get_rank, init_dist
+from slipstream.model import convert_sync_batchnorm
+
+SHARES = (slice(0, 5), slice(5, 8))  # the ranks' batches differ in size
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 36, 6),
+        nn.BatchNorm1d(6),
+    ).double()
+
+
+def batches():
+    g = torch.Generator().manual_seed(1)
+    # Far from zero: the textbook difference of mean squares would cancel here.
+    return 1000 + torch.randn(20, 8, 3, 8, 8, generator=g, dtype=torch.float64)
+
+
+def train(model, data, mine, world):
+    """Twenty steps of plain SGD on the mean of all outputs' squares; return losses and state."""
+    losses = []
+    weights = torch.linspace(-1, 1, 6, dtype=torch.float64)
+    for batch in data:
+        # Sums, divided by the whole batch: the ranks' gradients add up to the single process's.
+        loss = (model(batch[mine]) * weights).tanh().sum() / len(batch)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        if world > 1:
+            for gradient in gradients:
+                torch.distributed.all_reduce(gradient)
+            torch.distributed.all_reduce(total := loss.detach().clone())
+        else:
+            total = loss.detach()
+        losses.append(total.item())
+        with torch.no_grad():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p -= 0.05 * gradient
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def eager(folder):
+    init_dist("pytorch")
+    return train(convert_sync_batchnorm(network()), batches(), SHARES[get_rank()], 2)
+
+
+def fullgraph(folder):
+    init_dist("pytorch")
+    model = convert_sync_batchnorm(network())
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
+    x = batches()[0][SHARES[get_rank()]]
+    weight = model[0].weight
+    expected = torch.autograd.grad(model(x).tanh().sum(), weight)[0]
+    actual = torch.autograd.grad(compiled(x).tanh().sum(), compiled._orig_mod[0].weight)[0]
+    return (expected - actual).abs().max().item(), expected.abs().max().item()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two([eager, fullgraph], tmp_path_factory.mktemp("sync_bn"))
+
+
+def test_two_processes_equal_one_with_the_whole_batch_at_every_step(answers):
+    losses, state = train(network(), batches(), slice(0, 8), 1)
+    for answer in answers["eager"]:
+        assert not isinstance(answer, str), answer
+        torch.testing.assert_close(answer[0], losses, rtol=1e-9, atol=1e-12)
+        assert answer[1].keys() == state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(answer[1][name], value, rtol=1e-8, atol=1e-10)
+
+
+def test_it_compiles_without_a_graph_break_to_the_same_gradient(answers):
+    for answer in answers["fullgraph"]:
+        assert not isinstance(answer, str), answer
+        difference, size = answer
+        assert difference < 1e-9 * size
