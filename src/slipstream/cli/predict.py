@@ -77,7 +77,7 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
         sample = {"image": image, "mask": np.zeros(image.shape[:2], np.uint8)}
         for transform in transforms:
             sample = transform(sample, sample_rng(0))
-        inputs = torch.from_numpy(np.ascontiguousarray(sample["image"])).permute(2, 0, 1)[None]
+        inputs = torch.from_numpy(np.array(sample["image"])).permute(2, 0, 1)[None]
         mask = model.val_step({"inputs": inputs})["preds"][0].to(torch.uint8).cpu().numpy()
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))

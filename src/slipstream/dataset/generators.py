@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 __all__ = ["OwnGenerators", "in_own_stream", "seed_generators"]
 
@@ -48,8 +49,8 @@ class OwnGenerators:
         self._others: tuple[Any, torch.Tensor] | None = None
 
     def __enter__(self) -> OwnGenerators:
-        self._outside = random.getstate(), np.random.get_bit_generator(), torch.get_rng_state()
-        np.random.set_bit_generator(self._numpy)
+        self._outside = random.getstate(), mtrand.get_bit_generator(), torch.get_rng_state()
+        mtrand.set_bit_generator(self._numpy)
         if self._others is not None:
             random.setstate(self._others[0])
             torch.set_rng_state(self._others[1])
@@ -58,7 +59,7 @@ class OwnGenerators:
     def __exit__(self, *error: object) -> None:
         python, numpy, torch_state = self._outside
         random.setstate(python)
-        np.random.set_bit_generator(numpy)
+        mtrand.set_bit_generator(numpy)
         torch.set_rng_state(torch_state)
 
     def keep(self) -> None:

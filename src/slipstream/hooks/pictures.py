@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ __all__ = ["SegVisualizationHook"]
 
 @HOOKS.register_module()
 class SegVisualizationHook(Hook):
-    """After a validation, draw image, truth and prediction of its first samples as one PNG.
+    """After a validation, draw image, truth and prediction of samples spread over it as one PNG.
 
     The file is `predictions.png` in the work_dir, replaced each time; the visualizer gets it too.
 
@@ -42,15 +43,18 @@ class SegVisualizationHook(Hook):
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Forget the samples of the validation before."""
+        """Forget the samples of the validation before, and choose batches spread over the data."""
         self._rows = []
+        batches = len(runner.val_dataloader)
+        self._every = max(1, batches // self.num_samples)
+        self._from_each = math.ceil(self.num_samples / batches)
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Keep the first samples."""
-        missing = self.num_samples - len(self._rows)
-        if missing <= 0 or not is_main_process():
+        """Keep the first samples of a chosen batch."""
+        missing = min(self.num_samples - len(self._rows), self._from_each)
+        if missing <= 0 or batch_idx % self._every or not is_main_process():
             return
         try:
             rows = zip(data_batch["inputs"], outputs["targets"], outputs["preds"], strict=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -71,12 +71,13 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each channel's mean and variance (C,) over all ranks, and the number of values (1,)."""
     dims = [0, *range(2, x.ndim)]
     local_var, local_mean = torch.var_mean(x, dims, correction=0)
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    sums = collectives.all_reduce(torch.cat([local_mean * count, count]), "sum", dist.group.WORLD)
+    sums = collectives.all_reduce(torch.cat([local_mean * count, count]), "sum", world)
     total = sums[-1:].detach()
     mean = sums[:-1] / total
     squares = (local_var + (local_mean - mean).square()) * count
-    var = collectives.all_reduce(squares, "sum", dist.group.WORLD) / total
+    var = collectives.all_reduce(squares, "sum", world) / total
     return mean, var, total
 
 
