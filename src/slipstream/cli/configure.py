@@ -12,8 +12,8 @@ from slipstream.recipes import find_recipe
 
 __all__ = ["configure"]
 
-# What a Runner reads from its cfg alone.
-_CFG_ONLY = ("compile", "sync_bn", "model_wrapper_cfg", "find_unused_parameters")
+# Parts whose builders know keys that a recipe need not write down.
+_OPEN = ("optim_wrapper.*", "train_dataloader.*", "val_dataloader.*", "test_dataloader.*", "default_hooks.*")
 
 
 def configure(args: argparse.Namespace) -> Config:
@@ -23,11 +23,12 @@ def configure(args: argparse.Namespace) -> Config:
         ConfigError: an unknown recipe, file, key or value; it says where.
     """
     from slipstream.runner import Runner
+    from slipstream.speed import CFG_LEVERS
 
     path = find_recipe(args.config)
     cfg = Config.fromfile(path)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    cfg.override(args.overrides, known=[*known, *_CFG_ONLY])
+    cfg.override(args.overrides, known=[*known, *CFG_LEVERS, *_OPEN])
     if "model" not in cfg:
         raise ConfigError(f"{path} is no configuration of a run: it has no 'model'")
     if args.work_dir:

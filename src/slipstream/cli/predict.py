@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import yaml
 from PIL import Image, UnidentifiedImageError
 
 from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_weights
@@ -57,8 +58,8 @@ def _newest_checkpoint() -> Path:
 
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
     try:
-        cfg = Config.fromstring(meta["cfg"], "yaml")  # data, never code
-    except (KeyError, ConfigError):
+        cfg = Config(yaml.safe_load(meta["cfg"]) or {})  # data: no _base_ is followed, nothing imported
+    except (KeyError, ConfigError, TypeError, ValueError, yaml.YAMLError):
         cfg = Config({})
     if "model" not in cfg:
         raise CheckpointError(f"{path} does not hold its configuration: give it with --config")
@@ -78,7 +79,13 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
         for transform in transforms:
             sample = transform(sample, sample_rng(0))
         inputs = torch.from_numpy(np.array(sample["image"])).permute(2, 0, 1)[None]
-        mask = model.val_step({"inputs": inputs})["preds"][0].to(torch.uint8).cpu().numpy()
+        size_as_given = torch.from_numpy(np.array(sample["mask"]))[None]  # cuts off what the model pads
+        mask = (
+            model.val_step({"inputs": inputs, "targets": size_as_given})["preds"][0]
+            .to(torch.uint8)
+            .cpu()
+            .numpy()
+        )
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
 

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
     if checkpoint is None:
         raise CheckpointError(f"there is no checkpoint in {cfg.work_dir}: train first, or give --checkpoint")
-    cfg.load_from = str(checkpoint)
+    cfg.load_from, cfg.resume = str(checkpoint), False
     metrics = Runner.from_cfg(cfg).val()
     print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return 0

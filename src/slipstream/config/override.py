@@ -40,7 +40,8 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
     """Check that the dotted `key` names something that `tree` has, or that a part of it may have.
 
     The first segment must stand in `tree` or in `known`. Every other must exist too, unless the dict it
-    goes into has a `type`, is empty or is absent: then whoever builds that part checks it.
+    goes into has a `type`, is empty or absent, or stands in `known` as `place.*`: then whoever builds that
+    part checks it.
 
     Raises:
         UnknownNameError: it does not; the message names the nearest valid key in the configuration.
@@ -63,7 +64,7 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
             raise ConfigError(f"'{place}' in {source} is {reprlib.repr(node)}, which has no keys", key)
         elif segment in node:
             node = node[segment]
-        elif segment in known if depth == 0 else "type" in node or segment == DELETE:
+        elif segment in known if depth == 0 else "type" in node or segment == DELETE or f"{place}.*" in known:
             return
         else:
             inside = f"'{place}' of {source}" if depth else source

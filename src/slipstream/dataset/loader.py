@@ -9,12 +9,21 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from slipstream.dataset.collate import default_collate
 from slipstream.dataset.fashion_mnist import FashionMNIST
 from slipstream.dataset.generators import OwnGenerators, seed_generators
-from slipstream.dataset.samplers import EpochBatchSampler, check_not_empty
+from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
@@ -40,7 +49,7 @@ def build_dataloader(
     """
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
-        return _take_over(cfg, seed)
+        return _take_over(cfg, seed, training)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be a DataLoader or a dict, not {type(cfg).__name__}", name)
     options = dict(cfg)
@@ -129,7 +138,8 @@ class TensorBatches(Dataset[Any]):
         return self.dataset[index]
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
-        positions = torch.tensor(indices)
+        device = self.dataset.tensors[0].device
+        positions = torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         return [tensor[positions] for tensor in self.dataset.tensors]
 
 
@@ -229,7 +239,25 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
+def _shared_out(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
+    """Return batches of this rank's part of the data; a sampler that knows its rank stays.
+
+    Raises:
+        ConfigError: every rank would get the same batches, and how to part them is not known.
+    """
+    sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, DefaultSampler | InfiniteSampler | DistributedSampler):
+        return batches
+    if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
+        part = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
+        return BatchSampler(part, batches.batch_size, batches.drop_last)
+    raise ConfigError(
+        f"with {get_world_size()} processes each would get the same batches of {type(sampler or batches).__name__}: "
+        "take a sampler that knows its rank (DefaultSampler, torch's DistributedSampler)"
+    )
+
+
+def _take_over(loader: DataLoader[Any], seed: int, training: bool) -> DataLoader[Any]:
     """Return a loader like `loader` whose order depends on the seed and that can start anywhere."""
     batches = loader.batch_sampler
     if (
@@ -238,6 +266,8 @@ def _take_over(loader: DataLoader[Any], seed: int) -> DataLoader[Any]:
         or isinstance(batches, EpochBatchSampler)
     ):
         return loader
+    if get_world_size() > 1:
+        batches = _shared_out(batches, loader.dataset, seed, training)
     options = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,

@@ -92,9 +92,17 @@ class Evaluator:
 
 
 def _metric(entry: Any) -> BaseMetric:
-    metric = METRICS.build(entry) if isinstance(entry, Mapping) else entry
+    own: dict[str, Any] = {}
+    metric = entry
+    if isinstance(entry, Mapping):
+        kind = entry.get("type")
+        target = METRICS.get(kind) if isinstance(kind, str) else kind
+        if str(getattr(target, "__module__", "")).startswith("torchmetrics."):  # these know no names
+            own = {key: entry[key] for key in ("name", "prefix") if key in entry}
+        # Without names it is built from the very dict that was given, so that errors find their place.
+        metric = METRICS.build({k: v for k, v in entry.items() if k not in own} if own else entry)
     if is_torchmetrics(metric):
-        return TorchMetric(metric)
+        return TorchMetric(metric, **own)
     if not isinstance(metric, BaseMetric):
         raise ConfigError(
             f"a metric is a BaseMetric, a torchmetrics object or a dict with a 'type', not {metric!r}",

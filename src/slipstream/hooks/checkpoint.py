@@ -24,7 +24,7 @@ class CheckpointHook(Hook):
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 writes none but the last.
-        by_epoch: whether `interval` counts epochs.
+        by_epoch: whether `interval` counts epochs; by default it counts what the training counts.
         save_optimizer, save_param_scheduler: whether they hold what a resumed run needs.
         out_dir: they are written to a folder in it that is called as the work_dir; by default the work_dir.
         max_keep_ckpts: how many of the regular ones are kept; -1 keeps all.
@@ -40,7 +40,7 @@ class CheckpointHook(Hook):
     def __init__(
         self,
         interval: int = -1,
-        by_epoch: bool = True,
+        by_epoch: bool | None = None,
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         out_dir: str | None = None,
@@ -60,7 +60,7 @@ class CheckpointHook(Hook):
         self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
         self.save_last, self.max_keep_ckpts = save_last, max_keep_ckpts
         self.out_dir = out_dir
-        self.filename_tmpl = filename_tmpl or ("epoch_{}.pth" if by_epoch else "iter_{}.pth")
+        self.filename_tmpl = filename_tmpl
         self.monitors = [save_best] if isinstance(save_best, str) else list(save_best or ())
         self.rule = rule
         self._content: dict[str, Any] = {
@@ -74,7 +74,11 @@ class CheckpointHook(Hook):
     # ---- regular checkpoints ----------------------------------------------------------------------
 
     def before_train(self, runner: Runner) -> None:
-        """Remember the files that a resumed run may have to remove."""
+        """Find out what is counted, and remember the files that a resumed run may have to remove."""
+        if self.by_epoch is None:
+            self.by_epoch = runner.by_epoch
+        if self.by_epoch and not runner.by_epoch:
+            raise self.wrong("counts epochs, but the training counts iterations: leave it out", "by_epoch")
         work_dir = Path(runner.work_dir)
         out_dir = self.out_dir and Path(self.out_dir).expanduser().absolute()
         self._folder = out_dir / work_dir.name if out_dir else work_dir
@@ -97,7 +101,7 @@ class CheckpointHook(Hook):
             self._save_regular(runner, runner.iter + 1)
 
     def _save_regular(self, runner: Runner, number: int) -> None:
-        name = self.filename_tmpl.format(number)
+        name = (self.filename_tmpl or ("epoch_{}.pth" if self.by_epoch else "iter_{}.pth")).format(number)
         self._kept = [kept for kept in self._kept if kept != name] + [name]
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]

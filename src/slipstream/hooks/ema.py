@@ -50,15 +50,18 @@ class EMAHook(Hook):
         self._cfg = {"type": ema_type, **kwargs}
         MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # wrong arguments are found here
         self.ema_model: BaseAveragedModel | None = None
+        self.model: nn.Module
+        self._swapped = False
 
     def before_run(self, runner: Runner) -> None:
         """Copy the model; a test after a training goes on with the training's average."""
-        if self.ema_model is None:
+        if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = MODELS.build(self._cfg, default_args={"model": self.model})
 
     def before_train(self, runner: Runner) -> None:
         """Start from the weights that were initialised or loaded, unless a resumed average is further."""
+        self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.wrong(
                 "counts epochs, but the training counts iterations: give begin_iter", "begin_epoch"
@@ -75,19 +78,19 @@ class EMAHook(Hook):
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Validate the average."""
-        self._swap()
+        self._show(average=True)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Go on with the weights."""
-        self._swap()
+        self._show(average=False)
 
     def before_test_epoch(self, runner: Runner) -> None:
         """Test the average."""
-        self._swap()
+        self._show(average=True)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Go on with the weights."""
-        self._swap()
+        self._show(average=False)
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
         """Save the average as the model and the weights beside it, once there is an average."""
@@ -121,6 +124,8 @@ class EMAHook(Hook):
         assert self.ema_model is not None, "before_run makes it"
         return self.ema_model
 
-    def _swap(self) -> None:
-        if self._average.steps:
+    def _show(self, average: bool) -> None:
+        """Put the average or the weights into the model, whichever is there: a validation may have failed."""
+        if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
+            self._swapped = average

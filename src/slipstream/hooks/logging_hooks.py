@@ -21,7 +21,8 @@ class LoggerHook(Hook):
 
     Args:
         interval: steps between two lines.
-        ignore_last: write no line for the last steps of an epoch if they are fewer than `interval`.
+        ignore_last: write no line for the last steps of an epoch if they are fewer than `interval`, unless
+            there are no others.
         interval_exp_name: steps between two mentions of the experiment's name.
         log_metric_by_epoch: whether validation metrics are plotted over epochs or over steps.
     """
@@ -44,15 +45,18 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
 
     def before_train(self, runner: Runner) -> None:
-        """Find out once what the steps are counted in."""
+        """Find out once what the steps are counted in, and whether an epoch is shorter than the interval."""
         self._by_epoch = runner.by_epoch
+        self._ignore_last = self.ignore_last
+        if self._by_epoch and len(runner.train_dataloader) < self.interval:
+            self._ignore_last = False
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
         """Log the mean losses since the last line."""
         step = batch_idx if self._by_epoch else runner.iter
-        if (step + 1) % self.interval and (self.ignore_last or not self._ends(runner, batch_idx)):
+        if (step + 1) % self.interval and (self._ignore_last or not self._ends(runner, batch_idx)):
             return
         if self.every_n_train_iters(runner, self.interval_exp_name):
             runner.logger.info(f"Exp name: {runner.experiment_name}")

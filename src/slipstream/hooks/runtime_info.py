@@ -24,9 +24,8 @@ class RuntimeInfoHook(Hook):
 
     def before_run(self, runner: Runner) -> None:
         """Record what the run is."""
-        runner.message_hub.update_info_dict(
-            {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
-        )
+        facts = {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        runner.message_hub.update_info_dict(facts, resumed=False)
 
     def before_train(self, runner: Runner) -> None:
         """Record how long the run is."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +50,10 @@ class ParamSchedulerHook(Hook):
             scheduler.step(metrics)
 
 
-_LESS = ("loss", "error", "err", "wer", "perplexity")
-_GREATER = ("acc", "top", "map", "miou", "iou", "dice", "f1", "precision", "recall", "auc", "psnr", "ssim")
+_LESS = re.compile(r"loss|error|perplexity|(?<![a-z])(err|wer|mae|mse|rmse)(?![a-z])")
+_GREATER = re.compile(
+    r"accuracy|iou|dice|precision|recall|psnr|ssim|(?<![a-z])([abm]?acc|accu|top|m?ap|map|auc|f|auroc)(?![a-z])"
+)
 
 
 def better(key: str, rule: str | None) -> str:
@@ -64,10 +67,9 @@ def better(key: str, rule: str | None) -> str:
             raise ConfigError(f"must be 'greater' or 'less', not {rule!r}", "rule")
         return rule
     name = key.lower()
-    if any(word in name for word in _LESS):
-        return "less"
-    if any(word in name for word in _GREATER):
-        return "greater"
+    less, greater = _LESS.search(name) is not None, _GREATER.search(name) is not None
+    if less != greater:
+        return "less" if less else "greater"
     raise ConfigError(f"must be 'greater' or 'less', since the name '{key}' does not tell", "rule")
 
 

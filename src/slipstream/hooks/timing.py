@@ -54,6 +54,12 @@ class IterTimerHook(Hook):
     def read_logs(self, runner: Runner) -> None:
         """Bring the times of the steps since the last call into the message hub, and the time left."""
         new, self._new = self._new, []
+        if (
+            new
+        ):  # reading the losses waited for the device: that is the last step's time, not the next batch's
+            now = perf_counter()
+            new[-1] = (new[-1][0], new[-1][1] + now - self._last)
+            self._last = now
         for data_time, spent in new:
             runner.message_hub.update_scalar("train/data_time", data_time)
             runner.message_hub.update_scalar("train/time", spent)
@@ -85,7 +91,7 @@ class IterTimerHook(Hook):
 
     def after_train(self, runner: Runner) -> None:
         """Say how fast the training was."""
-        self.read_logs(runner)
+        runner.read_logs()
         if self._steps:
             images = self._steps * runner.samples_per_step
             runner.logger.info(

@@ -50,6 +50,7 @@ class BaseAveragedModel(nn.Module):
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
+        self._known: tuple[nn.Module, list[Tensor], list[Tensor]] | None = None
 
     def weight(self, step: int) -> float:
         """Return the share of the model's current weights in the average."""
@@ -59,7 +60,7 @@ class BaseAveragedModel(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Take the model's current weights into the average; the first call copies them."""
         if self.steps % self.interval == 0:
-            average, current = self._averaged(self.module), self._averaged(model)
+            average, current = self._pairs(model)
             if self.device is not None:
                 current = [tensor.to(self.device) for tensor in current]
             if self.steps == 0:
@@ -79,12 +80,19 @@ class BaseAveragedModel(nn.Module):
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
         """Exchange averages and current weights; on one device, without copying them."""
-        for mine, theirs in zip(self._averaged(self.module), self._averaged(model), strict=True):
+        for mine, theirs in zip(*self._pairs(model), strict=True):
             mine.data, theirs.data = theirs.data.to(mine.device), mine.data.to(theirs.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""
         return self.module(*args, **kwargs)
+
+    def _pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+        """Return averages and weights in the same order, found once for a model."""
+        if self._known is None or self._known[0] is not model:
+            # Not an attribute of a Module, which would make the model a part of this one.
+            self._known = (model, self._averaged(self.module), self._averaged(model))
+        return self._known[1], self._known[2]
 
     def _averaged(self, model: nn.Module) -> list[Tensor]:
         tensors: list[Tensor] = list(model.parameters())

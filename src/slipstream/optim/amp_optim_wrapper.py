@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -43,20 +44,36 @@ class AmpOptimWrapper(OptimWrapper):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        device = device_of(self.optimizer).type
-        self.dtype = _read_dtype(dtype) or torch.get_autocast_dtype(device)
-        self._autocast = torch.autocast(device, dtype=self.dtype)
+        self._given_dtype = _read_dtype(dtype)
+        self._loss_scale = loss_scale
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        scaler = _make_scaler(device, loss_scale)  # whatever the dtype, so that a mistake is always found
-        self.loss_scaler = scaler if self.dtype == torch.float16 else None
+        _make_scaler("cpu", loss_scale)  # whatever the dtype and device, so that a mistake is always found
+
+    # Read at the first step: a wrapper may be made before its model is moved to the device.
+
+    @cached_property
+    def device_type(self) -> str:
+        """The kind of device that the parameters are on."""
+        return device_of(self.optimizer).type
+
+    @cached_property
+    def dtype(self) -> torch.dtype:
+        """The lower precision."""
+        return self._given_dtype or torch.get_autocast_dtype(self.device_type)
+
+    @cached_property
+    def loss_scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scale, for float16 only."""
+        return _make_scaler(self.device_type, self._loss_scale) if self.dtype == torch.float16 else None
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and loss: autocast, without gradient sync inside a window."""
+        autocast = torch.autocast(self.device_type, dtype=self.dtype)
         if self._accumulative_counts == 1:
-            return self._autocast
+            return autocast
         stack = ExitStack()
         stack.enter_context(super().optim_context(model))
-        stack.enter_context(self._autocast)
+        stack.enter_context(autocast)
         return stack
 
     def _amplify(self, loss: Tensor) -> Tensor:

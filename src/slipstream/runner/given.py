@@ -76,6 +76,8 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
             f"needs by_epoch=True (with max_epochs) or False (with max_iters){hint}", "train_cfg"
         )
     by_epoch = options.pop("by_epoch")
+    if not isinstance(by_epoch, bool):
+        raise ConfigError(f"must be true or false, not {by_epoch!r}", "train_cfg.by_epoch")
     return {"type": EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop, **options}
 
 

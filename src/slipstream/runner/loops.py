@@ -159,7 +159,10 @@ class _TrainLoop(BaseLoop):
         try:
             yield
         except Exception as error:
-            error.add_note(f"(in epoch {self._epoch + 1}, iteration {self._iter + 1} of the training)")
+            where = f"epoch {self._epoch + 1}, iteration {self._iter + 1} of the training"
+            if not self._runner.model.training:
+                where = f"the validation after {self._epoch} epochs, {self._iter} iterations of the training"
+            error.add_note(f"(in {where})")
             raise
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slipstream.dist import is_distributed
@@ -60,7 +60,9 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
         return model
     if plan.sync_bn:
         model = convert_sync_batchnorm(model)
-    cfg: dict[str, Any] = {"type": MMDistributedDataParallel, **(plan.model_wrapper or {})}
+    # A model that trains its parts itself calls them, not the wrapper around the whole: each part syncs its own.
+    default = MMSeparateDistributedDataParallel if _overrides_train_step(model) else MMDistributedDataParallel
+    cfg: dict[str, Any] = {"type": default, **(plan.model_wrapper or {})}
     kind = cfg["type"]
     target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
     # Whatever the configuration gives, the others keep their defaults.
@@ -70,8 +72,6 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
         defaults["device_ids"] = device_ids(device)
         defaults["broadcast_buffers"] = False
         defaults["find_unused_parameters"] = plan.find_unused_parameters
-    elif issubclass(target, DataParallel):
-        defaults["device_ids"] = device_ids(device)
     wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
     return wrapped
 
@@ -162,6 +162,11 @@ def make_step(model: Any, optim: OptimWrapper) -> Step:
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if _overrides_train_step(m)), None)
     if own is not None:
+        if own is core and isinstance(model, DistributedDataParallel):
+            raise ModelError(
+                f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
+                "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
+            )
 
         def own_step(batch: Any) -> dict[str, Tensor]:
             logs: dict[str, Tensor] = own.train_step(batch, optim)

@@ -17,7 +17,14 @@ from slipstream.checkpoint import (
     load_weights,
     set_random_state,
 )
-from slipstream.dist import all_gather_object, all_reduce, get_rank, get_world_size
+from slipstream.dist import (
+    all_gather_object,
+    all_reduce,
+    broadcast_object_list,
+    get_rank,
+    get_world_size,
+    is_main_process,
+)
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
 from slipstream.version import __version__
@@ -31,7 +38,28 @@ __all__ = ["find_resume", "make_checkpoint", "restore_random_state", "restore_tr
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None]:
-    """Return the checkpoint that a run goes on from and the seed of the run that wrote it, or (None, None)."""
+    """Return the checkpoint that a run goes on from and the seed of the run that wrote it, or (None, None).
+
+    Rank 0 decides for all: a work_dir that is local to its machine holds checkpoints there alone.
+    """
+    found: list[Any] = [None, None, None]
+    if is_main_process():
+        try:
+            found[:2] = _find_resume(resume, load_from, work_dir)
+        except CheckpointError as error:
+            found[2] = error
+    broadcast_object_list(found)
+    path, seed, problem = found
+    if problem is not None:
+        raise problem
+    if path is not None and not path.is_file():
+        raise CheckpointError(f"rank {get_rank()} does not see {path}: put the work_dir on a shared disk")
+    return path, seed
+
+
+def _find_resume(
+    resume: bool | str | Path, load_from: str | Path | None, work_dir: str
+) -> tuple[Path | None, int | None]:
     if resume is True:
         path = Path(load_from) if load_from else find_latest_checkpoint(work_dir)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from slipstream.checkpoint import (
     write_text,
 )
 from slipstream.config import Config, options
-from slipstream.dist import is_main_process
+from slipstream.dist import broadcast, is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, HookList, ProgressBarHook
 from slipstream.model import unwrap_model
@@ -39,7 +40,7 @@ from slipstream.runner.environment import (
 from slipstream.runner.facts import RunFacts
 from slipstream.runner.given import TRIPLES, loop_options, placing, with_defaults
 from slipstream.runner.logs import config_text, name_run, open_logs
-from slipstream.speed import SpeedPlan, compile_model
+from slipstream.speed import CFG_LEVERS, SpeedPlan, compile_model
 from slipstream.step import Step
 
 __all__ = ["Runner"]
@@ -157,7 +158,15 @@ class Runner(RunFacts):
                 hint = did_you_mean(required, cfg)
                 raise ConfigError(f"the configuration needs '{required}'{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
-        return cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
+        runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
+        for key in cfg:  # it may be a variable of the file, so this is no error
+            if key not in (*names, *CFG_LEVERS) and (
+                near := get_close_matches(key, [*names, *CFG_LEVERS], 1, 0.85)
+            ):
+                runner.logger.warning(
+                    f"Nothing reads the configuration's key '{key}'; did you mean '{near[0]}'?"
+                )
+        return runner
 
     # ---- what a run does ---------------------------------------------------------------------------
 
@@ -171,6 +180,8 @@ class Runner(RunFacts):
             core: Any = unwrap_model(self.model)
             if not self._loaded and hasattr(core, "init_weights"):
                 core.init_weights()
+                for tensor in core.state_dict().values() if self.distributed else ():
+                    broadcast(tensor)  # the wrapper did, before the weights were initialised
             self.load_or_resume()
             self._compile()
             assert self.optim_wrapper is not None
@@ -233,7 +244,7 @@ class Runner(RunFacts):
         except BaseException as error:
             if isinstance(error, Exception):
                 # For the log file: the console hears of it from whoever catches the error.
-                self.logger.debug(f"{type(error).__name__}: {error}")
+                self.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
             raise
         finally:
             self._random_state = get_random_state()
@@ -258,7 +269,8 @@ class Runner(RunFacts):
             self.resume(self._resume_from)
             self._resume_from = None
         elif not self._loaded and (source := self._resume_from or self._load_from):
-            self.load_checkpoint(source)
+            # A training may start from a part of the weights; a metric of random ones means nothing.
+            self.load_checkpoint(source, strict=self.optim_wrapper is None)
         self._loaded = True
 
     def load_checkpoint(
@@ -273,7 +285,9 @@ class Runner(RunFacts):
         checkpoint.setdefault(
             "state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, torch.Tensor)}
         )
-        checkpoint["state_dict"] = revise(checkpoint["state_dict"], revise_keys)
+        # A wrapper's prefix goes, unless it is the name of a part of the model itself.
+        own = any(key.startswith("module.") for key in unwrap_model(self.model).state_dict())
+        checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         resume.take_weights(self, checkpoint, strict, str(filename))
         self.logger.info(f"Loaded {filename}")
@@ -366,8 +380,8 @@ class Runner(RunFacts):
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
         """
-        self.call_hook("read_logs")
         self.meter.flush()
+        self.call_hook("read_logs")
         if self.optim_wrapper is not None:
             for name, values in self.optim_wrapper.get_lr().items():
                 self.message_hub.update_scalar(f"train/{name}", values[0])

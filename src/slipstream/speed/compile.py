@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from slipstream.config import options
+from slipstream.errors import ConfigError, did_you_mean
 
 __all__ = ["CompileOptions", "compile_model", "read_compile"]
 
@@ -38,7 +40,14 @@ def read_compile(value: Any) -> CompileOptions | None:
     """
     if value is None or value is False:
         return None
-    return options(CompileOptions, {} if value is True else value, "compile")
+    how = options(CompileOptions, {} if value is True else value, "compile")
+    backends = torch._dynamo.list_backends(exclude_tags=())
+    if isinstance(how.backend, str) and how.backend not in backends:
+        raise ConfigError(
+            f"'{how.backend}' is no backend of torch.compile{did_you_mean(how.backend, backends)}",
+            "compile.backend",
+        )
+    return how
 
 
 def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], None]) -> None:
@@ -59,7 +68,19 @@ def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], N
         model._compiled_call_impl = None
         warn(_message(model, error))
         return
-    model._compiled_call_impl = _Guarded(model, model._compiled_call_impl, warn)
+    compiled = model._compiled_call_impl
+    if how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs"):
+        compiled = _keeping(compiled)
+    model._compiled_call_impl = _Guarded(model, compiled, warn)
+
+
+def _keeping(compiled: Any) -> Callable[..., Any]:
+    """Copy what a replayed CUDA graph returns: the next replay would overwrite it, and logs are read later."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
+
+    return call
 
 
 class _Guarded:

@@ -9,7 +9,10 @@ from typing import Any, Literal
 from slipstream.errors import ConfigError
 from slipstream.speed.compile import CompileOptions, read_compile
 
-__all__ = ["SpeedPlan"]
+__all__ = ["CFG_LEVERS", "SpeedPlan"]
+
+CFG_LEVERS = ("compile", "sync_bn", "model_wrapper_cfg", "find_unused_parameters")
+"""The keys that a Runner reads from its `cfg` alone."""
 
 
 @dataclass(frozen=True)

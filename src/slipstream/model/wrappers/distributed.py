@@ -27,7 +27,6 @@ __all__ = [
 ]
 
 MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
-MODEL_WRAPPERS.register_module(module=DataParallel)
 
 
 @MODEL_WRAPPERS.register_module()
