@@ -34,6 +34,12 @@ RECIPE = "street_scenes_pp_lite_t"
         ),
         (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
+        (["train", RECIPE, "compile.backend=inducter"], ["compile.backend", "did you mean 'inductor'"]),
+        (["train", RECIPE, "train_cfg.by_epoch=maybe"], ["train_cfg.by_epoch", "'maybe'"]),
+        (
+            ["train", RECIPE, "optim_wrapper.accumulate=2"],
+            ["optim_wrapper", "'accumulate'", "accumulative_counts"],
+        ),
     ],
 )
 def test_a_wrong_word_is_one_line_with_place_and_suggestion(slipstream, words, expected):

@@ -123,3 +123,24 @@ def test_a_folder_of_photos_and_masks_trains_through_the_same_recipe(slipstream,
     )
     assert "mIoU" in done.stdout.strip().splitlines()[-1]
     assert (tmp_path / "out" / "predictions.png").is_file()
+
+
+def test_predict_follows_no_base_and_imports_nothing_that_a_checkpoint_names(trained, slipstream, tmp_path):
+    (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('was_here').touch()\nmodel = dict()\n")
+    checkpoint = torch.load(trained / "epoch_2.pth", weights_only=True)
+    checkpoint["meta"]["cfg"] += f"\n_base_: {tmp_path}/evil.py\ncustom_imports: {{imports: [evil]}}\n"
+    torch.save(checkpoint, tmp_path / "evil.pth")
+    Image.fromarray(np.zeros((64, 64, 3), np.uint8)).save(tmp_path / "black.png")
+    slipstream("predict", "black.png", "--checkpoint", "evil.pth", status=None)
+    assert not (tmp_path / "was_here").exists()
+
+
+def test_levers_can_be_switched_on_from_the_command_line(slipstream, tmp_path):
+    one = [
+        "train_cfg.max_epochs=1",
+        "train_dataloader.num_batch_per_epoch=2",
+        "optim_wrapper.accumulative_counts=2",
+    ]
+    amp = ["optim_wrapper.type=AmpOptimWrapper", "optim_wrapper.dtype=bfloat16"]
+    done = slipstream("train", "street_scenes_pp_lite_t", *SMALL, *one, *amp)
+    assert "Trained 2 steps" in done.stdout

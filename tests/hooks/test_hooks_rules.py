@@ -1,0 +1,104 @@
+"""Which direction is better, what counts by default, and hooks after something failed."""
+
+import json
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from slipstream.errors import ConfigError
+from slipstream.evaluator import BaseMetric
+from slipstream.hooks.schedule import better
+from slipstream.runner import Runner
+from tiny_runs import Net, samples
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("loss", "less"), ("val/loss_ce", "less"), ("WER", "less"), ("error_rate", "less"), ("rmse", "less"),
+        ("accuracy/top1", "greater"), ("mIoU", "greater"), ("IoU/terrain", "greater"), ("flowers_acc", "greater"),
+        ("coco/bbox_mAP", "greater"), ("answer_f1", "greater"), ("auc", "greater"), ("PSNR", "greater"),
+    ],
+)  # fmt: skip
+def test_a_metric_s_name_says_which_direction_is_better(name, rule):
+    assert better(name, None) == rule
+
+
+@pytest.mark.parametrize("name", ["power", "score", "loss_of_accuracy"])
+def test_a_name_that_says_nothing_or_both_needs_a_rule(name):
+    with pytest.raises(ConfigError, match="rule: must be 'greater' or 'less'"):
+        better(name, None)
+    assert better(name, "less") == "less"
+
+
+def make(tmp_path, **options):
+    torch.manual_seed(0)
+    return Runner(
+        Net(),
+        str(tmp_path),
+        train_dataloader=dict(batch_size=8, dataset=TensorDataset(*samples()), drop_last=True),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        log_level="ERROR",
+        randomness=dict(seed=0),
+        **options,
+    )
+
+
+def test_a_checkpoint_hook_counts_what_the_training_counts(tmp_path):
+    hook = dict(type="CheckpointHook", interval=4)
+    make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=10), default_hooks=dict(checkpoint=hook)).train()
+    assert sorted(p.name for p in tmp_path.glob("*.pth")) == ["iter_10.pth", "iter_4.pth", "iter_8.pth"]
+
+
+def test_a_checkpoint_hook_by_epoch_in_a_training_by_iteration_is_refused(tmp_path):
+    hook = dict(type="CheckpointHook", by_epoch=True)
+    runner = make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=4), default_hooks=dict(checkpoint=hook))
+    with pytest.raises(ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: counts epochs"):
+        runner.train()
+
+
+def test_epochs_shorter_than_the_log_interval_are_logged_all_the_same(tmp_path):
+    make(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=2)).train()
+    lines = [
+        json.loads(line) for line in next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines()
+    ]
+    assert [line["iter"] for line in lines if "loss" in line] == [5, 10]
+
+
+def test_weights_come_back_after_a_validation_of_the_average_failed(tmp_path):
+    class FailsOnce(BaseMetric):
+        failed = False
+
+        def process(self, data_batch, data_samples):
+            self.results.append(0)
+            if not self.failed:
+                type(self).failed = True
+                raise OSError("disk")
+
+        def compute_metrics(self, results):
+            return {"acc": 1.0}
+
+    def run(metric, folder):
+        return make(
+            folder,
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            val_dataloader=dict(batch_size=8, dataset=TensorDataset(*samples())),
+            val_cfg=dict(),
+            val_evaluator=dict(type=metric),
+            custom_hooks=[dict(type="EMAHook", momentum=0.3)],
+        )
+
+    broken = run(FailsOnce, tmp_path / "a")
+    with pytest.raises(OSError, match="disk") as raised:
+        broken.train()
+    assert any("validation after 1 epochs" in note for note in raised.value.__notes__)
+    average = [p.clone() for p in broken.model.parameters()]
+    broken.val()  # validates the average, and puts the weights back
+    healthy = run(FailsOnce, tmp_path / "b")
+    healthy.train()
+    for now, wanted, averaged in zip(
+        broken.model.parameters(), healthy.model.parameters(), average, strict=True
+    ):
+        assert torch.equal(now, wanted)
+        assert not torch.equal(averaged, wanted)
