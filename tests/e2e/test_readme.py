@@ -67,7 +67,18 @@ def test_commands_run(command, photos, run, slipstream):
             pytest.skip("needs Debian's dataset-fashion-mnist")
         run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
     elif words[:2] == ["python", "benchmarks/overhead.py"]:
-        run(str(ROOT / words[1]), "--steps", "60", "--rounds", "1", "--threads", "1", "--out", "overhead.md", cwd=photos)
+        run(
+            str(ROOT / words[1]),
+            "--steps",
+            "60",
+            "--rounds",
+            "1",
+            "--threads",
+            "1",
+            "--out",
+            "overhead.md",
+            cwd=photos,
+        )
         assert "Slipstream" in (photos / "overhead.md").read_text()
     else:
         assert words[0] == "slipstream"
