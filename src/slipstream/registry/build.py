@@ -67,7 +67,7 @@ def locate(target: Any, tree: Any) -> str | None:
 def _placed(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
     """Remember which dict failed, and where it stands inside the dict that is being built."""
     inner = getattr(error, "source", None)
-    if inner is not None and inner is not cfg and (path := locate(inner, cfg)):
+    if inner is not None and (path := locate(inner, cfg)):
         tail = error.path if error.path.startswith("[") or not error.path else f".{error.path}"
         error.path = (path + tail).lstrip(".")
     error.source = cfg  # type: ignore[attr-defined]
