@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
@@ -12,7 +13,15 @@ from slipstream.registry import LOOPS
 from slipstream.registry.build import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 
-__all__ = ["DEFAULT_HOOKS", "TRIPLES", "loop_options", "place_in_loop", "placing", "with_defaults"]
+__all__ = [
+    "DEFAULT_HOOKS",
+    "TRIPLES",
+    "loop_options",
+    "place_in_loop",
+    "placing",
+    "unread_keys",
+    "with_defaults",
+]
 
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
@@ -32,9 +41,19 @@ TRIPLES = {
 
 def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
     """Return the default hooks with those of `hooks` in their places; None takes one away."""
-    interval = {"interval": 1} if by_epoch else {"interval": 1000, "by_epoch": False}
-    defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], **interval}}
+    interval = 1 if by_epoch else 1000
+    defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], "interval": interval}}
     return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
+
+
+def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
+    """Return a line for each key that nobody reads and that is nearly one of `known`.
+
+    It is no error: a configuration file may hold variables of its own.
+    """
+    for key in cfg:
+        if key not in known and (near := get_close_matches(key, known, n=1, cutoff=0.85)):
+            yield f"Nothing reads the configuration's key '{key}'; did you mean '{near[0]}'?"
 
 
 def loop_options(mode: str, given: Mapping[str, Any]) -> dict[str, Any] | None:

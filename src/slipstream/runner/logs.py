@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from slipstream.checkpoint import write_text
 from slipstream.config import Config
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
@@ -20,7 +21,7 @@ from slipstream.runner.given import placing
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.visualization import Visualizer
 
-__all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs"]
+__all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,8 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
         processor = LOG_PROCESSORS.build(processor or {}, default_args=defaults)
     if visualizer is None:
         visualizer = {"vis_backends": [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}]}
+    if not main and not isinstance(visualizer, Mapping):
+        visualizer = {}  # a ready visualizer would write from every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
@@ -83,6 +86,20 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
             visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
     logger = build_logger(name.experiment, log_file, level, get_rank())
     return Logs(logger, hub, Meter(hub), processor, visualizer)
+
+
+def write_config(
+    cfg: Config, visualizer: Visualizer, logger: MMLogger, work_dir: str, timestamp: str
+) -> None:
+    """Write the configuration, if there is one, into the work_dir and to the visualizer; on rank 0."""
+    if not is_main_process() or not len(cfg):
+        return
+    name = Path(cfg.filename).stem if cfg.filename else timestamp
+    write_text(Path(work_dir) / f"{name}.py", config_text(cfg, "py"))
+    try:
+        visualizer.add_config(cfg)
+    except ConfigError as error:  # it holds objects, which is no fault
+        logger.debug(f"The configuration is not shown: {error}")
 
 
 def config_text(cfg: Config, form: str = "yaml") -> str:

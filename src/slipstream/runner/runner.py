@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from slipstream.checkpoint import (
     revise,
     save_checkpoint,
     set_random_state,
-    write_text,
 )
 from slipstream.config import Config, options
 from slipstream.dist import broadcast, is_main_process
@@ -38,8 +36,8 @@ from slipstream.runner.environment import (
     setup_env,
 )
 from slipstream.runner.facts import RunFacts
-from slipstream.runner.given import TRIPLES, loop_options, placing, with_defaults
-from slipstream.runner.logs import config_text, name_run, open_logs
+from slipstream.runner.given import TRIPLES, loop_options, placing, unread_keys, with_defaults
+from slipstream.runner.logs import name_run, open_logs, write_config
 from slipstream.speed import CFG_LEVERS, SpeedPlan, compile_model
 from slipstream.step import Step
 
@@ -144,7 +142,7 @@ class Runner(RunFacts):
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
         self.register_custom_hooks(given["custom_hooks"] or ())
-        self._write_config()
+        write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
@@ -159,13 +157,8 @@ class Runner(RunFacts):
                 raise ConfigError(f"the configuration needs '{required}'{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
         runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
-        for key in cfg:  # it may be a variable of the file, so this is no error
-            if key not in (*names, *CFG_LEVERS) and (
-                near := get_close_matches(key, [*names, *CFG_LEVERS], 1, 0.85)
-            ):
-                runner.logger.warning(
-                    f"Nothing reads the configuration's key '{key}'; did you mean '{near[0]}'?"
-                )
+        for line in unread_keys(cfg, [*names, *CFG_LEVERS]):
+            runner.logger.warning(line)
         return runner
 
     # ---- what a run does ---------------------------------------------------------------------------
@@ -403,13 +396,3 @@ class Runner(RunFacts):
             self.logger.warning(f"The resumed run's seed {self.seed} replaces {self._replaced_seed}")
         if given["resume"] is True and self._resume_from is None:
             self.logger.info(f"Nothing to resume in {self.work_dir}: starting anew")
-
-    def _write_config(self) -> None:
-        if not is_main_process() or not len(self.cfg):
-            return
-        name = Path(self.cfg.filename).stem if self.cfg.filename else self.timestamp
-        write_text(Path(self.work_dir) / f"{name}.py", config_text(self.cfg, "py"))
-        try:
-            self.visualizer.add_config(self.cfg)
-        except ConfigError as error:  # it holds objects, which is no fault
-            self.logger.debug(f"The configuration is not shown: {error}")
