@@ -28,7 +28,7 @@ from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 
-__all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "set_epoch"]
+__all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "length", "set_epoch"]
 
 
 def build_dataloader(
@@ -74,6 +74,14 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     size: int | None = getattr(batches, "batch_size", loader.batch_size)
     return size
+
+
+def length(loader: DataLoader[Any]) -> int | None:
+    """Return how many batches an epoch has, None for an iterable data set that does not know."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None
 
 
 def is_infinite(loader: DataLoader[Any]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from slipstream.dataset.loader import length
 from slipstream.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
@@ -177,7 +178,7 @@ class Hook:
 
     def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
         """Say whether the batch is the loader's last."""
-        return batch_idx + 1 == len(dataloader)
+        return batch_idx + 1 == length(dataloader)
 
     def is_last_train_epoch(self, runner: Runner) -> bool:
         """Say whether the epoch that ends now is the run's last."""

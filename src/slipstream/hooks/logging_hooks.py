@@ -48,7 +48,7 @@ class LoggerHook(Hook):
         """Find out once what the steps are counted in, and whether an epoch is shorter than the interval."""
         self._by_epoch = runner.by_epoch
         self._ignore_last = self.ignore_last
-        if self._by_epoch and len(runner.train_dataloader) < self.interval:
+        if self._by_epoch and runner.train_loop.epoch_length < self.interval:
             self._ignore_last = False
 
     def after_train_iter(
@@ -86,7 +86,7 @@ class LoggerHook(Hook):
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Log the validation metrics."""
-        tag, line = runner.log_processor.get_log_after_epoch(runner, len(runner.val_dataloader), "val")
+        tag, line = runner.log_processor.get_log_after_epoch(runner, runner.val_loop.batches, "val")
         runner.logger.info(line)
         step = runner.epoch if self.log_metric_by_epoch and runner.by_epoch else runner.iter
         runner.visualizer.add_scalars(tag, step=step, file_path=runner.json_log)
@@ -94,7 +94,7 @@ class LoggerHook(Hook):
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
         """Log the test metrics."""
         tag, line = runner.log_processor.get_log_after_epoch(
-            runner, len(runner.test_dataloader), "test", with_non_scalar=True
+            runner, runner.test_loop.batches, "test", with_non_scalar=True
         )
         runner.logger.info(line)
         runner.visualizer.add_scalars(tag, step=runner.iter, file_path=runner.json_log)

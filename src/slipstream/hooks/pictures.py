@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.dataset.loader import length
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks.hook import Hook
@@ -45,7 +46,7 @@ class SegVisualizationHook(Hook):
     def before_val_epoch(self, runner: Runner) -> None:
         """Forget the samples of the validation before, and choose batches spread over the data."""
         self._rows = []
-        batches = len(runner.val_dataloader)
+        batches = length(runner.val_dataloader) or self.num_samples  # of a stream, the first
         self._every = max(1, batches // self.num_samples)
         self._from_each = math.ceil(self.num_samples / batches)
 

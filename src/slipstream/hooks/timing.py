@@ -5,6 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from slipstream.dataset.loader import length
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
 
@@ -82,7 +83,7 @@ class IterTimerHook(Hook):
         hub = runner.message_hub
         hub.update_scalar(f"{mode}/time", spent)
         loader = runner.val_dataloader if mode == "val" else runner.test_dataloader
-        left = len(loader) - batch_idx - 1
+        left = max((length(loader) or 0) - batch_idx - 1, 0)
         hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * left, resumed=False)
 
     def after_val(self, runner: Runner) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.dataset.loader import length
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.logging import HistoryBuffer
 from slipstream.registry import LOG_PROCESSORS
@@ -148,7 +149,7 @@ class LogProcessor:
         """Return `Epoch(train) [1][ 10/500]`; without `batch_idx`, the batches are all done."""
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
-        batches = _length(getattr(runner, f"{mode}_dataloader"))
+        batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
         done = batches if batch_idx is None else _right(batch_idx + 1, batches)
         place = f"[{done}/{batches}]"
         if self.by_epoch and mode != "test":
@@ -188,13 +189,6 @@ def _epoch(runner: Any, mode: str) -> int:
 def _iterations(runner: Any, mode: str) -> int:
     # Hooks after a training step run before `runner.iter` counts it.
     return int(runner.iter) + (mode == "train")
-
-
-def _length(dataloader: Any) -> int | str:
-    try:
-        return len(dataloader)
-    except TypeError:  # a stream of samples has no length
-        return "?"
 
 
 def _right(number: int, largest: object) -> str:

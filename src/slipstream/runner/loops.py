@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -14,6 +15,8 @@ from torch.utils.data import DataLoader
 from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.samplers import EpochBatchSampler
+from slipstream.dataset.together import agree_on_length, until_all_end, until_one_ends
+from slipstream.dist import get_rank, get_world_size
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
@@ -64,6 +67,8 @@ class _TrainLoop(BaseLoop):
         dynamic_intervals: Sequence[tuple[int, int]] | None,
     ) -> None:
         super().__init__(runner, dataloader)
+        self.epoch_length = agree_on_length(self.dataloader)
+        """Batches of an epoch, the same on every rank; None if the data set does not know."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
         self.val_begin = val_begin
@@ -151,7 +156,7 @@ class _TrainLoop(BaseLoop):
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             next(islice(batches, start - 1, None), None)  # nobody can seek in it, so draw and drop
         self._runner.restore_random_state()
-        return enumerate(batches, start)
+        return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     @contextmanager
     def _located(self) -> Iterator[None]:
@@ -162,7 +167,8 @@ class _TrainLoop(BaseLoop):
             where = f"epoch {self._epoch + 1}, iteration {self._iter + 1} of the training"
             if not self._runner.model.training:
                 where = f"the validation after {self._epoch} epochs, {self._iter} iterations of the training"
-            error.add_note(f"(in {where})")
+            rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
+            error.add_note(f"({rank}in {where})")
             raise
 
 
@@ -198,12 +204,9 @@ class EpochBasedTrainLoop(_TrainLoop):
                 "dataloader.sampler",
             )
         self.max_epochs = max_epochs
-        try:
-            self.max_iters = max_epochs * len(self.dataloader)
-        except TypeError as error:
-            raise DataError(
-                "the data set has no length; train by iterations: train_cfg.by_epoch=False"
-            ) from error
+        if self.epoch_length is None:
+            raise DataError("the data set has no length; train by iterations: train_cfg.by_epoch=False")
+        self.max_iters = max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
                 "the training loader gives no batch: the data set is smaller than one batch and drop_last is set"
@@ -329,6 +332,8 @@ class _EvalLoop(BaseLoop):
         if (meta := getattr(self.dataloader.dataset, "metainfo", None)) is not None:
             self.evaluator.dataset_meta = meta
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
+        self.batches = 0
+        """Batches of this rank's last evaluation."""
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
@@ -341,18 +346,28 @@ class _EvalLoop(BaseLoop):
             unwrap_model(runner.model), f"{mode}_step"
         )
         before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
-        for idx, data_batch in enumerate(self.dataloader):
-            for hook in before:
+        for idx, (data_batch, counts) in enumerate(self._batches()):
+            for hook in before if counts else ():
                 hook(runner, batch_idx=idx, data_batch=data_batch)
             with self._autocast:
                 outputs = predict(data_batch)
+            if not counts:
+                continue
+            self.batches = idx + 1
             self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             for hook in after:
                 hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
-        metrics = self.evaluator.evaluate(len(self.dataloader.dataset))  # type: ignore[arg-type]
+        dataset: Any = self.dataloader.dataset
+        metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
         runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
         runner.call_hook(f"after_{mode}")
         return metrics
+
+    def _batches(self) -> Iterator[tuple[Any, bool]]:
+        """Yield the batches, and those that only keep the other ranks company, which do not count."""
+        if getattr(self._runner.model, "forward_needs_all_ranks", False):
+            return until_all_end(self.dataloader)
+        return ((batch, True) for batch in self.dataloader)
 
 
 @LOOPS.register_module()
