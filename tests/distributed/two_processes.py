@@ -14,10 +14,14 @@ def _free_port():
         return sock.getsockname()[1]
 
 
-def _child(rank, port, folder, functions):
+def _child(rank, port, folder, functions, world):
     torch.set_num_threads(1)
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
     )
     answers = {}
     for function in functions:
@@ -30,11 +34,15 @@ def _child(rank, port, folder, functions):
     (folder / f"{rank}.pkl").write_bytes(pickle.dumps(answers))
 
 
-def run_in_two(functions, folder, timeout=60):
-    """Call every function(folder / name) in turn in both processes; return {name: [answer of 0, of 1]}."""
+def run_in_two(functions, folder, timeout=60, world=2):
+    """Call every function(folder / name) in turn in both processes; return {name: [answer of 0, of 1]}.
+
+    With another `world` there are as many processes and answers.
+    """
+    ranks = range(world)
     context = torch.multiprocessing.get_context("spawn")
     port = _free_port()
-    children = [context.Process(target=_child, args=(rank, port, folder, functions)) for rank in (0, 1)]
+    children = [context.Process(target=_child, args=(rank, port, folder, functions, world)) for rank in ranks]
     try:
         for child in children:
             child.start()
@@ -45,7 +53,7 @@ def run_in_two(functions, folder, timeout=60):
             if child.is_alive():
                 child.kill()
             child.join()
-    parts = [folder / f"{rank}.pkl" for rank in (0, 1)]
+    parts = [folder / f"{rank}.pkl" for rank in ranks]
     answers = [pickle.loads(part.read_bytes()) if part.exists() else {} for part in parts]
     nothing = "no answer: the other process failed, or both waited for too long"
     return {f.__name__: [answer.get(f.__name__, nothing) for answer in answers] for f in functions}

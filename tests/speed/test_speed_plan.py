@@ -49,3 +49,45 @@ def test_sync_bn_is_torchs_or_none(word, lever):
 def test_a_lever_that_is_wrong_or_missing_is_named(cfg, message):
     with pytest.raises(ConfigError, match=message):
         SpeedPlan.from_cfg(cfg)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "wrapper"),
+    [
+        (None, None),
+        ("ddp", {}),
+        (dict(type="ddp", static_graph=True), {"static_graph": True}),
+        ("fsdp2", {"type": "MMFullyShardedDataParallel"}),
+        ("hsdp", {"type": "MMFullyShardedDataParallel", "shard_size": "machine"}),
+        (
+            dict(type="hsdp", shard_size=4, wrap=["Block"], param_dtype="bf16"),
+            {"type": "MMFullyShardedDataParallel", "shard_size": 4, "wrap": ["Block"], "param_dtype": "bf16"},
+        ),
+    ],
+)
+def test_parallel_is_a_short_word_for_a_model_wrapper(parallel, wrapper):
+    assert SpeedPlan.from_cfg({"parallel": parallel}).model_wrapper == wrapper
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (dict(parallel="fsdp"), "parallel: must be one of .*; did you mean 'fsdp2'"),
+        (dict(parallel=2), "parallel: must be a name or a dict"),
+        (dict(parallel=dict(shard_size=2)), "parallel: must be a name or a dict"),
+        (
+            dict(parallel="ddp", model_wrapper_cfg=dict(type="X")),
+            "give parallel or model_wrapper_cfg, not both",
+        ),
+        (dict(parallel=dict(type="fsdp2", warp=["A"])), "parallel.warp: no such option; did you mean 'wrap'"),
+        (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "parallel.param_dtype: expected"),
+        (
+            dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)),
+            "parallel.min_params: give wrap or min",
+        ),
+        (dict(parallel=dict(type="fsdp2", min_params=0)), "parallel.min_params: must be at least 1"),
+    ],
+)
+def test_a_wrong_word_for_parallel_names_its_place_even_on_one_process(cfg, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeedPlan.from_cfg(cfg)

@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from slipstream.errors import CheckpointError, did_you_mean
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = [
     "find_latest_checkpoint",
     "load_checkpoint",
     "mark_last_checkpoint",
     "plain",
+    "remove_checkpoint",
     "save_checkpoint",
     "write_text",
 ]
@@ -46,15 +51,27 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
-def load_checkpoint(path: str | Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed.
+def load_checkpoint(
+    path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint, a file or the folder of a sharded one; nothing in it is executed.
+
+    Args:
+        path: where it is.
+        map_location: the device of its tensors.
+        mesh: a sharded one's tensors come sharded over it, instead of whole.
 
     Raises:
-        CheckpointError: there is no such file, it is damaged, or it holds pickled objects.
+        CheckpointError: there is none, it is damaged, or it holds pickled objects.
     """
     path = Path(path)
+    if path.is_dir():
+        from slipstream.checkpoint.sharded import load_sharded
+
+        return load_sharded(path, map_location, mesh)
     if not path.is_file():
-        siblings = [p.name for p in path.parent.glob("*.pth")] if path.parent.is_dir() else []
+        known = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
+        siblings = [p.name for p in known] if path.parent.is_dir() else []
         raise CheckpointError(f"there is no checkpoint {path}{did_you_mean(path.name, siblings)}")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
@@ -76,6 +93,14 @@ def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
     write_text(Path(folder) / LAST, str(path.absolute()))
 
 
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def find_latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint named by `last_checkpoint` in `folder`, or None if there is none.
 
@@ -88,7 +113,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     latest = Path(pointer.read_text().strip())
     # A work_dir that was moved still finds its own files.
     for candidate in (latest, Path(folder) / latest.name):
-        if candidate.is_file():
+        if candidate.exists():
             return candidate
     raise CheckpointError(
         f"{pointer} names {latest}, which does not exist; pass the checkpoint's path instead"

@@ -6,7 +6,9 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from slipstream.checkpoint import remove_checkpoint, sharded_name
 from slipstream.dist import is_main_process
+from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.schedule import better, pick
@@ -33,6 +35,7 @@ class CheckpointHook(Hook):
         rule: whether `greater` or `less` is better, for all metrics; by default their names decide.
         filename_tmpl: with `{}` for the number; `epoch_{}.pth` or `iter_{}.pth` by default.
         save_begin: write none before that many epochs or steps.
+        consolidate: of a sharded model, too, write one file, gathered by rank 0, instead of a folder of parts.
     """
 
     priority = "VERY_LOW"
@@ -50,6 +53,7 @@ class CheckpointHook(Hook):
         rule: str | None = None,
         filename_tmpl: str | None = None,
         save_begin: int = 0,
+        consolidate: bool = False,
     ) -> None:
         if interval == 0 or interval < -1:
             raise ConfigError(f"must be at least 1, or -1 for none, not {interval}", "interval")
@@ -66,6 +70,7 @@ class CheckpointHook(Hook):
         self._content: dict[str, Any] = {
             "save_optimizer": save_optimizer,
             "save_param_scheduler": save_param_scheduler,
+            "consolidate": consolidate,
         }
         for monitor in self.monitors:
             if monitor != "auto":
@@ -101,7 +106,8 @@ class CheckpointHook(Hook):
             self._save_regular(runner, runner.iter + 1)
 
     def _save_regular(self, runner: Runner, number: int) -> None:
-        name = (self.filename_tmpl or ("epoch_{}.pth" if self.by_epoch else "iter_{}.pth")).format(number)
+        template = self.filename_tmpl or ("epoch_{}.pth" if self.by_epoch else "iter_{}.pth")
+        name = self._name(runner, template.format(number))
         self._kept = [kept for kept in self._kept if kept != name] + [name]
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
@@ -112,7 +118,11 @@ class CheckpointHook(Hook):
         runner.logger.info(f"Saved checkpoint {name}")
         if is_main_process():  # only now that the new one is on disk
             for old in surplus:
-                (self._folder / old).unlink(missing_ok=True)
+                remove_checkpoint(self._folder / old)
+
+    def _name(self, runner: Runner, name: str) -> str:
+        sharded = mesh_of(runner.model) is not None and not self._content["consolidate"]
+        return sharded_name(name) if sharded else name
 
     # ---- best checkpoints -------------------------------------------------------------------------
 
@@ -133,14 +143,14 @@ class CheckpointHook(Hook):
             return
         previous = hub.get_info(f"best_ckpt/{key}")
         count, by = (runner.epoch, "epoch") if self.by_epoch else (runner.iter, "iter")
-        name = f"best_{key.replace('/', '_')}_{by}_{count}.pth"
+        name = self._name(runner, f"best_{key.replace('/', '_')}_{by}_{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
         # After the epoch (or step) is counted: by_epoch=None says that nothing is to be added.
         runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
         runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
         if previous and previous != name and is_main_process():
-            (self._folder / previous).unlink(missing_ok=True)
+            remove_checkpoint(self._folder / previous)
 
     def _rule(self, key: str) -> str:
         try:

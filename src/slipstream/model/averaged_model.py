@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.dist.sharding import local, mesh_of
 from slipstream.errors import ConfigError
 from slipstream.registry import MODELS
 
@@ -43,7 +44,7 @@ class BaseAveragedModel(nn.Module):
         super().__init__()
         if interval < 1:
             raise ConfigError(f"must be at least 1, not {interval}", "interval")
-        self.module = copy.deepcopy(model).requires_grad_(False)
+        self.module = (copy.deepcopy(model) if mesh_of(model) is None else _twin(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
         self.device = device
@@ -79,9 +80,15 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange averages and current weights; on one device, without copying them."""
+        """Exchange averages and current weights; on one device, without copying them unless they are sharded."""
+        in_place = mesh_of(model) is not None  # torch gathers sharded weights from the storages it knows
         for mine, theirs in zip(*self._pairs(model), strict=True):
-            mine.data, theirs.data = theirs.data.to(mine.device), mine.data.to(theirs.device)
+            if in_place:
+                kept = theirs.clone()
+                theirs.copy_(mine)
+                mine.copy_(kept)
+            else:
+                mine.data, theirs.data = theirs.data.to(mine.device), mine.data.to(theirs.device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the averaged model."""
@@ -95,7 +102,7 @@ class BaseAveragedModel(nn.Module):
         return self._known[1], self._known[2]
 
     def _averaged(self, model: nn.Module) -> list[Tensor]:
-        tensors: list[Tensor] = list(model.parameters())
+        tensors: list[Tensor] = [local(param) for param in model.parameters()]
         if self.update_buffers:
             tensors += [b for b in model.buffers() if b.is_floating_point()]
         return tensors
@@ -107,6 +114,25 @@ class BaseAveragedModel(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.steps = int(state_dict.pop(prefix + "steps", self.steps))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _twin(model: nn.Module, made: dict[Any, Any] | None = None) -> nn.Module:
+    """Return copies of all tensors of a sharded model, which torch refuses to copy, by their names; it cannot run."""
+    made = {None: None} if made is None else made
+    twin = made[model] = nn.Module()
+    for name, param in model._parameters.items():
+        if param is not None and param not in made:
+            made[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
+        twin.register_parameter(name, made[param])
+    for name, buffer in model._buffers.items():
+        if buffer is not None and buffer not in made:
+            made[buffer] = buffer.clone()
+        twin.register_buffer(name, made[buffer], name not in model._non_persistent_buffers_set)
+    for name, child in model._modules.items():
+        if child is not None and child not in made:
+            _twin(child, made)
+        twin.register_module(name, made[child])
+    return twin
 
 
 @MODELS.register_module()

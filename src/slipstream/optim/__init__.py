@@ -6,6 +6,7 @@ from slipstream.optim.constructor import DefaultOptimWrapperConstructor, build_o
 from slipstream.optim.optim_wrapper import GradClip, OptimWrapper
 from slipstream.optim.optim_wrapper_dict import OptimWrapperDict
 from slipstream.optim.scheduler import *  # noqa: F403  (thirty schedules, listed there)
+from slipstream.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [
     "AmpOptimWrapper",
@@ -13,5 +14,6 @@ __all__ = [
     "GradClip",
     "OptimWrapper",
     "OptimWrapperDict",
+    "ZeroRedundancyOptimizer",
     "build_optim_wrapper",
 ]

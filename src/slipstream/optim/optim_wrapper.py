@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.dist.sharding import is_sharded, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError, did_you_mean
 from slipstream.registry import OPTIM_WRAPPERS
 
@@ -56,7 +57,12 @@ class GradClip:
             nn.utils.clip_grad_value_(params, self.clip_value)
             return None
         assert self.max_norm is not None
-        return nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
+        if not any(is_sharded(param.grad) for param in params):
+            return nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
+        grads = [param.grad for param in params if param.grad is not None]
+        norm = whole(nn.utils.get_total_norm(grads, self.norm_type))  # over all ranks, read by none
+        nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
+        return norm
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -201,7 +207,14 @@ class OptimWrapper:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state."""
+        """Restore the optimizer's state, sharded where its parameters are."""
+        params = dict(enumerate(self.parameters()))
+        if any(is_sharded(param) for param in params.values()):
+            state = {
+                index: {name: shard_like(value, params.get(index)) for name, value in values.items()}
+                for index, values in state_dict["state"].items()
+            }
+            state_dict = {**state_dict, "state": state}
         self.optimizer.load_state_dict(state_dict)
 
     def __repr__(self) -> str:

@@ -129,7 +129,9 @@ class RunFacts:
     @property
     def model_name(self) -> str:
         """The class of the model."""
-        return type(unwrap_model(self.model)).__name__
+        kinds = type(unwrap_model(self.model)).__mro__
+        # torch derives the class of a sharded model from its own mix-in and the user's class.
+        return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
 
     @property
     def distributed(self) -> bool:

@@ -16,7 +16,7 @@ from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.samplers import EpochBatchSampler
 from slipstream.dataset.together import agree_on_length, until_all_end, until_one_ends
-from slipstream.dist import get_rank, get_world_size
+from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
@@ -160,16 +160,20 @@ class _TrainLoop(BaseLoop):
 
     @contextmanager
     def _located(self) -> Iterator[None]:
-        """Say in any error at which step it happened."""
+        """Say in any error, and when another rank's failure ends this one, at which step it happened."""
+        report_progress(self._where)
         try:
             yield
         except Exception as error:
-            where = f"epoch {self._epoch + 1}, iteration {self._iter + 1} of the training"
-            if not self._runner.model.training:
-                where = f"the validation after {self._epoch} epochs, {self._iter} iterations of the training"
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
-            error.add_note(f"({rank}in {where})")
+            error.add_note(f"({rank}in {self._where()})")
             raise
+        report_progress(None)
+
+    def _where(self) -> str:
+        if self._runner.model.training:
+            return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of the training"
+        return f"the validation after {self._epoch} epochs, {self._iter} iterations of the training"
 
 
 @LOOPS.register_module()

@@ -21,7 +21,7 @@ from slipstream.model import (
     unwrap_model,
 )
 from slipstream.model.base_model import run_forward
-from slipstream.model.wrappers import device_ids
+from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import build_param_scheduler
 from slipstream.registry import MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS
@@ -56,7 +56,7 @@ def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) ->
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
     """Return the model wrapped for several processes as the plan says; itself if there is one process."""
-    if not is_distributed() or isinstance(model, DistributedDataParallel):
+    if not is_distributed() or isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         return model
     if plan.sync_bn:
         model = convert_sync_batchnorm(model)
@@ -125,20 +125,13 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
         return build_param_scheduler(
             cfg,
             optim.optimizer,
-            epoch_length=_length(loop.dataloader),
+            epoch_length=loop.epoch_length,
             max_epochs=loop.max_epochs,
             max_iters=loop.max_iters,
         )
     except ConfigError as error:
         error.source = cfg  # type: ignore[attr-defined]  # the dict as it stands in the configuration
         raise
-
-
-def _length(loader: Any) -> int | None:
-    try:
-        return len(loader)
-    except TypeError:  # an iterable data set may not know
-        return None
 
 
 def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> str:
@@ -162,7 +155,7 @@ def make_step(model: Any, optim: OptimWrapper) -> Step:
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if _overrides_train_step(m)), None)
     if own is not None:
-        if own is core and isinstance(model, DistributedDataParallel):
+        if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
             raise ModelError(
                 f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
                 "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
@@ -182,5 +175,6 @@ def make_step(model: Any, optim: OptimWrapper) -> Step:
 
 
 def _overrides_train_step(model: nn.Module) -> bool:
-    standard = (BaseModel.train_step, MMDistributedDataParallel.train_step)
+    wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
+    standard = (BaseModel.train_step, *wrappers)
     return getattr(type(model), "train_step", standard[0]) not in standard

@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from slipstream.checkpoint import (
     find_latest_checkpoint,
     get_random_state,
     load_checkpoint,
     load_weights,
+    read_meta,
+    revise,
     set_random_state,
 )
 from slipstream.dist import (
     all_gather_object,
     all_reduce,
+    broadcast,
     broadcast_object_list,
     get_rank,
     get_world_size,
     is_main_process,
 )
+from slipstream.dist.sharding import is_sharded, local, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
+from slipstream.model.wrappers import (
+    comm_hook_state,
+    load_comm_hook_state,
+    unsharded_gradients,
+    whole_weights,
+)
 from slipstream.version import __version__
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
 
-__all__ = ["find_resume", "make_checkpoint", "restore_random_state", "restore_training", "take_weights"]
+__all__ = [
+    "find_resume",
+    "init_weights",
+    "make_checkpoint",
+    "read_checkpoint",
+    "restore_random_state",
+    "restore_training",
+    "take_weights",
+]
 
 
 def find_resume(
@@ -52,7 +71,7 @@ def find_resume(
     path, seed, problem = found
     if problem is not None:
         raise problem
-    if path is not None and not path.is_file():
+    if path is not None and not path.exists():
         raise CheckpointError(f"rank {get_rank()} does not see {path}: put the work_dir on a shared disk")
     return path, seed
 
@@ -66,7 +85,17 @@ def _find_resume(
         path = Path(resume) if resume else None
     if path is None:
         return None, None
-    return path, load_checkpoint(path).get("meta", {}).get("seed")
+    return path, read_meta(path).get("seed")
+
+
+def init_weights(model: nn.Module) -> None:
+    """Let the (unwrapped) model initialise its weights; those of rank 0 are everybody's."""
+    if not hasattr(model, "init_weights"):
+        return
+    with whole_weights(model):
+        model.init_weights()  # type: ignore[operator]
+        for tensor in chain(model.parameters(), model.buffers()):
+            broadcast(tensor.detach())  # the wrapper did, before the weights were initialised
 
 
 def make_checkpoint(
@@ -98,6 +127,8 @@ def make_checkpoint(
         checkpoint["optimizer"] = runner.optim_wrapper.state_dict()
         if gradients := _pending_gradients(runner):
             checkpoint["gradients"] = gradients
+        if remembered := comm_hook_state(runner.model):
+            checkpoint["comm_hook"] = remembered
     if save_param_scheduler and runner.param_schedulers is not None:
         schedulers = runner.param_schedulers
         if isinstance(schedulers, dict):
@@ -130,6 +161,26 @@ def _meta(runner: Runner, by_epoch: bool | None) -> dict[str, Any]:
     }
 
 
+def read_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    map_location: str | torch.device,
+    revise_keys: Sequence[tuple[str, str]],
+) -> dict[str, Any]:
+    """Read a checkpoint, with its weights under `state_dict` and named and laid out as the unwrapped model's."""
+    checkpoint = load_checkpoint(path, map_location, mesh_of(model))
+    checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
+    # A wrapper's prefix goes, unless it is the name of a part of the model itself.
+    parameters, prefix = dict(model.named_parameters()), "module."
+    own = any(key.startswith(prefix) for key in model.state_dict())
+    checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
+    for part in ("state_dict", "ema_state_dict"):
+        for key, value in checkpoint.get(part, {}).items():
+            own_param = parameters.get(key, parameters.get(key.removeprefix(prefix)))
+            checkpoint[part][key] = shard_like(value, own_param)
+    return checkpoint
+
+
 def take_weights(runner: Runner, checkpoint: Mapping[str, Any], strict: bool, source: str) -> None:
     """Load the checkpoint's weights into the model, and log what did not match."""
     state = checkpoint.get("state_dict", checkpoint)
@@ -157,6 +208,7 @@ def restore_training(
     if optimizer and runner.optim_wrapper is not None:
         runner.optim_wrapper.load_state_dict(_needed(checkpoint, "optimizer"))
         _restore_gradients(runner, checkpoint.get("gradients", {}))
+        load_comm_hook_state(runner.model, checkpoint.get("comm_hook", {}))
     if schedulers and runner.param_schedulers:
         _restore_schedulers(runner, _needed(checkpoint, "param_schedulers"))
     _restore_position(runner, meta)
@@ -170,11 +222,11 @@ def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
     before = meta.get("samples_per_step", runner.samples_per_step)
     start = meta.get("inner_samples", 0) // runner.samples_per_step
     if runner.by_epoch:  # a last batch may have been counted as full
-        start = min(start, len(runner.train_dataloader))
+        start = min(start, runner.train_loop.epoch_length)
     iteration = meta["iter"]
     if before != runner.samples_per_step:
         iteration = (
-            meta["epoch"] * len(runner.train_dataloader) + start
+            meta["epoch"] * runner.train_loop.epoch_length + start
             if runner.by_epoch
             else iteration * before // runner.samples_per_step
         )
@@ -205,17 +257,21 @@ def _restore_schedulers(runner: Runner, states: Any) -> None:
 
 def _pending_gradients(runner: Runner) -> dict[str, Tensor]:
     """Return the gradients of an accumulation window that has not ended, as their mean over all ranks."""
-    named = unwrap_model(runner.model).named_parameters()
-    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-    for gradient in gradients.values():
-        all_reduce(gradient, "mean")
+    model = unwrap_model(runner.model)
+    parameters = dict(model.named_parameters())
+    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+    gradients |= unsharded_gradients(model)
+    for name, gradient in gradients.items():
+        if not is_sharded(gradient):  # those are means already
+            all_reduce(gradient, "mean")
+            gradients[name] = shard_like(gradient, parameters[name])
     return gradients
 
 
 def _restore_gradients(runner: Runner, gradients: Mapping[str, Tensor]) -> None:
     parameters = dict(unwrap_model(runner.model).named_parameters())
     for name, gradient in gradients.items():
-        parameters[name].grad = gradient.to(parameters[name].device)
+        parameters[name].grad = shard_like(gradient, parameters[name]).to(parameters[name].device)
 
 
 def _check_weights(runner: Runner) -> None:
@@ -223,7 +279,12 @@ def _check_weights(runner: Runner) -> None:
     named = [(n, p.detach()) for n, p in unwrap_model(runner.model).named_parameters() if p.requires_grad]
     if not named:
         return
-    finite = torch.stack([p.isfinite().all() for _, p in named]).tolist()
+    flags = torch.stack([local(p).isfinite().all() for _, p in named])
+    if any(is_sharded(p) for _, p in named):  # all ranks must come to the same conclusion
+        whole_flags = flags.float()
+        all_reduce(whole_flags, "min")
+        flags = whole_flags > 0
+    finite = flags.tolist()
     if not all(finite):
         name = named[finite.index(False)][0]
         raise NonFiniteLossError(

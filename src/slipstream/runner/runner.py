@@ -13,14 +13,12 @@ from torch import nn
 
 from slipstream.checkpoint import (
     get_random_state,
-    load_checkpoint,
     mark_last_checkpoint,
-    revise,
-    save_checkpoint,
     set_random_state,
+    write_checkpoint,
 )
 from slipstream.config import Config, options
-from slipstream.dist import broadcast, is_main_process
+from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import Hook, HookList, ProgressBarHook
 from slipstream.model import unwrap_model
@@ -71,7 +69,7 @@ class Runner(RunFacts):
         default_scope: whose names are looked up first.
         randomness: `Randomness`.
         experiment_name: names the run in logs.
-        cfg: the whole configuration; `compile`, `sync_bn`, `model_wrapper_cfg` and
+        cfg: the whole configuration; `compile`, `sync_bn`, `parallel`, `model_wrapper_cfg` and
             `find_unused_parameters` are read from it alone.
     """
 
@@ -170,11 +168,8 @@ class Runner(RunFacts):
         with self._running():
             self._build_training()
             self.call_hook("before_run")
-            core: Any = unwrap_model(self.model)
-            if not self._loaded and hasattr(core, "init_weights"):
-                core.init_weights()
-                for tensor in core.state_dict().values() if self.distributed else ():
-                    broadcast(tensor)  # the wrapper did, before the weights were initialised
+            if not self._loaded:
+                resume.init_weights(unwrap_model(self.model))
             self.load_or_resume()
             self._compile()
             assert self.optim_wrapper is not None
@@ -274,13 +269,7 @@ class Runner(RunFacts):
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> dict[str, Any]:
         """Load the weights of a checkpoint and return it."""
-        checkpoint = load_checkpoint(filename, map_location)
-        checkpoint.setdefault(
-            "state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, torch.Tensor)}
-        )
-        # A wrapper's prefix goes, unless it is the name of a part of the model itself.
-        own = any(key.startswith("module.") for key in unwrap_model(self.model).state_dict())
-        checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
+        checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         resume.take_weights(self, checkpoint, strict, str(filename))
         self.logger.info(f"Loaded {filename}")
@@ -308,8 +297,11 @@ class Runner(RunFacts):
         meta: Mapping[str, Any] | None = None,
         by_epoch: bool | None = True,
         mark_last: bool = False,
+        consolidate: bool = False,
     ) -> None:
-        """Write the state of the run to `out_dir/filename`, on rank 0; call it on every rank.
+        """Write the state of the run to `out_dir/filename`; call it on every rank.
+
+        That of a sharded model becomes a folder (`epoch_3.sharded` for `epoch_3.pth`), each rank writing its part.
 
         Args:
             out_dir, filename: where to.
@@ -317,15 +309,14 @@ class Runner(RunFacts):
             meta: further entries of the checkpoint's `meta`.
             by_epoch: called from `after_train_epoch` (True), `after_train_iter` (False), or after both (None).
             mark_last: make it the one that `resume=True` takes.
+            consolidate: write the file of a sharded model, too, gathered by rank 0.
         """
         self.read_logs()  # a run whose loss is no longer finite must not replace its checkpoints
         checkpoint = resume.make_checkpoint(self, by_epoch, save_optimizer, save_param_scheduler, meta)
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-        if is_main_process():
-            path = Path(out_dir) / filename
-            save_checkpoint(checkpoint, path, self.logger.warning)
-            if mark_last:
-                mark_last_checkpoint(self.work_dir, path)
+        path = write_checkpoint(checkpoint, Path(out_dir) / filename, self.logger.warning, consolidate)
+        if mark_last and is_main_process():
+            mark_last_checkpoint(self.work_dir, path)
 
     def restore_random_state(self) -> None:
         """Put the random generators where a resumed run left them, right before its first step."""

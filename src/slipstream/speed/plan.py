@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from slipstream.errors import ConfigError
+from slipstream.config import options
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.model.wrappers import FullyShardedOptions
 from slipstream.speed.compile import CompileOptions, read_compile
 
 __all__ = ["CFG_LEVERS", "SpeedPlan"]
 
-CFG_LEVERS = ("compile", "sync_bn", "model_wrapper_cfg", "find_unused_parameters")
+CFG_LEVERS = ("compile", "sync_bn", "parallel", "model_wrapper_cfg", "find_unused_parameters")
 """The keys that a Runner reads from its `cfg` alone."""
+_KINDS = ("ddp", "fsdp2", "hsdp")
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,28 @@ class SpeedPlan:
         return cls(
             compile=read_compile(cfg.get("compile")),
             sync_bn="torch" if sync_bn else None,
-            model_wrapper=cfg.get("model_wrapper_cfg"),
+            model_wrapper=_read_wrapper(cfg),
             find_unused_parameters=bool(cfg.get("find_unused_parameters", False)),
         )
+
+
+def _read_wrapper(cfg: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return what `parallel` means in the words of `model_wrapper_cfg`, or `model_wrapper_cfg` itself."""
+    given: Mapping[str, Any] | None = cfg.get("model_wrapper_cfg")
+    parallel = cfg.get("parallel")
+    if parallel is None:
+        return given
+    if given is not None:
+        raise ConfigError("give parallel or model_wrapper_cfg, not both", "parallel")
+    how = {"type": parallel} if isinstance(parallel, str) else parallel
+    if not isinstance(how, Mapping) or not isinstance(how.get("type"), str):
+        raise ConfigError(f"must be a name or a dict with a 'type' of {_KINDS}, not {parallel!r}", "parallel")
+    kind, rest = how["type"], {key: value for key, value in how.items() if key != "type"}
+    if kind not in _KINDS:
+        raise ConfigError(f"must be one of {_KINDS}, not {kind!r}{did_you_mean(kind, _KINDS)}", "parallel")
+    if kind == "ddp":
+        return rest
+    if kind == "hsdp":
+        rest = {"shard_size": "machine", **rest}
+    options(FullyShardedOptions, rest, "parallel")  # a mistake is found on one process, too
+    return {"type": "MMFullyShardedDataParallel", **rest}

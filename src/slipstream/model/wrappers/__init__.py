@@ -3,15 +3,29 @@
 from slipstream.model.wrappers.distributed import (
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,
+    comm_hook_state,
     device_ids,
     is_model_wrapper,
+    load_comm_hook_state,
     unwrap_model,
+)
+from slipstream.model.wrappers.fully_sharded import (
+    FullyShardedOptions,
+    MMFullyShardedDataParallel,
+    unsharded_gradients,
+    whole_weights,
 )
 
 __all__ = [
+    "FullyShardedOptions",
     "MMDistributedDataParallel",
+    "MMFullyShardedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "comm_hook_state",
     "device_ids",
     "is_model_wrapper",
+    "load_comm_hook_state",
+    "unsharded_gradients",
     "unwrap_model",
+    "whole_weights",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from slipstream.errors import ModelError
 from slipstream.model.base_model import BaseModel, run_forward
+from slipstream.model.wrappers.comm_hooks import PowerSGD, make_comm_hook, run_comm_hook
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.step import EagerStep
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 __all__ = [
     "MMDistributedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "comm_hook_state",
     "is_model_wrapper",
+    "load_comm_hook_state",
     "unwrap_model",
 ]
 
@@ -33,15 +36,47 @@ MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
 class MMDistributedDataParallel(DistributedDataParallel):
     """torch's `DistributedDataParallel` with a `train_step`, `val_step` and `test_step`.
 
-    `broadcast_buffers` is False unless asked for, whichever other options are given: BatchNorm statistics
-    then stay each rank's own (`SyncBuffersHook` averages them, SyncBN makes them equal).
+    Args:
+        module: the model.
+        broadcast_buffers: BatchNorm statistics stay each rank's own otherwise (`SyncBuffersHook` averages
+            them, SyncBN makes them equal).
+        gradient_as_bucket_view: gradients lie in DDP's buckets, which saves a copy of all of them; the
+            numbers are the same.
+        comm_hook: what is sent instead of whole gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
+            `dict(type='powersgd', rank=2, start_step=1000)`, see `PowerSGDOptions`.
+        kwargs: torch's own.
+
+    Raises:
+        ConfigError: a wrong `comm_hook`.
     """
 
-    def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        broadcast_buffers: bool = False,
+        gradient_as_bucket_view: bool = True,
+        comm_hook: str | Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         with warnings.catch_warnings():
             # Its successor still syncs buffers once, at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
+        self.comm_hook = None if comm_hook is None else make_comm_hook(comm_hook, self.process_group, module)
+        if self.comm_hook is not None:
+            self.register_comm_hook(self.comm_hook, run_comm_hook)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Hold back the gradient sync, but not before the first one of a static graph."""
+        # In that one torch notes how the graph learns; it fails an internal check if it has missed a backward.
+        # Gradients that are synced early only make the sum of the window in another order.
+        if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
+            yield
+            return
+        with super().no_sync():
+            yield
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
@@ -109,6 +144,23 @@ def _without_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, met
 def _with_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     for key in [key for key in state if key.startswith(prefix)]:
         state[f"{prefix}module.{key.removeprefix(prefix)}"] = state.pop(key)
+
+
+def comm_hook_state(model: nn.Module) -> dict[str, Any]:
+    """Return what the communication hooks of a wrapped model remember, by wrapper; call it on every rank."""
+    return {name: hook.state_dict() for name, hook in _remembering(model)}
+
+
+def load_comm_hook_state(model: nn.Module, states: Mapping[str, Any]) -> None:
+    """Let the hooks go on from what `comm_hook_state` returned; those it does not know start anew."""
+    for name, hook in _remembering(model):
+        if name in states:
+            hook.load_state_dict(states[name])
+
+
+def _remembering(model: nn.Module) -> list[tuple[str, PowerSGD]]:
+    hooks = ((name, getattr(module, "comm_hook", None)) for name, module in model.named_modules())
+    return [(name, hook) for name, hook in hooks if isinstance(hook, PowerSGD)]
 
 
 def is_model_wrapper(model: nn.Module) -> bool:

@@ -1,0 +1,332 @@
+"""DDP's options on two processes: how often and what is sent, and that the numbers stay right."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from two_processes import run_in_two
+from two_trainings import Labelled, LossOfEachStep, SteppedNet, train
+
+from slipstream.dist import get_rank
+from slipstream.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
+
+ACCUMULATED = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=4)
+BF16 = dict(ACCUMULATED, type="AmpOptimWrapper", dtype="bfloat16")
+
+
+class Parts(BaseModel):
+    """Trains two children by itself, so that each is wrapped by itself."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Sequential(nn.Linear(8, 16), nn.Tanh()), nn.Linear(16, 3)
+
+    def forward(self, x, y, mode):
+        return {"loss": F.cross_entropy(self.head(self.body(x)), y)}
+
+    def train_step(self, data, optim_wrapper):
+        wrapper = self.wrapper() if hasattr(self, "wrapper") else self
+        with optim_wrapper.optim_context(wrapper):
+            loss = self(*data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+class Counter:
+    """Counts the syncs of every wrapped module of a Runner's model, and means as DDP itself does."""
+
+    def __init__(self):
+        self.syncs = {}
+
+    def __call__(self, runner):
+        model = runner.model
+        if isinstance(model, MMSeparateDistributedDataParallel):
+            model.module.wrapper = lambda: model  # a train_step holds back the sync of all children
+        for name, module in model.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                module.register_comm_hook(name, self.count)
+
+    def count(self, name, bucket):
+        self.syncs[name] = self.syncs.get(name, 0) + bucket.is_last()
+        work = torch.distributed.all_reduce(bucket.buffer().div_(2), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+
+def state(runner):
+    model = runner.model
+    model = model.module if hasattr(model, "module") else model
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def counted(folder):
+    """Ten batches in windows of 4, 4 and 2."""
+    cases = {
+        "plain": (SteppedNet, ACCUMULATED, {}),
+        "amp": (SteppedNet, BF16, {}),
+        "parts": (Parts, ACCUMULATED, {}),
+        "static": (SteppedNet, ACCUMULATED, dict(static_graph=True)),
+        "each": (SteppedNet, dict(ACCUMULATED, accumulative_counts=1), {}),
+    }
+    answers = {}
+    for name, (model, optim, options) in cases.items():
+        counter = Counter()
+        kind = "MMSeparateDistributedDataParallel" if model is Parts else "MMDistributedDataParallel"
+        cfg = dict(model_wrapper_cfg=dict(type=kind, **options))
+        runner = train(folder / name, 2, model(), prepare=counter, optim_wrapper=optim, cfg=cfg)
+        answers[name] = counter.syncs, state(runner)
+    return answers
+
+
+class Uneven(SteppedNet):
+    """Leaves out a layer in every other step."""
+
+    steps = 0
+
+    def forward(self, x, y, mode):
+        self.steps += 1
+        hidden = F.relu(self.norm(self.first(x)))
+        hidden = F.relu(self.middle(hidden)) if self.steps % 2 else hidden
+        return {"loss": F.cross_entropy(self.last(hidden), y)}
+
+
+def views(folder):
+    def weights(name, model=SteppedNet, accumulate=1, clip=None, **options):
+        optim = dict(ACCUMULATED, accumulative_counts=accumulate, clip_grad=clip)
+        cfg = dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel", **options))
+        return state(train(folder / name, 2, model(), optim_wrapper=optim, cfg=cfg))
+
+    pairs = []
+    for index, options in enumerate(
+        [
+            {},
+            dict(accumulate=3, clip=dict(max_norm=0.1)),
+            dict(static_graph=True),
+            dict(model=Uneven, find_unused_parameters=True),
+        ]
+    ):
+        pairs.append([weights(f"{index}{v}", gradient_as_bucket_view=v, **options) for v in (True, False)])
+    model = MMDistributedDataParallel(SteppedNet())
+    model(*Labelled()[:4], mode="loss")["loss"].backward()
+    buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
+    return pairs, len(buckets)
+
+
+@contextlib.contextmanager
+def wire():
+    """Record the dtype and size of every all-reduce from Python."""
+    seen, original = [], torch.distributed.all_reduce
+
+    def all_reduce(tensor, *args, **kwargs):
+        seen.append((tensor.dtype, tensor.numel()))
+        return original(tensor, *args, **kwargs)
+
+    torch.distributed.all_reduce = all_reduce
+    try:
+        yield seen
+    finally:
+        torch.distributed.all_reduce = original
+
+
+def gradients(hook, model=None, steps=1, size=16):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 20)) if model is None else model
+    # Small buckets: several are under way at once, and they are laid out anew after the first step.
+    model = MMDistributedDataParallel(model, comm_hook=hook, bucket_cap_mb=0.002)
+    generator = torch.Generator().manual_seed(get_rank())
+    for _ in range(steps):
+        model.zero_grad()
+        model(torch.randn(size, 24, generator=generator)).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters()], model
+
+
+def compressed(folder):
+    train(folder / "group", 2, max_epochs=1)
+    exact, _ = gradients(None, steps=2)
+    answers = {"exact": exact}
+    for kind in ("bf16", "fp16"):
+        with wire() as seen:
+            answers[kind] = gradients(kind, steps=2)[0]
+        answers[f"{kind} wire"] = seen
+    # The mean of two gradients of one sample each has rank 2.
+    answers["rank 2"] = gradients(None, steps=4, size=1)[0]
+    with wire() as seen:
+        low = dict(type="powersgd", rank=2, start_step=0)
+        answers["powersgd"], model = gradients(low, steps=4, size=1)
+    answers["powersgd wire"] = sum(size for _, size in seen)
+    _, model = gradients(dict(type="powersgd", rank=1, start_step=1), steps=5)
+    saved = model.comm_hook.state_dict()
+    own = sum(error.abs().sum().item() for error in model.comm_hook.errors.values())
+    answers["saved"] = saved["errors"], own
+    # From per-rank errors and from their mean the next gradients are the same.
+    other = MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
+    other.comm_hook.load_state_dict(saved)
+    results = []
+    for wrapped in (other, model):
+        wrapped.zero_grad()
+        generator = torch.Generator().manual_seed(9 + get_rank())
+        wrapped(torch.randn(16, 24, generator=generator)).square().mean().backward()
+        results.append([p.grad.clone() for p in wrapped.parameters()])
+    answers["resumed"] = results
+    return answers
+
+
+def trained(folder):
+    answers = {}
+    for name, hook in dict(
+        exact=None, bf16="bf16", fp16="fp16", powersgd=dict(type="powersgd", rank=1, start_step=5)
+    ).items():
+        losses = LossOfEachStep()
+        cfg = dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel", comm_hook=hook))
+        runner = train(folder / name, 2, max_epochs=8, custom_hooks=[losses], cfg=cfg)
+        answers[name] = losses.losses, state(runner), runner.model.broadcast_buffers
+    return answers
+
+
+def powersgd_resumed(folder):
+    """A run of four epochs, and one that goes on from its second with PowerSGD's memory and without."""
+    hook = dict(type="powersgd", rank=1, start_step=2)
+    options = dict(
+        max_epochs=4,
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.01)),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)),
+        cfg=dict(model_wrapper_cfg=dict(type="MMDistributedDataParallel", comm_hook=hook)),
+    )
+    whole = state(train(folder / "whole", 2, **options))
+    middle = folder / "whole" / "epoch_2.pth"
+    content = torch.load(middle, weights_only=True)
+    remembered = content.pop("comm_hook")
+    forgetful = folder / f"forgetful{get_rank()}.pth"
+    torch.save(content, forgetful)
+    torch.distributed.barrier()
+    again = state(train(folder / "again", 2, resume=str(middle), **options))
+    anew = state(train(folder / "anew", 2, resume=str(folder / "forgetful0.pth"), **options))
+    return whole, again, anew, remembered
+
+
+class OwnWrapper(MMDistributedDataParallel):
+    """A user's subclass of ours, given as a class."""
+
+
+def own_wrapper(folder):
+    cfg = dict(model_wrapper_cfg=dict(type=OwnWrapper, comm_hook="bf16"))
+    model = train(folder, 2, cfg=cfg).model
+    return type(model).__name__, model.comm_hook.dtype, model.broadcast_buffers, model.gradient_as_bucket_view
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    functions = [counted, views, compressed, trained, powersgd_resumed, own_wrapper]
+    return run_in_two(functions, tmp_path_factory.mktemp("options"))
+
+
+def both(answers, name):
+    for answer in answers[name]:
+        assert not isinstance(answer, str), answer
+    return answers[name]
+
+
+def assert_close(one, other, tolerance=1e-6):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=0, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("name", ["plain", "amp", "parts"])
+def test_gradients_are_synced_once_a_window_also_in_the_shorter_last_one(answers, name):
+    for syncs, _ in (answer[name] for answer in both(answers, "counted")):
+        assert set(syncs.values()) == {3}
+        assert len(syncs) == (2 if name == "parts" else 1)
+
+
+def test_without_accumulation_they_are_synced_in_every_step(answers):
+    assert [set(answer["each"][0].values()) for answer in both(answers, "counted")] == [{10}, {10}]
+
+
+def test_a_static_graph_syncs_the_first_window_once_more_instead_of_failing(answers):
+    for answer in both(answers, "counted"):
+        # Four batches of the first window, of which torch must see the first, and one of each other.
+        assert set(answer["static"][0].values()) == {4}
+        assert_close(answer["static"][1], answer["plain"][1])
+
+
+@pytest.mark.parametrize(("name", "model"), [("plain", SteppedNet), ("parts", Parts)])
+def test_accumulation_on_two_processes_equals_one(answers, tmp_path, name, model):
+    alone = state(train(tmp_path, 1, model(), optim_wrapper=ACCUMULATED))
+    first, second = (answer[name][1] for answer in both(answers, "counted"))
+    assert_close(first, second, 0)
+    assert_close(first, alone)
+
+
+def test_accumulation_under_bfloat16_equals_one_process_as_far_as_it_reaches(answers, tmp_path):
+    alone = state(train(tmp_path, 1, optim_wrapper=BF16))
+    first, second = (answer["amp"][1] for answer in both(answers, "counted"))
+    assert_close(first, second, 0)
+    assert_close(first, alone, 2e-3)
+
+
+def test_gradients_as_views_of_the_buckets_are_the_default_and_give_the_same_bits(answers):
+    for pairs, buckets in both(answers, "views"):
+        assert buckets == 1
+        assert len(pairs) == 4
+        for with_views, without in pairs:
+            assert_close(with_views, without, 0)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_is_on_the_wire_and_the_gradients_are_within_its_rounding(answers, kind, dtype):
+    for answer in both(answers, "compressed"):
+        sizes = [size for sent, size in answer[f"{kind} wire"] if sent == dtype]
+        assert len(sizes) == len(answer[f"{kind} wire"]) > 2  # the second step has several buckets
+        assert sum(sizes) == 2 * sum(g.numel() for g in answer["exact"])
+        for exact, rounded in zip(answer["exact"], answer[kind], strict=True):
+            assert rounded.dtype == torch.float32
+            # Each rank's share and their sum are rounded once.
+            assert (exact - rounded).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
+            assert not torch.equal(exact, rounded)
+
+
+def test_powersgd_sends_little_and_keeps_gradients_of_its_rank_across_new_buckets(answers):
+    first, second = both(answers, "compressed")
+    assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
+    for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
+        torch.testing.assert_close(low, exact, rtol=1e-3, atol=1e-5)
+    # Four steps of two factors of two columns for (32, 24) and (20, 32), and the biases 32 and 20.
+    assert first["powersgd wire"] == 4 * (2 * (32 + 24) + 2 * (20 + 32) + 32 + 20)
+    assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
+
+
+def test_powersgds_saved_errors_are_the_ranks_mean_and_go_on_alike(answers):
+    first, second = both(answers, "compressed")
+    assert first["saved"][1] != second["saved"][1]  # each rank's own
+    assert first["saved"][0].keys() == {"0.weight", "2.weight"}
+    for name, error in first["saved"][0].items():
+        assert torch.equal(error, second["saved"][0][name])
+    for from_mean, from_own in (answer["resumed"] for answer in (first, second)):
+        for one, other in zip(from_mean, from_own, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+def test_a_resumed_run_goes_on_with_powersgds_memory(answers):
+    for whole, again, anew, remembered in both(answers, "powersgd_resumed"):
+        assert remembered[""]["step"] == 10
+        assert_close(again, whole)
+        assert max((anew[name] - whole[name]).abs().max() for name in whole) > 1e-4
+
+
+def test_training_converges_with_every_hook_and_ranks_stay_equal(answers):
+    first, second = both(answers, "trained")
+    for name, (losses, weights, broadcasts) in first.items():
+        assert_close(weights, second[name][1], 0)
+        assert not broadcasts
+        assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+    for name in ("bf16", "fp16"):
+        assert sum(first[name][0]) == pytest.approx(sum(first["exact"][0]), rel=0.1)
+        assert first[name][0] != first["exact"][0]
+
+
+def test_a_users_subclass_of_ours_takes_the_options_and_keeps_the_other_defaults(answers):
+    assert both(answers, "own_wrapper") == [("OwnWrapper", torch.bfloat16, False, True)] * 2

@@ -1,0 +1,224 @@
+"""Two processes with half the batch each and SyncBN give the numbers of one with the whole batch.
+
+In float64 that holds at each of 20 steps far beyond float32's precision, so nothing but rounding differs.
+In float32 rounding alone moves some runs: one process that trains PP-LiteSeg, whose global pooling leaves
+BatchNorm one value an image, is 1e-2 off its own float64 run after 20 steps, and a ReLU that rounding
+switches in a ResNet shows as 1e-5 or more at common learning rates. Where nothing amplifies it (a smaller
+network, or small steps), float32 holds to 1e-6.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+from two_processes import run_in_two
+from two_trainings import LossOfEachStep, train
+
+from slipstream.dataset import DefaultSampler
+from slipstream.model import Classifier, Segmentor, SyncBatchNorm
+from slipstream.runner import Runner
+from slipstream.zoo import MultiHeadCrossEntropy, pp_lite_t_seg
+from slipstream.zoo.resnet import BasicBlock, ResNet
+
+pytestmark = pytest.mark.slow
+CLASSES = 4
+
+
+class Pictures(Dataset):
+    """Random pictures with a label each, or with one a pixel of which the first `ignored` rows do not count."""
+
+    metainfo = dict(classes=tuple("abcd"))  # noqa: RUF012
+
+    def __init__(self, size=16, count=40, dtype=torch.float32, pixels=False, ignored=4, uneven=False):
+        generator = torch.Generator().manual_seed(0)
+        self.x = torch.randn(count, 3, size, size, generator=generator).to(dtype)
+        shape = (count, size, size) if pixels else (count,)
+        self.y = torch.randint(0, CLASSES, shape, generator=generator)
+        if pixels:
+            for index, target in enumerate(self.y):
+                target[: index % size if uneven else ignored] = 255
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return {"inputs": self.x[index], "targets": self.y[index]}
+
+
+class SmallSegmentation(nn.Module):
+    """Four BatchNorms and an auxiliary head."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (3, 8, 16, 16)
+        self.body = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(i, o, 3, padding=1, bias=False), nn.BatchNorm2d(o), nn.ReLU())
+            for i, o in pairwise(widths)
+        )
+        self.head = nn.Sequential(nn.BatchNorm2d(16), nn.Conv2d(16, CLASSES, 1))
+        self.aux = nn.Conv2d(8, CLASSES, 1)
+
+    def forward(self, x):
+        first = self.body[0](x)
+        out = self.head(self.body[2](self.body[1](F.max_pool2d(first, 2))))
+        out = F.interpolate(out, x.shape[-2:])
+        return (out, self.aux(first)) if self.training else out
+
+
+def resnet():
+    return Classifier(ResNet(BasicBlock, (1, 1, 1, 1), CLASSES, small_input=True))
+
+
+def segmentation():
+    return Segmentor(SmallSegmentation(), MultiHeadCrossEntropy())
+
+
+def pp_liteseg():
+    return Segmentor(pp_lite_t_seg(CLASSES), MultiHeadCrossEntropy())
+
+
+SGD, SLOW_SGD = (dict(type="SGD", lr=lr, momentum=0.9) for lr in (0.02, 2e-5))
+ADAMW, SLOW_ADAMW = dict(type="AdamW", lr=1e-3), dict(type="AdamW", lr=1e-4, eps=1e-5)
+PIXELS, DOUBLE = dict(pixels=True), dict(dtype=torch.float64)
+EXACT, CLOSE = 1e-8, 1e-6
+CASES = {
+    "resnet, float32, SGD": (resnet, SLOW_SGD, {}, CLOSE),
+    "segmentation, float32, SGD": (segmentation, SGD, PIXELS, CLOSE),
+    "segmentation, float32, AdamW": (segmentation, SLOW_ADAMW, PIXELS, CLOSE),
+    "pp_liteseg, float64, SGD": (pp_liteseg, SGD, dict(PIXELS, **DOUBLE, size=64), EXACT),
+    "segmentation, float64, AdamW": (segmentation, ADAMW, dict(PIXELS, **DOUBLE), EXACT),
+}
+
+
+def run(folder, world, case):
+    """Return the loss of each of 20 steps and the final state."""
+    make, optimizer, data, _ = CASES[case]
+    torch.manual_seed(0)
+    model = make().to(data.get("dtype"))
+    losses = LossOfEachStep()
+    runner = train(
+        folder,
+        world,
+        model,
+        Pictures(**data),
+        max_epochs=4,
+        optim_wrapper=dict(optimizer=optimizer),
+        custom_hooks=[losses],
+        cfg=dict(sync_bn=True),
+    )
+    kinds = {type(m) for m in runner.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)}
+    assert kinds == ({SyncBatchNorm} if world > 1 else {nn.BatchNorm2d})
+    model = runner.model.module if world > 1 else runner.model
+    return losses.losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def trainings(folder):
+    return {case: run(folder / str(index), 2, case) for index, case in enumerate(CASES)}
+
+
+def measure(folder, world, pixels):
+    """Validate on 23 pictures, which divide evenly among neither ranks nor batches."""
+    torch.manual_seed(0)
+    loader = dict(
+        dataset=Pictures(count=23, pixels=pixels),
+        batch_size=4,
+        sampler=dict(type="DefaultSampler", shuffle=False),
+        collate_fn=dict(type="default_collate"),
+    )
+    metric = dict(type="IoUMetric") if pixels else dict(type="Accuracy", topk=(1, 2))
+    runner = Runner(
+        (segmentation if pixels else resnet)(),
+        str(folder),
+        val_dataloader=loader,
+        val_cfg=dict(),
+        val_evaluator=metric,
+        launcher="pytorch" if world > 1 else "none",
+        cfg=dict(sync_bn=True),
+        log_level="ERROR",
+    )
+    return runner.val()
+
+
+def metrics(folder):
+    return [measure(folder, 2, pixels) for pixels in (False, True)]
+
+
+def unequal_ignored(folder):
+    """Train one epoch where ranks have different numbers of pixels that count."""
+    data = Pictures(pixels=True, uneven=True, dtype=torch.float64)
+    torch.manual_seed(0)
+    model = segmentation().double()
+    losses = LossOfEachStep()
+    options = dict(optim_wrapper=dict(optimizer=SGD), custom_hooks=[losses], cfg=dict(sync_bn=True))
+    start = {k: v.clone() for k, v in model.state_dict().items()}
+    train(folder, 2, model, data, max_epochs=1, **options)
+    return losses.losses[0], start
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two([trainings, metrics, unequal_ignored], tmp_path_factory.mktemp("equal"), timeout=120)
+
+
+def both(answers, name):
+    for answer in answers[name]:
+        assert not isinstance(answer, str), answer
+    return answers[name]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_loss_of_each_step_and_the_weights_are_those_of_one_process(answers, tmp_path, case):
+    losses, weights = run(tmp_path, 1, case)
+    tolerance = CASES[case][-1]
+    assert len(losses) == 20
+    assert len(set(losses)) == 20
+    for two_losses, two_weights in (answer[case] for answer in both(answers, "trainings")):
+        assert two_losses == pytest.approx(losses, rel=tolerance, abs=0)
+        assert two_weights.keys() == weights.keys()
+        for name, value in weights.items():
+            scale = value.double().abs().max().clamp_min(1)
+            difference = (two_weights[name].double() - value.double()).abs().max()
+            assert difference <= 100 * tolerance * scale, name
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["Accuracy", "IoUMetric"])
+def test_metrics_of_an_uneven_data_set_are_exactly_those_of_one_process(answers, tmp_path, which):
+    alone = measure(tmp_path, 1, bool(which))
+    assert alone
+    for answer in both(answers, "metrics"):
+        assert answer[which] == alone
+
+
+def test_where_ranks_count_unequal_pixels_each_rank_weighs_the_same(answers):
+    """The mean over the ranks of their own means: a pixel of a rank with fewer of them weighs more."""
+    first, second = both(answers, "unequal_ignored")
+    assert first[0] == second[0]
+    torch.manual_seed(0)
+    model = segmentation().double()
+    model.load_state_dict(first[1])
+    data = Pictures(pixels=True, uneven=True, dtype=torch.float64)
+    order = first_batch()
+    batch = {key: torch.stack([data[i][key] for i in order]) for key in ("inputs", "targets")}
+    logits = model.train().network(batch["inputs"])
+    means = [
+        sum(
+            weight * F.cross_entropy(out[half], batch["targets"][half], ignore_index=255)
+            for weight, out in zip((1.0, 0.4), logits, strict=True)
+        ).item()
+        for half in (slice(0, None, 2), slice(1, None, 2))
+    ]
+    whole = sum(
+        weight * F.cross_entropy(out, batch["targets"], ignore_index=255).item()
+        for weight, out in zip((1.0, 0.4), logits, strict=True)
+    )
+    assert first[0] == pytest.approx(sum(means) / 2, rel=1e-10)
+    assert first[0] != pytest.approx(whole, rel=1e-4)
+
+
+def first_batch():
+    """Return the indices of the first step, of which the ranks take every second one."""
+    sampler = DefaultSampler(Pictures(), shuffle=True, seed=3)
+    return [int(index) for _, index in zip(range(8), sampler, strict=False)]

@@ -1,0 +1,179 @@
+"""A sharded model trains as one process with the whole batch does."""
+
+import pytest
+import torch
+from sharded_runs import ACCUMULATED, ADAMW, FSDP, SGD, Net, Record, assert_same, make, train
+from two_processes import run_in_two
+
+from slipstream.errors import ModelError, SlipstreamError
+
+AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
+
+
+def sgd(folder, world=2):
+    return train(folder, FSDP if world > 1 else None, world=world)
+
+
+def adamw_with_average(folder, world=2):
+    return train(folder, FSDP if world > 1 else None, world=world, optim=ADAMW, ema=True)
+
+
+def accumulated(folder, world=2):
+    return train(folder, FSDP if world > 1 else None, world=world, optim=ACCUMULATED)
+
+
+def clipped_by_value(folder, world=2):
+    optim = dict(SGD, clip_grad=dict(type="value", clip_value=0.02))
+    return train(folder, FSDP if world > 1 else None, world=world, optim=optim)
+
+
+def autocast(folder):
+    return [train(folder / kind, kind, world=2, optim=AMP) for kind in ("fsdp2", "ddp")]
+
+
+def sync_bn(folder, world=2):
+    cfg = dict(parallel=FSDP, sync_bn="torch") if world > 1 else None
+    return train(folder, world=world, model=Net(norm=True), cfg=cfg)
+
+
+def overflow(folder):
+    """Make one gradient infinite, on rank 0 alone; return how far the weights moved and the loss scale."""
+    runner = make(folder, FSDP, world=2)
+    runner._build_training()
+    before = [p.detach().full_tensor() for p in runner.model.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+    for param in runner.model.parameters():
+        param.grad = torch.ones_like(param)
+        if torch.distributed.get_rank() == 0:
+            param.grad.to_local().fill_(float("inf"))
+    scaler.step(runner.optim_wrapper.optimizer)
+    scaler.update()
+    pairs = zip(runner.model.parameters(), before, strict=True)
+    moved = [(param.detach().full_tensor() - old).abs().max().item() for param, old in pairs]
+    return max(moved), scaler.get_scale()
+
+
+def compiled(folder):
+    return train(folder, world=2, cfg=dict(parallel=FSDP, compile=dict(backend="aot_eager")))
+
+
+def lower_precision(folder):
+    model, seen = Net(norm=True), []
+    for part in (model.norm, model.head):
+        part.register_forward_pre_hook(lambda module, args: seen.append((args[0].dtype, module.weight.dtype)))
+    runner = make(folder, dict(FSDP, param_dtype="bf16"), world=2, model=model, optim=ACCUMULATED)
+    runner.train()
+    losses = next(hook for hook in runner.hooks if isinstance(hook, Record)).losses
+    exact = train(folder / "exact", FSDP, world=2, model=Net(norm=True), optim=ACCUMULATED)["losses"]
+    return seen[:2], {p.dtype for p in runner.model.parameters()}, torch.stack(losses).float(), exact
+
+
+def shards(folder):
+    torch.manual_seed(torch.distributed.get_rank())
+    model = Net()
+    own = model.stem.weight.detach().clone()  # drawn by each rank for itself
+    runner = make(folder, FSDP, world=2, model=model)
+    blocks = [name for name, module in runner.model.named_modules() if hasattr(module, "unshard")]
+    sizes = {name: p.to_local().shape[0] for name, p in model.named_parameters()}
+    return blocks, sizes, runner.model.forward_needs_all_ranks, own, model.stem.weight.full_tensor().detach()
+
+
+def own_train_step(folder):
+    class Own(Net):
+        def train_step(self, data, optim_wrapper):
+            return super().train_step(data, optim_wrapper)
+
+    try:
+        make(folder, FSDP, world=2, model=Own()).train()
+    except ModelError as error:
+        return str(error)
+    return "no error"
+
+
+def mistakes(folder):
+    found = []
+    for parallel in (dict(FSDP, wrap=["Blok"]), dict(FSDP, shard_size=3), dict(type="hsdp")):
+        try:
+            make(folder, parallel, world=2)
+        except SlipstreamError as error:
+            found.append(str(error))
+    return found
+
+
+FUNCTIONS = [
+    sgd, adamw_with_average, accumulated, clipped_by_value, autocast, sync_bn, overflow, compiled,
+    lower_precision, shards, own_train_step, mistakes,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two(FUNCTIONS, tmp_path_factory.mktemp("fsdp"))
+
+
+@pytest.mark.parametrize("function", [sgd, adamw_with_average, accumulated, clipped_by_value, sync_bn])
+def test_losses_norms_validations_and_weights_are_those_of_one_process(answers, function, tmp_path):
+    first, second = answers[function.__name__]
+    assert_same(first, second, steps=20)
+    assert first["kind"] == "MMFullyShardedDataParallel"
+    assert_same(first, function(tmp_path, world=1), rtol=1e-6, atol=1e-6, steps=20)
+
+
+def test_autocast_trains_as_under_ddp(answers):
+    assert isinstance(answers["autocast"][0], list), answers["autocast"][0]
+    sharded, replicated = answers["autocast"][0]
+    assert_same(sharded, replicated, rtol=1e-3, atol=1e-3, steps=20)
+
+
+def test_an_overflow_that_one_rank_sees_skips_the_step_on_all(answers):
+    assert answers["overflow"] == [(0.0, 4.0)] * 2
+
+
+def test_a_compiled_sharded_model_trains_the_same(answers):
+    assert_same(answers["compiled"][0], answers["sgd"][0], rtol=1e-6, atol=1e-6)
+
+
+def test_with_a_lower_precision_forward_runs_in_it_and_shards_and_batchnorm_keep_theirs(answers):
+    for answer in answers["lower_precision"]:
+        assert not isinstance(answer, str), answer
+        (norm, head), stored, losses, exact = answer
+        assert norm == (torch.bfloat16, torch.float32)
+        assert head == (torch.bfloat16, torch.bfloat16)
+        assert stored == {torch.float32}
+        torch.testing.assert_close(losses, exact, rtol=0.05, atol=0.03)
+
+
+def test_named_blocks_are_units_of_their_own_and_each_rank_keeps_its_rows_alone(answers):
+    assert not isinstance(answers["shards"][0], str), answers["shards"][0]
+    rows = []
+    for blocks, sizes, needs_all, *_ in answers["shards"]:
+        assert blocks == ["module", "module.blocks.0", "module.blocks.1"]
+        assert needs_all
+        rows.append((sizes["blocks.1.0.weight"], sizes["head.weight"]))
+    assert rows == [(3, 1), (2, 0)]
+
+
+def test_rank_0s_weights_are_everybodys(answers):
+    (*_, own, shared), (*_, others, shared_too) = answers["shards"]
+    assert not torch.equal(own, others)
+    assert torch.equal(shared, own)
+    assert torch.equal(shared_too, own)
+
+
+def test_one_process_wraps_nothing(tmp_path):
+    assert type(make(tmp_path, FSDP).model) is Net
+
+
+def test_a_model_that_trains_itself_is_refused(answers):
+    for answer in answers["own_train_step"]:
+        assert "overrides train_step" in answer
+
+
+def test_mistakes_name_the_option_and_the_remedy(answers):
+    for found in answers["mistakes"]:
+        assert len(found) == 3, found
+        assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
+        assert found[1].startswith("shard_size: 3 processes cannot share a model among 2")
+        assert "LOCAL_WORLD_SIZE" in found[2]
+        assert "shard_size" in found[2]

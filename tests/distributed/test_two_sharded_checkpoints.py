@@ -1,0 +1,238 @@
+"""A sharded run goes on from its checkpoint on any number of processes; on the same number bit for bit."""
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_runs import ACCUMULATED, ADAMW, FSDP, HSDP, assert_same, make, train
+from two_processes import run_in_two
+
+from slipstream.checkpoint import consolidate, find_latest_checkpoint, load_checkpoint
+from slipstream.errors import CheckpointError, NonFiniteLossError
+
+SAVE = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), optim=ADAMW, ema=True)
+BY_ITER = dict(
+    optim=ACCUMULATED,
+    train_cfg=dict(by_epoch=False, max_iters=10, val_interval=100),
+    default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=5)),
+    param_scheduler=None,
+)
+
+
+def uninterrupted(folder):
+    return train(folder, FSDP, world=2, **SAVE)
+
+
+def continued(folder):
+    first = folder.with_name("uninterrupted") / "epoch_2.sharded"
+    return train(folder, FSDP, world=2, **SAVE, resume=str(first))
+
+
+def continued_as_ddp(folder):
+    first = folder.with_name("uninterrupted") / "epoch_2.sharded"
+    return train(folder, "ddp", world=2, **SAVE, resume=str(first))
+
+
+def continued_from_a_file(folder):
+    return train(folder, FSDP, world=2, **SAVE, resume=str(folder.with_name("alone") / "epoch_2.pth"))
+
+
+def middle_of_a_window(folder):
+    whole = train(folder, FSDP, world=2, **BY_ITER)
+    rest = train(folder / "rest", FSDP, world=2, **BY_ITER, resume=str(folder / "iter_5.sharded"))
+    return whole, rest
+
+
+def files(folder):
+    hook = dict(type="CheckpointHook", interval=1, max_keep_ckpts=1, save_best="error", rule="less")
+    runner = make(folder, FSDP, world=2, default_hooks=dict(checkpoint=hook))
+    runner.train()
+    hook = dict(type="CheckpointHook", consolidate=True)
+    make(folder / "one", FSDP, world=2, epochs=1, default_hooks=dict(checkpoint=hook)).train()
+    latest = find_latest_checkpoint(folder)
+    again = make(folder, FSDP, world=2, default_hooks=dict(checkpoint=None), resume=True)
+    again.val()  # weights only, which a validation takes strictly
+    hub = runner.message_hub
+    names = [sorted(path.name for path in where.iterdir()) for where in (folder, folder / "one")]
+    return names[0], latest.name, hub.get_info("best_ckpt/error"), names[1]
+
+
+def not_finite(folder):
+    runner = make(folder, FSDP, world=2)
+    with torch.no_grad():
+        runner.model.module.stem.weight.fill_(float("nan"))
+    if torch.distributed.get_rank() == 1:
+        with torch.no_grad():
+            runner.model.module.stem.weight.to_local().zero_()
+    try:
+        runner.save_checkpoint(folder, "bad.pth")
+    except NonFiniteLossError as error:
+        return str(error), list(Path(folder).glob("bad*"))
+    return "no error"
+
+
+def unwritable(folder):
+    runner = make(folder, FSDP, world=2)
+    (folder / "taken").write_text("a file where a folder is needed")
+    try:
+        runner.save_checkpoint(folder / "taken", "epoch_1.pth")
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+FUNCTIONS = [
+    uninterrupted, continued, continued_as_ddp, continued_from_a_file, middle_of_a_window, files, not_finite,
+    unwritable,
+]  # fmt: skip
+
+
+def hybrid(folder):
+    first = folder.with_name("uninterrupted") / "epoch_2.sharded"
+    whole = train(folder, HSDP, world=4, **SAVE)
+    from_two = train(folder / "two", HSDP, world=4, **SAVE, resume=str(first))
+    return whole, from_two
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("sharded")
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    return train(folder / "alone", **SAVE)
+
+
+@pytest.fixture(scope="module")
+def answers(folder, alone):
+    two = run_in_two(FUNCTIONS, folder, timeout=120)
+    return two | run_in_two([hybrid], folder, timeout=120, world=4)
+
+
+def test_on_as_many_processes_a_resumed_run_ends_bit_for_bit_as_if_never_stopped(answers):
+    assert_same(answers["continued"][0], answers["uninterrupted"][0], steps=10)
+
+
+@pytest.mark.parametrize("name", ["continued_as_ddp", "continued_from_a_file"])
+def test_sharded_and_ordinary_runs_go_on_from_each_others_checkpoints(answers, alone, name):
+    kinds = {"continued_as_ddp": "MMDistributedDataParallel"}
+    assert answers[name][0]["kind"] == kinds.get(name, "MMFullyShardedDataParallel")
+    assert_same(answers[name][0], alone, rtol=2e-6, atol=1e-6, steps=10)
+
+
+def test_one_process_goes_on_from_the_shards_of_two(answers, alone, folder, tmp_path):
+    first = folder / "uninterrupted" / "epoch_2.sharded"
+    assert_same(train(tmp_path, **SAVE, resume=str(first)), alone, rtol=2e-6, atol=1e-6, steps=10)
+
+
+def test_gradients_held_back_within_a_window_survive(answers):
+    assert not isinstance(answers["middle_of_a_window"][0], str), answers["middle_of_a_window"][0]
+    whole, rest = answers["middle_of_a_window"][0]
+    assert_same(rest, whole, rtol=2e-6, atol=1e-6, steps=5)
+
+
+def test_four_hybrid_processes_train_as_one_and_go_on_from_the_shards_of_two(answers, alone):
+    assert not isinstance(answers["hybrid"][0], str), answers["hybrid"][0]
+    whole, from_two = answers["hybrid"][0]
+    assert_same(whole, alone, rtol=2e-6, atol=1e-6, steps=20)
+    assert_same(from_two, alone, rtol=2e-6, atol=1e-6, steps=10)
+
+
+def flat(value, place=""):
+    if isinstance(value, dict):
+        return {k: v for key in value for k, v in flat(value[key], f"{place}/{key}").items()}
+    return {place: value}
+
+
+@pytest.mark.parametrize("name", ["uninterrupted", "hybrid"])
+def test_a_consolidated_checkpoint_is_one_processs_own(answers, folder, tmp_path, name):
+    consolidate(folder / name / "epoch_2.sharded", tmp_path / "whole.pth")
+    whole = load_checkpoint(tmp_path / "whole.pth")
+    ordinary = load_checkpoint(folder / "alone" / "epoch_2.pth")
+    assert list(whole) == list(ordinary)
+    for part in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
+        left, right = flat(whole[part]), flat(ordinary[part])
+        assert list(left) == list(right)
+        for key, value in left.items():
+            torch.testing.assert_close(value, right[key], rtol=1e-6, atol=1e-6, msg=key)
+
+
+def test_folders_are_kept_removed_and_found_as_files_are(answers):
+    assert not isinstance(answers["files"][0], str), answers["files"][0]
+    names, latest, best, consolidated = answers["files"][0]
+    assert [name for name in names if name.endswith((".sharded", ".pth", ".tmp", ".old"))] == [
+        best,
+        "epoch_4.sharded",
+    ]
+    assert latest == "epoch_4.sharded"
+    assert best.startswith("best_error_epoch_")
+    assert "epoch_1.pth" in consolidated
+    assert not any(name.endswith(".sharded") for name in consolidated)
+
+
+def test_weights_that_are_not_finite_on_one_rank_stop_all(answers):
+    for answer in answers["not_finite"]:
+        message, written = answer
+        assert "'stem.weight' is NaN" in message
+        assert written == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(answers):
+    for answer in answers["unwritable"]:
+        assert "cannot be written" in answer
+
+
+# ---- reading what cannot be trusted -------------------------------------------------------------------
+
+
+@pytest.fixture
+def copy(answers, folder, tmp_path):
+    return Path(shutil.copytree(folder / "uninterrupted" / "epoch_2.sharded", tmp_path / "copy.sharded"))
+
+
+class Bomb:
+    def __reduce__(self):
+        return os.mkdir, (str(Path(os.environ["BOMB"])),)
+
+
+def test_torchs_own_pickled_index_is_never_opened(copy, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    (copy / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    assert "stem.weight" in load_checkpoint(copy)["state_dict"]
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_pickled_objects_in_the_parts_are_refused(copy, tmp_path, monkeypatch):
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    content = torch.load(copy / "plain.pth", weights_only=True)
+    torch.save(Bomb(), copy / "bomb.distcp")
+    for entry in content["index"].values():
+        size = (copy / "bomb.distcp").stat().st_size
+        entry["parts"] = [(*part[:2], "bomb.distcp", 0, size) for part in entry["parts"]]
+    torch.save(content, copy / "plain.pth")
+    with pytest.raises(CheckpointError, match="incomplete or damaged"):
+        load_checkpoint(copy)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_an_index_that_names_another_folders_file_is_refused(copy):
+    content = torch.load(copy / "plain.pth", weights_only=True)
+    next(iter(content["index"].values()))["parts"] = [([0, 0], [5, 3], "../elsewhere", 0, 1)]
+    torch.save(content, copy / "plain.pth")
+    with pytest.raises(CheckpointError, match="file of another folder"):
+        load_checkpoint(copy)
+
+
+def test_a_lost_part_is_an_error_that_names_the_checkpoint(copy):
+    next(copy.glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointError, match=r"copy\.sharded is incomplete or damaged"):
+        load_checkpoint(copy)
+
+
+def test_only_a_sharded_checkpoint_can_be_consolidated(tmp_path):
+    with pytest.raises(CheckpointError, match="is not a sharded checkpoint"):
+        consolidate(tmp_path, tmp_path / "out.pth")

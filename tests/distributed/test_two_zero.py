@@ -1,0 +1,186 @@
+"""ZeRO-1 on two processes moves the weights as the plain optimizer does, and saves what that would save."""
+
+import pytest
+import torch
+from torch import nn
+from two_processes import run_in_two
+from two_trainings import SteppedNet, train
+
+from slipstream.checkpoint import load_checkpoint
+from slipstream.optim import AmpOptimWrapper, ZeroRedundancyOptimizer, build_optim_wrapper
+
+ADAMW = dict(type="AdamW", lr=0.02, weight_decay=0.1)
+ZERO = dict(ADAMW, type="ZeroRedundancyOptimizer", optimizer_type="AdamW")
+SCHEDULES = [
+    dict(type="LinearLR", start_factor=0.1, by_epoch=False, end=4),
+    dict(type="PolyLR", power=0.9, by_epoch=False, begin=4, end=24),
+]
+
+
+def options(optimizer, **changes):
+    optim = dict(
+        optimizer=optimizer,
+        clip_grad=dict(max_norm=0.3),
+        paramwise_cfg=dict(norm_decay_mult=0.0, custom_keys={"last": dict(lr_mult=10.0)}),
+    )
+    checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=1))
+    return dict(
+        optim_wrapper={**optim, **changes}, param_scheduler=SCHEDULES, default_hooks=checkpoints, max_epochs=4
+    )
+
+
+def everything(folder):
+    answers = {}
+    for name, optimizer in (("plain", ADAMW), ("zero", ZERO)):
+        runner = train(folder / name, 2, **options(optimizer))
+        answers[name] = {k: v.clone() for k, v in runner.model.module.state_dict().items()}
+        answers[f"{name} lr"] = runner.optim_wrapper.get_lr()["lr"]
+    answers["inner lr"] = [group["lr"] for group in runner.optim_wrapper.optimizer.optim.param_groups]
+    state = runner.optim_wrapper.optimizer.state
+    answers["held"] = sum(s["exp_avg"].numel() for s in state.values())
+    return answers
+
+
+def resumed(folder):
+    first = folder.parent / "everything" / "zero" / "epoch_2.pth"
+    again = train(folder / "again", 2, resume=str(first), **options(ZERO))
+    plain = train(folder / "plain", 2, resume=str(first), **options(ADAMW))
+    from_one = train(folder / "one", 2, resume=str(folder.parent / "world1" / "epoch_2.pth"), **options(ZERO))
+    return [{k: v.clone() for k, v in r.model.module.state_dict().items()} for r in (again, plain, from_one)]
+
+
+def with_loss_scaler(folder):
+    """The scale starts so high that some steps overflow; both must skip the same ones."""
+    answers = []
+    for optimizer in (ADAMW, ZERO):
+        amp = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**40))
+        runner = train(folder / optimizer["type"], 2, **options(optimizer, **amp))
+        assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
+        weights = {k: v.clone() for k, v in runner.model.module.state_dict().items()}
+        answers.append((weights, runner.optim_wrapper.loss_scaler.get_scale()))
+    return answers
+
+
+def mixed(folder):
+    """Parameters of two dtypes and one group that is too small for both ranks."""
+
+    def network():
+        torch.manual_seed(0)
+        return nn.ModuleDict(
+            {"a": nn.Linear(5, 7), "b": nn.Linear(7, 3).double(), "norm": nn.LayerNorm(1, bias=False)}
+        ).to(memory_format=torch.channels_last)
+
+    results = []
+    for optimizer in (ADAMW, ZERO):
+        model = network()
+        cfg = dict(optimizer=optimizer, paramwise_cfg=dict(norm_decay_mult=0.0))
+        optim = build_optim_wrapper(model, cfg)
+        late = nn.Parameter(torch.arange(6.0).view(2, 3))
+        optim.optimizer.add_param_group(dict(params=[late], lr=0.5))
+        generator = torch.Generator().manual_seed(1)
+        for _ in range(3):
+            for p in (*model.parameters(), late):
+                p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            optim.step()
+        results.append([p.detach().clone() for p in (*model.parameters(), late)])
+        state = optim.state_dict()
+    numbers = sorted(state["state"])
+    return all(map(torch.equal, *results)), numbers, isinstance(optim.optimizer, ZeroRedundancyOptimizer)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("zero")
+    train(folder / "world1", 1, **options(ADAMW))
+    return run_in_two([everything, resumed, with_loss_scaler, mixed], folder), folder
+
+
+def both(answers, name):
+    for answer in answers[0][name]:
+        assert not isinstance(answer, str), answer
+    return answers[0][name]
+
+
+def assert_equal(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_groups_schedules_and_clipping_move_the_weights_as_the_plain_optimizer_does(answers):
+    start = SteppedNet().state_dict()
+    for answer in both(answers, "everything"):
+        assert_equal(answer["zero"], answer["plain"])
+        assert not torch.equal(answer["zero"]["first.weight"], start["first.weight"])
+    first, second = both(answers, "everything")
+    assert_equal(first["zero"], second["zero"])
+
+
+def test_the_inner_optimizer_follows_the_schedule_of_the_outer(answers):
+    for answer in both(answers, "everything"):
+        assert answer["zero lr"] == answer["plain lr"]
+        assert len(set(answer["zero lr"])) == 2
+        # A step copies the rates, and the schedule moves on after it: at the end it is one step ahead.
+        assert all(
+            inner > outer > 0 for inner, outer in zip(answer["inner lr"], answer["zero lr"], strict=True)
+        )
+
+
+def test_each_rank_holds_about_half_of_the_state_and_nothing_twice(answers):
+    first, second = (answer["held"] for answer in both(answers, "everything"))
+    whole = sum(p.numel() for p in SteppedNet().parameters())
+    assert first + second == whole
+    assert max(first, second) <= 0.55 * whole
+
+
+def test_a_checkpoint_holds_what_the_plain_optimizer_would_have_saved(answers):
+    both(answers, "everything")
+    zero, plain = (
+        load_checkpoint(answers[1] / "everything" / name / "epoch_4.pth")["optimizer"]
+        for name in ("zero", "plain")
+    )
+    assert list(zero["state"]) == list(plain["state"])
+    for number, state in plain["state"].items():
+        assert_equal(zero["state"][number], state)
+    assert [g["params"] for g in zero["param_groups"]] == [g["params"] for g in plain["param_groups"]]
+    for one, other in zip(zero["param_groups"], plain["param_groups"], strict=True):
+        assert {key: one[key] for key in other} == other
+
+
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(answers):
+    for whole, (again, plain, _) in zip(both(answers, "everything"), both(answers, "resumed"), strict=True):
+        assert_equal(again, whole["zero"])
+        assert_equal(plain, whole["zero"])  # with the plain optimizer too
+
+
+def test_a_run_goes_on_with_one_process_and_the_plain_optimizer_or_zero(answers, tmp_path):
+    whole = both(answers, "everything")[0]["zero"]
+    for name, optimizer in (("plain", ADAMW), ("zero", ZERO)):
+        source = str(answers[1] / "everything" / "zero" / "epoch_2.pth")
+        runner = train(tmp_path / name, 1, resume=source, **options(optimizer))
+        assert_close(runner.model.state_dict(), whole)
+
+
+def test_a_run_of_one_process_goes_on_with_two(answers):
+    alone = load_checkpoint(answers[1] / "world1" / "epoch_4.pth")["state_dict"]
+    for *_, from_one in both(answers, "resumed"):
+        assert_close(from_one, alone)
+
+
+def test_a_loss_scaler_skips_the_same_steps(answers):
+    for plain, zero in both(answers, "with_loss_scaler"):
+        assert_equal(zero[0], plain[0])
+        assert zero[1] == plain[1] < 2.0**40
+
+
+def test_several_dtypes_small_groups_and_late_ones_are_parted_too(answers):
+    first, second = both(answers, "mixed")
+    assert first == (True, [0, 1, 2, 3, 4, 5], True)
+    assert second[0]
+    assert 0 < len(second[1]) < 6

@@ -1,0 +1,144 @@
+"""Communication hooks on one process: what PowerSGD approximates and remembers, and what is refused."""
+
+import io
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.model import MMDistributedDataParallel
+from slipstream.model.wrappers.comm_hooks import HalfPrecision
+
+
+@pytest.fixture(autouse=True)
+def _group(tmp_path):
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def wrapped(how, size=(12, 16)):
+    torch.manual_seed(0)
+    return MMDistributedDataParallel(nn.Linear(size[1], size[0], bias=False), comm_hook=how)
+
+
+def receive(model, gradient):
+    """Return what the parameter gets when its gradient is `gradient`."""
+    model.module.weight.grad = None
+    rows = torch.eye(gradient.shape[1])
+    (model(rows) * gradient.T).sum().backward()
+    return model.module.weight.grad.clone()
+
+
+def matrix(rank, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(12, rank, generator=generator) @ torch.randn(rank, 16, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("powersdg", "comm_hook: must be 'bf16', 'fp16', 'powersgd' .*; did you mean 'powersgd'?"),
+        (True, "comm_hook: must be .*, not True"),
+        (dict(rank=2), "comm_hook: must be"),
+        (dict(type="bf16", rank=2), r"comm_hook: 'bf16' has no options, but got \['rank'\]"),
+        (dict(type="powersgd", ranks=2), r"comm_hook\.ranks: no such option; did you mean 'rank'?"),
+        (dict(type="powersgd", rank=0), r"comm_hook\.rank: must be at least 1, not 0"),
+        (dict(type="powersgd", start_step=-1), r"comm_hook\.start_step: must not be negative"),
+        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: expected int, not 'soon'"),
+    ],
+)
+def test_a_wrong_comm_hook_is_refused_by_name(how, message):
+    with pytest.raises(ConfigError, match=message):
+        wrapped(how)
+
+
+def test_words_and_dicts_name_the_same_hooks():
+    assert isinstance(wrapped("bf16").comm_hook, HalfPrecision)
+    assert wrapped(dict(type="fp16")).comm_hook.dtype == torch.float16
+    assert wrapped("powersgd").comm_hook.how.rank == 2
+    assert wrapped(None).comm_hook is None
+
+
+@pytest.mark.parametrize(("how", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_half_precision_rounds_the_gradient_once(how, dtype):
+    gradient = matrix(5)
+    assert torch.equal(receive(wrapped(how), gradient), gradient.to(dtype).float())
+
+
+def test_a_gradient_of_the_factors_rank_arrives_whole_from_the_first_step_on():
+    model = wrapped(dict(type="powersgd", rank=2, start_step=0))
+    for seed in (1, 2):
+        torch.testing.assert_close(receive(model, matrix(2, seed)), matrix(2, seed), rtol=1e-4, atol=1e-5)
+        assert model.comm_hook.errors["weight"].abs().max() < 1e-4
+
+
+def test_before_its_start_step_gradients_are_exact_and_then_of_low_rank():
+    model = wrapped(dict(type="powersgd", rank=1, start_step=2))
+    gradient = matrix(5)
+    ranks = [torch.linalg.matrix_rank(receive(model, gradient), rtol=1e-4).item() for _ in range(4)]
+    assert ranks == [5, 5, 1, 1]
+
+
+def test_what_the_factors_miss_is_fed_back_so_that_the_mean_is_right():
+    model = wrapped(dict(type="powersgd", rank=1, start_step=0))
+    gradient = matrix(6)
+    first = receive(model, gradient)
+    received = first + sum(receive(model, gradient) for _ in range(199))
+    assert (first - gradient).norm() > 0.3 * gradient.norm()
+    assert (received / 200 - gradient).norm() < 0.05 * gradient.norm()
+
+
+def test_a_gradient_that_would_not_shrink_is_sent_as_it_is():
+    model = wrapped(dict(type="powersgd", rank=1, start_step=0), size=(2, 16))
+    gradient = matrix(5)[:2]
+    torch.testing.assert_close(receive(model, gradient), gradient)
+    assert not model.comm_hook.errors
+
+
+def test_a_gradient_that_overflowed_leaves_the_memory_as_it_was():
+    model = wrapped(dict(type="powersgd", rank=1, start_step=0))
+    for overflowing in (True, False, True):  # also in the very first step, and beside an earlier error
+        before = {k: v.clone() for k, v in model.comm_hook.errors.items()}
+        broken = matrix(6)
+        broken[0, 0] = float("inf") if overflowing else 0
+        received = receive(model, broken)
+        assert received.isfinite().all() != overflowing
+        if overflowing and before:
+            assert torch.equal(model.comm_hook.errors["weight"], before["weight"])
+        assert model.comm_hook.errors["weight"].isfinite().all()
+        assert model.comm_hook.factors["weight"].isfinite().all()
+    assert before["weight"].abs().max() > 0
+
+
+def test_a_restored_state_goes_on_with_the_same_numbers():
+    how = dict(type="powersgd", rank=1, start_step=1)
+    model, again = wrapped(how), wrapped(how)
+    for seed in range(3):
+        receive(model, matrix(6, seed))
+    state = model.comm_hook.state_dict()
+    assert state["step"] == 3
+    again.comm_hook.load_state_dict(torch.load(_saved(state), weights_only=True))
+    for seed in range(3, 6):
+        assert torch.equal(receive(again, matrix(6, seed)), receive(model, matrix(6, seed)))
+    other = wrapped(dict(how, rank=2))
+    other.comm_hook.load_state_dict(state)
+    assert torch.linalg.matrix_rank(receive(other, matrix(6)), rtol=1e-4) == 2
+
+
+def _saved(state):
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    return buffer
+
+
+def test_channels_last_weights_are_compressed_too():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(8, 12, 3, bias=False).to(memory_format=torch.channels_last)
+    model = MMDistributedDataParallel(conv, comm_hook=dict(type="powersgd", rank=2, start_step=0))
+    model(torch.randn(2, 8, 5, 5).to(memory_format=torch.channels_last)).square().mean().backward()
+    assert torch.linalg.matrix_rank(conv.weight.grad.reshape(12, -1), rtol=1e-4) == 2
+    assert "weight" in model.comm_hook.errors

@@ -1,0 +1,96 @@
+"""ZeRO-1 with one process is the plain optimizer; with several, see tests/distributed."""
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.optim import ZeroRedundancyOptimizer, build_optim_wrapper
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+def trained(optimizer, steps=3, state=None, model=None):
+    model = model or network()
+    options = dict(lr=0.1, weight_decay=0.01)
+    zero = dict(type="ZeroRedundancyOptimizer", optimizer_type=optimizer)
+    kind = zero if optimizer != "plain" else dict(type="AdamW")
+    cfg = dict(optimizer={**kind, **options}, paramwise_cfg=dict(norm_decay_mult=0.0))
+    optim = build_optim_wrapper(model, cfg)
+    if state is not None:
+        optim.load_state_dict(state)
+    for _ in range(steps):
+        optim.update_params(model(torch.ones(2, 3)).square().mean())
+        for group in optim.param_groups:
+            group["lr"] *= 0.5
+    return model, optim
+
+
+@pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW])
+def test_without_a_process_group_it_moves_and_saves_as_the_plain_optimizer(kind):
+    (model, zero), (plain_model, plain) = trained(kind), trained("plain")
+    assert isinstance(zero.optimizer, ZeroRedundancyOptimizer)
+    assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
+    mine, theirs = zero.state_dict(), plain.state_dict()
+    assert [g["params"] for g in mine["param_groups"]] == [g["params"] for g in theirs["param_groups"]]
+    assert mine["param_groups"] == theirs["param_groups"]
+    for number, state in theirs["state"].items():
+        assert all(torch.equal(mine["state"][number][key], value) for key, value in state.items())
+    assert zero.defaults == plain.defaults
+
+
+@pytest.mark.parametrize(("first", "then"), [("AdamW", "plain"), ("plain", "AdamW"), ("AdamW", "AdamW")])
+def test_either_goes_on_from_the_others_state(first, then):
+    whole, _ = trained("plain", steps=5)
+    model, optim = trained(first, steps=2)
+    continued, _ = trained(then, 3, optim.state_dict(), model)
+    assert all(map(torch.equal, continued.parameters(), whole.parameters()))
+
+
+def test_named_parameters_and_a_closure_are_taken_as_by_torch():
+    model, plain = network(), network()
+    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), "SGD", lr=0.1)
+    reference = torch.optim.SGD(plain.named_parameters(), lr=0.1)
+    for net, optim in ((model, optimizer), (plain, reference)):
+
+        def closure(net=net):
+            loss = net(torch.ones(2, 3)).square().mean()
+            loss.backward()
+            return loss
+
+        assert optim.step(closure) > 0
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    assert optimizer.state_dict() == reference.state_dict()
+
+
+def test_a_state_of_another_number_of_parameters_is_refused():
+    optimizer = ZeroRedundancyOptimizer(network().parameters(), "SGD", lr=0.1, momentum=0.9)
+    other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
+    with pytest.raises(ValueError, match="size"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(optimizer_type="AdmaW"), "'AdmaW' is not a registered optimizer; did you mean 'AdamW'?"),
+        (dict(optimizer_type="AdamW", momentums=1), "momentums"),
+        (dict(), "optimizer_type"),
+    ],
+)
+def test_a_wrong_inner_optimizer_or_option_is_named(options, message):
+    with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
+        build_optim_wrapper(
+            network(), dict(optimizer=dict(type="ZeroRedundancyOptimizer", lr=0.1, **options))
+        )
+
+
+def test_parameters_that_fsdp_shards_are_refused():
+    class Sharded(nn.Parameter):
+        device_mesh = None
+
+    with pytest.raises(ConfigError, match="FSDP shards the optimizer's state already: take 'AdamW'"):
+        ZeroRedundancyOptimizer([Sharded(torch.ones(2))], "AdamW", lr=0.1)
