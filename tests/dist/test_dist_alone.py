@@ -15,6 +15,10 @@ def test_there_is_one_process_and_it_is_the_main_one(monkeypatch):
     assert not dist.is_distributed()
     assert dist.get_backend() is None
     assert dist.get_comm_device() == torch.device("cpu")
+    assert dist.get_local_size() == 1
+    assert dist.get_default_group() is None
+    assert dist.init_local_group(0, 1) is None
+    assert dist.get_local_group() is None
     assert dist.barrier() is None
 
 
@@ -26,16 +30,34 @@ def test_collectives_leave_values_as_they_are():
     assert data.tolist() == [1, 2]
     assert objects == [1, "a"]
     assert dist.all_gather_object("x") == ["x"]
+    assert dist.gather_object("x") == ["x"]
+    named = {"b": torch.ones(2), "a": data}
+    dist.all_reduce_dict(named, "mean")
+    dist.all_reduce_params([data])
+    assert [tensor.tolist() for tensor in named.values()] == [[1, 1], [1, 2]]
+    assert [tensor.tolist() for tensor in dist.all_gather(data) + dist.gather(data)] == [[1, 2], [1, 2]]
 
 
 def test_results_are_cut_to_the_size_of_the_data_set():
     assert dist.collect_results([1, 2, 3], 2) == [1, 2]
     assert dist.collect_results([1], 5) == [1]
+    assert dist.collect_results_cpu([1, 2, 3], 2) == dist.collect_results_gpu([1, 2, 3], 2) == [1, 2]
+    with pytest.raises(DistributedError, match="not 'disk'"):
+        dist.collect_results([1], 1, "disk")
 
 
 def test_an_unknown_reduction_is_refused_even_by_one_process():
     with pytest.raises(DistributedError, match="sum, mean, max, min, product, not 'average'"):
         dist.all_reduce(torch.ones(1), "average")
+
+
+def test_the_mean_of_bools_is_refused_even_by_one_process():
+    with pytest.raises(DistributedError, match=r"reduce data\.float\(\)"):
+        dist.all_reduce(torch.tensor([True]), "mean")
+
+
+def test_nothing_is_announced_where_nobody_listens():
+    assert dist.announce_failure("alone") is None
 
 
 def test_master_only_runs_on_rank_0_alone_and_keeps_the_functions_name(monkeypatch):

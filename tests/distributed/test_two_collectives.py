@@ -27,6 +27,114 @@ def all_reduce(folder):
     return answers, strided.tolist()
 
 
+DTYPES = [torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, torch.bfloat16, torch.float64]
+
+
+def dtypes(folder):
+    """Every op on every dtype, on tensors of which only every second element takes part."""
+    answers = {}
+    for dtype in DTYPES:
+        for op in ("sum", "mean", "max", "min", "product"):
+            whole = torch.tensor([3, 9, 7, 9]) if dist.get_rank() == 0 else torch.tensor([4, 9, 2, 9])
+            whole = whole.to(dtype)
+            dist.all_reduce(whole[::2], op)
+            answers[str(dtype), op] = whole.tolist()
+    return answers
+
+
+def odd(folder):
+    rank = dist.get_rank()
+    bools = {
+        op: torch.tensor([[True, False, True], [True, False, False]][rank])
+        for op in ("sum", "max", "min", "product")
+    }
+    for op, data in bools.items():
+        dist.all_reduce(data, op)
+    large = torch.tensor([2**60 + 3 * rank, -(2**60) - 3 * rank])
+    dist.all_reduce(large, "mean")
+    full = torch.tensor([200 + 2 * rank], dtype=torch.uint8)
+    dist.all_reduce(full, "mean")
+    scalar, empty = torch.tensor(1.5 + rank), torch.empty(0, 3)
+    dist.all_reduce(scalar)
+    dist.all_reduce(empty)
+    weight = torch.nn.Parameter(torch.full((2,), float(rank)))
+    dist.all_reduce(weight)
+    dist.broadcast(torch.empty(0))
+    answers = large.tolist(), full.tolist(), scalar.item(), weight.tolist()
+    return {op: data.tolist() for op, data in bools.items()}, answers
+
+
+def dicts_and_params(folder):
+    rank = dist.get_rank()
+    first = torch.tensor([[1.0, 2.0]]) * (1 + rank)
+    data = {"b": torch.tensor(7 + rank), "a": first, "c": torch.full((3,), 2.0 + rank)}
+    data = data if rank == 0 else dict(reversed(data.items()))  # the order of the keys does not matter
+    dist.all_reduce_dict(data, "mean")
+    reduced = {key: (str(value.dtype), value.tolist()) for key, value in sorted(data.items())}
+    answers = []
+    for coalesce, limit in ((True, -1), (True, 20 / 2**20), (False, -1)):
+        params = [torch.full((n,), float(n + rank)) for n in (2, 3, 1)] + [torch.full((1, 2), 10 + rank)]
+        dist.all_reduce_params((p for p in params), coalesce, limit, "sum")
+        answers.append([p.tolist() for p in params])
+    return reduced, first.tolist(), answers
+
+
+def gathered(folder):
+    rank = dist.get_rank()
+    answers = []
+    for data in (
+        torch.tensor(rank),
+        torch.tensor([rank == 0]),
+        torch.arange(6, dtype=torch.int16).view(2, 3).t() + rank,
+        torch.tensor([[1.5 + rank]], dtype=torch.bfloat16),
+    ):
+        everywhere, at_one = dist.all_gather(data), dist.gather(data, dst=1)
+        assert all(part.dtype == data.dtype for part in everywhere + at_one)
+        answers.append(([part.tolist() for part in everywhere], [part.tolist() for part in at_one]))
+    answers.append([tuple(part.shape) for part in dist.all_gather(torch.empty(0, 2))])
+    return answers, dist.gather_object(rank, dst=1)
+
+
+def unequal(folder):
+    rank = dist.get_rank()
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(torch.ones(2 + rank)),
+        "dtype": lambda: dist.all_reduce(torch.ones(2, dtype=[torch.float32, torch.int32][rank])),
+        "op": lambda: dist.all_reduce(torch.ones(2), ["sum", "max"][rank]),
+        "all_gather": lambda: dist.all_gather(torch.ones(2 + rank)),
+        "gather": lambda: dist.gather(torch.ones(2 + rank)),
+        "broadcast": lambda: dist.broadcast(torch.ones(2 + rank)),
+        "all_reduce_dict": lambda: dist.all_reduce_dict({"ab"[rank]: torch.ones(1)}),
+        "all_reduce_params": lambda: dist.all_reduce_params([torch.ones(1)] * (1 + rank)),
+        "another": lambda: dist.broadcast(torch.ones(1)) if rank else dist.all_reduce(torch.ones(1)),
+    }
+    answers = {}
+    for name, call in calls.items():
+        try:
+            answers[name] = call()
+        except DistributedError as error:
+            answers[name] = str(error)
+    return answers
+
+
+def groups(folder):
+    try:
+        dist.get_local_group()
+    except DistributedError as error:
+        missing = str(error)
+    try:
+        dist.get_local_size()
+    except DistributedError as error:
+        size = str(error)
+    dist.init_local_group(dist.get_rank(), 1)  # as if each process had a machine of its own
+    local = dist.get_local_group()
+    data = torch.ones(1)
+    dist.all_reduce(data, group=local)
+    alone = dist.get_world_size(local), dist.get_local_size(), dist.get_dist_info(local), data.item()
+    same = dist.get_world_size(dist.get_default_group())
+    return missing, size, alone, same, dist.sync_random_seed(local)
+
+
 def broadcast(folder):
     data = torch.full((2,), float(dist.get_rank()))
     dist.broadcast(data, src=1)
@@ -59,7 +167,21 @@ def master(folder):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    functions = [info, all_reduce, broadcast, gather, collect, seed, master]
+    functions = [
+        info,
+        all_reduce,
+        dtypes,
+        odd,
+        dicts_and_params,
+        broadcast,
+        gather,
+        gathered,
+        unequal,
+        collect,
+        seed,
+        master,
+        groups,
+    ]
     return run_in_two(functions, tmp_path_factory.mktemp("collectives"))
 
 
@@ -74,6 +196,76 @@ def test_all_reduce_reduces_in_place_on_every_rank(answers):
     assert reductions.pop("unknown").startswith("all_reduce knows sum, mean")
     assert reductions == {"sum": [4, 7], "mean": [2, 3.5], "max": [3, 5], "min": [1, 2], "product": [3, 10]}
     assert strided == [[0, 4, 8], [2, 6, 10]]
+
+
+def test_every_dtype_reduces_as_numbers_do_and_leaves_its_neighbours(answers):
+    wanted = {"sum": (7, 9), "mean": (3.5, 4.5), "max": (4, 7), "min": (3, 2), "product": (12, 14)}
+    for dtype in DTYPES:
+        for op, (left, right) in wanted.items():
+            if not dtype.is_floating_point:
+                left, right = int(left), int(right)
+            assert answers["dtypes"][0][str(dtype), op] == [left, 9, right, 9], (dtype, op)
+    assert answers["dtypes"][0] == answers["dtypes"][1]
+
+
+def test_bools_large_integers_scalars_empty_tensors_and_parameters_are_reduced(answers):
+    bools, (large, full, scalar, weight) = answers["odd"][0]
+    assert bools == {
+        "sum": [True, False, True],
+        "max": [True, False, True],
+        "min": [True, False, False],
+        "product": [True, False, False],
+    }
+    assert large == [2**60 + 1, -(2**60) - 1], "rounded toward zero, and exact where float32 is not"
+    assert (full, scalar, weight) == ([201], 4.0, [1.0, 1.0])
+    assert answers["odd"][0] == answers["odd"][1]
+
+
+def test_dicts_and_parameters_are_reduced_each_in_its_dtype(answers):
+    for rank in (0, 1):
+        reduced, first, params = answers["dicts_and_params"][rank]
+        assert reduced == {
+            "a": ("torch.float32", [[1.5, 3.0]]),
+            "b": ("torch.int64", 7),
+            "c": ("torch.float32", [2.5] * 3),
+        }
+        assert first == [[[1.0, 2.0]], [[2.0, 4.0]]][rank], "the dict has new tensors"
+        assert params == [[[5.0] * 2, [7.0] * 3, [3.0], [[21, 21]]]] * 3
+
+
+def test_tensors_are_gathered_in_rank_order_with_their_dtype_and_shape(answers):
+    base = [[0, 3], [1, 4], [2, 5]]
+    parts = [
+        [0, 1],
+        [[True], [False]],
+        [base, [[x + 1 for x in row] for row in base]],
+        [[[1.5]], [[2.5]]],
+    ]
+    empty = [(0, 2), (0, 2)]
+    assert answers["gathered"][0] == ([(part, []) for part in parts] + [empty], None)
+    assert answers["gathered"][1] == ([(part, part) for part in parts] + [empty], [0, 1])
+
+
+def test_ranks_that_bring_unequal_things_all_get_an_error_that_shows_both(answers):
+    first, second = answers["unequal"]
+    assert {**first, "another": ""} == {**second, "another": ""}
+    for name, text in first.items():
+        function = name if name.startswith(("all", "gather", "broad")) else "all_reduce"
+        assert text.startswith(
+            f"{function} needs the same call, shapes and dtypes on every rank: rank 0 has"
+        ), name
+    assert "[2]" in first["gather"]
+    assert "[3]" in first["gather"]
+    assert "broadcast" in first["another"]
+
+
+def test_each_machine_has_a_group_of_its_own(answers):
+    for missing, size, alone, same, _ in answers["groups"]:
+        assert "call init_local_group" in missing
+        assert "LOCAL_WORLD_SIZE is not set" in size
+        assert alone == (1, 1, (0, 1), 1.0)
+        assert same == 2
+    assert answers["groups"][0][-1] != answers["groups"][1][-1], "each group draws a seed of its own"
 
 
 def test_broadcast_overwrites_in_place_from_the_rank_that_is_named(answers):

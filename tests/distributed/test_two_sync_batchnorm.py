@@ -8,7 +8,7 @@ from torch import nn
 from two_processes import run_in_two
 
 from slipstream.dist import get_rank, init_dist
-from slipstream.model import convert_sync_batchnorm
+from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
 SHARES = (slice(0, 5), slice(5, 8))  # the ranks' batches differ in size
 
@@ -57,6 +57,15 @@ def eager(folder):
     return train(convert_sync_batchnorm(network()), batches(), SHARES[get_rank()], 2)
 
 
+def eager_on_many(folder):
+    """The way of more ranks than fit into one message."""
+    few, sync_batchnorm._FEW_RANKS = sync_batchnorm._FEW_RANKS, 1
+    try:
+        return eager(folder)
+    finally:
+        sync_batchnorm._FEW_RANKS = few
+
+
 def fullgraph(folder):
     init_dist("pytorch")
     model = convert_sync_batchnorm(network())
@@ -70,12 +79,13 @@ def fullgraph(folder):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([eager, fullgraph], tmp_path_factory.mktemp("sync_bn"))
+    return run_in_two([eager, eager_on_many, fullgraph], tmp_path_factory.mktemp("sync_bn"))
 
 
-def test_two_processes_equal_one_with_the_whole_batch_at_every_step(answers):
+@pytest.mark.parametrize("way", ["eager", "eager_on_many"])
+def test_two_processes_equal_one_with_the_whole_batch_at_every_step(answers, way):
     losses, state = train(network(), batches(), slice(0, 8), 1)
-    for answer in answers["eager"]:
+    for answer in answers[way]:
         assert not isinstance(answer, str), answer
         torch.testing.assert_close(answer[0], losses, rtol=1e-9, atol=1e-12)
         assert answer[1].keys() == state.keys()

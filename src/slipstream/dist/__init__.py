@@ -1,45 +1,79 @@
 """Who takes part: launchers, the process group, and collectives that also work without one."""
 
 from slipstream.dist.collectives import (
-    all_gather_object,
+    all_gather,
     all_reduce,
+    all_reduce_dict,
+    all_reduce_params,
     broadcast,
-    broadcast_object_list,
-    collect_results,
-    sync_random_seed,
+    gather,
 )
+from slipstream.dist.data import cast_data_device, get_data_device
 from slipstream.dist.info import (
     barrier,
     get_backend,
     get_comm_device,
+    get_default_group,
     get_dist_info,
+    get_local_group,
     get_local_rank,
+    get_local_size,
     get_rank,
     get_world_size,
+    init_local_group,
     is_distributed,
     is_main_process,
     master_only,
 )
-from slipstream.dist.launch import LAUNCHERS, Launcher, init_dist
+from slipstream.dist.launch import init_dist
+from slipstream.dist.objects import (
+    all_gather_object,
+    broadcast_object_list,
+    collect_results,
+    collect_results_cpu,
+    collect_results_gpu,
+    gather_object,
+    sync_random_seed,
+)
+from slipstream.dist.placement import LAUNCHERS, Launcher, infer_launcher
+from slipstream.dist.slurm import expand_nodelist
+from slipstream.dist.watch import announce_failure, report_progress
 
 __all__ = [
     "LAUNCHERS",
     "Launcher",
+    "all_gather",
     "all_gather_object",
     "all_reduce",
+    "all_reduce_dict",
+    "all_reduce_params",
+    "announce_failure",
     "barrier",
     "broadcast",
     "broadcast_object_list",
+    "cast_data_device",
     "collect_results",
+    "collect_results_cpu",
+    "collect_results_gpu",
+    "expand_nodelist",
+    "gather",
+    "gather_object",
     "get_backend",
     "get_comm_device",
+    "get_data_device",
+    "get_default_group",
     "get_dist_info",
+    "get_local_group",
     "get_local_rank",
+    "get_local_size",
     "get_rank",
     "get_world_size",
+    "infer_launcher",
     "init_dist",
+    "init_local_group",
     "is_distributed",
     "is_main_process",
     "master_only",
+    "report_progress",
     "sync_random_seed",
 ]

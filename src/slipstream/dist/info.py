@@ -1,4 +1,4 @@
-"""Who takes part: rank, world size and backend of the default process group."""
+"""Who takes part: rank, world size and backend of the process group, here and on this machine."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 
+from slipstream.errors import DistributedError
+
 __all__ = [
     "barrier",
     "get_backend",
     "get_comm_device",
+    "get_default_group",
     "get_dist_info",
+    "get_local_group",
     "get_local_rank",
+    "get_local_size",
     "get_rank",
     "get_world_size",
+    "init_local_group",
     "is_distributed",
     "is_main_process",
     "master_only",
@@ -25,6 +31,9 @@ __all__ = [
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+# A process has one group of the processes beside it, as it has one default group, which torch keeps.
+_local_group: dist.ProcessGroup | None = None
 
 
 def is_distributed() -> bool:
@@ -52,9 +61,69 @@ def get_local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", 0)) if is_distributed() else 0
 
 
+def get_local_size() -> int:
+    """Return the number of processes on this machine, which the launcher exported; 1 without one.
+
+    Raises:
+        DistributedError: the launcher did not say, and `init_local_group` was not called.
+    """
+    if not is_distributed():
+        return 1
+    if _local_group is not None:
+        return dist.get_world_size(_local_group)
+    if "LOCAL_WORLD_SIZE" not in os.environ:
+        raise DistributedError(
+            "the environment variable LOCAL_WORLD_SIZE is not set: export the number of processes on "
+            "this machine, or call init_local_group"
+        )
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
+    """Make one group for each machine; every process must call this.
+
+    Args:
+        node_rank: number of this machine.
+        num_gpus_per_node: processes on each machine; machine n has the ranks from `n * num_gpus_per_node`.
+    """
+    global _local_group
+    if not is_distributed():
+        return
+    # new_group is collective: every process makes the groups of all machines, in the same order.
+    for first in range(0, get_world_size(), num_gpus_per_node):
+        last = min(first + num_gpus_per_node, get_world_size())
+        group = dist.new_group(list(range(first, last)))
+        if first == node_rank * num_gpus_per_node:
+            _local_group = group
+
+
+def get_local_group() -> dist.ProcessGroup | None:
+    """Return the group of this machine's processes; None without a process group.
+
+    Raises:
+        DistributedError: `init_local_group` was not called.
+    """
+    if not is_distributed():
+        return None
+    if _local_group is None:
+        raise DistributedError("there is no local group yet: call init_local_group on every rank first")
+    return _local_group
+
+
+def get_default_group() -> dist.ProcessGroup | None:
+    """Return the group of all processes, None without one."""
+    return dist.group.WORLD if is_distributed() else None
+
+
 def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the backend's name (`gloo`, `nccl`, `hccl`), None without a process group."""
-    return str(dist.get_backend(group)) if is_distributed() else None
+    """Return the backend's name (`gloo`, `nccl`, `hccl`), None without a process group.
+
+    A group with one backend for each device (`cpu:gloo,cuda:nccl`) answers with the accelerator's.
+    """
+    if not is_distributed():
+        return None
+    backends = dict(_split(pair) for pair in str(dist.get_backend(group)).split(","))
+    return next((name for device, name in backends.items() if device != "cpu"), backends.get("cpu"))
 
 
 def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
@@ -62,7 +131,9 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if get_backend(group) in (None, "gloo", "mpi"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return accelerator if accelerator is not None else torch.device("cpu")
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
 
 
 def is_main_process(group: dist.ProcessGroup | None = None) -> bool:
@@ -84,3 +155,8 @@ def barrier(group: dist.ProcessGroup | None = None) -> None:
     """Wait for every process; nothing to do without a process group."""
     if is_distributed():
         dist.barrier(group)
+
+
+def _split(pair: str) -> tuple[str, str]:
+    device, _, name = pair.rpartition(":")
+    return device, name

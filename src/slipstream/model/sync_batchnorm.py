@@ -8,11 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slipstream.dist import get_world_size
+from slipstream.dist import get_dist_info, get_world_size
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+
+_FEW_RANKS = 64  # up to here a message with a row for each rank takes less time than a second message
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -70,15 +73,36 @@ class SyncBatchNorm(_BatchNorm):
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each channel's mean and variance (C,) over all ranks, and the number of values (1,)."""
     dims = [0, *range(2, x.ndim)]
-    local_var, local_mean = torch.var_mean(x, dims, correction=0)
-    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    var, mean = torch.var_mean(x, dims, correction=0)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    sums = collectives.all_reduce(torch.cat([local_mean * count, count]), "sum", world)
+    if get_world_size() <= _FEW_RANKS:
+        return _merge_gathered(mean, var, count)
+    return _merge_summed(mean, var, count)
+
+
+def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge the moments of all ranks with one message in forward and one in backward."""
+    rank, size = get_dist_info()
+    own = torch.cat([count, mean, var])
+    rows = _sum_over_ranks(F.pad(own[None], (0, 0, rank, size - rank - 1)))  # each rank has a row of its own
+    counts, (means, variances) = rows[:, :1].detach(), rows[:, 1:].chunk(2, 1)
+    total = counts.sum(0)
+    shares = counts / total
+    mean = (shares * means).sum(0)
+    return mean, (shares * (variances + (means - mean).square())).sum(0), total
+
+
+def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Merge them with two messages each way, whose size does not grow with the number of ranks."""
+    sums = _sum_over_ranks(torch.cat([mean * count, count]))
     total = sums[-1:].detach()
-    mean = sums[:-1] / total
-    squares = (local_var + (local_mean - mean).square()) * count
-    var = collectives.all_reduce(squares, "sum", world) / total
-    return mean, var, total
+    whole_mean = sums[:-1] / total
+    squares = (var + (mean - whole_mean).square()) * count
+    return whole_mean, _sum_over_ranks(squares) / total, total
+
+
+def _sum_over_ranks(x: Tensor) -> Tensor:
+    return collectives.all_reduce(x, "sum", cast("dist.ProcessGroup", dist.group.WORLD))
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:

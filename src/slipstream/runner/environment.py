@@ -39,7 +39,7 @@ class EnvOptions:
     mp_cfg: dict[str, Any] = field(default_factory=dict)
     """`mp_start_method` of data loader workers, `opencv_num_threads` in them."""
     dist_cfg: dict[str, Any] = field(default_factory=dict)
-    """`backend`, `timeout` (seconds) and others of `init_process_group`."""
+    """`backend`, `timeout` of collectives and `init_timeout` of the start (seconds), others of `init_process_group`."""
     resource_limit: int = 4096
     """Least soft limit of open files, which many workers need."""
 

@@ -1,0 +1,93 @@
+"""Collectives on Python objects, by MMEngine's names; they also work without a process group.
+
+Objects travel pickled, over the CPU's backend where the group has one.
+"""
+
+from __future__ import annotations
+
+from itertools import chain, zip_longest
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slipstream.dist.info import get_rank, get_world_size
+from slipstream.errors import DistributedError
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "collect_results",
+    "collect_results_cpu",
+    "collect_results_gpu",
+    "gather_object",
+    "sync_random_seed",
+]
+
+_DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
+
+
+def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Return the objects of all ranks, in rank order, on every rank."""
+    size = get_world_size(group)
+    if size == 1:
+        return [data]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, data, group)
+    return gathered
+
+
+def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Any] | None:
+    """Return the objects of all ranks, in rank order, on rank `dst`; None elsewhere."""
+    size = get_world_size(group)
+    if size == 1:
+        return [data]
+    gathered: list[Any] | None = [None] * size if get_rank() == dst else None
+    dist.gather_object(data, gathered, dst, group)
+    return gathered
+
+
+def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite the elements of `data` with those of rank `src`, in place."""
+    if get_world_size(group) > 1:
+        dist.broadcast_object_list(data, src, group)
+
+
+def collect_results(
+    results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
+) -> list[Any] | None:
+    """Return the results of all ranks in the order of the samples, on rank 0; None elsewhere.
+
+    Rank r holds samples r, r + world_size, ...: the parts are interleaved, and cut to `size` so that a
+    sample which a sampler repeated to even out the parts counts once. `device` (cpu, gpu or an
+    accelerator's name) and `tmpdir` are for MMEngine's callers; the process group moves the objects.
+
+    Raises:
+        DistributedError: an unknown `device`.
+    """
+    if device not in _DEVICES:
+        raise DistributedError(f"collect_results knows the devices {', '.join(_DEVICES)}, not {device!r}")
+    parts = gather_object(results)
+    if parts is None:
+        return None
+    missing = object()
+    ordered = chain.from_iterable(zip_longest(*parts, fillvalue=missing))
+    return [result for result in ordered if result is not missing][:size]
+
+
+def collect_results_cpu(result_part: list[Any], size: int, tmpdir: str | None = None) -> list[Any] | None:
+    """Return what `collect_results` returns."""
+    return collect_results(result_part, size, "cpu", tmpdir)
+
+
+def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
+    """Return what `collect_results` returns."""
+    return collect_results(result_part, size, "gpu")
+
+
+def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
+    """Return one random seed, the same on every rank."""
+    generator = torch.Generator()
+    generator.seed()  # from the operating system: a fresh seed must not depend on the global generator
+    seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
+    return int(all_gather_object(seed, group)[0])

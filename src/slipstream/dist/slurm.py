@@ -1,0 +1,113 @@
+"""The place of a Slurm task, and Slurm's lists of hosts."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from slipstream.dist.placement import Placement, first_set, number, text
+from slipstream.errors import DistributedError
+
+__all__ = ["expand_nodelist", "first_host", "slurm_placement"]
+
+_OUTSIDE_BRACKETS = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
+_PIECE = re.compile(r"\[([^\[\]]*)\]|([^\[\]]+)")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+
+
+def expand_nodelist(nodelist: str) -> list[str]:
+    """Return the hosts of a Slurm node list: `n[01-03,7],gpu1` gives `n01 n02 n03 n7 gpu1`.
+
+    Raises:
+        DistributedError: the text is no node list.
+    """
+    hosts: list[str] = []
+    at = 0
+    while match := _OUTSIDE_BRACKETS.match(nodelist, at):
+        pieces = [
+            [literal] if literal else list(_numbers(ranges, nodelist))
+            for ranges, literal in _PIECE.findall(match[1])
+        ]
+        hosts += ("".join(parts) for parts in itertools.product(*pieces))
+        at = match.end()
+    if at != len(nodelist) or not hosts or nodelist.endswith(","):
+        raise DistributedError(f"{nodelist!r} is no Slurm node list (such as n[01-03,7],gpu1)")
+    return hosts
+
+
+def first_host(nodelist: str) -> str:
+    """Return the first host of a Slurm node list; `scontrol` is believed where it is installed."""
+    try:
+        shown = subprocess.run(
+            ["scontrol", "show", "hostnames", nodelist],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=20,
+        )
+        return shown.stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return expand_nodelist(nodelist)[0]
+
+
+def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
+    """Read a task's placement; a step that runs on a part of its job's nodes has its own list of them."""
+    size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    world = number(environ, size, "slurm")
+    if "SLURM_STEP_ID" not in environ and world > 1:
+        raise DistributedError(
+            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in salloc's "
+            "shell, where Slurm starts one process only; start it with srun"
+        )
+    nodes = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
+    address = environ.get("MASTER_ADDR") or first_host(text(environ, nodes, "slurm"))
+    sources = {
+        "RANK": "SLURM_PROCID",
+        "LOCAL_RANK": "SLURM_LOCALID",
+        "WORLD_SIZE": size,
+        "MASTER_ADDR": "MASTER_ADDR" if environ.get("MASTER_ADDR") else f"{nodes}={environ[nodes]}",
+    }
+    if not port and not environ.get("MASTER_PORT"):
+        sources["MASTER_PORT"] = f"SLURM_JOB_ID={environ.get('SLURM_JOB_ID')}"
+    return Placement(
+        rank=number(environ, "SLURM_PROCID", "slurm"),
+        local_rank=number(environ, "SLURM_LOCALID", "slurm"),
+        world_size=world,
+        master_addr=address,
+        master_port=port or _port(environ),
+        local_size=_local_size(environ),
+        sources=sources,
+    )
+
+
+def _port(environ: Mapping[str, str]) -> str:
+    if environ.get("MASTER_PORT"):
+        return str(number(environ, "MASTER_PORT", "slurm"))
+    # Jobs that share a node have near ids. The range keeps clear of Slurm's own ports (6817 on, srun's from
+    # 60001 on) and of those that Linux gives to connections (32768 on).
+    job = number(environ, "SLURM_JOB_ID", "slurm")
+    step = number(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
+    return str(20000 + (8 * job + step) % 10000)
+
+
+def _local_size(environ: Mapping[str, str]) -> int | None:
+    """Read `3,2(x2)`, the tasks of each node, at this node's place."""
+    tasks = environ.get(first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
+    counts = [
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", tasks)
+        for _ in range(int(times or 1))
+    ]
+    node = environ.get("SLURM_NODEID", "")
+    return counts[int(node)] if node.isdecimal() and int(node) < len(counts) else None
+
+
+def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
+    for part in ranges.split(","):
+        match = _RANGE.fullmatch(part)
+        if not match or int(match[2] or match[1]) < int(match[1]):
+            raise DistributedError(f"{nodelist!r} is no Slurm node list: {part!r} is no number or range")
+        first, last = match[1], match[2] or match[1]
+        yield from (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))

@@ -1,0 +1,84 @@
+import itertools
+import random
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.dist import expand_nodelist, slurm
+from slipstream.dist.slurm import first_host
+from slipstream.errors import DistributedError
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "hosts"),
+    [
+        ("host1", "host1"),
+        ("host1,host2", "host1 host2"),
+        ("n[01-03,7],gpu1", "n01 n02 n03 n7 gpu1"),
+        ("n[7,01-03]", "n7 n01 n02 n03"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[008-011]", "n008 n009 n010 n011"),
+        ("cpu3,gpu[1-2]", "cpu3 gpu1 gpu2"),
+        ("a[1-2]b[3-4]", "a1b3 a1b4 a2b3 a2b4"),
+        ("a-b-[07-08]-x,c[1]", "a-b-07-x a-b-08-x c1"),
+        ("n[1-2].cluster.org", "n1.cluster.org n2.cluster.org"),
+    ],
+)
+def test_a_node_list_is_expanded_as_slurm_does(nodelist, hosts):
+    assert expand_nodelist(nodelist) == hosts.split()
+
+
+def test_what_is_compressed_is_expanded_again():
+    rng = random.Random(0)
+    for _ in range(300):
+        text, wanted = [], []
+        for _ in range(rng.randint(1, 4)):
+            pieces = [rng.choice(["n", "gpu-", "rack.", "x1-y"])]
+            values = [[pieces[0]]]
+            for _ in range(rng.randint(0, 2)):
+                width, ranges, numbers = rng.randint(1, 4), [], []
+                for _ in range(rng.randint(1, 3)):
+                    first = rng.randint(0, 10**width - 1)
+                    last = min(first + rng.randint(0, 12), 10**width - 1)
+                    alone = first == last and rng.random() < 0.5
+                    ranges.append(f"{first:0{width}}" if alone else f"{first:0{width}}-{last:0{width}}")
+                    numbers += [str(i).zfill(width) for i in range(first, last + 1)]
+                suffix = rng.choice(["", "s", "-b"])
+                pieces += [f"[{','.join(ranges)}]", suffix]
+                values += [numbers, [suffix]]
+            text.append("".join(pieces))
+            wanted += ["".join(parts) for parts in itertools.product(*values)]
+        assert expand_nodelist(",".join(text)) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["", ",", "a,", ",a", "a,,b", "n[", "n[1", "n]1[", "n[]", "n[1-]", "n[2-1]", "n[a-b]", "n[[1]]"]
+)
+def test_what_is_no_node_list_is_an_error_that_shows_it(text):
+    with pytest.raises(DistributedError) as info:
+        expand_nodelist(text)
+    assert f"{text!r} is no Slurm node list" in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError("scontrol"),
+        subprocess.CalledProcessError(1, "scontrol"),
+        subprocess.TimeoutExpired("", 1),
+    ],
+)
+def test_the_first_host_is_found_without_scontrol(monkeypatch, error):
+    def fail(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(slurm.subprocess, "run", fail)
+    assert first_host("n[03-04],a") == "n03"
+
+
+def test_scontrol_is_believed_where_it_works(monkeypatch):
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout="real7\nreal8\n"))
+    assert first_host("n[1-2]") == "real7"
+    monkeypatch.setattr(slurm.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout=""))
+    assert first_host("n[1-2]") == "n1"

@@ -1,0 +1,115 @@
+"""Run scripts as the ranks of jobs, many jobs at once: one process imports torch and forks all the ranks.
+
+Each rank falls off the end of its script as any program does, so that the hooks at exit run as they should.
+"""
+
+import gc
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MV2_", "MPI_", "TORCHELASTIC_", "LOCAL_WORLD_SIZE")
+
+
+@dataclass
+class Ended:
+    status: int  # negative: the signal that killed it
+    out: str
+    err: str
+    moment: float
+    seconds: float  # after the first rank of the job that ended
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+def job(script, world=2, **environ):
+    """Describe a job of `world` ranks; a variable may be a list, with one value for each rank."""
+    port = environ.pop("MASTER_PORT", free_port())
+    ranks = []
+    for rank in range(world):
+        own = {
+            name: str(value[rank] if isinstance(value, list) else value) for name, value in environ.items()
+        }
+        place = dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), MASTER_PORT=str(port))
+        ranks.append(dict(MASTER_ADDR="127.0.0.1") | place | own)
+    return textwrap.dedent(script), ranks
+
+
+def run_jobs(jobs, folder, timeout=60):
+    """Run {name: job} at once and return {name: [how rank 0 ended, ...]}; what takes longer is killed."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
+    command = [sys.executable, __file__, str(folder), str(timeout)]
+    subprocess.run(command, env=clean, input=json.dumps(jobs), text=True, check=True, timeout=timeout + 60)
+    ends = json.loads((folder / "ends.json").read_text())
+    answers = {}
+    for name in jobs:
+        first = min(moment for _, moment in ends[name])
+        for rank, (status, moment) in enumerate(ends[name]):
+            out, err = ((folder / f"{name}.{rank}.{kind}").read_text() for kind in ("out", "err"))
+            answers.setdefault(name, []).append(Ended(status, out, err, moment, moment - first))
+    return answers
+
+
+def _become(name, rank, environ, folder):
+    """Take the place of one rank in this process, which was forked for it."""
+    os.environ.update(environ)
+    for kind, number in (("out", 1), ("err", 2)):
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(folder / f"{name}.{rank}.{kind}", flags), number)
+
+
+def _wait(places, jobs, timeout):
+    """Return {name: [[status, moment], ...]} of the children {pid: (name, rank)}."""
+    ends = {name: [None] * len(ranks) for name, (_, ranks) in jobs.items()}
+    deadline = time.monotonic() + timeout
+    while places:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            name, rank = places.pop(pid)
+            ends[name][rank] = [os.waitstatus_to_exitcode(status), time.monotonic()]
+        elif time.monotonic() > deadline:
+            for late in places:
+                os.kill(late, signal.SIGKILL)
+            deadline += 1000
+        else:
+            time.sleep(0.01)
+    return ends
+
+
+def _start(jobs, folder):
+    """Fork every rank; return {pid: (name, rank)} in this process, and a script to run in each child."""
+    places = {}
+    for name, (script, ranks) in jobs.items():
+        for rank, environ in enumerate(ranks):
+            pid = os.fork()
+            if pid == 0:
+                _become(name, rank, environ, folder)
+                return None, script
+            places[pid] = name, rank
+    return places, None
+
+
+if __name__ == "__main__":
+    import torch
+
+    import slipstream.dist  # noqa: F401  so that it is imported once
+
+    torch.set_num_threads(1)
+    gc.freeze()  # or each rank looks through all of torch's objects when it ends
+    folder, timeout, jobs = Path(sys.argv[1]), float(sys.argv[2]), json.load(sys.stdin)
+    places, script = _start(jobs, folder)
+    if script is not None:
+        exec(compile(script, "script", "exec"), {"__name__": "__main__"})
+    else:
+        (folder / "ends.json").write_text(json.dumps(_wait(places, jobs, timeout)))

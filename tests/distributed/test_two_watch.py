@@ -1,0 +1,188 @@
+import signal
+
+import pytest
+from ranks import free_port, job, run_jobs
+
+JOIN = """
+import os, signal, sys, time
+import torch
+from slipstream import dist
+dist.init_dist("pytorch", timeout=120)
+rank = dist.get_rank()
+dist.report_progress(lambda: f"iteration {57 + rank}")
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+CHILDREN = """
+import multiprocessing, os, sys, time
+from slipstream import dist
+
+def main(rank, end):
+    os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_dist("pytorch")
+    if rank == 1:
+        exec(end)
+    elif end != "pass":
+        time.sleep(60)
+
+context = multiprocessing.get_context("fork")
+children = [context.Process(target=main, args=(rank, os.environ["END"])) for rank in (0, 1)]
+for child in children:
+    child.start()
+for child in children:
+    child.join()
+print([child.exitcode for child in children])
+"""
+
+STOPPED = """
+neighbours = dist.all_gather_object(os.getpid())
+if rank == 0:
+    os.kill(neighbours[1], signal.SIGSTOP)
+    time.sleep(2)
+    os.kill(neighbours[1], signal.SIGCONT)
+dist.barrier()
+"""
+
+CAUGHT = """
+try:
+    if rank == 1:
+        raise ValueError
+except ValueError:
+    time.sleep(1)
+data = torch.ones(1)
+dist.all_reduce(data)
+print(data.item())
+"""
+
+FORKED = f"""
+if rank == 1 and os.fork() == 0:  # as a loader worker: it holds a copy of every connection
+    time.sleep(20)
+    os._exit(0)
+if rank == 1:
+    {KILL}
+time.sleep(60)
+"""
+
+AGAIN = """
+torch.distributed.destroy_process_group()
+os.environ["MASTER_PORT"] = os.environ["NEXT"]
+dist.init_dist("pytorch")
+print(dist.all_gather_object(rank))
+"""
+
+
+def asleep(text, rank):
+    """A script whose rank `rank` runs `text` while the others sleep, in no collective."""
+    return f"{JOIN}\nif rank == {rank}:\n    {text}\nelse:\n    time.sleep(60)\n"
+
+
+def children(end):
+    return job(CHILDREN, 1, WORLD_SIZE=2, END=end)
+
+
+JOBS = {
+    "raise0": job(asleep("raise ValueError('no\\nsuch thing')", 0)),
+    "raise1": job(asleep("raise ValueError('no\\nsuch thing')", 1)),
+    "kill0": job(asleep(KILL, 0), 3),
+    "kill1": job(asleep(KILL, 1), 3),
+    "broken": job(f"{JOIN}\nif rank == 1: {KILL}\ndist.all_reduce(torch.ones(1))"),
+    "both": job(f"{JOIN}\nraise ValueError(f'error of rank {{rank}}')"),
+    "forked": job(JOIN + FORKED),
+    "apart0": job(f"{JOIN}\ndist.barrier()\nif rank == 0: time.sleep(2)"),
+    "apart1": job(f"{JOIN}\ndist.barrier()\nif rank == 1: time.sleep(2)"),
+    "again": job(JOIN + AGAIN, NEXT=free_port()),
+    "caught": job(JOIN + CAUGHT),
+    "stopped": job(JOIN + STOPPED),
+    "announced": job(asleep("dist.announce_failure('bad option'); sys.exit(3)", 1)),
+    "child0": children("pass"),
+    "child3": children("sys.exit(3)"),
+    "childkey": children("raise KeyError('k')"),
+    "child4": children("os._exit(4)"),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    return run_jobs(JOBS, tmp_path_factory.mktemp("watch"), timeout=60)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_raises_ends_the_others_after_its_traceback(ended, rank):
+    raiser, other = (ended[f"raise{rank}"][r] for r in (rank, 1 - rank))
+    assert (raiser.status, other.status) == (1, 1)
+    assert "Traceback" in raiser.err
+    assert "ValueError: no\n" in raiser.err
+    assert "slipstream" not in raiser.err
+    assert other.err == (
+        f"slipstream: rank {1 - rank} stops at iteration {58 - rank}: rank {rank} failed at iteration {57 + rank}: "
+        "ValueError: no such thing\n"
+    )
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_ends_the_others_within_seconds(ended, rank):
+    for other, end in enumerate(ended[f"kill{rank}"]):
+        assert end.status == (-signal.SIGKILL if other == rank else 1)
+        assert end.seconds < 30
+        line = f"slipstream: rank {other} stops at iteration {57 + other}: rank {rank} ended without a word (killed?)\n"
+        assert end.err == ("" if other == rank else line)
+
+
+def test_a_broken_connection_to_a_killed_rank_is_not_shown_as_an_error_of_its_own(ended):
+    first = ended["broken"][0]
+    assert first.status == 1
+    assert first.err == "slipstream: rank 0 stops at iteration 57: rank 1 ended without a word (killed?)\n"
+
+
+def test_ranks_that_fail_each_by_itself_all_show_their_errors(ended):
+    for rank, end in enumerate(ended["both"]):
+        assert end.status == 1
+        assert f"ValueError: error of rank {rank}\n" in end.err
+
+
+def test_forked_processes_do_not_hide_that_their_rank_was_killed(ended):
+    first, second = ended["forked"]
+    assert (first.status, second.status) == (1, -signal.SIGKILL)
+    assert first.seconds < 15, "the forked process slept for 20 s"
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_ranks_that_end_well_seconds_apart_end_in_silence(ended, late):
+    assert [(end.status, end.out, end.err) for end in ended[f"apart{late}"]] == [(0, "", "")] * 2
+    assert ended[f"apart{late}"][late].seconds > 1
+
+
+def test_a_user_may_destroy_the_group_and_make_another(ended):
+    assert [(end.status, end.out, end.err) for end in ended["again"]] == [(0, "[0, 1]\n", "")] * 2
+
+
+def test_an_error_that_is_caught_ends_nobody(ended):
+    assert [(end.status, end.out, end.err) for end in ended["caught"]] == [(0, "2.0\n", "")] * 2
+
+
+def test_a_process_that_is_stopped_for_a_while_raises_no_alarm(ended):
+    assert [(end.status, end.out, end.err) for end in ended["stopped"]] == [(0, "", "")] * 2
+
+
+def test_a_command_line_announces_the_failure_that_it_ends_with(ended):
+    first, second = ended["announced"]
+    assert (first.status, second.status) == (1, 3)
+    assert (
+        first.err == "slipstream: rank 0 stops at iteration 57: rank 1 failed at iteration 58: bad option\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "codes", "says"),
+    [
+        ("child0", [0, 0], ""),
+        ("child3", [1, 3], "rank 1 failed: SystemExit: 3"),
+        ("childkey", [1, 1], "rank 1 failed: KeyError: 'k'"),
+        ("child4", [1, 4], "rank 1 ended without a word (killed?)"),
+    ],
+)
+def test_the_end_of_a_multiprocessing_child_is_seen_for_what_it_is(ended, name, codes, says):
+    (parent,) = ended[name]
+    assert parent.out == f"{codes}\n"
+    assert says in parent.err
+    assert bool(parent.err) == bool(says)
