@@ -102,7 +102,8 @@ def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Ten
 
 
 def _sum_over_ranks(x: Tensor) -> Tensor:
-    return collectives.all_reduce(x, "sum", cast("dist.ProcessGroup", dist.group.WORLD))
+    total: Tensor = collectives.all_reduce(x, "sum", cast("dist.ProcessGroup", dist.group.WORLD))
+    return total
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
