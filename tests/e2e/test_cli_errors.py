@@ -1,6 +1,7 @@
 """A wrong word on the command line: one line, the place, the nearest valid name, exit status 2."""
 
 import pytest
+import torch
 
 RECIPE = "street_scenes_pp_lite_t"
 
@@ -33,6 +34,11 @@ RECIPE = "street_scenes_pp_lite_t"
             ["model.network", "did you mean 'pp_lite_t_seg'"],
         ),
         (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
+        (["train", RECIPE, "--nproc", "2", "--launcher", "slurm"], ["--launcher", "--nproc"]),
+        (["train", RECIPE, "--nproc", "two"], ["--nproc", "'two'"]),
+        (["val", RECIPE, "--max-restarts", "2"], ["--max-restarts needs --nproc"]),
+        (["train", RECIPE, "--nprok", "2"], ["--nprok"]),
+        (["train", RECIPE, "--nproc", "2", "train_cfg.max_epoch=3"], ["did you mean 'train_cfg.max_epochs'"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
         (["train", RECIPE, "compile.backend=inducter"], ["compile.backend", "did you mean 'inductor'"]),
         (["train", RECIPE, "train_cfg.by_epoch=maybe"], ["train_cfg.by_epoch", "'maybe'"]),
@@ -80,3 +86,47 @@ def test_doctor_reports_versions_levers_and_finds_a_misconfiguration(slipstream,
     done = slipstream("doctor", status=1)
     assert "mixed precision bfloat16" in done.stdout
     assert "TORCHDYNAMO_DISABLE" in done.stdout
+
+
+def test_doctor_says_what_started_it_and_where_it_stands_in_the_job(slipstream, monkeypatch):
+    for name, value in dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="n1", MASTER_PORT=29400).items():
+        monkeypatch.setenv(name, str(value))
+    said = slipstream("doctor", status=None).stdout
+    assert "gloo" in said
+    assert "pytorch, RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR=n1, MASTER_PORT=29400" in said
+    assert "OMP_NUM_THREADS=" in said
+
+
+def test_doctor_names_a_launchers_variable_that_is_missing(slipstream, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = slipstream("doctor", status=1)
+    (line,) = [line for line in done.stdout.splitlines() if "launcher" in line and "!!" in line]
+    assert "LOCAL_RANK" in line
+
+
+def test_a_sharded_checkpoint_becomes_one_file(slipstream, run, tmp_path):
+    run("-c", """if True:
+        from pathlib import Path
+        import torch, torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+        from slipstream.checkpoint import write_checkpoint
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        weight = distribute_tensor(torch.arange(6.0).reshape(3, 2), init_device_mesh("cpu", (1,)), [Shard(0)])
+        write_checkpoint({"state_dict": {"weight": weight}, "meta": {"epoch": 3}}, Path("epoch_3.pth"), print)
+        dist.destroy_process_group()
+    """)  # fmt: skip
+    assert "epoch_3.sharded -> epoch_3.pth" in slipstream("consolidate", "epoch_3.sharded").stdout
+    whole = torch.load(tmp_path / "epoch_3.pth", weights_only=True)
+    assert torch.equal(whole["state_dict"]["weight"], torch.arange(6.0).reshape(3, 2))
+    assert whole["meta"]["epoch"] == 3
+    slipstream("consolidate", "epoch_3.sharded/", "other.pth")
+    assert torch.load(tmp_path / "other.pth", weights_only=True)["meta"]["epoch"] == 3
+
+
+def test_consolidating_what_is_not_sharded_is_one_line(slipstream, tmp_path):
+    torch.save({}, tmp_path / "epoch_3.pth")
+    done = slipstream("consolidate", "epoch_3.pth", status=1)
+    assert "epoch_3.pth is not a sharded checkpoint" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1

@@ -13,6 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
+from slipstream.cli.processes import cores
+from slipstream.dist import infer_launcher
+from slipstream.dist.placement import placement
+from slipstream.errors import DistributedError
 from slipstream.runner.environment import collect_env, default_device
 
 __all__ = ["run"]
@@ -29,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
         "Machine": [(_OK, name, str(value)) for name, value in collect_env().items()],
         "Packages": list(_packages()),
         "Levers": list(_levers(device)),
+        "Distributed": list(_distributed(device)),
         "Configuration": list(_problems(device)) or [(_OK, "nothing wrong found", "")],
     }
     for title, rows in sections.items():
@@ -69,11 +74,6 @@ def _levers(device: torch.device) -> Iterator[Row]:
     else:
         yield _NO, "compile", "no C++ compiler found: install g++ or clang++, or set CXX"
     yield _OK, "EMA, accumulation, clipping", "on every device"
-    backends = [name for name in ("nccl", "gloo", "mpi", "xccl", "hccl") if _has_backend(name)]
-    if backends:
-        yield _OK, "distributed", f"backends {', '.join(backends)}; launchers pytorch, slurm, mpi"
-    else:
-        yield _NO, "distributed", "this build of torch has no torch.distributed"
     npu = importlib.util.find_spec("torch_npu") is not None
     yield (
         (_OK if npu else _NO),
@@ -82,8 +82,41 @@ def _levers(device: torch.device) -> Iterator[Row]:
     )
 
 
+def _distributed(device: torch.device) -> Iterator[Row]:
+    count = torch.accelerator.device_count() if device.type != "cpu" else 0
+    masks = [name for name in os.environ if name.endswith("_VISIBLE_DEVICES")]
+    yield _OK, "devices", ", ".join([f"{count} {device.type}" if count else "cpu", *map(_setting, masks)])
+    backends = [name for name in ("nccl", "gloo", "mpi", "xccl", "hccl") if _has_backend(name)]
+    if backends:
+        yield _OK, "backends", ", ".join(backends)
+    else:
+        yield _NO, "backends", "this build of torch has no torch.distributed"
+    yield _launcher()
+    yield _OK, "threads", f"{torch.get_num_threads()} on {cores()} cores, {_setting('OMP_NUM_THREADS')}"
+
+
 def _has_backend(name: str) -> bool:
     return dist.is_available() and dist.is_backend_available(name)
+
+
+def _launcher() -> Row:
+    launcher = infer_launcher()
+    if launcher == "none":
+        return (
+            _OK,
+            "launcher",
+            "none started this process; launchers pytorch, slurm, mpi; train --nproc, submit",
+        )
+    try:
+        here = placement(launcher, os.environ)
+    except DistributedError as error:
+        return _WARN, "launcher", str(error)
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return _OK, "launcher", ", ".join([launcher, *map(here.named, names)])
+
+
+def _setting(name: str) -> str:
+    return f"{name}={os.environ[name]}" if name in os.environ else f"{name} not set"
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -100,14 +133,15 @@ def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
 def _problems(device: torch.device) -> Iterator[Row]:
     if device.type == "cpu" and shutil.which("nvidia-smi"):
         yield _WARN, "GPU not used", "this machine has an NVIDIA GPU, but this build of torch cannot use it"
-    cores, threads = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        (torch.get_num_threads()),
-    )
-    if device.type == "cpu" and threads < cores and "OMP_NUM_THREADS" in os.environ:
-        yield _WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {cores} cores: unset it or raise it"
-    if threads > cores:
-        yield _WARN, "threads", f"torch uses {threads} threads on {cores} cores: set OMP_NUM_THREADS={cores}"
+    threads, alone = torch.get_num_threads(), infer_launcher() == "none"
+    if device.type == "cpu" and alone and threads < cores() and "OMP_NUM_THREADS" in os.environ:
+        yield _WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {cores()} cores: unset it or raise it"
+    if threads > cores():
+        yield (
+            _WARN,
+            "threads",
+            f"torch uses {threads} threads on {cores()} cores: set OMP_NUM_THREADS={cores()}",
+        )
     shm = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else None  # noqa: PTH112
     if shm is not None and shm < 256 * 2**20:
         yield (

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.configure import configure
+from slipstream.cli.processes import launch, restarted_with_progress, wants_processes
 
 if TYPE_CHECKING:
+    from slipstream.config import Config
     from slipstream.runner import Runner
 
 __all__ = ["run", "summary"]
@@ -19,15 +21,25 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.runner import Runner
 
     cfg = configure(args)
-    if args.launcher is not None:
-        cfg.launcher = args.launcher
-    if args.resume is not None:
-        cfg.resume = args.resume
+    if wants_processes(args):
+        return launch(args, cfg.work_dir)
+    _resume(args, cfg)
     runner = Runner.from_cfg(cfg)
     runner.train()
     if runner.rank == 0:
         print(summary(runner))
     return 0
+
+
+def _resume(args: argparse.Namespace, cfg: Config) -> None:
+    from slipstream.checkpoint import find_latest_checkpoint
+
+    if args.resume is not None:
+        cfg.resume = args.resume
+    if args.resume is True or restarted_with_progress(cfg.work_dir):
+        # Not left at True, with which a Runner prefers `load_from` to the checkpoints of the run itself.
+        latest = find_latest_checkpoint(cfg.work_dir)
+        cfg.resume = str(latest) if latest is not None else not cfg.get("load_from")
 
 
 def summary(runner: Runner) -> str:
@@ -40,6 +52,6 @@ def summary(runner: Runner) -> str:
     ]
     speed = hub.get_info("images_per_second")
     facts = [*metrics[:3], *([f"{speed:.1f} images/s"] if speed else [])]
-    files = sorted(p.name for pattern in ("*.pth", "*.png") for p in folder.glob(pattern))
+    files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(facts)}. In {folder}: {', '.join(files)}; logs in {logs}/"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from slipstream.cli.configure import configure
+from slipstream.cli.processes import launch, wants_processes
 from slipstream.errors import CheckpointError
 
 __all__ = ["run"]
@@ -15,11 +16,16 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.checkpoint import find_latest_checkpoint
     from slipstream.runner import Runner
 
+    several = wants_processes(args)
     cfg = configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
     if checkpoint is None:
         raise CheckpointError(f"there is no checkpoint in {cfg.work_dir}: train first, or give --checkpoint")
+    if several:
+        return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = str(checkpoint), False
-    metrics = Runner.from_cfg(cfg).val()
-    print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+    runner = Runner.from_cfg(cfg)
+    metrics = runner.val()
+    if runner.rank == 0:
+        print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return 0

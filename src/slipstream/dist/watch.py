@@ -72,6 +72,7 @@ def start_watch() -> None:
     address = [(hosts, port, token)]
     broadcast_object_list(address)
     hosts, port, token = address[0]
+    hosts = list(dict.fromkeys([os.environ.get("MASTER_ADDR", "localhost"), *hosts]))
     connection = None if listener else _connect(hosts, port, f"{token} {rank}\n")
     if listener or connection:
         _watch = Watch(rank, token, listener, connection)
@@ -136,9 +137,10 @@ class Watch:
             return
         self.failed = True
         self._tell(f"failed {self.rank} failed{_progress()}: {_one_line(text)}")
-        for peer in list(self._peers.values()):
-            # A copy that nobody closes: the others are to see the end of the process, not of its objects.
-            os.dup(peer.sock.fileno())
+        with self._lock:
+            for sock in self._peers:
+                # A copy that nobody closes: the others are to see the end of the process, not of its objects.
+                os.dup(sock.fileno())
         # Runs without the interpreter, which by then may wait for a device that answers no more.
         faulthandler.dump_traceback_later(LAST_RESORT, exit=True, file=2)
 
@@ -214,7 +216,7 @@ class Watch:
         self._selector.unregister(peer.sock)
         with self._lock:
             del self._peers[peer.sock]
-        peer.sock.close()
+            peer.sock.close()
 
     def _tell(self, line: str) -> None:
         with self._lock:
@@ -247,8 +249,9 @@ class Watch:
 def _listen() -> tuple[socket.socket, list[str]]:
     """Return rank 0's listening socket, and the names under which the others may find it."""
     master = os.environ.get("MASTER_ADDR", "localhost")
-    one_machine = os.environ.get("LOCAL_WORLD_SIZE") == str(dist.get_world_size())
-    if one_machine or master in ("localhost", "127.0.0.1", "::1"):
+    beside = os.environ.get("LOCAL_WORLD_SIZE")
+    # The first of two machines may call itself 127.0.0.1, so that address alone does not mean one machine.
+    if beside == str(dist.get_world_size()) or (not beside and master in ("localhost", "127.0.0.1", "::1")):
         return socket.create_server(("127.0.0.1", 0), backlog=4096), ["127.0.0.1"]
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET

@@ -1,0 +1,44 @@
+"""What shows that a training took place, or how it failed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from cluster.machines import Run
+
+STUMBLE = Path(__file__).with_name("stumbling_training.py")
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def trained(folder: Path, processes: int, steps: int) -> None:
+    """Check the only log under work_dirs: so many processes, and as many steps as their common batch takes."""
+    logs = list(folder.glob("work_dirs/*/*/*.log"))
+    assert len(logs) == 1, logs
+    text = logs[0].read_text()
+    assert f"world_size {processes}" in text, text
+    assert f"Trained {steps} steps" in text, text
+
+
+def words(run: Run) -> str:
+    """Return what a run printed without colours, cursor movements and line breaks."""
+    return " ".join(_ANSI.sub(" ", run.output).split())
+
+
+def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
+    """Check that a stumbling training ended as a whole, by the failure of rank 1 and with its traceback first.
+
+    The limit leaves room for the start, which on a busy machine takes longest; the other ranks would wait for
+    ten minutes.
+    """
+    said = words(run.failed())
+    assert run.seconds < within, said
+    assert "trained to the end" not in said
+    if how == "raise":
+        first = re.search(r"\b(\w+(?:Error|Exception)): ", said)
+        assert first, said
+        assert first[1] == "ValueError", said
+        assert "ValueError: the third step is too high" in said
+        assert "on rank 1 of 2, in epoch 1, iteration 3" in said
+    else:
+        assert re.search(r"rank 1 ended without a word|Killed|SIGKILL", said), said

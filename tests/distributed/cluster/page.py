@@ -1,0 +1,40 @@
+"""The code blocks of the page on distributed training, which the tests run as they are printed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from cluster.machines import ROOT
+
+ENGLISH, CHINESE = ROOT / "docs/distributed.md", ROOT / "docs/zh/distributed.md"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: under which heading, in which language, what."""
+
+    section: str
+    language: str
+    text: str
+
+
+def blocks(page: Path = ENGLISH) -> list[Block]:
+    """Return the blocks of a page in their order."""
+    parts = re.split(r"^(## [^\n]*|```\w*\n.*?^```)$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    found, section = [], ""
+    for part in parts[1::2]:
+        if part.startswith("## "):
+            section = part[3:]
+        else:
+            language, text = part[3:-3].split("\n", 1)
+            found.append(Block(section, language, text))
+    return found
+
+
+def commands(section: str) -> list[str]:
+    """Return the shell blocks of a section of the English page; a section without any is a mistake."""
+    found = [block.text for block in blocks() if (block.section, block.language) == (section, "bash")]
+    assert found, f"no commands under '{section}' in {ENGLISH}"
+    return found

@@ -1,0 +1,26 @@
+"""Run the Python blocks of the page in each process of a torchrun job, and say what wraps the model in each."""
+
+import functools
+
+from cluster.page import blocks
+from examples.distributed_training import ResNet18, Stripes
+
+from slipstream.runner import Runner
+
+if __name__ == "__main__":
+    loader = dict(
+        batch_size=4,
+        num_batch_per_epoch=1,
+        sampler=dict(type="DefaultSampler", shuffle=True),
+        dataset=Stripes(8, seed=0),
+    )
+    for block in blocks():
+        if block.language == "python":
+            names = {
+                "ResNet18": ResNet18,
+                "Runner": functools.partial(Runner, launcher="pytorch"),
+                "train_dataloader_cfg": loader,
+            }
+            exec(block.text, names)
+            wrapper = names["runner"].model
+            print(f"wrapped by {type(wrapper).__name__} {wrapper.find_unused_parameters}")

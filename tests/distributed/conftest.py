@@ -1,0 +1,67 @@
+"""The stages on which launchers run: this machine, two machines of namespaces, a Slurm cluster on them."""
+
+import contextlib
+import os
+import shutil
+
+import pytest
+from cluster.machines import ROOT, NoMachines, environment, this_machine, two_machines
+from cluster.slurm import PROGRAMS, slurm
+
+
+def absent(reason):
+    """Skip for want of something, except in continuous integration, which provides everything."""
+    if os.environ.get("SLIPSTREAM_CI"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
+def need(packages, *programs):
+    path = environment()["PATH"]
+    if missing := [program for program in programs if shutil.which(program, path=path) is None]:
+        absent(f"needs {', '.join(missing)}: apt-get install --no-install-recommends {packages}")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty folder in which commands find the project's examples; checkpoints in it do not stay."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    yield tmp_path
+    for work_dir in ("work_dirs", "work_dir", "stumbling"):
+        shutil.rmtree(tmp_path / work_dir, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def machines(tmp_path_factory):
+    """Two machines with a network of their own, by their names n1 and n2."""
+    need("iproute2 util-linux", "ip", "unshare", "nsenter")
+    with contextlib.ExitStack() as stack:
+        try:
+            both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
+        except NoMachines as error:
+            absent(str(error))
+        yield both
+
+
+@pytest.fixture(scope="module")
+def machine(request):
+    """One machine: with a network of its own where that may be made, else this one."""
+    try:
+        yield request.getfixturevalue("machines")["n1"]
+    except pytest.skip.Exception:
+        yield this_machine()
+
+
+@pytest.fixture(scope="module")
+def cluster(machines, tmp_path_factory):
+    """The machine from which jobs are sent to a Slurm cluster of n1 and n2."""
+    need("munge slurmctld slurmd slurm-client", *PROGRAMS)
+    with slurm(machines, tmp_path_factory.mktemp("slurm")) as login:
+        yield login
+
+
+@pytest.fixture(scope="module")
+def mpi_machine(machines):
+    """A machine on which Open MPI and MPICH agree to run as root and with fewer cores than processes."""
+    need("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
+    return machines["n1"]

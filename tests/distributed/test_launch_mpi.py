@@ -1,0 +1,28 @@
+"""Open MPI's mpirun and MPICH's mpiexec, as the page prints them."""
+
+import pytest
+from cluster.evidence import STUMBLE, ended_by_rank_1, trained
+from cluster.page import commands
+
+# Open MPI 4 and 5 want to be told that root may run them, and that two processes may share one core.
+AS_HERE = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT": "1",
+    "PRTE_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+
+
+@pytest.mark.parametrize("command", commands("MPI"), ids=lambda text: text.split()[0])
+def test_the_command_of_the_page_trains_in_two_processes(mpi_machine, folder, command):
+    mpi_machine.run(command, folder, **AS_HERE).succeeded()
+    trained(folder, processes=2, steps=20)
+
+
+@pytest.mark.parametrize("starter", ["mpirun -np 2", "mpiexec.hydra -n 2"], ids=["mpirun", "mpiexec.hydra"])
+@pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
+def test_a_failing_rank_ends_the_job(mpi_machine, folder, starter, how, others):
+    run = mpi_machine.run(f"{starter} python {STUMBLE} mpi {how} {others}", folder, **AS_HERE)
+    ended_by_rank_1(run, how)

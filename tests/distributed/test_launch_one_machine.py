@@ -1,0 +1,36 @@
+"""torchrun, torch.distributed.launch and `slipstream train --nproc`, as the page on them prints them."""
+
+import pytest
+from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
+from cluster.page import blocks, commands
+
+# Two processes: 1280 images in batches of 32, or 32 scenes in batches of 4.
+STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
+
+
+@pytest.mark.parametrize("command", commands("One machine"), ids=lambda text: " ".join(text.split()[:2]))
+def test_the_command_of_the_page_trains_in_two_processes(machine, folder, command):
+    machine.run(command, folder).succeeded()
+    trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))
+
+
+@pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
+def test_a_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
+    run = machine.run(f"torchrun --nproc-per-node=2 {STUMBLE} pytorch {how} {others}", folder)
+    ended_by_rank_1(run, how)
+
+
+def test_ranks_that_disagree_on_the_world_size_fail_as_the_page_says(machines, folder):
+    start = "LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
+    (message,) = [block.text.strip() for block in blocks() if "must have the same" in block.text]
+    run = machines["n1"].run(
+        f"RANK=0 WORLD_SIZE=2 {start} {STUMBLE} pytorch raise busy & first=$!\n"
+        f"RANK=1 WORLD_SIZE=3 {start} {STUMBLE} pytorch raise busy || echo second: $?\n"
+        "wait $first || { echo first: $?; exit 1; }",
+        folder,
+    )
+    said = words(run.failed())
+    assert said.count(message) == 2
+    assert "second: 1" in said
+    assert "first: 1" in said
+    assert "the third step" not in said

@@ -1,0 +1,59 @@
+"""The page on distributed training: the same in both languages, and run as it is printed."""
+
+import re
+from pathlib import Path
+
+from cluster.evidence import STUMBLE, words
+from cluster.machines import ROOT
+from cluster.page import CHINESE, ENGLISH, blocks
+
+TESTED = {  # where the shell blocks of a section are run
+    "One machine": "test_launch_one_machine.py",
+    "Two machines": "test_launch_two_machines.py",
+    "Slurm": "test_launch_slurm.py",
+    "MPI": "test_launch_mpi.py",
+}
+SNIPPETS = STUMBLE.with_name("page_snippets.py")
+
+
+def test_both_languages_show_the_same_code():
+    english, chinese = (
+        [(block.language, block.text) for block in blocks(page)] for page in (ENGLISH, CHINESE)
+    )
+    assert english == chinese
+    headings = [re.findall(r"^#+ ", page.read_text(), re.MULTILINE) for page in (ENGLISH, CHINESE)]
+    assert headings[0] == headings[1]
+
+
+def test_no_shell_block_is_left_untested():
+    assert {block.section for block in blocks() if block.language == "bash"} == set(TESTED)
+    for section, file in TESTED.items():
+        assert f'commands("{section}")' in Path(__file__).with_name(file).read_text()
+    assert {block.language for block in blocks()} == {"bash", "python", "text"}
+
+
+def test_links_lead_to_files():
+    for page in (ENGLISH, CHINESE):
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+            assert (page.parent / target).is_file(), target
+
+
+def test_the_python_blocks_train_in_two_processes(machine, folder):
+    path = f"{ROOT}:{ROOT}/tests/distributed"
+    run = machine.run(f"torchrun --nproc-per-node=2 {SNIPPETS}", folder, PYTHONPATH=path).succeeded()
+    said = words(run)
+    assert said.count("wrapped by MMDistributedDataParallel True") == 2
+    assert said.count("wrapped by CustomDistributedDataParallel False") == 2
+
+
+def test_the_messages_of_a_failing_rank_are_those_that_come(machines, folder):
+    raised, killed = [block.text for block in blocks() if "rank 0 stops" in block.text]
+    for how, expected in (("raise", raised), ("kill", killed)):
+        # Without torchrun, which would end rank 0 before it can speak.
+        start = "LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
+        run = machines["n1"].run(
+            f"RANK=1 {start} {STUMBLE} pytorch {how} away & RANK=0 {start} {STUMBLE} pytorch {how} away; wait",
+            folder,
+        )
+        for line in expected.splitlines():
+            assert line in words(run), run.output

@@ -1,0 +1,181 @@
+"""`--nproc`: several processes of a command; what they print, how they fail, and that none is left behind."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.cli.configure import command_words
+from slipstream.cli.parser import parse
+from stumbling_parts import CONFIG, FOLDER
+
+
+def stumble(how, epoch=1):
+    return f"custom_hooks=[{{type: Stumble, how: {how}, epoch: {epoch}}}]"
+
+
+@pytest.fixture(autouse=True)
+def _config(tmp_path, monkeypatch):
+    (tmp_path / "line.yaml").write_text(CONFIG)
+    monkeypatch.setenv("PYTHONPATH", FOLDER)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What an uninterrupted run in two processes printed, and its work_dir."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "line.yaml").write_text(CONFIG)
+    environ = dict(os.environ, PYTHONPATH=FOLDER)
+    environ.pop("OMP_NUM_THREADS")
+    words = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
+    command = [sys.executable, "-m", "slipstream", *words]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    return done, folder / "work_dirs/line"
+
+
+def weights(work_dir):
+    return torch.load(work_dir / "epoch_3.pth", weights_only=True)["state_dict"]
+
+
+def same(left, right):
+    assert left.keys() == right.keys()
+    assert all(torch.equal(left[name], right[name]) for name in left)
+
+
+def test_two_processes_print_what_one_does_and_nothing_else(trained):
+    done, _ = trained
+    assert "world_size 2" in done.stdout
+    assert done.stdout.count("Done: ") == 1
+    assert done.stdout.count("Saved checkpoint epoch_3.pth") == 1
+    assert done.stderr == ""
+    assert re.search(r"Trained 6 steps", done.stdout), "8 samples, 2 in each of 2 processes, 3 epochs"
+
+
+def test_the_cores_are_shared_out_to_the_processes(trained):
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert f"cpu_threads {max(1, cores // 2)}," in trained[0].stdout
+
+
+def test_words_reach_the_processes_as_they_were_written(trained):
+    (config,) = trained[1].glob("line*")
+    assert "costs-$local_rank" in config.read_text()
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["train", "r", "a=1", "b=$x"],
+        ["train", "r", "--work-dir=-odd dir", "--resume"],
+        ["train", "r", "a=[1, 2]", "--resume=x.pth", "--launcher=slurm"],
+        ["val", "r", "a='1'", "--checkpoint=x.pth"],
+    ],
+)
+def test_rebuilt_words_mean_the_same(words):
+    args = parse(words)
+    assert parse(command_words(args)) == args
+
+
+def test_overrides_may_stand_after_an_option():
+    assert parse(["train", "r", "a=1", "--nproc", "2", "b=2"]).overrides == ["a=1", "b=2"]
+
+
+@pytest.mark.parametrize("epoch", [0, 2])
+def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_checkpoints(
+    slipstream, trained, tmp_path, epoch
+):
+    shutil.copytree(trained[1], tmp_path / "again")
+    last = tmp_path / "again/epoch_3.pth"
+    last.unlink()  # what is compared is of the run itself
+    words = [
+        "train",
+        "line.yaml",
+        stumble("kill", epoch),
+        "--nproc=2",
+        "--max-restarts=1",
+        "--work-dir=again",
+    ]
+    done = slipstream(*words)
+    assert "a process failed; restart 1 of 1" in done.stderr
+    assert ("Resumed at epoch 2" in done.stdout) == (epoch == 2)
+    same(weights(tmp_path / "again"), weights(trained[1]))
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "first", "last"),
+    [
+        ("error", 1, "slipstream: error: sample 3 is broken", "sample 3 is broken"),
+        ("bug", 1, "[rank1]: Traceback", "rank 1 of 2"),
+        ("leave", 7, "slipstream: ", "slipstream: error: rank 1 ended with exit status 7"),
+        ("kill", 137, "slipstream: ", "was ended by SIGKILL; did the machine run out of memory?"),
+    ],
+)
+def test_a_failed_process_ends_the_command_and_is_the_one_that_is_shown(slipstream, how, status, first, last):
+    began = time.monotonic()
+    done = slipstream("train", "line.yaml", stumble(how), "--nproc", "2", status=status)
+    lines = done.stderr.strip().splitlines()
+    assert lines[0].startswith(first), done.stderr
+    assert last in lines[-1]
+    assert done.stderr.count("Traceback") == (how == "bug")
+    assert "[rank0]" not in done.stderr
+    assert time.monotonic() - began < 120
+
+
+def test_a_configuration_that_no_process_can_use_is_one_line_with_exit_status_2(slipstream):
+    done = slipstream("train", "line.yaml", "model.type=Lime", "--nproc", "2", status=2)
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "did you mean 'Line'" in done.stderr
+
+
+def test_val_runs_in_several_processes_and_prints_its_metrics_once(slipstream, tmp_path):
+    from test_cli_train import SMALL
+
+    recipe = "street_scenes_pp_lite_t"
+    slipstream("train", recipe, *SMALL, "train_cfg.max_epochs=1", "--work-dir", "net")
+    alone = slipstream("val", recipe, *SMALL, "--work-dir", "net").stdout.splitlines()[-1]
+    both = slipstream("val", recipe, *SMALL, "--work-dir", "net", "--nproc", "2").stdout.splitlines()
+    assert both[-1].startswith("aAcc")
+    assert both[-1] == alone
+    assert sum(line.startswith("aAcc") for line in both) == 1
+
+
+def _alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)])
+def test_a_signal_ends_every_process(tmp_path, number, status):
+    words = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "slipstream", *words],
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed launcher cannot remove its folder
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            assert any("waiting" in line for line in process.stdout), process.stderr.read()
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            assert len(children) == 2
+            process.send_signal(signal.Signals[number])
+            assert process.wait(60) == status
+            said = process.stderr.read().strip().splitlines()
+        finally:
+            process.kill()
+    end = time.monotonic() + 30
+    while alive := [pid for pid in children if _alive(pid)]:
+        assert time.monotonic() < end, f"{alive} of {children} were left behind"
+        time.sleep(0.05)
+    assert len(said) == (status > 0), said
