@@ -120,7 +120,37 @@ def validation(folder):
     return metrics
 
 
-FUNCTIONS = [no_cuda, plain, accumulated, custom_wrapper, wrapper_options, validation]
+class Output(BaseMetric):
+    """A number that depends on every running statistic."""
+
+    def process(self, data_batch, data_samples):
+        self.results.append(float(data_samples.square().sum()))
+
+    def compute_metrics(self, results):
+        return {"output": sum(results)}
+
+
+class Answering(Net):
+    def forward(self, x, y, index, mode):
+        return self.net(x) if mode == "predict" else super().forward(x, y, index, mode)
+
+
+def own_statistics(folder):
+    """Validate during the training, and again the checkpoint that it wrote."""
+    val = dict(
+        val_dataloader=dict(dataset=Samples(), batch_size=3), val_cfg=dict(), val_evaluator=dict(type=Output)
+    )
+    hooks = dict(checkpoint=dict(type="CheckpointHook"))
+    runner = train(folder, 2, Answering(norm=True), default_hooks=hooks, **val)[1]
+    during = runner.message_hub.get_scalar("val/output").current()
+    saved = folder / "world2" / f"epoch_{EPOCHS}.pth"
+    again = Runner(
+        Answering(norm=True), folder, load_from=saved, launcher="pytorch", log_level="ERROR", **val
+    )
+    return during, again.val()["output"]
+
+
+FUNCTIONS = [no_cuda, own_statistics, plain, accumulated, custom_wrapper, wrapper_options, validation]
 
 
 @pytest.fixture(scope="module")
@@ -174,6 +204,13 @@ def test_validation_counts_each_sample_once_in_order_whatever_the_length(answers
         metrics = answers["validation"][rank]
         assert isinstance(metrics, list), metrics
         assert metrics[which] == {"count": 21 + which, "in_order": 1.0}
+
+
+def test_a_checkpoint_holds_the_batchnorm_statistics_that_were_validated(answers):
+    for answer in answers["own_statistics"]:
+        assert not isinstance(answer, str), answer
+        during, again = answer
+        assert during == pytest.approx(again, rel=1e-6)
 
 
 def test_nothing_of_this_needed_cuda(answers):

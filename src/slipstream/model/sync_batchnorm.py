@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from slipstream.dist import get_dist_info, get_world_size
+from slipstream.dist import all_reduce, get_dist_info, get_world_size
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
+__all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
 _FEW_RANKS = 64  # up to here a message with a row for each rank takes less time than a second message
 
@@ -113,6 +113,27 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     for name, child in module.named_children():
         setattr(module, name, convert_sync_batchnorm(child))
     return module
+
+
+@torch.no_grad()
+def average_batchnorm(model: nn.Module) -> None:
+    """Give every rank the mean of all ranks' running BatchNorm statistics, in one message; those of SyncBN agree.
+
+    Each rank has seen its own part of the batches. Evaluated or saved as they are, the statistics of rank 0 would stand
+    in the checkpoint, and those of all ranks in the metrics.
+    """
+    plain = [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
+    ]
+    moments = [m for module in plain for m in (module.running_mean, module.running_var) if m is not None]
+    if get_world_size() == 1 or not moments:
+        return
+    together = torch.cat(moments)
+    all_reduce(together, "mean")
+    for own, mean in zip(moments, together.split([len(m) for m in moments]), strict=True):
+        own.copy_(mean)
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:

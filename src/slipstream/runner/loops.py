@@ -20,6 +20,7 @@ from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
+from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
 
 if TYPE_CHECKING:
@@ -345,6 +346,8 @@ class _EvalLoop(BaseLoop):
         runner, mode = self._runner, self.mode
         runner.call_hook(f"before_{mode}")
         runner.call_hook(f"before_{mode}_epoch")
+        if runner.is_training:
+            average_batchnorm(runner.model)
         runner.model.eval()
         predict = getattr(runner.model, f"{mode}_step", None) or getattr(
             unwrap_model(runner.model), f"{mode}_step"

@@ -32,6 +32,7 @@ from slipstream.dist import (
 from slipstream.dist.sharding import is_sharded, local, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
 from slipstream.model import unwrap_model
+from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.model.wrappers import (
     comm_hook_state,
     load_comm_hook_state,
@@ -118,6 +119,8 @@ def make_checkpoint(
         NonFiniteLossError: a weight is NaN or infinite.
     """
     _check_weights(runner)
+    if runner.is_training:
+        average_batchnorm(runner.model)
     checkpoint: dict[str, Any] = {
         "meta": {**_meta(runner, by_epoch), **(meta or {})},
         "state_dict": unwrap_model(runner.model).state_dict(),
