@@ -14,6 +14,13 @@ def test_the_command_of_the_page_trains_in_two_processes(machine, folder, comman
     trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))
 
 
+@pytest.mark.parametrize("command", commands("Sharding"))
+def test_the_sharded_training_of_the_page_gives_one_ordinary_file(machine, folder, command):
+    machine.run(command, folder).succeeded()
+    trained(folder, processes=2, steps=4)
+    assert (folder / "work_dirs/street_scenes_pp_lite_t/epoch_1.pth").is_file()
+
+
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
 def test_a_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
     run = machine.run(f"torchrun --nproc-per-node=2 {STUMBLE} pytorch {how} {others}", folder)

@@ -9,6 +9,7 @@ from cluster.page import CHINESE, ENGLISH, blocks
 
 TESTED = {  # where the shell blocks of a section are run
     "One machine": "test_launch_one_machine.py",
+    "Sharding": "test_launch_one_machine.py",
     "Two machines": "test_launch_two_machines.py",
     "Slurm": "test_launch_slurm.py",
     "MPI": "test_launch_mpi.py",
@@ -44,6 +45,7 @@ def test_the_python_blocks_train_in_two_processes(machine, folder):
     said = words(run)
     assert said.count("wrapped by MMDistributedDataParallel True") == 2
     assert said.count("wrapped by CustomDistributedDataParallel False") == 2
+    assert said.count("wrapped by MMFullyShardedDataParallel") == 2
 
 
 def test_the_messages_of_a_failing_rank_are_those_that_come(machines, folder):

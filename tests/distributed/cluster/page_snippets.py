@@ -23,4 +23,4 @@ if __name__ == "__main__":
             }
             exec(block.text, names)
             wrapper = names["runner"].model
-            print(f"wrapped by {type(wrapper).__name__} {wrapper.find_unused_parameters}")
+            print(f"wrapped by {type(wrapper).__name__} {getattr(wrapper, 'find_unused_parameters', '')}")
