@@ -58,12 +58,12 @@ def eager(folder):
 
 
 def eager_on_many(folder):
-    """The way of more ranks than fit into one message."""
-    few, sync_batchnorm._FEW_RANKS = sync_batchnorm._FEW_RANKS, 1
+    """The way of more ranks than have room in one message."""
+    most, sync_batchnorm._ONE_MESSAGE = sync_batchnorm._ONE_MESSAGE, 1
     try:
         return eager(folder)
     finally:
-        sync_batchnorm._FEW_RANKS = few
+        sync_batchnorm._ONE_MESSAGE = most
 
 
 def fullgraph(folder):

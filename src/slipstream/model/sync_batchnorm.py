@@ -15,7 +15,7 @@ from slipstream.dist import all_reduce, get_dist_info, get_world_size
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm"]
 
-_FEW_RANKS = 64  # up to here a message with a row for each rank takes less time than a second message
+_ONE_MESSAGE = 2**18  # values; up to here a row for each rank takes less time than a second message would
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -75,7 +75,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     var, mean = torch.var_mean(x, dims, correction=0)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
-    if get_world_size() <= _FEW_RANKS:
+    if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
         return _merge_gathered(mean, var, count)
     return _merge_summed(mean, var, count)
 

@@ -1,0 +1,369 @@
+"""Step times on 2 and 4 processes against what `slipstream.scale` predicts from one process and pings.
+
+    python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
+
+Each round measures one process alone, with the others waiting; then all, each by itself, side by side; then all
+together. Only the lone process and the pings enter the predictions. The steps side by side, which send nothing
+either, tell errors about the machine from errors about the messages. Of each time the least of the rounds counts:
+other programs can only add to it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import circumstances, table, write_result
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.model import sync_batchnorm
+from slipstream.model.sync_batchnorm import convert_sync_batchnorm
+from slipstream.scale import Block, Cluster, Gamma, Link, Model, Prediction, Strategy, describe, predict
+from slipstream.zoo import pp_lite_t_seg, resnet18
+
+SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
+"""Bytes of a ping: about those of buckets and units."""
+PROCESSES = (2, 4)
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Case:
+    network: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    batch: int
+    steps: int
+    wrapped: Callable[[nn.Module], list[nn.Module]]
+    """What FSDP2 gathers as one."""
+
+
+def mlp() -> nn.Module:
+    layers = [layer for _ in range(4) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def linear_layers(net: Any) -> list[nn.Module]:
+    return [module for module in net if isinstance(module, nn.Linear)]
+
+
+def residual_blocks(net: Any) -> list[nn.Module]:
+    return [block for n in range(1, 5) for block in getattr(net, f"layer{n}")]
+
+
+def stdc_blocks(net: Any) -> list[nn.Module]:
+    return [block for stage in net.encoder.backbone.stages.values() for block in stage]
+
+
+small_resnet18 = partial(resnet18, num_classes=10, small_input=True)
+small_pp_lite_t = partial(pp_lite_t_seg, use_aux_heads=False)
+CASES = {
+    "MLP": Case(mlp, (1024,), 32, 8, linear_layers),
+    "ResNet-18": Case(small_resnet18, (3, 32, 32), 4, 2, residual_blocks),
+    "PP-LiteSeg-T": Case(small_pp_lite_t, (3, 128, 256), 2, 2, stdc_blocks),
+}
+DDP, SYNC_BN, FSDP2 = STRATEGIES = ("DDP", "DDP, SyncBN", "FSDP2")
+
+
+def strategies_of(network: str) -> list[str]:
+    return [name for name in STRATEGIES if network != "MLP" or name != SYNC_BN]
+
+
+# What the processes do.
+
+
+def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
+    """Return a function that trains `case.steps` steps: with all processes, or in one alone without messages."""
+    alone = mesh.size() == 1
+    torch.manual_seed(0)
+    net: nn.Module = case.network().train()
+    if strategy == SYNC_BN:
+        net = convert_sync_batchnorm(net)
+    if strategy == FSDP2:
+        for module in [*case.wrapped(net), net]:
+            fully_shard(module, mesh=mesh)
+    elif not alone:
+        net = DistributedDataParallel(net, gradient_as_bucket_view=True, broadcast_buffers=False)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.001, momentum=0.9)
+    inputs = torch.randn(case.batch, *case.shape)
+
+    def train() -> None:
+        with silent_sync_bn() if alone else nullcontext():
+            for _ in range(case.steps):
+                optimizer.zero_grad()
+                net(inputs).square().mean().backward()
+                optimizer.step()
+
+    return train
+
+
+def silent_sync_bn() -> Any:
+    """Let SyncBN do its arithmetic, and send nothing."""
+    return patch.object(sync_batchnorm.collectives, "all_reduce", lambda values, *_: values)
+
+
+def seconds_of(function: Callable[[], Any]) -> float:
+    start = perf_counter()
+    function()
+    return perf_counter() - start
+
+
+def together(function: Callable[[], Any]) -> float:
+    """Return the mean seconds of a function that all processes call many times at once."""
+    times = 50
+    dist.barrier()
+    return seconds_of(lambda: [function() for _ in range(times)]) / times
+
+
+def pings(rank: int, pair: Any) -> dict[str, Any]:
+    """Return the seconds of two processes' collectives by size, and what the smallest all-reduce of all costs.
+
+    That one between computations, as in training: waiting processes then sleep and wake, and come at
+    different times.
+    """
+    matrix, number = torch.ones(256, 256), torch.zeros(1)
+
+    def compute() -> None:
+        for _ in range(4):
+            matrix @ matrix
+
+    def compute_and_sum() -> None:
+        compute()
+        dist.all_reduce(number)
+
+    found: dict[str, Any] = {"smallest": together(compute_and_sum) - together(compute)}
+    for size in SIZES:
+        whole, part = torch.ones(size // 4), torch.empty(size // 8)
+        times = max(5, min(30, 2**25 // size))
+        calls = {
+            "all_reduce": partial(dist.all_reduce, whole, group=pair),
+            "all_gather": partial(dist.all_gather_into_tensor, whole, part, group=pair),
+            "reduce_scatter": partial(dist.reduce_scatter_tensor, part, whole, group=pair),
+        }
+        for name, call in calls.items():
+            if rank < 2:
+                call()
+                found.setdefault(name, []).append(median(seconds_of(call) for _ in range(times)))
+    dist.barrier()
+    return found
+
+
+def process(rank: int, processes: int, rounds: int, folder: str) -> None:
+    """Measure everything in one of the processes; rank 0 writes it down."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store{processes}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
+    pair, lone = dist.new_group([0, 1]), [dist.new_group([r]) for r in range(processes)]
+    meshes = DeviceMesh.from_group(lone[rank], "cpu"), init_device_mesh("cpu", (processes,))
+    found: dict[str, Any] = {"pings": [], "steps": []}
+    trainers: dict[tuple[str, str], list[Callable[[], None]]] = {}
+    for name, case in CASES.items():
+        for strategy in strategies_of(name):
+            trainers[name, strategy] = [trainer(case, strategy, meshes[together]) for together in (0, 1)]
+            for train in trainers[name, strategy]:
+                train()
+    for _ in range(rounds):
+        found["pings"].append(pings(rank, pair))
+        found["steps"].append({})
+        for (name, strategy), (by_itself, together) in trainers.items():
+            times = {}
+            for who, train in (("alone", by_itself), ("side by side", by_itself), ("all", together)):
+                dist.barrier()
+                if rank == 0 or who != "alone":
+                    times[who] = seconds_of(train) / CASES[name].steps
+            found["steps"][-1][f"{name}, {strategy}"] = times
+    dist.barrier()
+    if rank == 0:
+        Path(folder, f"{processes}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def measure(rounds: int) -> dict[int, dict[str, Any]]:
+    """Return, by the number of processes, the pings and the step times of each round."""
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for processes in PROCESSES:
+            mp.spawn(process, (processes, rounds, folder), nprocs=processes)
+            found[processes] = json.loads(Path(folder, f"{processes}.json").read_text())
+    return found
+
+
+# What the model says.
+
+
+def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster:
+    """Return the machine as a cluster of processes that share its cores: all they do is slowed alike.
+
+    Between two processes an all-reduce takes `2 alpha + n beta`; gathers and scatters send half as much, and
+    what they take beyond it is local work.
+    """
+    least = {
+        name: [min(ping[name][i] for ping in pings_of_rounds) for i in range(len(SIZES))]
+        for name in ("all_reduce", "all_gather", "reduce_scatter")
+    }
+    share = max(1.0, processes / CORES)
+    slopes = {name: seconds_per_byte(seconds) for name, seconds in least.items()}
+    beta = slopes["all_reduce"]
+    gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
+    alpha = least["all_reduce"][0] / 2
+    # A difference of two times: its least would be too small.
+    smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
+    alpha = min(alpha, smallest / hops)  # the smallest all-reduce of all is nothing but hops and its launch
+    return Cluster(
+        gpus=processes,
+        gpus_per_node=processes,
+        intra=Link(alpha, share * beta),
+        inter=Link(alpha, share * beta),
+        flops=100e9,  # with the next line, only the proportions of the blocks: the step itself is measured
+        memory_bandwidth=10e9,
+        memory=1e12,
+        launch=smallest - hops * alpha,
+        gamma=Gamma(all_gather=share * gather, reduce_scatter=share * scatter),
+        overlap=min(1.0, max(0.0, CORES / processes - 1)),
+    )
+
+
+def seconds_per_byte(seconds: list[float]) -> float:
+    """Return the slope, with the least relative squares, of the line from the smallest ping on."""
+    start = seconds[0]
+    above = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
+    return max(0.0, sum(x * y for x, y in above) / sum(x * x for x, _ in above))
+
+
+def model_of(case: Case, grouped: bool) -> Model:
+    """Return the network's blocks, or those that FSDP2 gathers as one: the wrapped modules and the rest."""
+    net = case.network()
+    model = describe(net, case.shape)
+    if not grouped:
+        return model
+    names = {module: name for name, module in net.named_modules()}
+    prefixes = [names[module] for module in case.wrapped(net)]
+    groups: dict[str, list[Block]] = {"the rest": []}
+    for block in model.blocks:
+        inside = [p for p in prefixes if block.name == p or block.name.startswith(f"{p}.")]
+        groups.setdefault(inside[0] if inside else "the rest", []).append(block)
+    merged = (
+        Block(name, *(sum(getattr(b, f) for b in blocks) for f in ("parameters", "flops", "activations")))
+        for name, blocks in groups.items()
+        if blocks
+    )
+    return Model(model.name, tuple(merged))
+
+
+def compare(found: dict[int, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a row for each network, strategy and number of processes."""
+    rows = []
+    for processes, measured in found.items():
+        cluster = cluster_of(measured["pings"], processes)
+        for name, case in CASES.items():
+            for strategy in strategies_of(name):
+                times = [steps[f"{name}, {strategy}"] for steps in measured["steps"]]
+                alone, beside, step = (
+                    min(time[who] for time in times) for who in ("alone", "side by side", "all")
+                )
+                said, informed = (
+                    predicted(case, strategy, cluster, seconds)
+                    for seconds in (alone * max(1.0, processes / CORES), beside)
+                )
+                rows.append(
+                    {
+                        "network": name,
+                        "strategy": strategy,
+                        "processes": processes,
+                        "alone": alone,
+                        "beside": beside,
+                        "predicted": said.step_time,
+                        "exposed": said.exposed,
+                        "measured": step,
+                        "error": said.step_time / step - 1,
+                        "informed_error": informed.step_time / step - 1,
+                    }
+                )
+    return rows
+
+
+def predicted(case: Case, strategy: str, cluster: Cluster, computing: float) -> Prediction:
+    how = Strategy(
+        "fsdp2" if strategy == FSDP2 else "ddp",
+        sync_bn=strategy == SYNC_BN,
+        parameter_bytes=4,
+        activation_bytes=4,
+        state_bytes=4,
+        unit_parameters=0,
+        noise=0.0,
+    )
+    return predict(model_of(case, strategy == FSDP2), cluster, how, case.batch, computing)
+
+
+def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str:
+    header = ["ms per step", "processes", "alone", "side by side", "exposed", "predicted", "measured",
+              "error", "error, knowing 'side by side'"]  # fmt: skip
+    cells = [
+        [
+            f"{row['network']}, {row['strategy']}",
+            row["processes"],
+            *(f"{row[key] * 1e3:.1f}" for key in ("alone", "beside", "exposed", "predicted", "measured")),
+            *(f"{row[key]:+.0%}" for key in ("error", "informed_error")),
+        ]
+        for row in rows
+    ]
+    lines = [table(header, cells), ""]
+    for processes, measured in found.items():
+        errors, informed = (
+            [abs(row[key]) for row in rows if row["processes"] == processes]
+            for key in ("error", "informed_error")
+        )
+        c = cluster_of(measured["pings"], processes)
+        lines.append(
+            f"- {processes} processes: median absolute error {median(errors):.0%}, largest {max(errors):.0%} "
+            f"(knowing 'side by side': {median(informed):.0%}, {max(informed):.0%}); "
+            f"alpha {c.intra.alpha * 1e6:.0f} us, beta {c.intra.beta * 1e9:.2f} s/GB, "
+            f"launch {c.launch * 1e3:.2f} ms"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=4, help="measurements of each step, at least 2")
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--document", type=Path, help="put the table between this page's 'measured' marks")
+    args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2")
+    torch.set_num_threads(1)
+    facts = circumstances(["slipstream"]) | {"cores for the processes": CORES, "n (rounds)": args.rounds}
+    start = perf_counter()
+    found = measure(args.rounds)
+    facts["seconds"] = round(perf_counter() - start)
+    rows = compare(found)
+    text = summary(rows, found)
+    print(text)
+    if args.out:
+        data = {"rows": rows, "found": found}
+        write_result(args.out, "Predicted and measured step times", facts, text, data)
+    if args.document:
+        before, mark, rest = args.document.read_text(encoding="utf-8").partition("<!-- measured -->\n")
+        after = rest.partition("<!-- end -->")[2]
+        args.document.write_text(f"{before}{mark}\n{text}\n\n<!-- end -->{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""`slipstream plan-scale`: what a training step should take on more GPUs than one has."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.recipes import find_recipe, recipes
+from slipstream.scale import (
+    GPUS,
+    NETWORKS,
+    Cluster,
+    Model,
+    Prediction,
+    Strategy,
+    best,
+    describe,
+    make_cluster,
+    predict,
+    segformer_1b,
+)
+from slipstream.scale.presets import SUSTAINED_FLOPS, SUSTAINED_LINK
+
+__all__ = ["run"]
+
+_SIZE, _BATCH = (768, 768), 8
+_FORMULAS = {"segformer_1b": segformer_1b}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print a prediction for each number of GPUs, and what it assumes."""
+    model, size, batch = _model(args.model, args.size, args.batch_per_gpu)
+    gpu, network = _preset("gpu", args.gpu, GPUS), _preset("network", args.network, NETWORKS)
+    clusters = [make_cluster(gpu, network, n, args.gpus_per_node) for n in args.gpus]
+    found = [_predict(model, cluster, batch, args) for cluster in clusters]
+    if args.json:
+        print(json.dumps([_as_json(predictions) for predictions in found], indent=1))
+        return 0
+    print(
+        f"{model.name}: {model.parameters / 1e6:,.1f} million parameters, {size[0]} x {size[1]} pixels, "
+        f"{model.flops / 1e9:,.1f} GFLOP forward; {batch} samples per GPU"
+    )
+    _print_table(found)
+    print(_assumptions(args))
+    return 0
+
+
+def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[Model, tuple[int, int], int]:
+    """Return a recipe's or a network's blocks, the height and width of its images, and the samples of a GPU."""
+    if name in _FORMULAS:
+        size = size or _SIZE
+        return _FORMULAS[name](*size), size, batch or _BATCH
+    import torch
+
+    from slipstream.registry import MODELS
+
+    if name in recipes() or Path(name).suffix:
+        network, own_size, own_batch = _of_recipe(name)
+        size, batch = size or own_size, batch or own_batch
+    elif MODELS.get(name) is not None:
+        network = {"type": name}
+    else:
+        known = [*recipes(), *MODELS.module_dict, *_FORMULAS]
+        raise UnknownNameError(f"there is no recipe or network '{name}'{did_you_mean(name, known)}")
+    with torch.device("meta"):
+        module = MODELS.build(network)
+    size = size or _SIZE
+    return describe(module, (3, *size), name), size, batch or _BATCH
+
+
+def _of_recipe(name: str) -> tuple[Any, tuple[int, int] | None, int | None]:
+    from slipstream.config import Config
+
+    path = find_recipe(name)
+    cfg = Config.fromfile(path)
+    network = (cfg.get("model") or {}).get("network")
+    if network is None:
+        raise ConfigError(f"{path} has no 'model.network'; name a network instead")
+    loader = cfg.get("train_dataloader") or {}
+    return network, _image_size(loader.get("dataset") or {}), loader.get("batch_size")
+
+
+def _image_size(dataset: Any) -> tuple[int, int] | None:
+    """Return height and width of what the last transform that crops leaves, else of the data set's images."""
+    for transform in reversed(dataset.get("transforms") or []):
+        if crop := transform.get("crop_size"):
+            width, height = (crop, crop) if isinstance(crop, int) else crop
+            return height, width
+    return tuple(dataset["size"]) if dataset.get("size") else None
+
+
+def _preset(kind: str, name: str, presets: dict[str, Any]) -> Any:
+    if name not in presets:
+        hint = did_you_mean(name, presets)
+        raise UnknownNameError(f"there is no {kind} '{name}'{hint} (one of {', '.join(presets)})")
+    return presets[name]
+
+
+def _predict(model: Model, cluster: Cluster, batch: int, args: argparse.Namespace) -> list[Prediction]:
+    return [
+        predict(model, cluster, Strategy(kind, sync_bn=not args.no_sync_bn), batch, args.step_time)
+        for kind in ("ddp", "hsdp", "fsdp2")
+        if kind != "hsdp" or 1 < cluster.local < cluster.gpus  # else it is one of the others
+    ]
+
+
+def _print_table(found: list[list[Prediction]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("GPUs", "best", "step ms", "samples/s", "eff.", "exposed ms", "wait ms", "GB",
+                 "DDP ms", "HSDP ms", "FSDP2 ms"):  # fmt: skip
+        table.add_column(name, justify="left" if name == "best" else "right", no_wrap=True)
+    for predictions in found:
+        table.add_row(*_cells(predictions))
+    console = Console()
+    Console(width=max(console.width, 110), highlight=False).print(table)
+
+
+def _cells(predictions: list[Prediction]) -> Iterator[str]:
+    chosen, by_kind = best(predictions), {p.strategy.kind: p for p in predictions}
+    yield f"{chosen.cluster.gpus:,}"
+    if chosen.fits:
+        yield chosen.strategy.kind
+        yield _ms(chosen.step_time)
+        yield f"{chosen.samples_per_second:,.0f}"
+        yield f"{chosen.efficiency:.0%}"
+        yield _ms(chosen.exposed)
+        yield _ms(chosen.waiting)
+    else:
+        yield from ("none fits", *["–"] * 5)
+    yield f"{chosen.memory / 1e9:.1f}"
+    for kind in ("ddp", "hsdp", "fsdp2"):
+        one = by_kind.get(kind)
+        yield "–" if one is None else _ms(one.step_time) if one.fits else "too big"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
+    return {
+        "gpus": predictions[0].cluster.gpus,
+        "best": best(predictions).strategy.kind if best(predictions).fits else None,
+        **{
+            p.strategy.kind: {
+                "step_time": p.step_time,
+                "samples_per_second": p.samples_per_second,
+                "efficiency": p.efficiency,
+                "exposed": p.exposed,
+                "waiting": p.waiting,
+                "bytes_sent": p.sent,
+                "memory": p.memory,
+                "fits": p.fits,
+            }
+            for p in predictions
+        },
+    }
+
+
+def _assumptions(args: argparse.Namespace) -> str:
+    gpu, network = GPUS[args.gpu], NETWORKS[args.network]
+    cards = "for each GPU" if network.per_gpu else "for each machine"
+    computing = (
+        f"the measured {args.step_time * 1e3:g} ms on one GPU"
+        if args.step_time
+        else f"{SUSTAINED_FLOPS:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s, "
+        f"or {SUSTAINED_LINK:.0%} of {gpu.memory_bandwidth / 1e12:g} TB/s where that takes longer"
+    )
+    noise = Strategy("ddp").noise
+    return (
+        f"Computing: {computing}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s inside a machine "
+        f"of {args.gpus_per_node},\nand of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} between machines. "
+        f"bf16 activations and gathered parameters, float32 sums,\nAdam; "
+        f"BatchNorm {'of each GPU' if args.no_sync_bn else 'over all GPUs'}; step times of a GPU vary by {noise:.0%}. "
+        f"The input pipeline keeps up.\nNot measured: see docs/scaling.md for where this is likely wrong."
+    )
