@@ -15,6 +15,7 @@ from slipstream.checkpoint import (
     load_checkpoint,
     mark_last_checkpoint,
     plain,
+    remove_checkpoint,
     save_checkpoint,
     write_text,
 )
@@ -270,3 +271,24 @@ def test_a_relative_path_is_found_from_another_working_directory(tmp_path, monke
     mark_last_checkpoint("run", Path("elsewhere/a.pth"))
     monkeypatch.chdir("/")
     assert find_latest_checkpoint(tmp_path / "run") == tmp_path / "elsewhere" / "a.pth"
+
+
+def test_checkpoints_are_removed_by_name_files_as_well_as_folders(tmp_path):
+    (tmp_path / "a.sharded").mkdir()
+    for name in ("a.pth", "a.sharded/plain.pth"):
+        (tmp_path / name).touch()
+    for name in ("a.pth", "a.sharded", "was-never-there.pth"):
+        remove_checkpoint(tmp_path, name)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["..", ".", "", "data", "../other.sharded", "../a.pth", "{}/other.sharded"])
+def test_no_name_of_a_checkpoint_can_make_anything_else_be_removed(tmp_path, name):
+    """A resumed run removes what the checkpoint says it has kept."""
+    work_dir = tmp_path / "run"
+    for folder in (work_dir / "data", tmp_path / "other.sharded"):
+        folder.mkdir(parents=True)
+    (tmp_path / "a.pth").touch()
+    before = sorted(tmp_path.rglob("*"))
+    remove_checkpoint(work_dir, name.format(tmp_path))
+    assert sorted(tmp_path.rglob("*")) == before

@@ -159,3 +159,13 @@ def test_a_group_with_two_backends_answers_with_the_accelerators(devices, monkey
     monkeypatch.setattr(info.dist, "get_backend", lambda group: string)
     assert info.get_backend() == name
     assert info.get_comm_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu"), ("cuda:nccl", "cuda:1")],
+)
+def test_flags_for_the_host_stay_off_the_accelerator_where_they_can(monkeypatch, config, device):
+    monkeypatch.setattr(info.dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(info, "get_comm_device", lambda group: torch.device("cuda:1"))
+    assert info.flag_device() == torch.device(device)

@@ -6,6 +6,7 @@ from sharded_runs import ACCUMULATED, ADAMW, FSDP, SGD, Net, Record, assert_same
 from two_processes import run_in_two
 
 from slipstream.errors import ModelError, SlipstreamError
+from slipstream.optim import OptimWrapper
 
 AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
 
@@ -79,6 +80,10 @@ def shards(folder):
     return blocks, sizes, runner.model.forward_needs_all_ranks, own, model.stem.weight.full_tensor().detach()
 
 
+def launched_alone(folder):
+    return train(folder, FSDP, launcher="pytorch")
+
+
 def own_train_step(folder):
     class Own(Net):
         def train_step(self, data, optim_wrapper):
@@ -89,6 +94,18 @@ def own_train_step(folder):
     except ModelError as error:
         return str(error)
     return "no error"
+
+
+def optimizer_of_whole_weights(folder):
+    found = []
+    for way in (lambda optimizer: optimizer, OptimWrapper, lambda optimizer: dict(optimizer=optimizer)):
+        model = Net()
+        optim = way(torch.optim.SGD(model.parameters(), lr=0.1))
+        try:
+            make(folder, FSDP, world=2, model=model, optim=optim, param_scheduler=None).train()
+        except SlipstreamError as error:
+            found.append(str(error))
+    return found
 
 
 def mistakes(folder):
@@ -103,7 +120,8 @@ def mistakes(folder):
 
 FUNCTIONS = [
     sgd, adamw_with_average, accumulated, clipped_by_value, autocast, sync_bn, overflow, compiled,
-    lower_precision, shards, own_train_step, mistakes,
+    lower_precision, shards, own_train_step, optimizer_of_whole_weights,
+    mistakes,
 ]  # fmt: skip
 
 
@@ -165,9 +183,22 @@ def test_one_process_wraps_nothing(tmp_path):
     assert type(make(tmp_path, FSDP).model) is Net
 
 
+def test_a_launcher_of_one_process_shards_over_that_one(tmp_path):
+    answer = run_in_two([launched_alone], tmp_path, world=1)["launched_alone"][0]
+    assert_same(answer, sgd(tmp_path / "alone", world=1), rtol=1e-6, atol=1e-6, steps=20)
+    assert answer["kind"] == "MMFullyShardedDataParallel"
+
+
 def test_a_model_that_trains_itself_is_refused(answers):
     for answer in answers["own_train_step"]:
         assert "overrides train_step" in answer
+
+
+def test_an_optimizer_made_before_the_model_was_sharded_is_refused_as_it_would_train_nothing(answers):
+    for answer in answers["optimizer_of_whole_weights"]:
+        assert len(answer) == 3, answer
+        for message in answer:
+            assert message.startswith("optim_wrapper: it holds the weights from before the model was sharded")
 
 
 def test_mistakes_name_the_option_and_the_remedy(answers):

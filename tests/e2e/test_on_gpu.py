@@ -1,5 +1,7 @@
 """The same run on a CUDA device: levers on, and not one wait between log intervals."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -94,3 +96,15 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
     assert resumed.iter == 32
     for name, value in whole.items():
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=1e-6)
+
+
+def test_torchrun_gives_each_process_its_gpu_and_nccl_beside_gloo(run, tmp_path):
+    example = Path(__file__).resolve().parents[2] / "examples/distributed_training.py"
+    count = str(min(torch.cuda.device_count(), 2))
+    torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
+    words = ("--launcher", "pytorch", "--epochs", "1", "--batches", "3", "--work-dir", str(tmp_path))
+    run(*torchrun, str(example), *words)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    assert "backend nccl" in log
+    assert f"world_size {count}" in log
+    assert "device cuda:0" in log

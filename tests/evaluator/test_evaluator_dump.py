@@ -90,7 +90,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     _dump(path, torch.tensor([1]))
 
     def fail(results, file):
-        file.write(b"half")
+        file.write_bytes(b"half")
         raise OSError("disk full")
 
     monkeypatch.setattr(dump_module.torch, "save", fail)

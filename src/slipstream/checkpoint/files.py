@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +13,7 @@ import numpy as np
 import torch
 
 from slipstream.errors import CheckpointError, did_you_mean
+from slipstream.files import replacing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -41,13 +40,13 @@ def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Calla
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     content = plain(checkpoint, warn)
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         torch.save(content, temporary)
 
 
 def write_text(path: Path, text: str) -> None:
     """Write a small text file atomically."""
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(text)
 
 
@@ -93,12 +92,19 @@ def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
     write_text(Path(folder) / LAST, str(path.absolute()))
 
 
-def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint, a file or a folder, if it is there."""
-    if path.is_dir():
+def remove_checkpoint(folder: Path, name: str) -> None:
+    """Remove the checkpoint `name` from `folder`, a file or the folder of a sharded one, if it is there.
+
+    Names are handed on in checkpoints, which may be anybody's: nothing outside of `folder` is touched, and no
+    folder that is no checkpoint.
+    """
+    path = Path(os.path.normpath(folder / name))
+    if not path.is_relative_to(os.path.normpath(folder)):
+        return
+    if path.is_dir() and path.suffix == ".sharded":
         shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    elif path.is_file():
+        path.unlink()
 
 
 def find_latest_checkpoint(folder: str | Path) -> Path | None:
@@ -155,21 +161,3 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
 _BASES: tuple[Any, ...] = (int, float, complex, bytes)
 _PLAIN = (bool, str, *_BASES)
 _LEFT_OUT = object()
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """Give a temporary file in the folder of `path`, which takes its place when the block ends well."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb+") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp makes it private
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -49,7 +49,7 @@ def write_checkpoint(
     into its main memory and writes the file.
 
     Raises:
-        CheckpointError: on every rank, if one of them could not write its part.
+        CheckpointError: on every rank, if one of them could not write.
     """
     tensors: dict[str, Tensor] = {}
     paths: dict[str, list[Any]] = {}
@@ -67,8 +67,7 @@ def write_checkpoint(
         full = whole(tensor)
         if is_main_process():
             _put(rest, paths[key], full.cpu())
-    if is_main_process():
-        save_checkpoint(rest, path, warn)
+    _on_main(lambda: save_checkpoint(rest, path, warn), path)
     return path
 
 
@@ -169,21 +168,24 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
     try:
         metadata = save(tensors, storage_writer=FileSystemWriter(temporary))
     except CheckpointException as error:  # raised on every rank, whichever failed
+        if is_main_process():
+            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
         raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
     _on_main(finish, folder)
 
 
-def _on_main(action: Callable[[], None], folder: Path) -> None:
+def _on_main(action: Callable[[], None], path: Path) -> None:
     """Do it on rank 0, and let every rank know if it failed."""
-    problem: list[Any] = [None]
+    failure: Exception | None = None
     if is_main_process():
         try:
             action()
         except Exception as error:
-            problem = [repr(error)]
+            failure = error
+    problem = [failure and repr(failure)]
     broadcast_object_list(problem)
     if problem[0] is not None:
-        raise CheckpointError(f"{folder} cannot be written: {problem[0]}")
+        raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
 
 
 def _index(metadata: Metadata, paths: dict[str, list[Any]]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
-import os
 import urllib.request
 import zlib
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from torch.utils.data import Dataset
 from slipstream.dataset.base import default_palette
 from slipstream.dataset.sample_index import sample_rng
 from slipstream.errors import ConfigError, DataError
+from slipstream.files import replacing
 from slipstream.registry import DATASETS
 
 __all__ = ["FashionMNIST"]
@@ -147,10 +147,10 @@ def _fetch(name: str, folder: Path) -> Path:
     if found != _MD5[name]:
         raise DataError(f"{url} arrived damaged: its MD5 is {found}, not {_MD5[name]}; try again")
     folder.mkdir(parents=True, exist_ok=True)
-    # Renamed only when complete, so another process never reads half a file.
-    part = folder / f".{name}.{os.getpid()}"
-    part.write_bytes(data)
-    return part.replace(folder / f"{name}.gz")
+    path = folder / f"{name}.gz"
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+    return path
 
 
 def _read_idx(path: Path, ndim: int) -> torch.Tensor:

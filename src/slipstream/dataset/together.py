@@ -15,7 +15,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from slipstream.dataset.loader import length
 from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
-from slipstream.dist import all_gather_object, get_comm_device, get_rank, get_world_size
+from slipstream.dist import all_gather_object, get_rank, get_world_size
+from slipstream.dist.info import flag_device
 from slipstream.errors import DataError
 
 __all__ = ["agree_on_length", "until_all_end", "until_one_ends"]
@@ -93,7 +94,7 @@ def _any_batch(loader: DataLoader[Any]) -> Any:
 
 def _ask(more: bool) -> Callable[[], bool]:
     """Start asking whether every rank has one more batch; the returned function waits for the answer."""
-    flag = torch.tensor(int(more), device=get_comm_device())
+    flag = torch.tensor(int(more), device=flag_device())
     work = dist.all_reduce(flag, dist.ReduceOp.MIN, async_op=True)
 
     def answer() -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.dist.info import get_comm_device, get_rank, get_world_size
+from slipstream.dist.info import flag_device, get_comm_device, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
 __all__ = ["all_gather", "all_reduce", "all_reduce_dict", "all_reduce_params", "broadcast", "gather"]
@@ -182,8 +182,7 @@ def _facts(data: Tensor) -> tuple[list[int], str]:
 
 def _agree(function: str, facts: Any, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank unless all call the same function with the same facts."""
-    backend = str(dist.get_backend(group))
-    if "cpu:" not in backend and backend not in ("gloo", "mpi"):
+    if flag_device(group).type != "cpu":
         return
     facts = (function, facts)
     digest = hashlib.blake2b(repr(facts).encode(), digest_size=7).digest()

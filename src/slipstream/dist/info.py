@@ -14,6 +14,7 @@ from slipstream.errors import DistributedError
 
 __all__ = [
     "barrier",
+    "flag_device",
     "get_backend",
     "get_comm_device",
     "get_default_group",
@@ -134,6 +135,14 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def flag_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return where a group's small messages to the host belong: the CPU if it has a backend for it.
+
+    To read one that lies on the accelerator is to wait for all that runs there.
+    """
+    return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else get_comm_device(group)
 
 
 def is_main_process(group: dist.ProcessGroup | None = None) -> bool:

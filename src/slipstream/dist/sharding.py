@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["is_sharded", "local", "mesh_of", "placements_on", "shard_like", "whole"]
+__all__ = ["is_sharded", "largest", "local", "mesh_of", "placements_on", "shard_like", "whole"]
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -47,6 +49,19 @@ def whole(tensor: Tensor) -> Tensor:
     """Return the whole of a tensor on every process (a collective call for a sharded one), detached."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach()
+
+
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest absolute value in sharded tensors, the same 0-dim tensor on all processes.
+
+    A process may hold no row of some of them, or of any; torch's own infinity norm fails there.
+    """
+    parts = [part for part in map(local, tensors) if part.numel()]
+    found = torch.zeros((), dtype=tensors[0].dtype, device=local(tensors[0]).device)
+    if parts:
+        found = torch.stack(torch._foreach_norm(parts, float("inf"))).max().to(found)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found
 
 
 def shard_like(value: Any, own: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator.metric import BaseMetric
 from slipstream.evaluator.samples import describe
+from slipstream.files import replacing
 from slipstream.registry import METRICS
 
 __all__ = ["DumpResults"]
@@ -57,15 +57,8 @@ class DumpResults(BaseMetric):
         """Write the file and return no metrics."""
         path = self.out_file_path
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                torch.save(results, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with replacing(path) as temporary:
+            torch.save(results, temporary)
         return {}
 
 

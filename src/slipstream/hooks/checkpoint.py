@@ -118,7 +118,7 @@ class CheckpointHook(Hook):
         runner.logger.info(f"Saved checkpoint {name}")
         if is_main_process():  # only now that the new one is on disk
             for old in surplus:
-                remove_checkpoint(self._folder / old)
+                remove_checkpoint(self._folder, old)
 
     def _name(self, runner: Runner, name: str) -> str:
         sharded = mesh_of(runner.model) is not None and not self._content["consolidate"]
@@ -150,7 +150,7 @@ class CheckpointHook(Hook):
         runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
         runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
         if previous and previous != name and is_main_process():
-            remove_checkpoint(self._folder / previous)
+            remove_checkpoint(self._folder, previous)
 
     def _rule(self, key: str) -> str:
         try:

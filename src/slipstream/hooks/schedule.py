@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slipstream.dist import all_reduce, get_world_size
+from slipstream.dist import all_reduce_params, get_world_size
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
@@ -190,6 +190,4 @@ class SyncBuffersHook(Hook):
     def after_train_epoch(self, runner: Runner) -> None:
         """Average the buffers."""
         if get_world_size() > 1:
-            for buffer in runner.model.buffers():
-                if buffer.is_floating_point():
-                    all_reduce(buffer, "mean")
+            all_reduce_params((b for b in runner.model.buffers() if b.is_floating_point()), op="mean")

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist.sharding import local, mesh_of
 from slipstream.errors import ConfigError
@@ -44,7 +45,7 @@ class BaseAveragedModel(nn.Module):
         super().__init__()
         if interval < 1:
             raise ConfigError(f"must be at least 1, not {interval}", "interval")
-        self.module = (copy.deepcopy(model) if mesh_of(model) is None else _twin(model)).requires_grad_(False)
+        self.module = (_copy(model) if mesh_of(model) is None else _twin(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
         self.device = device
@@ -114,6 +115,15 @@ class BaseAveragedModel(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.steps = int(state_dict.pop(prefix + "steps", self.steps))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _copy(model: nn.Module) -> nn.Module:
+    """Return a copy whose parts are not wrapped for several processes: an average is not trained."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            memo[id(module)] = copy.deepcopy(module.module, memo)
+    return copy.deepcopy(model, memo)
 
 
 def _twin(model: nn.Module, made: dict[Any, Any] | None = None) -> nn.Module:

@@ -73,7 +73,10 @@ class SyncBatchNorm(_BatchNorm):
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return each channel's mean and variance (C,) over all ranks, and the number of values (1,)."""
     dims = [0, *range(2, x.ndim)]
-    var, mean = torch.var_mean(x, dims, correction=0)
+    if x.numel():
+        var, mean = torch.var_mean(x, dims, correction=0)
+    else:  # zeros that still depend on x: the other ranks' backward waits for this one's
+        var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
         return _merge_gathered(mean, var, count)

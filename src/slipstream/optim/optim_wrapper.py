@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.dist.sharding import is_sharded, shard_like, whole
+from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError, did_you_mean
 from slipstream.registry import OPTIM_WRAPPERS
 
@@ -60,7 +61,10 @@ class GradClip:
         if not any(is_sharded(param.grad) for param in params):
             return nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
         grads = [param.grad for param in params if param.grad is not None]
-        norm = whole(nn.utils.get_total_norm(grads, self.norm_type))  # over all ranks, read by none
+        if math.isinf(self.norm_type):
+            norm = largest(grads)
+        else:
+            norm = whole(nn.utils.get_total_norm(grads, self.norm_type))  # over all ranks, read by none
         nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
         return norm
 

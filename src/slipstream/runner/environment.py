@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.dist import get_rank, get_world_size, init_dist, is_distributed, sync_random_seed
+from slipstream.dist import (
+    get_backend,
+    get_rank,
+    get_world_size,
+    init_dist,
+    is_distributed,
+    sync_random_seed,
+)
 
 __all__ = ["EnvOptions", "Randomness", "collect_env", "default_device", "set_random_seed", "setup_env"]
 
@@ -94,6 +101,7 @@ def collect_env() -> Mapping[str, Any]:
         "device": str(device),
         "cpu_threads": torch.get_num_threads(),
         "world_size": get_world_size(),
+        **({"backend": get_backend()} if is_distributed() else {}),
     }
     if device.type == "cuda":
         info["device_name"] = torch.cuda.get_device_name(device)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from slipstream.dist import is_distributed
+from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import (
     BaseModel,
@@ -80,9 +81,19 @@ def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     """Return the optimizer wrapper, or the `OptimWrapperDict` of several, from objects or configurations.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: neither; or an object that was made before the model was sharded.
         ModelError: the model has no trainable parameter.
     """
+    optim = _optim(model, cfg)
+    if mesh_of(model) is not None and not any(is_sharded(p) for g in optim.param_groups for p in g["params"]):
+        raise ConfigError(
+            "it holds the weights from before the model was sharded, and would move them in vain: "
+            "give a dict, from which it is built afterwards"
+        )
+    return optim
+
+
+def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if isinstance(cfg, OptimWrapper):
         return cfg
     if isinstance(cfg, Optimizer):

@@ -23,6 +23,7 @@ from slipstream.checkpoint import (
 from slipstream.dist import (
     all_gather_object,
     all_reduce,
+    all_reduce_params,
     broadcast,
     broadcast_object_list,
     get_rank,
@@ -264,11 +265,10 @@ def _pending_gradients(runner: Runner) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     gradients |= unsharded_gradients(model)
-    for name, gradient in gradients.items():
-        if not is_sharded(gradient):  # those are means already
-            all_reduce(gradient, "mean")
-            gradients[name] = shard_like(gradient, parameters[name])
-    return gradients
+    # Those that are sharded are means already.
+    plain = {name: gradient for name, gradient in gradients.items() if not is_sharded(gradient)}
+    all_reduce_params(plain.values(), bucket_size_mb=64, op="mean")
+    return gradients | {name: shard_like(gradient, parameters[name]) for name, gradient in plain.items()}
 
 
 def _restore_gradients(runner: Runner, gradients: Mapping[str, Tensor]) -> None:

@@ -186,7 +186,7 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
 
     world = get_world_size()
     size = _per_machine() if shard_size == "machine" else world if shard_size is None else int(shard_size)
-    if size < 2 or world % size:
+    if size < min(2, world) or world % size:
         raise ConfigError(
             f"{size} processes cannot share a model among {world}: it must be at least 2 and divide their number "
             "(with one process a machine, use parallel='ddp' or 'fsdp2')",

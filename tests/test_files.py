@@ -1,0 +1,43 @@
+import pytest
+
+from slipstream.files import replacing
+
+
+def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+    with replacing(path) as temporary:
+        temporary.write_text("new")
+        assert path.read_text() == "old"
+        assert temporary.parent == tmp_path  # a rename within one file system
+    assert path.read_text() == "new"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def fail():
+        with replacing(path) as temporary:
+            temporary.write_text("half")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fail()
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_block_that_writes_nothing_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError), replacing(tmp_path / "a.txt"):
+        pass
+
+
+def test_two_writers_of_one_file_do_not_meet(tmp_path):
+    path = tmp_path / "a.txt"
+    with replacing(path) as first, replacing(path) as second:
+        first.write_text("first")
+        second.write_text("second")
+    assert path.read_text() == "first"  # it ended last
+    assert list(tmp_path.iterdir()) == [path]
