@@ -217,7 +217,10 @@ def test_every_optimizer_of_torch_is_found():
     assert len(optimizers) > 10
     for cls in optimizers:
         assert OPTIMIZERS.get(cls.__name__) is cls
-    assert OPTIMIZERS.get("ZeroRedundancyOptimizer").__module__.startswith("torch.distributed.optim")
+    assert OPTIMIZERS.get("PostLocalSGDOptimizer").__module__.startswith("torch.distributed.optim")
+    assert OPTIMIZERS.get("ZeroRedundancyOptimizer").__module__ == "slipstream.optim.zero", (
+        "ours, not torch's"
+    )
 
 
 def test_every_scheduler_of_torch_is_found_unless_ours_has_its_name():
