@@ -9,7 +9,7 @@ train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

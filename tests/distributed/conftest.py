@@ -9,17 +9,12 @@ from cluster.machines import ROOT, NoMachines, environment, this_machine, two_ma
 from cluster.slurm import PROGRAMS, slurm
 
 
-def absent(reason):
-    """Skip for want of something, except in continuous integration, which provides everything."""
-    if os.environ.get("SLIPSTREAM_CI"):
-        pytest.fail(reason)
-    pytest.skip(reason)
-
-
 def need(packages, *programs):
+    """Skip for want of programs, except in continuous integration, which installs them."""
     path = environment()["PATH"]
     if missing := [program for program in programs if shutil.which(program, path=path) is None]:
-        absent(f"needs {', '.join(missing)}: apt-get install --no-install-recommends {packages}")
+        how = pytest.fail if os.environ.get("SLIPSTREAM_CI") else pytest.skip
+        how(f"needs {', '.join(missing)}: apt-get install --no-install-recommends {packages}")
 
 
 @pytest.fixture
@@ -38,8 +33,8 @@ def machines(tmp_path_factory):
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
-        except NoMachines as error:
-            absent(str(error))
+        except NoMachines as error:  # a matter of rights, which no package brings
+            pytest.skip(str(error))
         yield both
 
 
