@@ -147,7 +147,7 @@ def test_a_dry_run_prints_the_file_and_does_nothing(slipstream, sbatch, tmp_path
     sbatch("touch submitted")
     done = slipstream("submit", RECIPE, "--nodes", "2", "--dry-run")
     assert done.stdout == text("--nodes", "2", work_dir=tmp_path / "work_dirs" / RECIPE).replace(
-        str(Path.cwd()), str(tmp_path)
+        f"--chdir={Path.cwd()}", f"--chdir={tmp_path}"
     )
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
