@@ -1,4 +1,5 @@
 import os
+import re
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -169,3 +170,19 @@ def test_flags_for_the_host_stay_off_the_accelerator_where_they_can(monkeypatch,
     monkeypatch.setattr(info.dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(info, "get_comm_device", lambda group: torch.device("cuda:1"))
     assert info.flag_device() == torch.device(device)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (dict(timout=3), "dist_cfg has no option 'timout'; did you mean 'timeout'"),
+        (dict(timeout="abc"), "dist_cfg.timeout is a number of seconds above 0, not 'abc'"),
+        (dict(timeout=-1), "dist_cfg.timeout is a number of seconds above 0, not -1"),
+        (dict(init_timeout=0), "dist_cfg.init_timeout is a number of seconds above 0, not 0"),
+        (dict(backend="gloop"), "dist_cfg.backend: torch knows no 'gloop'; did you mean 'gloo'"),
+        (dict(backend="cpu:gloo,cuda:ncl"), "torch knows no 'ncl'; did you mean 'nccl'"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_joined(options, says):
+    with pytest.raises(DistributedError, match=re.escape(says)):
+        init_dist("pytorch", **options)

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from slipstream.cli.parser import parse
+
 RECIPE = "street_scenes_pp_lite_t"
 
 
@@ -130,3 +132,9 @@ def test_consolidating_what_is_not_sharded_is_one_line(slipstream, tmp_path):
     done = slipstream("consolidate", "epoch_3.pth", status=1)
     assert "epoch_3.pth is not a sharded checkpoint" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_an_override_behind_resume_is_no_checkpoint():
+    args = parse(["train", "street_scenes_pp_lite_t", "--resume", "train_cfg.max_epochs=2", "a=1"])
+    assert args.resume is True
+    assert sorted(args.overrides) == ["a=1", "train_cfg.max_epochs=2"]

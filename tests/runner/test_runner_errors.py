@@ -1,6 +1,7 @@
 """Bad input ends in one clear error that says where in the configuration it stands."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -353,3 +354,15 @@ def test_an_empty_validation_set(tmp_path):
     empty = dict(batch_size=2, dataset=TensorDataset(*(t[:0] for t in samples())))
     with pytest.raises(DataError, match="val_dataloader"):
         run(tmp_path, **{**validation(), "val_dataloader": empty})
+
+
+@pytest.mark.parametrize(("world", "expected"), [("2", 1), ("1", 0)])
+def test_a_launcher_that_is_not_given_is_noticed(tmp_path, monkeypatch, world, expected):
+    place = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Runner(Net(), tmp_path, log_level="ERROR")
+    said = [str(w.message) for w in caught if "launcher is 'none'" in str(w.message)]
+    assert len(said) == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from slipstream.errors import did_you_mean
@@ -42,6 +43,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
     if overrides:
         args.overrides += overrides
+    given = getattr(args, "resume", None)
+    if isinstance(given, str) and "=" in given and not Path(given).exists():
+        args.resume = True  # an override, not a checkpoint
+        args.overrides.append(given)
     return args
 
 

@@ -70,7 +70,8 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 """
 
 _REQUEUE = """
-# Two minutes before its time limit the job queues itself again, and goes on from its last checkpoint.
+# Two minutes before its time limit the job queues itself again, and goes on from its last checkpoint: it must write one
+# within that time (default_hooks.checkpoint.interval), or it never gets any further.
 trap 'scontrol requeue "$SLURM_JOB_ID" || true' USR1
 """
 

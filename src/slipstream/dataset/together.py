@@ -24,7 +24,7 @@ __all__ = ["agree_on_length", "until_all_end", "until_one_ends"]
 _END = object()
 
 
-def agree_on_length(loader: DataLoader[Any]) -> int | None:
+def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int | None:
     """Return the fewest batches that any rank has in an epoch, and cut the loader to them; None if a rank cannot say.
 
     Every rank calls it.
@@ -33,8 +33,10 @@ def agree_on_length(loader: DataLoader[Any]) -> int | None:
     if None in lengths:
         return None
     fewest = min(lengths)
-    if fewest < max(lengths) and isinstance(loader.batch_sampler, EpochBatchSampler):
-        loader.batch_sampler.limit = fewest
+    if fewest < max(lengths):
+        warn(f"The ranks have {lengths[:8]} batches an epoch: each takes {fewest}, and the rest is not used")
+        if isinstance(loader.batch_sampler, EpochBatchSampler):
+            loader.batch_sampler.limit = fewest
     return int(fewest)
 
 

@@ -13,11 +13,12 @@ from slipstream.dist.info import is_distributed
 from slipstream.dist.placement import Placement, placement
 from slipstream.dist.rendezvous import open_store
 from slipstream.dist.watch import start_watch
-from slipstream.errors import DistributedError
+from slipstream.errors import DistributedError, did_you_mean
 
 __all__ = ["init_dist"]
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
+_OPTIONS = ("timeout", "init_timeout", "port", "init_method", "store", "group_name", "pg_options", "device_id")
 _MASKS = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",
@@ -44,6 +45,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     """
     if is_distributed():
         return
+    _check(backend, kwargs)
     if init_backend != "torch":
         raise DistributedError(f"init_backend must be 'torch', not {init_backend!r}")
     here = placement(launcher, os.environ, kwargs.pop("port", None))
@@ -63,6 +65,20 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
         kwargs["store"].set_timeout(kwargs.get("timeout", timedelta(minutes=30)))
     dist.init_process_group(backend, rank=here.rank, world_size=here.world_size, **kwargs)
     start_watch()
+
+
+def _check(backend: str | None, kwargs: dict[str, Any]) -> None:
+    for name, value in kwargs.items():
+        if name not in _OPTIONS:
+            raise DistributedError(f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}")
+        if name.endswith("timeout") and not isinstance(value, timedelta):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or value <= 0:
+                raise DistributedError(f"dist_cfg.{name} is a number of seconds above 0, not {value!r}")
+    for part in (backend or "gloo").lower().split(","):
+        if (name := part.rpartition(":")[2]) not in dist.Backend.backend_list:
+            hint = did_you_mean(name, dist.Backend.backend_list)
+            raise DistributedError(f"dist_cfg.backend: torch knows no '{name}'{hint}")
 
 
 def _device_index(here: Placement, count: int, backend: str) -> int:

@@ -194,7 +194,7 @@ class Hook:
         error.source = self.source  # type: ignore[attr-defined]
         return error
 
-    def at(self, stage: str) -> Callable[..., None] | None:
+    def method_at(self, stage: str) -> Callable[..., None] | None:
         """Return this hook's method for `stage`, or None if it does nothing there."""
         method = getattr(self, stage, None)
         if method is None or getattr(method, "__func__", None) is not getattr(Hook, stage, None):

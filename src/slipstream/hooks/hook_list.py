@@ -48,7 +48,9 @@ class HookList:
     def at(self, stage: str) -> list[Callable[..., None]]:
         """Return the methods to call at `stage`: those of hooks that do something there, in order."""
         if stage not in self._at:
-            self._at[stage] = [method for hook in self._hooks if (method := hook.at(stage)) is not None]
+            self._at[stage] = [
+                method for hook in self._hooks if (method := hook.method_at(stage)) is not None
+            ]
         return self._at[stage]
 
     def __iter__(self) -> Iterator[Hook]:

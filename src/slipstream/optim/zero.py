@@ -92,7 +92,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             parts = everything.split(longest)
             for slot, p in zip(_slots(parts[get_rank()], mine := shares[get_rank()]), mine, strict=True):
                 slot.copy_(p)
-            dist.all_gather_into_tensor(everything, parts[get_rank()])
+            dist.all_gather(list(parts), parts[get_rank()])
             for share, part in zip(shares, parts, strict=True):
                 if share and share is not mine:
                     torch._foreach_copy_(share, _slots(part, share))

@@ -6,6 +6,7 @@ import os
 import platform
 import random
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,10 +18,13 @@ from slipstream.dist import (
     get_backend,
     get_rank,
     get_world_size,
+    infer_launcher,
     init_dist,
     is_distributed,
     sync_random_seed,
 )
+from slipstream.dist.placement import placement
+from slipstream.errors import DistributedError
 
 __all__ = ["EnvOptions", "Randomness", "collect_env", "default_device", "set_random_seed", "setup_env"]
 
@@ -72,6 +76,23 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():
             dist_cfg.pop("backend")  # MMEngine's default, written into many configurations
         init_dist(launcher, **dist_cfg)
+    elif not is_distributed() and (started := _unused_launcher()):
+        warnings.warn(
+            f"{started} started this process beside others, but launcher is 'none': each of them runs on its own, in "
+            f"the same work_dir. Give launcher='{started}'",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def _unused_launcher() -> str | None:
+    """Return the launcher that started several processes, if one did."""
+    started = infer_launcher()
+    try:
+        alone = started == "none" or placement(started, os.environ).world_size == 1
+    except DistributedError:  # a job's variables, but not those of its processes
+        return None
+    return None if alone else started
 
 
 def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:

@@ -68,7 +68,7 @@ class _TrainLoop(BaseLoop):
         dynamic_intervals: Sequence[tuple[int, int]] | None,
     ) -> None:
         super().__init__(runner, dataloader)
-        self.epoch_length = agree_on_length(self.dataloader)
+        self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
         """Batches of an epoch, the same on every rank; None if the data set does not know."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
@@ -168,6 +168,8 @@ class _TrainLoop(BaseLoop):
         except Exception as error:
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
             error.add_note(f"({rank}in {self._where()})")
+            if "find_unused_parameters" in str(error):
+                error.add_note("(here it is cfg=dict(find_unused_parameters=True))")
             raise
         report_progress(None)
 

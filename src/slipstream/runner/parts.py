@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -73,7 +74,10 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
         defaults["device_ids"] = device_ids(device)
         defaults["broadcast_buffers"] = False
         defaults["find_unused_parameters"] = plan.find_unused_parameters
-    wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
+    with warnings.catch_warnings():
+        # Of torch's own class: its successor still syncs buffers once, at the start.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
     return wrapped
 
 
