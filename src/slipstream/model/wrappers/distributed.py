@@ -26,10 +26,20 @@ __all__ = [
     "comm_hook_state",
     "is_model_wrapper",
     "load_comm_hook_state",
+    "train_wrapped",
     "unwrap_model",
 ]
 
 MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
+
+
+def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
+    """Train a wrapper's `module` on one batch, through the wrapper's forward; return 0-dim device tensors to log."""
+
+    def forward(batch: Any) -> Any:
+        return run_forward(wrapper, wrapper.module.data_preprocessor(batch, True), "loss")
+
+    return EagerStep(forward, wrapper, optim_wrapper, wrapper.module.parse_losses)(data)
 
 
 @MODEL_WRAPPERS.register_module()
@@ -80,11 +90,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
-
-        def forward(batch: Any) -> Any:
-            return run_forward(self, self.module.data_preprocessor(batch, True), "loss")
-
-        return EagerStep(forward, self, optim_wrapper, self.module.parse_losses)(data)
+        return train_wrapped(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return the wrapped model's predictions."""

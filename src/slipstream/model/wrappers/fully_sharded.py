@@ -18,9 +18,8 @@ from slipstream.config import options
 from slipstream.dist import all_gather_object, broadcast, get_world_size
 from slipstream.dist.sharding import is_sharded, mesh_of, shard_like, whole
 from slipstream.errors import ConfigError, DistributedError, did_you_mean
-from slipstream.model.base_model import run_forward
+from slipstream.model.wrappers.distributed import train_wrapped
 from slipstream.registry import MODEL_WRAPPERS
-from slipstream.step import EagerStep
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -83,7 +82,8 @@ class MMFullyShardedDataParallel(nn.Module):
         super().__init__()
         how = options(FullyShardedOptions, kwargs, "")
         self.module: Any = module
-        self._sync, self._reduces_always = True, how.param_dtype is not None
+        self._sync = self._settled = True
+        self._reduces_always = how.param_dtype is not None
         for tensor in chain(module.parameters(), module.buffers()):
             broadcast(tensor.detach())
         self.mesh = _mesh(module, how.shard_size)
@@ -91,16 +91,14 @@ class MMFullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; whether its backward sums gradients over processes is settled here, as in DDP."""
-        self.module.set_requires_gradient_sync(self._sync)
+        if self._sync is not self._settled:  # it walks through all modules
+            self.module.set_requires_gradient_sync(self._sync)
+            self._settled = self._sync
         return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
         """Train on one batch and return 0-dim device tensors to log."""
-
-        def forward(batch: Any) -> Any:
-            return run_forward(self, self.module.data_preprocessor(batch, True), "loss")
-
-        return EagerStep(forward, self, optim_wrapper, self.module.parse_losses)(data)
+        return train_wrapped(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
         """Return the wrapped model's predictions."""
