@@ -1,0 +1,81 @@
+"""What SyncBN gains by sending one message each way instead of two, on 2 gloo processes.
+
+    python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
+
+Both ways run in the same processes in turn, on the same network: 30 convolutions of 1x1 with a SyncBN each, where the
+messages show.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from report import circumstances, table, write_result
+from torch import nn
+
+from slipstream.model import convert_sync_batchnorm, sync_batchnorm
+
+WAYS = {"two messages each way": 0, "one message each way": sync_batchnorm._ONE_MESSAGE}
+STEPS = 4
+
+
+def network() -> nn.Module:
+    layers = [layer for _ in range(30) for layer in (nn.Conv2d(64, 64, 1), nn.BatchNorm2d(64))]
+    return convert_sync_batchnorm(nn.Sequential(*layers))
+
+
+def steps(net: nn.Module, images: torch.Tensor) -> float:
+    dist.barrier()
+    start = perf_counter()
+    for _ in range(STEPS):
+        net(images).square().mean().backward()
+    return (perf_counter() - start) / STEPS * 1e3
+
+
+def process(rank: int, rounds: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    net, images = network(), torch.randn(2, 64, 8, 8)
+    times: dict[str, list[float]] = {way: [] for way in WAYS}
+    for number in range(rounds + 1):  # the first warms up
+        for way, most in WAYS.items():
+            sync_batchnorm._ONE_MESSAGE = most
+            spent = steps(net, images)
+            if number:
+                times[way].append(spent)
+    if rank == 0:
+        Path(folder, "times.json").write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    facts = circumstances()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(process, (args.rounds, folder), nprocs=2)
+        times = json.loads(Path(folder, "times.json").read_text())
+    two, one = times.values()
+    ratio = median(b / a for a, b in zip(two, one, strict=True))
+    text = table(["way", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()])
+    text += f"\n\nOne message takes {ratio:.2f} of the time of two (median of the rounds' ratios)."
+    print(text)
+    if args.out:
+        write_result(args.out, "SyncBN's messages", facts, text, times)
+
+
+if __name__ == "__main__":
+    main()
