@@ -11,13 +11,13 @@ sizes = st.tuples(st.integers(1, 20), st.integers(1, 20))
 
 
 @settings(max_examples=50, deadline=None)
-@given(sizes, sizes, st.integers(0, 2**31))
-def test_resize_equals_bilinear_interpolation_and_its_gradient(source, target, seed):
+@given(sizes, sizes, st.booleans(), st.integers(0, 2**31))
+def test_resize_equals_bilinear_interpolation_and_its_gradient(source, target, align_corners, seed):
     torch.manual_seed(seed)
     x = torch.randn(2, 3, *source, dtype=torch.float64, requires_grad=True)
     like = torch.randn(2, 1, *target, dtype=torch.float64)
-    ours = resize(x, like)
-    theirs = F.interpolate(x, target, mode="bilinear", align_corners=False)
+    ours = resize(x, like, align_corners)
+    theirs = F.interpolate(x, target, mode="bilinear", align_corners=align_corners)
     torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
     cotangent = torch.randn_like(ours)
     (our_gradient,) = torch.autograd.grad(ours, x, cotangent)

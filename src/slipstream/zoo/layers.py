@@ -63,23 +63,30 @@ class SegmentationHead(nn.Module):
         return out
 
 
-def resize(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` at the height and width of `like`, interpolated bilinearly (corners not aligned).
+def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
+    """Return `x` at the height and width of `like`, interpolated bilinearly.
 
     The same numbers as `F.interpolate`, as two matrix products: several times faster on CPU, and its
-    gradient is deterministic on every device.
+    gradient is deterministic on every device. With `align_corners` the outermost pixels' centres stay
+    where they are, otherwise the image's edges do.
     """
     # Inductor turns F.interpolate's gradient into scatters, and on CPU (torch 2.13) it may drop them:
     # every gradient of the network is then zero.
     height, width = like.shape[-2:]
-    return _interpolation(x, x.shape[-2], height) @ (x @ _interpolation(x, x.shape[-1], width).T)
+    rows = _interpolation(x, x.shape[-2], height, align_corners)
+    columns = _interpolation(x, x.shape[-1], width, align_corners)
+    return rows @ (x @ columns.T)
 
 
-def _interpolation(x: Tensor, source: int, target: int) -> Tensor:
+def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> Tensor:
     """Return the matrix (target, source) that interpolates linearly, in the dtype and place of `x`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-    centres = torch.arange(target, dtype=dtype, device=x.device) + 0.5
-    positions = (centres * (source / target) - 0.5).clamp(0, source - 1)
+    positions = torch.arange(target, dtype=dtype, device=x.device)
+    if align_corners:
+        positions = positions * ((source - 1) / max(target - 1, 1))
+    else:
+        positions = (positions + 0.5) * (source / target) - 0.5
+    positions = positions.clamp(0, source - 1)
     distances = (positions[:, None] - torch.arange(source, dtype=dtype, device=x.device)).abs()
     return (1 - distances).clamp_min(0).to(x.dtype)
 
