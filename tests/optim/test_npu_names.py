@@ -1,18 +1,26 @@
-"""The NpuFused* names: torch_npu's classes where it is installed, stand-ins or clear errors elsewhere."""
+"""The NpuFused* names: torch_npu's classes where it is installed, stand-ins of the same maths elsewhere.
+
+The maths of the stand-ins is checked against loops in float64, written from the papers (Lamb: You et al. 2020,
+third version; AdamP: Heo et al. 2021) with torch_npu's choices where they leave one.
+"""
 
 import logging
+import math
 import sys
 import types
 
 import pytest
 import torch
 
+import slipstream.optim
 from slipstream.errors import ConfigError
 from slipstream.optim import npu
 from slipstream.registry import OPTIMIZERS
 
 SAME = ["Adadelta", "Adam", "AdamW", "RMSprop", "SGD"]
-OTHER = ["AdamP", "BertAdam", "Lamb", "RMSpropTF"]
+OURS = ["BertAdam", "RMSpropTF"]
+LIBRARY = ["AdamP", "Lamb"]
+OTHER = OURS + LIBRARY
 
 
 @pytest.fixture(autouse=True)
@@ -90,15 +98,32 @@ def test_the_stand_in_is_not_fused_where_it_cannot_be_or_another_way_was_asked_f
     assert build("SGD", fused=False).defaults["fused"] is False
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_where_torch_has_no_such_maths_the_error_names_the_remedy(name):
-    with pytest.raises(ConfigError, match=rf"NpuFused{name} needs torch_npu.*install it on Ascend, or take"):
+@pytest.mark.parametrize("name", OURS)
+def test_what_torch_has_not_is_ours(name, caplog):
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        assert type(build(name)) is getattr(slipstream.optim, name)
+    assert f"slipstream.optim.{name} stands in" in caplog.text
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_the_rest_is_pytorch_optimizers(name, caplog):
+    library = pytest.importorskip("pytorch_optimizer")
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        assert type(build(name)) is getattr(library, name)
+    assert f"pytorch_optimizer.{name} stands in" in caplog.text
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_without_the_library_the_error_names_the_extra(name, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    with pytest.raises(ConfigError, match=rf"NpuFused{name} needs torch_npu.*'slipstream\[optimizers\]'"):
         build(name)
 
 
-def test_strict_npu_refuses_the_stand_in():
-    with pytest.raises(ConfigError, match=r"install it on Ascend, or take AdamW or leave out strict_npu"):
-        build("AdamW", strict_npu=True)
+@pytest.mark.parametrize("name", SAME + OTHER)
+def test_strict_npu_refuses_every_stand_in(name):
+    with pytest.raises(ConfigError, match=rf"NpuFused{name} needs torch_npu.*or leave out strict_npu"):
+        build(name, strict_npu=True)
 
 
 def test_a_torch_npu_without_the_class_says_so(torch_npu, caplog):
@@ -106,3 +131,97 @@ def test_a_torch_npu_without_the_class_says_so(torch_npu, caplog):
     with caplog.at_level(logging.WARNING, "slipstream"):
         assert type(build("SGD")) is torch.optim.SGD
     assert "torch_npu.optim has no NpuFusedSGD" in caplog.text
+
+
+# ---- the maths of the library's ------------------------------------------------------------------------
+
+
+def gradients(steps, shapes, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    return [
+        [scale * torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+        for _ in range(steps)
+    ]
+
+
+def run(name, start, grads, **options):
+    """Return what the optimizer makes of `start` in float64."""
+    params = [torch.nn.Parameter(p.clone()) for p in start]
+    optimizer = build(name, params, **options)
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def lamb(start, grads, lr, betas, eps, weight_decay, adam=False, use_global_grad_norm=False):
+    params = [p.clone() for p in start]
+    m = [torch.zeros_like(p) for p in params]
+    v = [torch.zeros_like(p) for p in params]
+    for step in grads:
+        norm = math.sqrt(sum(float((g**2).sum()) for g in step))
+        shrink = max(norm, 1.0) if use_global_grad_norm else 1.0
+        for i, g in enumerate(g / shrink for g in step):
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v[i] = betas[1] * v[i] + (1 - betas[1]) * g**2
+            update = m[i] / (v[i].sqrt() + eps) + weight_decay * params[i]
+            ratio = min(float(params[i].norm()), 10.0) / float(update.norm())
+            params[i] = params[i] - lr * (1.0 if adam or ratio == 0 else ratio) * update
+    return params
+
+
+@pytest.mark.parametrize("options", [{}, {"adam": True}, {"use_global_grad_norm": True}])
+def test_lamb_is_the_papers(options):
+    pytest.importorskip("pytorch_optimizer")
+    start = [torch.full((4, 3), 9.0), torch.linspace(-1, 1, 5), torch.zeros(2)]  # of the first, 10 are taken
+    start = [p.double() for p in start]
+    grads = gradients(6, [p.shape for p in start], scale=2.0)
+    options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, **options}
+    for ours, expected in zip(
+        run("Lamb", start, grads, **options), lamb(start, grads, **options), strict=True
+    ):
+        torch.testing.assert_close(ours, expected, rtol=2e-5, atol=1e-6)
+
+
+def adamp(start, grads, lr, betas, eps, weight_decay, delta=0.1, wd_ratio=0.1, nesterov=False):
+    params = [p.clone() for p in start]
+    m = [torch.zeros_like(p) for p in params]
+    v = [torch.zeros_like(p) for p in params]
+    projected = 0
+    for t, step in enumerate(grads, 1):
+        for i, g in enumerate(step):
+            p = params[i]
+            m[i] = betas[0] * m[i] + (1 - betas[0]) * g
+            v[i] = betas[1] * v[i] + (1 - betas[1]) * g**2
+            mean = betas[0] * m[i] + (1 - betas[0]) * g if nesterov else m[i]
+            update = mean / ((v[i] / (1 - betas[1] ** t)).sqrt() + eps)
+            decay = weight_decay
+            for rows in (p.shape[0], 1) if p.ndim > 1 else ():
+                flat, flat_g, flat_u = p.reshape(rows, -1), g.reshape(rows, -1), update.reshape(rows, -1)
+                cosines = (flat * flat_g).sum(1).abs() / (flat.norm(dim=1) * flat_g.norm(dim=1))
+                if cosines.max() < delta / math.sqrt(flat.shape[1]):
+                    unit = flat / flat.norm(dim=1, keepdim=True)
+                    update = (flat_u - unit * (unit * flat_u).sum(1, keepdim=True)).reshape(p.shape)
+                    decay, projected = weight_decay * wd_ratio, projected + 1
+                    break
+            params[i] = p * (1 - lr * decay) - lr / (1 - betas[0] ** t) * update
+    return params, projected
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_adamp_is_the_papers(nesterov):
+    pytest.importorskip("pytorch_optimizer")
+    generator = torch.Generator().manual_seed(5)
+    start = [
+        torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (2, 3, 2), (5,))
+    ]
+    grads = gradients(8, [p.shape for p in start])
+    for step in grads[:4]:  # at right angles to the weights at first, as those of a scale-invariant layer are
+        rows = start[0] / start[0].norm(dim=1, keepdim=True)
+        step[0] -= rows * (rows * step[0]).sum(1, keepdim=True)
+    options = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1, "nesterov": nesterov}
+    expected, projected = adamp(start, grads, **options)
+    assert 0 < projected < 16  # both ways were taken
+    for ours, theirs in zip(run("AdamP", start, grads, **options), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

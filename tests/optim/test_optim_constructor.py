@@ -309,7 +309,7 @@ def test_the_optimizer_must_be_given():
 
 
 def test_wrong_optimizers_and_arguments_are_named():
-    with pytest.raises(UnknownNameError, match="'AdamX' is not a registered optimizer; did you mean 'Adam"):
+    with pytest.raises(UnknownNameError, match="'AdamX' is not a registered optimizer; did you mean 'Ada"):
         build(Net(), type="AdamX")
     with pytest.raises(BuildError, match="no parameter 'momentun'; did you mean 'momentum'"):
         build(Net(), momentun=0.9)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
+from slipstream.optim.kernels import hold_momentum, kernels_chosen, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
 
@@ -28,6 +29,10 @@ _DTYPES = {
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
+
+    Fused kernels leave a step with an overflow out by themselves. With float16 on an accelerator, optimizers
+    that have them therefore use them, unless they were built with `fused=` or `foreach=`; other optimizers
+    make the host wait in each step for the device to say whether a gradient overflowed.
 
     Args:
         loss_scale: for float16 only, since bfloat16 has float32's range and needs none: `"dynamic"`, a
@@ -64,17 +69,31 @@ class AmpOptimWrapper(OptimWrapper):
     @cached_property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
         """The loss scale, for float16 only."""
-        return _make_scaler(self.device_type, self._loss_scale) if self.dtype == torch.float16 else None
+        if self.dtype != torch.float16:
+            return None
+        accelerated = self.device_type != "cpu"
+        if accelerated and not kernels_chosen(self.optimizer) and why_not_fused(self.optimizer) is None:
+            use_fused(self.optimizer)
+        return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and loss: autocast, without gradient sync inside a window."""
-        autocast = torch.autocast(self.device_type, dtype=self.dtype)
-        if self._accumulative_counts == 1:
+        autocast = self.autocast()
+        if self._accumulative_counts == 1 and self.guard is None:
             return autocast
         stack = ExitStack()
         stack.enter_context(super().optim_context(model))
         stack.enter_context(autocast)
         return stack
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision of forward and loss alone."""
+        return torch.autocast(self.device_type, dtype=self.dtype)
+
+    @property
+    def adapts_scale(self) -> bool:
+        """Whether overflows change the loss scale: not if it was given as a number."""
+        return self._fixed_scale is None
 
     def _amplify(self, loss: Tensor) -> Tensor:
         return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
@@ -87,6 +106,7 @@ class AmpOptimWrapper(OptimWrapper):
         if self.clip_grad is not None:
             self.loss_scaler.unscale_(self.optimizer)
             self._clip()
+        hold_momentum(self.optimizer)
         self.loss_scaler.step(self.optimizer, **kwargs)
         self.loss_scaler.update(self._fixed_scale)
 

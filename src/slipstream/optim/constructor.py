@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError, ModelError, did_you_mean
+from slipstream.optim.library import check_shapes
 from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from slipstream.typecheck import matches
@@ -123,6 +124,7 @@ class DefaultOptimWrapperConstructor:
         """
         optimizer = self.optimizer_cfg
         if not isinstance(optimizer, Optimizer):
+            check_shapes(self.optimizer_cfg.get("type"), unwrap(model))
             groups = self._groups(unwrap(model))
             optimizer = OPTIMIZERS.build(self.optimizer_cfg, default_args={"params": groups})
             self._check_options(optimizer)

@@ -1,18 +1,16 @@
-"""Ascend's fused optimizers by name: torch_npu's where it is installed, else torch's of the same maths."""
+"""Ascend's fused optimizers by name: torch_npu's where it is installed, else others of the same maths."""
 
 from __future__ import annotations
 
 import importlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
-from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
 from slipstream.errors import ConfigError
+from slipstream.optim.kernels import kernels_chosen, use_fused, why_not_fused
 from slipstream.registry import OPTIMIZERS
 
 __all__ = [
@@ -28,24 +26,35 @@ __all__ = [
 ]
 
 
-def _register(algorithm: str, same: str | None = None, nearest: str = "") -> Callable[..., Optimizer]:
-    """Register `NpuFused<algorithm>`; `same`: torch's class of the same maths, `nearest`: what is close."""
-    name = f"NpuFused{algorithm}"
+def _register(
+    algorithm: str, module: str, adapt: Callable[[dict[str, Any]], dict[str, Any]] = dict
+) -> Callable[..., Optimizer]:
+    """Register `NpuFused<algorithm>`.
+
+    Args:
+        algorithm: also the name of the class of the same maths.
+        module: where that class is.
+        adapt: turns torch_npu's arguments into those of that class.
+    """
+    name, same = f"NpuFused{algorithm}", f"{module}.{algorithm}"
 
     def build(params: Any, strict_npu: bool = False, **kwargs: Any) -> Optimizer:
         native, reason = _torch_npu_class(name)
         if native is not None:
             optimizer: Optimizer = native(params, **kwargs)
             return optimizer
-        if same is None or strict_npu:
-            instead = f"take {same or nearest}" + (" or leave out strict_npu" if same else "")
-            raise ConfigError(f"{name} needs torch_npu ({reason}): install it on Ascend, or {instead}")
-        logging.getLogger("slipstream").warning("%s: %s; torch.optim.%s stands in", name, reason, same)
-        return _stand_in(getattr(torch.optim, same), params, kwargs)
+        if strict_npu:
+            raise ConfigError(
+                f"{name} needs torch_npu ({reason}): install it on Ascend, or leave out strict_npu, and {same} "
+                "of the same maths stands in"
+            )
+        stand_in = _stand_in(name, module, algorithm)
+        logging.getLogger("slipstream").warning("%s: %s; %s stands in", name, reason, same)
+        return _fastest(stand_in(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"Return `torch_npu.optim.{name}`" + (
-        f", or `torch.optim.{same}` where torch_npu is missing and `strict_npu` is not set." if same else "."
+    build.__doc__ = (
+        f"Return `torch_npu.optim.{name}`, or `{same}` where torch_npu is not and `strict_npu` allows it."
     )
     OPTIMIZERS.register_module(module=build)
     return build
@@ -62,31 +71,43 @@ def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
     return found, "" if found else f"torch_npu.optim has no {name}"
 
 
-def _stand_in(cls: Callable[..., Optimizer], params: Any, kwargs: dict[str, Any]) -> Optimizer:
-    # Where there is no fused kernel torch itself takes its foreach kernels if the device has them.
-    params = list(params)  # an iterator is read twice here
-    if "fused" in inspect.signature(cls).parameters and "foreach" not in kwargs:
-        devices = _get_fused_kernels_supported_devices()
-        fits = all(p.is_floating_point() and p.device.type in devices for p in _tensors(params))
-        kwargs = {"fused": True if fits else None, **kwargs}
-    return cls(params, **kwargs)
+def _stand_in(name: str, module: str, algorithm: str) -> Callable[..., Optimizer]:
+    try:
+        found: Callable[..., Optimizer] = getattr(importlib.import_module(module), algorithm)
+    except ImportError as error:
+        raise ConfigError(
+            f"{name} needs torch_npu on Ascend, and elsewhere {module}.{algorithm}, but {error}: "
+            "pip install 'slipstream[optimizers]'"
+        ) from error
+    return found
 
 
-def _tensors(params: list[Any]) -> Iterator[torch.Tensor]:
-    for entry in params:  # a tensor, (name, tensor), or a group of either
-        if isinstance(entry, dict):
-            group = entry["params"]
-            yield from _tensors([group] if isinstance(group, torch.Tensor) else list(group))
-        else:
-            yield entry[1] if isinstance(entry, tuple) else entry
+def _fastest(optimizer: Optimizer) -> Optimizer:
+    """Let it run fused kernels, as its name promises, if it can and nothing else was asked for."""
+    if not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
+        use_fused(optimizer)
+    return optimizer
 
 
-NpuFusedAdadelta = _register("Adadelta", same="Adadelta")
-NpuFusedAdam = _register("Adam", same="Adam")
-NpuFusedAdamP = _register("AdamP", nearest="AdamW")
-NpuFusedAdamW = _register("AdamW", same="AdamW")
-NpuFusedBertAdam = _register("BertAdam", nearest="AdamW with a warm-up (LinearLR) and clip_grad")
-NpuFusedLamb = _register("Lamb", nearest="AdamW with a warm-up (LinearLR)")
-NpuFusedRMSprop = _register("RMSprop", same="RMSprop")
-NpuFusedRMSpropTF = _register("RMSpropTF", nearest="RMSprop with a larger eps")
-NpuFusedSGD = _register("SGD", same="SGD")
+def _lamb(options: dict[str, Any]) -> dict[str, Any]:
+    # Decay belongs to the update that the trust ratio measures, as in the paper. adam_debias, the other way round
+    # than it sounds, leaves the step size as it is; without it the library divides by `1 - beta1^t`.
+    options = {"weight_decouple": False, "adam_debias": True, **options}
+    if "use_global_grad_norm" in options:
+        options["pre_norm"] = options.pop("use_global_grad_norm")
+    return options
+
+
+def _adamp(options: dict[str, Any]) -> dict[str, Any]:
+    return {"foreach": None, **options}  # its default is a loop that reads the device for each weight
+
+
+NpuFusedAdadelta = _register("Adadelta", "torch.optim")
+NpuFusedAdam = _register("Adam", "torch.optim")
+NpuFusedAdamP = _register("AdamP", "pytorch_optimizer", _adamp)
+NpuFusedAdamW = _register("AdamW", "torch.optim")
+NpuFusedBertAdam = _register("BertAdam", "slipstream.optim")
+NpuFusedLamb = _register("Lamb", "pytorch_optimizer", _lamb)
+NpuFusedRMSprop = _register("RMSprop", "torch.optim")
+NpuFusedRMSpropTF = _register("RMSpropTF", "slipstream.optim")
+NpuFusedSGD = _register("SGD", "torch.optim")

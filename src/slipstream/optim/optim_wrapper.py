@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError, did_you_mean
+from slipstream.optim.kernels import with_own_kernels
+from slipstream.optim.layouts import lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 
 __all__ = ["GradClip", "OptimWrapper"]
@@ -68,6 +70,35 @@ class GradClip:
         nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
         return norm
 
+    def clipped(self, grads: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
+        """Return clipped copies of unsharded gradients and their norm, as `__call__` does to those of parameters."""
+        if self.type == "value":
+            assert self.clip_value is not None
+            return [grad.clamp(-self.clip_value, self.clip_value) for grad in grads], None
+        assert self.max_norm is not None
+        norm = nn.utils.get_total_norm(grads, self.norm_type)
+        factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return [grad * factor.to(grad.dtype) for grad in grads], norm
+
+
+class _Guard(Protocol):
+    """Leaves out the steps whose loss or gradients are not finite, without a wait for the device."""
+
+    def before_forward(self) -> None:
+        """Remember what a forward changes."""
+
+    def poison(self, loss: Tensor) -> Tensor:
+        """Return the loss, whose gradients are NaN if it is not finite."""
+
+    def step(self, optim: OptimWrapper) -> None:
+        """Call `optim.step()` so that it has no effect if a gradient is not finite."""
+
+    def settle(self, finite: Tensor) -> None:
+        """End a step that was made elsewhere, without effect unless `finite`."""
+
+    progress: Any
+    """What it remembers between batches; settable, to go back."""
+
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper:
@@ -94,6 +125,8 @@ class OptimWrapper:
         self.optimizer = optimizer
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.grad_norm: Tensor | None = None
+        self.guard: _Guard | None = None
+        """Decides on the device whether a step is sound; None takes every step."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -104,12 +137,15 @@ class OptimWrapper:
         """Add the gradients of `loss`; at the end of an accumulation window move the weights."""
         self.backward(self.scale_loss(loss))
         if self.should_update():
-            self.step()
+            if self.guard is None:
+                self.step()
+            else:
+                self.guard.step(self)
             self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
-        window = self._window()
+        window = self.window
         if window == 1:
             return loss
         check_loss(loss)
@@ -118,8 +154,10 @@ class OptimWrapper:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the batch."""
         check_loss(loss)
+        if self.guard is not None:
+            loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
-        self._inner_count += 1
+        self.count_batch()
 
     def _amplify(self, loss: Tensor) -> Tensor:
         """Return the loss to run backward from."""
@@ -163,7 +201,13 @@ class OptimWrapper:
     def _ends_window(self, count: int) -> bool:
         return count % self._accumulative_counts == 0 or count == self._max_counts
 
-    def _window(self) -> int:
+    def count_batch(self) -> None:
+        """Count a batch whose gradients are there."""
+        self._inner_count += 1
+
+    @property
+    def window(self) -> int:
+        """Number of batches in the accumulation window of the coming batch."""
         counts = self._accumulative_counts
         remainder = self._max_counts % counts if self._max_counts > 0 else 0
         in_last = remainder and self._inner_count >= self._max_counts - remainder
@@ -171,10 +215,39 @@ class OptimWrapper:
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
         """Return the context of forward and backward: no gradient sync inside an accumulation window."""
+        if self.guard is not None:
+            self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
             context: AbstractContextManager[Any] = model.no_sync()
             return context
         return _NO_CONTEXT
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the precision of forward and loss alone."""
+        return _NO_CONTEXT
+
+    # ---- for a step that does these things itself ------------------------------------------------------
+
+    @property
+    def loss_scaler(self) -> torch.amp.GradScaler | None:
+        """The loss scale, if there is one."""
+        return None
+
+    @property
+    def adapts_scale(self) -> bool:
+        """Whether overflows change the loss scale."""
+        return False
+
+    @property
+    def progress(self) -> Any:
+        """What the wrapper itself remembers between batches; settable, to go back."""
+        return self._inner_count, self.grad_norm, None if self.guard is None else self.guard.progress
+
+    @progress.setter
+    def progress(self, value: Any) -> None:
+        self._inner_count, self.grad_norm, guarded = value
+        if self.guard is not None:
+            self.guard.progress = guarded
 
     # ---- what others read -----------------------------------------------------------------------
 
@@ -219,7 +292,8 @@ class OptimWrapper:
                 for index, values in state_dict["state"].items()
             }
             state_dict = {**state_dict, "state": state}
-        self.optimizer.load_state_dict(state_dict)
+        self.optimizer.load_state_dict(with_own_kernels(self.optimizer, state_dict))
+        lay_out_states(self.optimizer)
 
     def __repr__(self) -> str:
         extra = f", clip_grad={self.clip_grad}" if self.clip_grad else ""

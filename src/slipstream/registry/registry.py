@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import sys
 import warnings
@@ -21,6 +22,9 @@ T = TypeVar("T")
 ROOT_SCOPE = "slipstream"
 # Configurations written for the predecessors name their scope; it is the root here.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
+
+# The extras of the package that bring namespaces.
+_EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
 
@@ -164,7 +168,12 @@ class Registry:
         if found is None:
             homes, name = self._split(key)
             hint = did_you_mean(name, {known for home in homes for known in home.names()})
-            raise UnknownNameError(f"'{key}' is not a registered {self.name}{hint}")
+            extras = "".join(
+                f"; {package} may have it: pip install 'slipstream[{extra}]'"
+                for package, extra in _EXTRAS.items()
+                if any(home._lacks(package) for home in homes)
+            )
+            raise UnknownNameError(f"'{key}' is not a registered {self.name}{hint}{extras}")
         return found
 
     def names(self) -> list[str]:
@@ -174,6 +183,12 @@ class Registry:
         for module in self._imported_namespaces():
             found.update(n for n in dir(module) if self._public(module, n) is not None)
         return sorted(found | set(self.parent.names() if self.parent else ()))
+
+    def _lacks(self, package: str) -> bool:
+        """Say whether one of the namespaces here or in the parents is not there to be imported."""
+        if any(module.split(".")[0] == package for module in self._namespaces):
+            return importlib.util.find_spec(package) is None
+        return self.parent is not None and self.parent._lacks(package)
 
     def _split(self, key: str) -> tuple[Sequence[Registry], str]:
         """Return the registries where `key` is to be looked up, in order, and the name to look for."""

@@ -66,7 +66,11 @@ MODELS = _root(
 MODEL_WRAPPERS = _root("model wrapper", "slipstream.model.wrappers")
 WEIGHT_INITIALIZERS = _root("weight initializer", "slipstream.model.weight_init")
 
-OPTIMIZERS = _root("optimizer", "slipstream.optim", namespaces=["torch.optim", "torch.distributed.optim"])
+OPTIMIZERS = _root(
+    "optimizer",
+    "slipstream.optim",
+    namespaces=["torch.optim", "torch.distributed.optim", "pytorch_optimizer.optimizer"],
+)
 OPTIM_WRAPPERS = _root("optimizer wrapper", "slipstream.optim")
 OPTIM_WRAPPER_CONSTRUCTORS = _root("optimizer wrapper constructor", "slipstream.optim")
 PARAM_SCHEDULERS = _root(

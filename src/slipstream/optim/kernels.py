@@ -1,0 +1,118 @@
+"""Which kernels move the weights: fused ones, which take many tensors at a time, or what torch takes by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from slipstream.dist.sharding import is_sharded
+
+__all__ = ["hold_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
+
+_ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
+"""The fused kernels that torch can run on a `DTensor`."""
+
+
+def kernels_chosen(optimizer: Optimizer) -> bool:
+    """Say whether `optimizer` was built with a choice of its own, `fused=` or `foreach=`."""
+    return any(group.get(key) is not None for group in optimizer.param_groups for key in ("fused", "foreach"))
+
+
+def why_not_fused(optimizer: Optimizer) -> str | None:
+    """Return why `optimizer` cannot run fused kernels, or None if it can."""
+    name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
+    if kernel is None or "fused" not in optimizer.defaults:
+        having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
+        return f"{name} has no fused kernel; {', '.join(having)} have"
+    if any(group["differentiable"] for group in optimizer.param_groups):
+        return "fused kernels cannot be differentiable"
+    for param in _parameters(optimizer):
+        if not _runs_on(kernel, param.device):
+            return f"torch has no fused kernel of {name} for {param.device.type}"
+        if not param.is_floating_point():
+            return f"fused kernels move floating-point parameters only, not {param.dtype}"
+        if is_sharded(param) and kernel not in _ON_SHARDS:
+            return f"torch has no fused kernel of {name} for sharded parameters, but for Adam and AdamW"
+    return None
+
+
+def use_fused(optimizer: Optimizer) -> None:
+    """Let a ready optimizer run fused kernels from now on, as if it had been built with `fused=True`.
+
+    Only where `why_not_fused` returns None.
+    """
+    for options in (optimizer.defaults, *optimizer.param_groups):
+        options.update(fused=True, foreach=None)
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # what GradScaler asks
+    for param in _parameters(optimizer):
+        if "step" in (state := optimizer.state.get(param, {})):  # fused kernels count on the device
+            state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
+
+
+def hold_momentum(optimizer: Optimizer) -> None:
+    """Let a fused optimizer with momentum survive a first step that overflows; call it before each step.
+
+    torch (2.13) keeps uninitialised memory as the momentum of parameters whose first step it left out.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return  # the host leaves the step out
+    if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
+        return
+    for group in optimizer.param_groups:
+        if not group.get("fused") or not group.get("momentum"):
+            continue
+        if group["dampening"]:  # applies to all steps but the first: zeros are no beginning
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            continue
+        for param in group["params"]:
+            if param.grad is not None and "momentum_buffer" not in optimizer.state[param]:
+                optimizer.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+
+def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a saved state that leaves to `optimizer` its own kernels, whichever the saved run used.
+
+    torch would take the saved run's, with or without a fused kernel for the device here.
+    """
+    groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
+    for index, own in enumerate(optimizer.param_groups[: len(groups)]):
+        groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
+    # Others count steps on the host: a count left on the device would be read back in every step.
+    on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
+    state = {
+        key: _counting_on_host(values) if key in on_host else values
+        for key, values in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def _counts_on_host(group: Mapping[str, Any]) -> bool:
+    told = [group[key] for key in ("fused", "capturable") if key in group]
+    return bool(told) and not any(told)
+
+
+def _counting_on_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    step = values.get("step")
+    return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
+
+
+def _fused_kernel(kind: type) -> str | None:
+    names = (f"_fused_{base.__name__.lower()}_" for base in kind.__mro__)
+    return next((name for name in names if hasattr(torch, name)), None)
+
+
+def _runs_on(kernel: str, device: torch.device) -> bool:
+    # torch's own list names kinds of devices, whether or not their backend has this very kernel.
+    if device.type == "meta":
+        return False
+    key = torch._C._dispatch_key_for_device(device.type)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kernel}", key)
+
+
+def _parameters(optimizer: Optimizer) -> chain[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)

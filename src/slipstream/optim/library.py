@@ -1,0 +1,228 @@
+"""Optimizers that torch has not (RMSpropTF, BertAdam), and what one of torch's cannot move."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slipstream.dist.sharding import whole
+from slipstream.errors import ConfigError
+from slipstream.registry import OPTIMIZERS
+
+__all__ = ["BertAdam", "RMSpropTF", "check_shapes"]
+
+_Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+class _Foreach(Optimizer):
+    """An optimizer that moves all parameters of a group and dtype together, and counts the steps of a group."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Move the parameters that have a gradient; return what `closure`, called first, returned."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            for dtype in dict.fromkeys(p.dtype for p in params):
+                self._move(group, [p for p in params if p.dtype == dtype])
+            group["step"] = group.get("step", 0) + 1
+        return loss
+
+    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        """Move parameters of one group and dtype."""
+        raise NotImplementedError
+
+    def _kept(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:
+        """Return the state `name` of each parameter, at first filled with `start`."""
+        for p in params:
+            if name not in self.state[p]:
+                self.state[p][name] = torch.full_like(p, start, memory_format=torch.preserve_format)
+        return [self.state[p][name] for p in params]
+
+
+@OPTIMIZERS.register_module()
+class RMSpropTF(_Foreach):
+    """RMSprop as TensorFlow has it: `eps` inside the square root, and mean squares that start at one.
+
+    `v += (1 - alpha) (g^2 - v)`, `u = g / sqrt(v + eps)`, and with momentum `b = momentum b + lr u`,
+    `p -= b`: the maths of torch_npu's `NpuFusedRMSpropTF`.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        alpha: decay of the mean squares.
+        eps: added to the mean squares.
+        weight_decay: times the weights, added to the gradient.
+        momentum: decay of the momentum.
+        centered: subtract the square of the mean gradient from the mean squares.
+        decoupled_decay: multiply the weights by `1 - weight_decay` instead, whatever the learning rate.
+        lr_in_momentum: False multiplies by the learning rate after the momentum, as torch does.
+
+    Raises:
+        ConfigError: a number below zero.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-2,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        centered: bool = False,
+        decoupled_decay: bool = False,
+        lr_in_momentum: bool = True,
+    ) -> None:
+        numbers = dict(lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum)
+        _check_not_negative(numbers)
+        switches = dict(centered=centered, decoupled_decay=decoupled_decay, lr_in_momentum=lr_in_momentum)
+        super().__init__(params, {**numbers, **switches})
+
+    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        grads: _Tensors = _gradients(params)
+        if group["weight_decay"] and group["decoupled_decay"]:
+            torch._foreach_mul_(params, 1 - group["weight_decay"])
+        elif group["weight_decay"]:
+            grads = torch._foreach_add(grads, params, alpha=group["weight_decay"])
+        roots = self._root_mean_squares(group, params, grads)
+        updates: _Tensors = torch._foreach_div(grads, roots)
+        if not group["momentum"] or group["lr_in_momentum"]:
+            torch._foreach_mul_(updates, group["lr"])
+        if group["momentum"]:
+            buffers = self._kept("momentum_buffer", params)
+            torch._foreach_mul_(buffers, group["momentum"])
+            torch._foreach_add_(buffers, updates)
+            updates = buffers if group["lr_in_momentum"] else torch._foreach_mul(buffers, group["lr"])
+        torch._foreach_sub_(params, updates)
+
+    def _root_mean_squares(self, group: Mapping[str, Any], params: list[Tensor], grads: _Tensors) -> _Tensors:
+        squares = self._kept("square_avg", params, 1.0)
+        torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])
+        roots = torch._foreach_add(squares, group["eps"])
+        if group["centered"]:
+            means = self._kept("grad_avg", params)
+            torch._foreach_lerp_(means, grads, 1 - group["alpha"])
+            torch._foreach_addcmul_(roots, means, means, value=-1)
+        torch._foreach_sqrt_(roots)
+        return roots
+
+
+_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "warmup_cosine": lambda x, warmup: 0.5 * (1 + math.cos(math.pi * x)),
+    "warmup_constant": lambda x, warmup: 1.0,
+    "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
+    "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
+}
+"""What multiplies the learning rate when the part `x` of all steps is done, from `warmup` on."""
+
+
+@OPTIMIZERS.register_module()
+class BertAdam(_Foreach):
+    """The Adam that BERT was trained with (Devlin et al. 2019): no bias correction, and its own schedule.
+
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, `p -= lr_t (m / (sqrt(v) + e) + weight_decay p)`: the
+    maths of torch_npu's `NpuFusedBertAdam`.
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate.
+        warmup: the part of `t_total` in which the learning rate rises from 0; -1 is none. As there,
+            `warmup_linear` without it falls from half the learning rate.
+        t_total: number of steps of the schedule; -1 is a constant learning rate.
+        schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
+        b1: decay of the mean gradient.
+        b2: decay of the mean squares.
+        e: added to the root of the mean squares.
+        weight_decay: times the weights, added to the update.
+        max_grad_norm: limit of the norm of the gradients of each group and dtype; 0 or less is none.
+
+    Raises:
+        ConfigError: an option out of its range.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float,
+        warmup: float = -1,
+        t_total: int = -1,
+        schedule: str = "warmup_linear",
+        b1: float = 0.9,
+        b2: float = 0.999,
+        e: float = 1e-6,
+        weight_decay: float = 0.01,
+        max_grad_norm: float = 1.0,
+    ) -> None:
+        _check_not_negative(dict(lr=lr, b1=b1, b2=b2, e=e, weight_decay=weight_decay))
+        for name, value in (("b1", b1), ("b2", b2), ("warmup", warmup)):
+            if not (0 <= value < 1 or (name == "warmup" and value == -1)):
+                raise ConfigError(f"must be in [0, 1), not {value}", name)
+        if schedule not in _SCHEDULES:
+            raise ConfigError(f"must be one of {', '.join(_SCHEDULES)}, not {schedule!r}", "schedule")
+        if t_total != -1 and t_total < 1:
+            raise ConfigError(f"must be a number of steps, or -1, not {t_total}", "t_total")
+        options = dict(lr=lr, warmup=warmup, t_total=t_total, schedule=schedule, b1=b1, b2=b2, e=e)
+        super().__init__(params, {**options, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm})
+
+    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        grads: _Tensors = _gradients(params)
+        if group["max_grad_norm"] > 0:
+            norm = whole(nn.utils.get_total_norm(grads))
+            grads = torch._foreach_mul(grads, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
+        means, squares = self._kept("exp_avg", params), self._kept("exp_avg_sq", params)
+        torch._foreach_lerp_(means, grads, 1 - group["b1"])
+        torch._foreach_mul_(squares, group["b2"])
+        torch._foreach_addcmul_(squares, grads, grads, value=1 - group["b2"])
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_add_(roots, group["e"])
+        updates = torch._foreach_div(means, roots)
+        if group["weight_decay"]:
+            torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+        torch._foreach_mul_(updates, _scheduled_lr(group))
+        torch._foreach_sub_(params, updates)
+
+
+def check_shapes(kind: Any, model: nn.Module) -> None:
+    """Check that an optimizer's `type` can move the trainable parameters of `model`.
+
+    Raises:
+        ConfigError: torch's Muon, which moves matrices only, and parameters of another shape.
+    """
+    found = OPTIMIZERS.get(kind) if isinstance(kind, str) else kind
+    if found is not getattr(torch.optim, "Muon", torch):
+        return
+    params = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    others = [f"{name} {shape}" for name, shape in params.items() if len(shape) != 2]
+    if others:
+        listed = ", ".join(others[:5]) + (", ..." if others[5:] else "")
+        raise ConfigError(
+            f"Muon moves matrices only, and {len(others)} of the {len(params)} parameters are none: {listed}. "
+            "Take another optimizer (AdamW), or one for each kind in an OptimWrapperDict",
+            "optimizer.type",
+        )
+
+
+def _scheduled_lr(group: Mapping[str, Any]) -> Any:
+    if group["t_total"] == -1:
+        return group["lr"]
+    done, warmup = group.get("step", 0) / group["t_total"], group["warmup"]
+    return group["lr"] * (done / warmup if done < warmup else _SCHEDULES[group["schedule"]](done, warmup))
+
+
+def _gradients(params: list[Tensor]) -> list[Tensor]:
+    return [p.grad for p in params if p.grad is not None]
+
+
+def _check_not_negative(options: Mapping[str, float]) -> None:
+    for name, value in options.items():
+        if value < 0:
+            raise ConfigError(f"must not be negative, not {value}", name)

@@ -1,0 +1,339 @@
+"""RMSpropTF and BertAdam against loops in float64, a library's optimizers by name, and what Muon cannot move."""
+
+import copy
+import importlib.machinery
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import BuildError, ConfigError, UnknownNameError
+from slipstream.optim import BertAdam, RMSpropTF, build_optim_wrapper
+from slipstream.registry import OPTIMIZERS
+
+SHAPES = [(4, 3), (5,), (2, 2, 2)]
+
+
+def make_start():
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+
+
+def gradients(steps=7):
+    generator = torch.Generator().manual_seed(1)
+    return [
+        [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in SHAPES]
+        for _ in range(steps)
+    ]
+
+
+def advance(optimizer, params, grads):
+    for step in grads:
+        for p, g in zip(params, step, strict=True):
+            p.grad = g.to(p.dtype)
+        optimizer.step()
+
+
+def run(kind, grads, dtype=torch.float64, **options):
+    params = [nn.Parameter(p.to(dtype)) for p in make_start()]
+    advance(kind(params, **options), params, grads)
+    return [p.detach() for p in params]
+
+
+def assert_same(ours, expected, **tolerance):
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, **tolerance)
+
+
+# ---- RMSpropTF ---------------------------------------------------------------------------------------
+
+
+def rmsprop_tf(
+    grads,
+    lr=1e-2,
+    alpha=0.9,
+    eps=1e-10,
+    weight_decay=0.0,
+    momentum=0.0,
+    centered=False,
+    decoupled_decay=False,
+    lr_in_momentum=True,
+):
+    params = make_start()
+    for i, p in enumerate(params):
+        square, mean, buffer = torch.ones_like(p), torch.zeros_like(p), torch.zeros_like(p)
+        for step in grads:
+            g = step[i]
+            if decoupled_decay:
+                p = p * (1 - weight_decay)
+            else:
+                g = g + weight_decay * p
+            square = alpha * square + (1 - alpha) * g**2
+            mean = alpha * mean + (1 - alpha) * g
+            u = g / (square - (mean**2 if centered else 0) + eps).sqrt()
+            if momentum == 0:
+                p = p - lr * u
+            elif lr_in_momentum:
+                buffer = momentum * buffer + lr * u
+                p = p - buffer
+            else:
+                buffer = momentum * buffer + u
+                p = p - lr * buffer
+        params[i] = p
+    return params
+
+
+RMS = [
+    {},
+    {"alpha": 0.7, "eps": 1e-2, "lr": 0.1},
+    {"weight_decay": 0.1},
+    {"weight_decay": 0.1, "decoupled_decay": True},
+    {"momentum": 0.9},
+    {"momentum": 0.9, "lr_in_momentum": False},
+    {"centered": True, "momentum": 0.5, "weight_decay": 0.01},
+]
+
+
+@pytest.mark.parametrize("options", RMS)
+def test_rmsprop_tf_is_its_formula(options):
+    assert_same(
+        run(RMSpropTF, gradients(), **options), rmsprop_tf(gradients(), **options), rtol=1e-10, atol=1e-12
+    )
+    ours = run(RMSpropTF, gradients(), torch.float32, **options)
+    assert_same(ours, rmsprop_tf(gradients(), **options), rtol=1e-4, atol=1e-5)
+
+
+def test_momentum_with_and_without_the_learning_rate_differ_once_a_schedule_changes_it():
+    moved = []
+    for lr_in_momentum in (True, False):
+        params = [nn.Parameter(p) for p in make_start()]
+        optimizer = RMSpropTF(params, momentum=0.9, lr_in_momentum=lr_in_momentum)
+        advance(optimizer, params, gradients(2))
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = params[0].detach().clone()
+        advance(optimizer, params, gradients(1))
+        moved.append(not torch.equal(before, params[0]))
+    assert moved == [True, False]
+
+
+@pytest.mark.parametrize("name", ["lr", "alpha", "eps", "weight_decay", "momentum"])
+def test_rmsprop_tf_refuses_numbers_below_zero(name):
+    with pytest.raises(ConfigError, match=rf"^{name}: must not be negative, not -1"):
+        RMSpropTF([nn.Parameter(torch.ones(2))], **{name: -1.0})
+
+
+# ---- BertAdam ----------------------------------------------------------------------------------------
+
+AFTER_WARMUP = {
+    "warmup_linear": lambda x, w: max((x - 1) / (w - 1), 0),
+    "warmup_constant": lambda x, w: 1,
+    "warmup_cosine": lambda x, w: (1 + math.cos(math.pi * x)) / 2,
+    "warmup_poly": lambda x, w: max(1 - x, 0) ** 0.5,
+}
+
+
+def bert_adam(
+    grads,
+    lr=0.01,
+    warmup=-1,
+    t_total=-1,
+    schedule="warmup_linear",
+    b1=0.9,
+    b2=0.999,
+    e=1e-6,
+    weight_decay=0.01,
+    max_grad_norm=1.0,
+):
+    params = make_start()
+    m, v = [0.0] * len(params), [0.0] * len(params)
+    for t, step in enumerate(grads):
+        norm = math.sqrt(sum(float((g**2).sum()) for g in step))
+        shrink = min(1.0, max_grad_norm / (norm + 1e-6)) if max_grad_norm > 0 else 1.0
+        factor = 1.0
+        if t_total != -1:
+            x = t / t_total
+            factor = x / warmup if x < warmup else AFTER_WARMUP[schedule](x, warmup)
+        for i, g in enumerate(g * shrink for g in step):
+            m[i] = b1 * m[i] + (1 - b1) * g
+            v[i] = b2 * v[i] + (1 - b2) * g**2
+            params[i] = params[i] - lr * factor * (m[i] / (v[i].sqrt() + e) + weight_decay * params[i])
+    return params
+
+
+BERT = [
+    {},
+    {"max_grad_norm": -1},
+    {"weight_decay": 0.0, "b1": 0.5, "b2": 0.8, "e": 1e-2},
+    *({"t_total": 6, "warmup": 0.4, "schedule": schedule} for schedule in AFTER_WARMUP),
+    {"t_total": 10},
+    {"t_total": 4, "schedule": "warmup_poly"},  # more steps than planned
+]
+
+
+@pytest.mark.parametrize("options", BERT)
+def test_bert_adam_is_its_formula(options):
+    options = {"lr": 0.01, **options}
+    assert_same(
+        run(BertAdam, gradients(), **options), bert_adam(gradients(), **options), rtol=1e-10, atol=1e-12
+    )
+    ours = run(BertAdam, gradients(), torch.float32, **options)
+    assert_same(ours, bert_adam(gradients(), **options), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"b1": 1.0}, "b1: must be in "),
+        ({"b2": 1.5}, "b2: must be in "),
+        ({"b1": -1.0}, "b1: must not be negative"),
+        ({"e": -1.0}, "e: must not be negative"),
+        ({"warmup": 1.0}, "warmup: must be in "),
+        ({"warmup": -0.5}, "warmup: must be in "),
+        ({"t_total": 0}, "t_total: must be a number of steps"),
+        ({"schedule": "linear"}, "schedule: must be one of warmup_cosine"),
+    ],
+)
+def test_bert_adam_refuses_options_out_of_range(options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
+        BertAdam([nn.Parameter(torch.ones(2))], lr=0.1, **options)
+
+
+# ---- both ---------------------------------------------------------------------------------------------
+
+BOTH = [(RMSpropTF, {"momentum": 0.9, "centered": True}), (BertAdam, {"t_total": 9, "warmup": 0.3})]
+
+
+@pytest.mark.parametrize(("kind", "options"), BOTH)
+def test_a_resumed_run_goes_on_bit_for_bit(kind, options):
+    params = [nn.Parameter(p) for p in make_start()]
+    first = kind(params, lr=0.01, **options)
+    advance(first, params, gradients()[:4])
+    again = [nn.Parameter(p.detach().clone()) for p in params]
+    second = kind(again, lr=0.5)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    advance(first, params, gradients()[4:])
+    advance(second, again, gradients()[4:])
+    assert all(torch.equal(a, b) for a, b in zip(params, again, strict=True))
+
+
+@pytest.mark.parametrize(("kind", "options"), BOTH)
+def test_parameters_without_gradient_stay_and_several_dtypes_and_groups_are_moved(kind, options):
+    a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
+    still, slow = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = kind([{"params": [a, b, still]}, {"params": [slow], "lr": 0.0}], lr=0.1, **options)
+    for _ in range(2):
+        for p in (a, b, slow):
+            p.grad = torch.full_like(p, 0.1)
+        optimizer.step()
+    assert (a < 1).all()
+    torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=0)
+    assert torch.equal(still, torch.ones(2))
+    assert torch.equal(slow, torch.ones(2))
+
+
+def test_a_closure_is_run_with_gradients_and_its_loss_returned():
+    p = nn.Parameter(torch.ones(2))
+    optimizer = RMSpropTF([p])
+
+    def closure():
+        loss = p.sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 2.0
+    assert (p < 1).all()
+
+
+# ---- names in a configuration ---------------------------------------------------------------------
+
+
+def net():
+    return nn.Sequential(nn.Linear(3, 4), nn.Conv2d(1, 1, 2))
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("Lion", "pytorch_optimizer"), ("Lamb", "pytorch_optimizer"), ("AdamP", "pytorch_optimizer")],
+)
+def test_a_librarys_optimizer_is_built_by_name_with_groups(name, module):
+    library = pytest.importorskip(module)
+    cfg = {"optimizer": {"type": name, "lr": 0.1}, "paramwise_cfg": {"custom_keys": {"1": {"lr_mult": 0.5}}}}
+    model = net()
+    optimizer = build_optim_wrapper(model, cfg).optimizer
+    assert type(optimizer) is getattr(library, name)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.05]
+    before = copy.deepcopy(model.state_dict())
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    assert not any(torch.equal(before[key], value) for key, value in model.state_dict().items())
+
+
+def test_torchs_class_comes_before_the_librarys():
+    assert OPTIMIZERS.get("SGD") is torch.optim.SGD
+    assert OPTIMIZERS.get("Adafactor") is torch.optim.Adafactor
+    assert OPTIMIZERS.get("Muon") is torch.optim.Muon
+
+
+@pytest.fixture
+def without_the_library(monkeypatch):
+    def find_spec(name, *args):
+        return None if name == "pytorch_optimizer" else found(name, *args)
+
+    found = importlib.machinery.PathFinder.find_spec
+    monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", find_spec)
+    for name in [name for name in sys.modules if name.split(".")[0] == "pytorch_optimizer"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_without_the_library_the_error_names_the_extra(without_the_library):
+    with pytest.raises(
+        UnknownNameError,
+        match=r"'Lion' is not a registered optimizer.*pip install 'slipstream\[optimizers\]'$",
+    ):
+        OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})
+
+
+def test_with_the_library_the_error_names_none():
+    pytest.importorskip("pytorch_optimizer")
+    with pytest.raises(UnknownNameError) as caught:
+        OPTIMIZERS.build({"type": "Lionn"}, default_args={"params": []})
+    assert str(caught.value) == "'Lionn' is not a registered optimizer; did you mean 'Lion'?"
+
+
+def test_the_library_is_imported_only_when_a_name_is_looked_for_there():
+    code = (
+        "import sys; from slipstream.registry import OPTIMIZERS; import slipstream.optim\n"
+        "assert OPTIMIZERS.get('AdamW') and OPTIMIZERS.get('NpuFusedLamb')\n"
+        "assert 'pytorch_optimizer' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_muon_for_other_than_matrices_is_an_error_that_names_them():
+    with pytest.raises(ConfigError) as caught:
+        build_optim_wrapper(net(), {"optimizer": {"type": "Muon", "lr": 0.1}})
+    message = str(caught.value)
+    assert "3 of the 4 parameters are none: 0.bias (4,), 1.weight (1, 1, 2, 2), 1.bias (1,)" in message
+    assert "OptimWrapperDict" in message
+
+
+@pytest.mark.parametrize("kind", ["Muon", torch.optim.Muon])
+def test_muon_moves_the_matrices_of_a_model_whose_other_parameters_are_frozen(kind):
+    model = net()
+    for name, p in model.named_parameters():
+        p.requires_grad_(name == "0.weight")
+    optimizer = build_optim_wrapper(model, {"optimizer": {"type": kind, "lr": 0.1}}).optimizer
+    assert type(optimizer) is torch.optim.Muon
+    model[0](torch.ones(1, 3)).sum().backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
+
+
+def test_a_missing_type_is_still_the_registrys_error():
+    with pytest.raises((BuildError, ConfigError), match="needs a 'type'"):
+        build_optim_wrapper(net(), {"optimizer": {"lr": 0.1}})
