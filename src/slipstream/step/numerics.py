@@ -1,0 +1,117 @@
+"""Decisions about numbers that are taken on the device, so that the host never waits for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from slipstream.optim.optim_wrapper import OptimWrapper
+
+__all__ = ["Average", "LossScale", "Scalar", "all_finite", "keep_unless"]
+
+
+def all_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return a 0-dim bool tensor on the tensors' device: whether every value of all of them is finite."""
+    largest = [x.detach().abs().amax().float() for x in tensors if x.numel()]  # NaN is larger than anything
+    return torch.isfinite(torch.stack(largest)).all()
+
+
+def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
+    """Put `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
+
+    In a compiled graph this costs no memory traffic of its own: the choice is made where the values are written.
+    """
+    for tensor, old in zip(tensors, before, strict=True):
+        tensor.copy_(torch.where(finite, tensor, old))
+
+
+class Scalar:
+    """A number that the host changes and a graph reads: a 0-dim tensor, written only when it changes."""
+
+    def __init__(self, value: float, device: torch.device) -> None:
+        self.value = value
+        self.tensor = torch.tensor(value, dtype=torch.float32, device=device)
+
+    def set(self, value: float) -> None:
+        """Let the graph read `value` from now on."""
+        if value != self.value:
+            self.value = value
+            self.tensor.fill_(value)
+
+
+class LossScale:
+    """The state of a `torch.amp.GradScaler` as a graph uses it: scale and growth count are the scaler's own tensors.
+
+    Args:
+        scaler: whose tensors these are.
+        adapts: whether the scale follows overflows, or is fixed.
+        device: of the loss.
+    """
+
+    def __init__(self, scaler: torch.amp.GradScaler, adapts: bool, device: torch.device) -> None:
+        scaler.scale(torch.zeros((), device=device))  # makes its tensors
+        self.scale: Tensor = scaler._scale  # type: ignore[assignment]
+        self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
+        self.adapts = adapts
+        self.growth, self.backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
+        self.interval = scaler.get_growth_interval()
+
+    @classmethod
+    def of(cls, optim: OptimWrapper, device: torch.device) -> LossScale | None:
+        """Return the scale of an optimizer wrapper that has one."""
+        scaler = optim.loss_scaler
+        return None if scaler is None else cls(scaler, optim.adapts_scale, device)
+
+    @property
+    def state(self) -> tuple[Tensor, Tensor]:
+        """What a step changes."""
+        return self.scale, self.growth_tracker
+
+    def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:
+        """Return the gradients of the loss itself."""
+        inverse = self.scale.double().reciprocal().float()  # as GradScaler computes it
+        return [grad * inverse.to(grad.dtype) for grad in grads]
+
+    def adapt(self, finite: Tensor) -> None:
+        """Follow `GradScaler.update`: fall after an overflow, rise after `interval` steps without one."""
+        if not self.adapts:
+            return
+        count = self.growth_tracker + 1
+        grown = self.scale * self.growth
+        full = finite & (count == self.interval)
+        risen = torch.where(full & torch.isfinite(grown), grown, self.scale)
+        self.scale.copy_(torch.where(finite, risen, self.scale * self.backoff))
+        self.growth_tracker.copy_(torch.where(finite & ~full, count, torch.zeros_like(count)))
+
+
+class Average:
+    """Averages that a step keeps of its weights, inside the graph or beside it.
+
+    Args:
+        averages: what is kept.
+        currents: what is averaged, in the same order.
+        share: returns the share of the current weights in the coming average, and counts the step.
+    """
+
+    def __init__(self, averages: list[Tensor], currents: list[Tensor], share: Callable[[], float]) -> None:
+        self.averages, self.currents, self._next = averages, currents, share
+        self.share = Scalar(0.0, averages[0].device)
+
+    def count(self) -> None:
+        """Ask for the share of this step; once a step."""
+        self.share.set(self._next())
+
+    def take(self) -> None:
+        """Take the current weights in, as a graph does."""
+        for average, current in zip(self.averages, self.currents, strict=True):
+            average.lerp_(current.detach(), self.share.tensor.to(average.dtype))
+
+    @torch.no_grad()
+    def take_now(self) -> None:
+        """Take the current weights in, eagerly."""
+        if self.share.value:
+            torch._foreach_lerp_(self.averages, self.currents, self.share.value)

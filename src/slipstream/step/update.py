@@ -1,0 +1,224 @@
+"""torch's own optimizers inside a compiled graph: their very step, on gradients and settings that are tensors."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+__all__ = ["GraphUpdate", "can_trace"]
+
+_AS_TENSORS = ("lr", "betas")
+"""Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
+_MOMENTS = ("momentum_buffer", "exp_avg", "square_avg", "sum", "prev")
+
+
+def can_trace(optimizer: Optimizer) -> bool:
+    """Say whether the optimizer is one of torch's whose step `GraphUpdate` can run, without hooks of its own."""
+    kind = type(optimizer)
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    if hooks or not kind.__module__.startswith("torch.optim.") or not hasattr(kind, "_init_group"):
+        return False
+    # Dampening concerns all steps but the first, which is then another graph.
+    return not any(group.get("dampening") for group in optimizer.param_groups)
+
+
+class GraphUpdate:
+    """One optimizer step as a function of gradients, which moves parameters and state in place.
+
+    `torch.optim` writes every optimizer as a `step` that asks `_init_group` for lists of parameters, gradients and
+    state, and hands them to a formula. Here that `step` runs on a stand-in for the optimizer, whose `_init_group` gives
+    the graph's gradients and whose learning rates are 0-dim tensors: so the maths is torch's, for all of its
+    optimizers, while schedules change settings without a new graph.
+
+    Args:
+        optimizer: a `torch.optim` optimizer (`can_trace`).
+        params: those of its parameters that have a gradient; state is made for them.
+    """
+
+    def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
+        self.optimizer = optimizer
+        self._step = inspect.unwrap(type(optimizer).step)
+        self._groups = [
+            _Group(optimizer, sources, indices, params)
+            for sources, indices in _alike(optimizer.param_groups, params)
+        ]
+
+    def __call__(self, grads: Sequence[Tensor]) -> None:
+        """Move the parameters along `grads`, which are in the order of `params`."""
+        self._step(_StandIn(self._groups, grads))
+
+    def refresh(self) -> bool:
+        """Take over what schedules have changed; False if groups that were alike no longer are.
+
+        Writes changed values to the device, and waits for nothing.
+        """
+        fitting = [group.refresh() for group in self._groups]  # each of them
+        return all(fitting)
+
+    @property
+    def state(self) -> list[Tensor]:
+        """Every tensor that a step changes, apart from the parameters."""
+        return [tensor for group in self._groups for values in group.state for tensor in values]
+
+    def moments(self) -> dict[str, list[Tensor]]:
+        """Return the state that follows the gradients, by name; empty for an optimizer without."""
+        found: dict[str, list[Tensor]] = {}
+        for values in self.optimizer.state.values():
+            for name in _MOMENTS:
+                if isinstance(values.get(name), Tensor):
+                    found.setdefault(name, []).append(values[name])
+        return found
+
+
+class _Group:
+    """Parameter groups with equal settings, as one: their tensors, and the settings as the graph reads them."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        sources: list[dict[str, Any]],
+        indices: list[int],
+        params: Sequence[Tensor],
+    ) -> None:
+        self.sources = sources
+        self.indices = indices
+        self.params = [params[i] for i in indices]
+        device = self.params[0].device
+        if device.type != "cpu" and "capturable" in sources[0]:
+            _count_on(optimizer, sources, self.params, device)
+        self.flag, self.state = _make_state(optimizer, sources[0], self.params)
+        # float64 where there is one: of 1 - beta2, float32 keeps but four digits.
+        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        own = sources[0]
+        self.tensors: dict[str, list[Tensor]] = {
+            name: [torch.tensor(v, dtype=dtype, device=device) for v in _as_floats(own[name])]
+            for name in _AS_TENSORS
+            if name in own
+        }
+        self.given = {name: own[name] for name in self.tensors}
+        # On an accelerator, inductor joins the tensors of a foreach operation into few kernels.
+        self.fixed = _settings(own) | {"foreach": device.type != "cpu", "fused": False}
+        if "capturable" in own:
+            self.fixed["capturable"] = True  # formulas without a branch on a step count
+
+    def refresh(self) -> bool:
+        first = self.sources[0]
+        for name, tensors in self.tensors.items():
+            value = first[name]
+            if any(source[name] != value for source in self.sources):
+                return False
+            if value != self.given[name]:
+                for tensor, number in zip(tensors, _as_floats(value), strict=True):
+                    tensor.fill_(number)
+                self.given[name] = value
+        for name in self.fixed:
+            if name not in ("foreach", "fused", "capturable") and first[name] != self.fixed[name]:
+                self.fixed[name] = first[name]
+        return True
+
+
+class _StandIn:
+    """What an optimizer's `step` sees in place of the optimizer."""
+
+    def __init__(self, groups: list[_Group], grads: Sequence[Tensor]) -> None:
+        self.groups = groups
+        self.grads = grads
+        self.state = _Scratch()
+        self.param_groups = [
+            {
+                **group.fixed,
+                **{name: t[0] if name == "lr" else tuple(t) for name, t in group.tensors.items()},
+                "params": group.params,
+                "number": number,
+            }
+            for number, group in enumerate(groups)
+        ]
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
+        own = self.groups[group["number"]]
+        for target, values in zip(
+            lists, [own.params, [self.grads[i] for i in own.indices], *own.state], strict=True
+        ):
+            target.extend(values)
+        return own.flag
+
+    def _cuda_graph_capture_health_check(self) -> None:
+        """The compiler knows what it captures."""
+
+    _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
+
+
+class _Scratch:
+    """Takes what a `step` writes into `self.state[param]`: the very tensors that it has changed in place."""
+
+    def __getitem__(self, key: Any) -> dict[str, Any]:
+        return {}
+
+
+def _alike(
+    groups: list[dict[str, Any]], params: Sequence[Tensor]
+) -> list[tuple[list[dict[str, Any]], list[int]]]:
+    """Return groups with equal settings together, with the indices of their `params`."""
+    index = {param: i for i, param in enumerate(params)}
+    found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
+    for group in groups:
+        indices = [index[p] for p in group["params"] if p in index]
+        if not indices:
+            continue
+        settings = _settings(group) | {name: group.get(name) for name in _AS_TENSORS}
+        # Of one device and dtype, as torch's formulas want them.
+        settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
+        for known, sources, members in found:
+            if known == settings:
+                sources.append(group)
+                members.extend(indices)
+                break
+        else:
+            found.append((settings, [group], indices))
+    return [(sources, members) for _, sources, members in found]
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return what the formulas read as plain values; a scheduler's notes are not among them."""
+    left_out = {"params", "initial_lr", "param_names", "foreach", "fused", "name", *_AS_TENSORS}
+    return {name: value for name, value in group.items() if name not in left_out}
+
+
+def _count_on(optimizer: Optimizer, sources: list[dict[str, Any]], params: list[Tensor], device: Any) -> None:
+    """Let step counts live on the device, where the graph can read them."""
+    for source in sources:
+        source["capturable"] = True
+    for param in params:
+        if isinstance(step := optimizer.state[param].get("step"), Tensor):
+            optimizer.state[param]["step"] = step.to(device)
+
+
+def _make_state(
+    optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
+) -> tuple[Any, list[list[Tensor]]]:
+    """Let the optimizer make its state; return what `_init_group` says about it, and its lists."""
+    kept = [param.grad for param in params]
+    for param in params:  # it passes over parameters without a gradient
+        param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
+    try:
+        names = list(inspect.signature(type(optimizer)._init_group).parameters)[2:]  # type: ignore[attr-defined]
+        lists: list[list[Any]] = [[] for _ in names]
+        flag = type(optimizer)._init_group(optimizer, {**group, "params": params}, *lists)  # type: ignore[attr-defined]
+    finally:
+        for param, grad in zip(params, kept, strict=True):
+            param.grad = grad
+    state = lists[2:]
+    for values in state:
+        for i, value in enumerate(values):
+            if value is None:  # SGD makes its momenta in its first step
+                values[i] = optimizer.state[params[i]]["momentum_buffer"] = torch.zeros_like(params[i])
+    return flag, state
+
+
+def _as_floats(value: Any) -> list[float]:
+    return [float(v) for v in (value if isinstance(value, tuple | list) else (value,))]

@@ -1,0 +1,100 @@
+"""A small training whose step can be one graph, and the same by a loop written by hand."""
+
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.optim import OptimWrapper
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+from slipstream.step.update import can_trace
+
+STEPS = 12
+
+
+def batches(count=STEPS, size=6, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, size, 3, 6, 6, generator=generator)
+    return list(zip(inputs, torch.randint(0, 4, (count, size), generator=generator), strict=True))
+
+
+def net(dropout=0.0):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Dropout(dropout),
+        nn.AdaptiveAvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32, 4),
+    )
+
+
+def refuse(error):
+    raise error
+
+
+class Counting:
+    """A compiler that counts graphs and computes them as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, step, dynamic=None):
+        def backend(graph, inputs):
+            self.graphs += 1
+            return graph.forward
+
+        return torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
+
+
+def graph_step(model, optim, compiler=None, recover=refuse, loss=F.cross_entropy, **options):
+    def losses(batch):
+        return {"loss": loss(model(batch[0]), batch[1])}
+
+    eager = EagerStep(losses, model, optim)
+    options.setdefault("updates_inside", can_trace(optim.optimizer))
+    return GraphStep(
+        losses, lambda batch: batch, model, optim, eager, compiler or Counting(), recover, **options
+    )
+
+
+def train(step, data, schedule=None):
+    """Return the losses of all steps."""
+    losses = []
+    for number, batch in enumerate(data):
+        if schedule is not None:
+            schedule(number)
+        losses.append(step(batch)["loss"])
+    return torch.stack(losses)
+
+
+def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1):
+    """Train as a user's own loop would; return model, optimizer and losses."""
+    model = net() if model is None else model
+    optimizer = make_optimizer(model.parameters())
+    losses = []
+    for number, (x, y) in enumerate(data):
+        if schedule is not None:
+            schedule(optimizer, number)
+        loss = F.cross_entropy(model(x), y)
+        (loss / window).backward()
+        if (number + 1) % window == 0:
+            if clip is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.detach())
+    return model, optimizer, torch.stack(losses)
+
+
+def in_graph(make_optimizer, data, schedule=None, model=None, compiler=None, **wrapper):
+    """Train by `GraphStep`; return model, optimizer wrapper and losses."""
+    model = net() if model is None else model
+    optim = OptimWrapper(optimizer=make_optimizer(model.parameters()), **wrapper)
+    step = graph_step(model, optim, compiler)
+    change = None if schedule is None else partial(schedule, optim.optimizer)
+    return model, optim, train(step, data, change)

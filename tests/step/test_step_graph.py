@@ -1,0 +1,309 @@
+"""The one graph trains as a loop written by hand, and knows when it must not be used."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import Counting, batches, by_hand, graph_step, in_graph, net, train
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from slipstream.optim import AmpOptimWrapper, OptimWrapper
+from slipstream.step import EagerStep
+from slipstream.step.proof import WrongNumbersError
+
+MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def assert_same(one, other, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(dict(one.state_dict()), dict(other.state_dict()), rtol=rtol, atol=atol)
+
+
+def falling(optimizer, number):
+    for group in optimizer.param_groups:
+        group["lr"] = 0.1 / (1 + number)
+
+
+# ---- the numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("clip", [None, 0.2])
+def test_it_trains_as_a_loop_by_hand(clip):
+    model, _, losses = by_hand(MOMENTUM, batches(), clip=clip)
+    own, _, found = in_graph(MOMENTUM, batches(), clip_grad=clip and dict(max_norm=clip))
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+
+
+def test_gradients_of_a_window_are_averaged_as_by_hand():
+    model, _, losses = by_hand(MOMENTUM, batches(), window=3)
+    own, optim, found = in_graph(MOMENTUM, batches(), accumulative_counts=3)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+    assert all(p.grad is None for p in optim.parameters())
+
+
+def test_the_last_window_may_be_smaller():
+    def steps(make):
+        model = net()
+        optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=4)
+        optim.initialize_count_status(model, 0, 6)
+        train(make(model, optim), batches(6))
+        return model
+
+    def eager(model, optim):
+        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+
+    assert_same(steps(graph_step), steps(eager))
+
+
+def test_a_schedule_changes_settings_without_a_new_graph():
+    compiler = Counting()
+    model, _, losses = by_hand(MOMENTUM, batches(), falling)
+    own, _, found = in_graph(MOMENTUM, batches(), falling, compiler=compiler)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+    assert compiler.graphs == 1
+
+
+def test_groups_that_part_company_are_taken_apart():
+    def groups(make, model):
+        return make([{"params": [p]} for p in model.parameters()])
+
+    def first_alone(optimizer, number):
+        for index, group in enumerate(optimizer.param_groups):
+            group["lr"] = 0.1 / (1 + number * (index == 0))
+
+    one, other = net(), net()
+    by_hand(lambda _: groups(MOMENTUM, one), batches(), first_alone, one)
+    compiler = Counting()
+    in_graph(lambda _: groups(MOMENTUM, other), batches(), first_alone, other, compiler)
+    assert_same(other, one)
+    assert compiler.graphs == 2  # alike at first, then two
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_lower_precision_follows_the_eager_step(dtype):
+    def run(graph):
+        model = net()
+        scale = dict(init_scale=2.0**19, growth_interval=3)
+        optim = AmpOptimWrapper(
+            optimizer=MOMENTUM(model.parameters()),
+            dtype=dtype,
+            loss_scale=scale,
+            clip_grad=dict(max_norm=0.5),
+        )
+        eager = EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+        losses = train(graph_step(model, optim) if graph else eager, batches(10))
+        return losses, model, optim.loss_scaler and optim.loss_scaler.state_dict()
+
+    (losses, model, scaler), (expected, other, reference) = run(True), run(False)
+    torch.testing.assert_close(losses, expected, rtol=2e-3, atol=0)
+    assert_same(model, other, rtol=1e-2, atol=1e-3)
+    assert scaler == reference
+    if dtype == "float16":
+        assert scaler["scale"] < 2.0**19  # some steps overflowed, and were left out
+
+
+def test_dropout_draws_what_the_eager_step_draws():
+    one, other = net(0.3), net(0.3)
+    torch.manual_seed(1)
+    _, _, losses = by_hand(MOMENTUM, batches(), model=one)
+    torch.manual_seed(1)
+    _, _, found = in_graph(MOMENTUM, batches(), model=other)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(other, one)
+
+
+def test_averages_are_kept_inside():
+    model, average, shares = net(), copy.deepcopy(net()), iter([1.0, 0.5, 0.0, 0.25])
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
+    step = graph_step(model, optim)
+    step.adopt_average(list(average.parameters()), list(model.parameters()), lambda: next(shares))
+    seen = []
+    for batch in batches(4):
+        step(batch)
+        seen.append(torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone())
+    expected = seen[0].lerp(seen[1], 0.5).lerp(seen[3], 0.25)
+    found = torch.nn.utils.parameters_to_vector(average.parameters())
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, seen[-1], atol=1e-3)
+    assert next(shares, "none left") == "none left"
+
+
+# ---- what it depends on -----------------------------------------------------------------------------------
+
+
+def test_state_is_what_an_eager_step_leaves():
+    model, optimizer, _ = by_hand(partial(AdamW, lr=0.01), batches())
+    own, optim, _ = in_graph(partial(AdamW, lr=0.01), batches())
+    expected, found = optimizer.state_dict(), optim.state_dict()
+    assert found["state"].keys() == expected["state"].keys()
+    for index, values in expected["state"].items():
+        torch.testing.assert_close(found["state"][index], values, rtol=1e-4, atol=1e-7)
+    assert found["param_groups"] == expected["param_groups"]
+    assert own.state_dict().keys() == model.state_dict().keys()
+
+
+def test_a_loaded_state_is_gone_on_with():
+    data = batches()
+    whole, _, _ = in_graph(MOMENTUM, data)
+    model, optim, _ = in_graph(MOMENTUM, data[:5])
+    other = net()
+    other.load_state_dict(model.state_dict())
+    resumed = OptimWrapper(optimizer=MOMENTUM(other.parameters()))
+    step = graph_step(other, resumed)
+    step(batches(1, seed=9)[0])  # something else, before the state is loaded
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optim.state_dict()))
+    train(step, data[5:])
+    assert_same(other, whole, rtol=0, atol=0)
+
+
+def test_a_parameter_that_is_frozen_in_between_stays():
+    model = net()
+    step = graph_step(model, OptimWrapper(optimizer=MOMENTUM(model.parameters())))
+    data = batches()
+    train(step, data[:3])
+    model[0].requires_grad_(False)
+    kept = model[0].weight.clone()
+    head = model[-1].weight.clone()
+    train(step, data[3:6])
+    assert torch.equal(model[0].weight, kept)
+    assert not torch.equal(model[-1].weight, head)
+
+
+def test_a_parameter_that_is_never_used_stays_without_state():
+    model = net()
+    model.register_parameter("unused", nn.Parameter(torch.ones(2)))
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
+    train(graph_step(model, optim), batches(3))
+    assert torch.equal(model.unused, torch.ones(2))
+    assert model.unused not in optim.optimizer.state
+
+
+class OwnSGD(SGD):
+    """Not one of torch's own: its step is its own business."""
+
+    __module__ = "somewhere.else"
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad.sign(), alpha=-group["lr"])
+
+
+def test_a_foreign_optimizer_steps_after_the_graph():
+    make = partial(OwnSGD, lr=0.01)
+    model, _, losses = by_hand(make, batches())
+    own, _, found = in_graph(make, batches())
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+
+
+# ---- shapes -----------------------------------------------------------------------------------------------
+
+
+def test_a_ragged_last_batch_is_trained_without_a_new_graph():
+    data = [(x[:2], y[:2]) if i % 6 == 5 else (x, y) for i, (x, y) in enumerate(batches(24))]
+    compiler = Counting()
+    model, _, losses = by_hand(MOMENTUM, data)
+    own, _, found = in_graph(MOMENTUM, data, compiler=compiler)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+    assert compiler.graphs == 1
+
+
+def test_many_shapes_get_one_graph_with_variable_sizes():
+    sizes = [6, 5, 4, 3, 2] * 8
+    data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=True)]
+    compiler = Counting()
+    model, _, losses = by_hand(MOMENTUM, data)
+    own, _, found = in_graph(MOMENTUM, data, compiler=compiler)
+    torch.testing.assert_close(found, losses, rtol=1e-4, atol=1e-6)
+    assert_same(own, model, rtol=1e-4, atol=1e-5)
+    assert compiler.graphs <= 3
+
+
+# ---- when it must not be used -----------------------------------------------------------------------------
+
+
+def test_a_step_that_cannot_be_captured_is_handed_over_once():
+    model, other, told = net(), net(), []
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
+
+    def loss(scores, targets):
+        return F.cross_entropy(scores, targets) if scores.sum() < 1e9 else scores.sum()
+
+    def recover(error):
+        told.append(str(error))
+        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+
+    found = train(graph_step(model, optim, recover=recover, loss=loss), batches())
+    _, _, losses = by_hand(MOMENTUM, batches(), model=other)
+    torch.testing.assert_close(found, losses, rtol=0, atol=0)
+    assert_same(model, other, rtol=0, atol=0)
+    assert len(told) == 1
+    assert "Data-dependent branching" in told[0]
+
+
+def forgets_gradients(step):
+    """A compiler with the defect that torch 2.13 had: a gradient comes out as zero."""
+
+    def wrong(inputs, held, ends):
+        kept = torch.autograd.grad
+
+        def grad(loss, params):
+            grads = kept(loss, params)
+            return (torch.zeros_like(grads[0]), *grads[1:])
+
+        torch.autograd.grad = grad
+        try:
+            return step(inputs, held, ends)
+        finally:
+            torch.autograd.grad = kept
+
+    return wrong
+
+
+def test_a_compiler_that_loses_a_gradient_is_found_out_before_anything_is_lost():
+    model, other, told = net(), net(), []
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
+    average = copy.deepcopy(model)
+
+    def recover(error):
+        told.append(error)
+        return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
+
+    step = graph_step(model, optim, forgets_gradients, recover)
+    counted = []
+    step.adopt_average(list(average.parameters()), list(model.parameters()), lambda: counted.append(1) or 0.5)
+    found = train(step, batches())
+    _, _, losses = by_hand(MOMENTUM, batches(), model=other)
+    torch.testing.assert_close(found, losses, rtol=0, atol=0)
+    assert_same(model, other, rtol=0, atol=0)
+    assert isinstance(told[0], WrongNumbersError)
+    assert "momentum_buffer of '0.weight'" in str(told[0])
+    assert len(counted) == len(found)
+
+
+def test_trusting_the_compiler_is_a_choice():
+    model = net()
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
+    train(graph_step(model, optim, forgets_gradients, tolerance=None), batches(3))
+    torch.testing.assert_close(model[0].weight, net()[0].weight)
+
+
+def test_the_first_batch_counts_once():
+    model = net()
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=2)
+    graph_step(model, optim)(batches()[0])
+    assert int(model[1].num_batches_tracked) == 1
+    assert optim.progress[0] == 1
