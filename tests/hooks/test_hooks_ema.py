@@ -2,61 +2,12 @@
 
 import pytest
 import torch
+from ema_runs import SCHEDULED, History, assert_close, average, average_of, ema_run, scheduled
 
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook, Hook
 from slipstream.runner import Runner
-from tiny_runs import Accuracy, Net, assert_same, loader, run, training, validation, weights
-
-
-class History(Hook):
-    """Keeps the weights after each step and those that a validation or test sees."""
-
-    priority = "VERY_LOW"
-
-    def __init__(self):
-        self.steps, self.validated = [], []
-
-    def before_train(self, runner):
-        self.start = weights(runner)
-
-    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.steps.append(weights(runner))
-
-    def _before_iter(self, runner, batch_idx, data_batch=None, mode="train"):
-        if mode != "train" and batch_idx == 0:
-            self.validated.append(weights(runner))
-
-
-def average(steps, momentum):
-    """The textbook's, in double precision."""
-    mean = {name: value.double() for name, value in steps[0].items()}
-    for step in steps[1:]:
-        mean = {name: (1 - momentum) * mean[name] + momentum * step[name].double() for name in mean}
-    return {name: value.float() for name, value in mean.items()}
-
-
-def assert_close(one, other):
-    for name, value in one.items():
-        torch.testing.assert_close(value, other[name], msg=name)
-
-
-def ema_run(folder, *hooks, **changes):
-    history = History()
-    changes.setdefault("custom_hooks", [dict(type="EMAHook", momentum=0.2), history, *hooks])
-    evaluation = validation()
-    runner = Runner(
-        **training(
-            folder,
-            **{"model": dict(type=Net), **changes},
-            **evaluation,
-            test_dataloader=evaluation["val_dataloader"],
-            test_cfg=dict(),
-            test_evaluator=dict(type=Accuracy),
-        )
-    )
-    runner.train()
-    return runner, history
+from tiny_runs import Net, assert_same, loader, run, training, validation, weights
 
 
 def test_validation_and_test_see_the_average_and_training_the_weights(tmp_path):
@@ -138,3 +89,141 @@ def test_the_best_checkpoint_holds_the_average_too(tmp_path):
     saved = torch.load(tmp_path / name, weights_only=True)
     epoch = saved["meta"]["epoch"]
     assert_close(average(history.steps[: 2 * epoch], 0.2), saved["state_dict"])
+
+
+# ---- the model that is averaged -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_is_averaged_as_an_eager_one_is(tmp_path, backend):
+    torch._dynamo.reset()
+    options = dict(model=dict(type=Net, norm=True), train_dataloader=loader(batch_size=20))
+    hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
+    runs = []
+    for name, compiled in (("a", None), ("b", dict(compile=dict(backend=backend)))):
+        history = History()
+        runner, _ = ema_run(tmp_path / name, **options, cfg=compiled, custom_hooks=[hook, history])
+        runs.append((weights(runner), average_of(runner).module.state_dict(), history))
+    (plain, plain_average, plain_history), (own, own_average, history) = runs
+    assert_close(plain, own)
+    assert_close(plain_average, own_average)
+    assert_close(plain_history.validated[-1], history.validated[-1])
+    assert not any("_orig_mod" in name for name in own_average)
+    for name in ("first.weight", "norm.running_mean"):
+        assert not torch.allclose(own_average[name], own[name], atol=1e-4)
+
+
+class Places(Hook):
+    """Notes where the weights lie when training, and in a validation."""
+
+    def __init__(self):
+        self.training, self.validation = [], []
+
+    def _before_iter(self, runner, batch_idx, data_batch=None, mode="train"):
+        mine = {name: param.data_ptr() for name, param in runner.model.named_parameters()}
+        (self.training if mode == "train" else self.validation).append(mine)
+
+
+@pytest.mark.parametrize("norm", [False, True])
+def test_after_a_validation_the_weights_lie_where_they_did(tmp_path, norm):
+    places = Places()
+    hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
+    runner, _ = ema_run(tmp_path, model=dict(type=Net, norm=norm), custom_hooks=[hook, places])
+    assert len(places.training) == 10
+    assert all(now == places.training[0] for now in places.training)
+    assert all(now == places.validation[0] for now in places.validation)
+    assert set(places.training[0].values()).isdisjoint(places.validation[0].values()), "nothing was copied"
+    kept = {name: param.data_ptr() for name, param in average_of(runner).module.named_parameters()}
+    assert kept == places.validation[0]
+
+
+def test_weights_that_were_loaded_after_the_hook_was_made_are_what_is_averaged(tmp_path):
+    first = run(tmp_path / "a", randomness=dict(seed=99))
+    still = dict(optimizer=dict(type="SGD", lr=0.0))
+    history = History()
+    hook = dict(SCHEDULED, decay=0.9, decay_type="constant")
+    ema_run(
+        tmp_path / "b",
+        load_from=str(tmp_path / "a" / "epoch_2.pth"),
+        optim_wrapper=still,
+        custom_hooks=[hook, history],
+    )
+    assert_same(weights(first), history.validated[0])
+
+
+class Late(Net):
+    """Has no weights that mean anything before they are initialised."""
+
+    def __init__(self):
+        super().__init__()
+        with torch.no_grad():
+            for param in self.parameters():
+                param.fill_(torch.nan)
+
+    def init_weights(self):
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.normal_()
+
+
+def test_nothing_of_the_weights_before_their_initialisation_is_in_the_average(tmp_path):
+    _runner, history = ema_run(tmp_path, model=dict(type=Late))
+    assert_close(average(history.steps, 0.2), history.validated[1])
+
+
+class WithStatistics(Net):
+    """Buffers of every kind, which change with each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("lowest", torch.full((4,), torch.inf))
+        self.register_buffer("recent", torch.zeros(4), persistent=False)
+
+    def forward(self, inputs, targets, mode):
+        if self.training:
+            self.mean += inputs.detach().mean(0)
+            self.recent.copy_(inputs[0])
+            self.count += 1
+            self.lowest.copy_(torch.minimum(self.lowest, inputs.amin(0)))
+        return super().forward(inputs, targets, mode)
+
+
+@pytest.mark.parametrize(
+    "hook", [dict(type="EMAHook", momentum=0.3), dict(SCHEDULED, decay=0.7, decay_type="constant")]
+)
+def test_each_vocabulary_does_with_buffers_what_it_documents(tmp_path, hook):
+    history = History()
+    ema_run(tmp_path, model=dict(type=WithStatistics), custom_hooks=[hook, history])
+    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
+    state, last = saved["state_dict"], history.steps[-1]
+    mean = scheduled(history.steps, lambda s, total: 0.7)["mean"]
+    torch.testing.assert_close(state["mean"], mean if "ema_type" in hook else last["mean"])
+    assert torch.equal(saved["ema_state_dict"]["module.mean"], last["mean"])
+    for name in ("count", "lowest"):
+        assert torch.equal(state[name], last[name]), name
+    assert "recent" not in state
+    assert torch.isfinite(state["lowest"]).all()
+
+
+# ---- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: .*not both"),
+        (dict(ema_type="ScheduledEMA", momentum=0.1), r"^custom_hooks\[0\].*'momentum'"),
+        (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must lie between 0 and 1"),
+        (dict(ema_type="ScheduledEMA", decay_type="treshold"), r"did you mean 'threshold'"),
+        (dict(ema_type="ScheduledEMA", decay_type="constant", beta=2.0), r"beta: belongs to 'exp'"),
+        (dict(ema_type="ScheduledEMAs"), r"^custom_hooks\[0\].*did you mean 'ScheduledEMA'"),
+        (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must not be negative"),
+        (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must not be negative"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(**training(tmp_path, custom_hooks=[dict(type="EMAHook", **options)]))

@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.model import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage
+from slipstream.model import (
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    ScheduledEMA,
+    StochasticWeightAverage,
+)
 from slipstream.registry import MODELS
 
 STEPS = 50
@@ -15,6 +20,17 @@ STEPS = 50
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+
+
+class Plain(nn.Module):
+    """Dynamo compiles the forward of classes that are not torch's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 2, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
 
 
 def walk(model, rng):
@@ -52,6 +68,21 @@ AVERAGES = [
         lambda values, n: ema(values, lambda step: max(0.2, 5 / (5 + step)), n),
     ),
     (StochasticWeightAverage, dict(), lambda values, n: np.mean(values[::n], axis=0)),
+    (
+        ScheduledEMA,
+        dict(decay=0.8, decay_type="constant"),
+        lambda values, n: ema(values, lambda _: 1 - 0.8, n),
+    ),
+    (
+        ScheduledEMA,
+        dict(decay=0.7, decay_type="threshold"),  # reached in update 20
+        lambda values, n: ema(values, lambda step: 1 - min(0.7, (2 + step) / (11 + step)), n),
+    ),
+    (
+        ScheduledEMA,
+        dict(decay=0.9, decay_type="exp", beta=4.0),
+        lambda values, n: ema(values, lambda step: 1 - 0.9 * (1 - np.exp(-4 * (step + 1) / STEPS)), n),
+    ),
 ]
 
 
@@ -60,6 +91,7 @@ AVERAGES = [
 def test_fifty_steps_follow_the_formula(kind, options, formula, interval):
     model = network()
     average = kind(model, interval=interval, **options)
+    average.total_steps = STEPS
     states = history(average, model)
     for name, tensor in average.module.named_parameters():
         wanted = formula([state[name] for state in states], interval)
@@ -117,17 +149,27 @@ def test_swap_exchanges_storages_without_copying_and_twice_is_nothing(update_buf
 
 
 def test_the_copy_of_a_compiled_model_runs_eagerly_and_needs_no_gradient():
-    model = nn.Linear(2, 2)
+    torch._dynamo.reset()
+    model = Plain()
     calls = []
 
     def backend(graph, inputs):
-        calls.append(graph)
-        return graph.forward
+        def run(*args):
+            calls.append(graph)
+            return graph.forward(*args)
+
+        return run
 
     model.compile(backend=backend)
+    model(torch.ones(1, 3))
+    assert len(calls) == 1
     average = ExponentialMovingAverage(model)
-    average(torch.ones(1, 2))
-    assert not calls
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(9)
+    x = torch.ones(1, 3)
+    assert torch.equal(average(x), nn.functional.linear(x, average.module.layer.weight))
+    assert len(calls) == 1
     assert average.module._compiled_call_impl is None
     assert not any(p.requires_grad for p in average.parameters())
     assert all(p.requires_grad for p in model.parameters())
@@ -159,18 +201,180 @@ def test_an_average_can_be_built_by_name():
     assert average.interval == 2
 
 
+def test_the_decay_of_exp_comes_to_its_largest_value_with_the_default_beta_of_15():
+    average = ScheduledEMA(network(), decay=0.9999)
+    average.total_steps = 1000
+    shares = [average.share() for _ in range(1000)]
+    assert shares[0] == 1.0
+    decays = [0.9999 * (1 - np.exp(-15 * step / 1000)) for step in range(2, 1001)]
+    np.testing.assert_allclose(shares[1:], 1 - np.array(decays), rtol=1e-9)
+
+
+def test_exp_needs_to_know_how_long_the_training_is():
+    average = ScheduledEMA(network())
+    average.share()
+    with pytest.raises(ConfigError, match=r"^decay_type: .*total_steps"):
+        average.share()
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_who_averages_by_the_shares_gets_the_same_average(interval):
+    model = network()
+    one, other = (MomentumAnnealingEMA(model, momentum=0.1, gamma=3, interval=interval) for _ in range(2))
+    rng = np.random.default_rng(0)
+    for _ in range(10):
+        walk(model, rng)
+        one.update_parameters(model)
+        averages, currents = other.pairs(model)
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, currents, other.share())
+    assert one.steps == other.steps == 10
+    for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert all(a is b for a, b in zip(currents, model.parameters(), strict=True)), "the very tensors"
+
+
+class Oddities(nn.Module):
+    """Tied and frozen weights, and every kind of buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+        self.last.bias.requires_grad_(False)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mask", torch.full((3, 3), -torch.inf).triu(1))
+        self.register_buffer("grid", torch.arange(3.0), persistent=False)
+
+
+def test_tied_weights_stay_tied_and_are_averaged_once():
+    model = Oddities()
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    average.update_parameters(model)
+    start = model.first.weight.detach().clone()
+    with torch.no_grad():
+        model.first.weight += 2
+    average.update_parameters(model)
+    assert average.module.last.weight is average.module.first.weight
+    torch.testing.assert_close(average.module.first.weight, start + 1)
+    average.swap(model)
+    assert model.last.weight is model.first.weight
+    torch.testing.assert_close(model.last.weight.detach(), start + 1)
+
+
+def test_frozen_weights_are_their_own_average_to_the_bit():
+    model = Oddities()
+    average = ExponentialMovingAverage(model, momentum=0.3)
+    for _ in range(20):
+        with torch.no_grad():
+            model.first.weight += 1
+        average.update_parameters(model)
+    assert torch.equal(average.module.last.bias, model.last.bias)
+    assert not torch.equal(average.module.first.weight, model.first.weight)
+
+
+def test_of_the_buffers_those_are_averaged_that_are_saved_finite_and_floating():
+    model = Oddities()
+    average = ScheduledEMA(model, decay=0.5, decay_type="constant")
+    for _ in range(3):
+        average.update_parameters(model)
+        model.mean += 1
+        model.grid += 1
+        model.count += 1
+    average.copy_buffers(model)
+    kept = average.module
+    assert kept.mean.tolist() == [1.25] * 3  # of 0, 1, 2: ((0 + 1) / 2 + 2) / 2
+    assert torch.equal(kept.grid, model.grid)
+    assert kept.count == 3
+    assert torch.equal(kept.mask, model.mask), "minus infinity, not NaN"
+    average.swap(model)
+    assert model.mean.tolist() == [1.25] * 3
+    assert model.grid.tolist() == [3.0, 4.0, 5.0]
+
+
+def test_an_average_of_channels_last_weights_keeps_their_layout():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    average = ExponentialMovingAverage(model, momentum=0.25)
+    average.update_parameters(model)
+    start = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight += 1
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module.weight, start + 0.25)
+    average.swap(model)
+    for module in (model, average.module):
+        assert module.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(model.weight.detach(), start + 0.25)
+
+
+def test_a_model_made_channels_last_afterwards_is_averaged_all_the_same():
+    torch.manual_seed(0)
+    model = nn.Conv2d(3, 4, 3)
+    average = ExponentialMovingAverage(model, momentum=0.25)
+    average.update_parameters(model)
+    start = model.weight.detach().clone()
+    model.to(memory_format=torch.channels_last)
+    with torch.no_grad():
+        model.weight += 1
+    average.update_parameters(model)
+    torch.testing.assert_close(average.module.weight, start + 0.25)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_model_runs_with_the_average_after_a_swap_and_is_not_compiled_again(backend):
+    torch._dynamo.reset()
+    compiler = torch._dynamo.testing.CompileCounterWithBackend(backend)
+    torch.manual_seed(0)
+    model = Plain()
+    average = ExponentialMovingAverage(model, momentum=0.5)
+    model.compile(backend=compiler)
+    x = torch.randn(4, 3)
+    average.update_parameters(model)
+    before = model(x).detach()
+    with torch.no_grad():
+        for param in model.parameters():
+            param += 1
+    average.update_parameters(model)
+    after = model(x).detach()
+    average.swap(model)
+    torch.testing.assert_close(model(x).detach(), (before + after) / 2)
+    average.swap(model)
+    assert torch.equal(model(x), after)
+    assert compiler.frame_count == 1
+
+
 @pytest.mark.parametrize(
-    ("kind", "options"),
+    ("kind", "options", "word"),
     [
-        (ExponentialMovingAverage, dict(momentum=0.0)),
-        (ExponentialMovingAverage, dict(momentum=1.0)),
-        (ExponentialMovingAverage, dict(interval=0)),
-        (MomentumAnnealingEMA, dict(gamma=0)),
+        (ExponentialMovingAverage, dict(momentum=0.0), "momentum"),
+        (ExponentialMovingAverage, dict(momentum=1.0), "momentum"),
+        (ExponentialMovingAverage, dict(interval=0), "interval"),
+        (MomentumAnnealingEMA, dict(gamma=0), "gamma"),
+        (ScheduledEMA, dict(decay=0.0), "decay"),
+        (ScheduledEMA, dict(decay=1.0), "decay"),
+        (ScheduledEMA, dict(decay=-0.1), "decay"),
+        (ScheduledEMA, dict(decay_type="treshold"), r"decay_type: .*did you mean 'threshold'"),
+        (ScheduledEMA, dict(decay_type="constant", beta=15.0), r"beta: .*'exp'"),
+        (ScheduledEMA, dict(beta=0.0), "beta"),
+        (ScheduledEMA, dict(interval=0), "interval"),
     ],
 )
-def test_values_outside_their_range_are_refused(kind, options):
-    with pytest.raises(ConfigError, match=next(iter(options))):
+def test_values_outside_their_range_are_refused(kind, options, word):
+    with pytest.raises(ConfigError, match=f"^{word}"):
         kind(network(), **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [(ExponentialMovingAverage, dict(momentum=1e-4)), (ScheduledEMA, dict(decay=0.9999))]
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_average_that_would_stand_still_for_want_of_digits_is_refused(kind, options, dtype):
+    with pytest.raises(ConfigError, match=r"^(momentum|decay): the average of '0.weight' would stand still"):
+        kind(network().to(dtype), **options)
+    kind(network().to(dtype), **dict.fromkeys(options, 0.5))
+    kind(network(), **options)
 
 
 @pytest.mark.gpu
@@ -179,6 +383,7 @@ def test_an_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
     model = network().cuda()
     average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
     start = model[0].weight.detach().cpu().clone()
+    places = [t.data_ptr() for t in (*model.parameters(), *average.parameters())]
     average.update_parameters(model)
     model[0].weight.data.add_(1)
     average.update_parameters(model)
@@ -187,3 +392,4 @@ def test_an_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
     torch.testing.assert_close(model[0].weight.detach().cpu(), start + 0.5)
     assert model[0].weight.is_cuda
     torch.testing.assert_close(average.module[0].weight, start + 1)
+    assert [t.data_ptr() for t in (*model.parameters(), *average.parameters())] == places

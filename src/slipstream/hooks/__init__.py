@@ -2,9 +2,11 @@
 
 from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.ema import EMAHook
+from slipstream.hooks.gc import GcHook
 from slipstream.hooks.hook import Hook, Priority, get_priority
 from slipstream.hooks.hook_list import HookList
 from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
+from slipstream.hooks.nan_guard import NanGuardHook
 from slipstream.hooks.pictures import SegVisualizationHook
 from slipstream.hooks.profiler import ProfilerHook
 from slipstream.hooks.runtime_info import RuntimeInfoHook
@@ -17,10 +19,12 @@ __all__ = [
     "EMAHook",
     "EarlyStoppingHook",
     "EmptyCacheHook",
+    "GcHook",
     "Hook",
     "HookList",
     "IterTimerHook",
     "LoggerHook",
+    "NanGuardHook",
     "ParamSchedulerHook",
     "Priority",
     "ProfilerHook",

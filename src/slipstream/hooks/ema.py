@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.registry import HOOKS, MODELS
+from slipstream.speed.ema import check_begin
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -23,11 +27,14 @@ class EMAHook(Hook):
 
     The weights themselves are saved as `ema_state_dict`, so that a resumed run goes on with both.
 
+    A step with a method `adopt_average(averages, currents, share)` does the averaging itself: from then on each
+    call of it moves `averages` towards `currents` by the share that `share()` returns.
+
     Args:
         ema_type: a subclass of `BaseAveragedModel`, by name.
         strict_load: whether a loaded checkpoint must hold every tensor of the average.
         begin_iter, begin_epoch: when averaging starts; at most one of them.
-        kwargs: those of the average (`momentum`, `interval`, `update_buffers`).
+        kwargs: those of the average (`momentum`, `interval`, `update_buffers`; of `ScheduledEMA`, `decay`).
     """
 
     priority = "NORMAL"
@@ -40,18 +47,16 @@ class EMAHook(Hook):
         begin_epoch: int = 0,
         **kwargs: Any,
     ) -> None:
-        if begin_iter and begin_epoch:
-            raise ConfigError("give begin_iter or begin_epoch, not both", "begin_epoch")
-        for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
-            if value < 0:
-                raise ConfigError(f"must not be negative, not {value}", name)
+        check_begin(begin_iter, begin_epoch)
+        if "momentum" in kwargs and "decay" in kwargs:
+            raise ConfigError("give momentum, which is 1 - decay, or decay, not both", "decay")
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
         MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # wrong arguments are found here
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
-        self._swapped = False
+        self._swapped = self._in_step = False
 
     def before_run(self, runner: Runner) -> None:
         """Copy the model; a test after a training goes on with the training's average."""
@@ -66,15 +71,49 @@ class EMAHook(Hook):
             raise self.wrong(
                 "counts epochs, but the training counts iterations: give begin_iter", "begin_epoch"
             )
-        if self._average.steps == 0:
-            self._average.module.load_state_dict(self.model.state_dict())
+        average = self._average
+        average.total_steps = self._updates(runner)
+        if average.steps == 0:
+            average.module.load_state_dict(self.model.state_dict())
+        self._in_step = self._hand_over(runner)
+
+    def _hand_over(self, runner: Runner) -> bool:
+        """Let the step do the averaging, if it can and may; say whether it does."""
+        adopt = getattr(runner.step, "adopt_average", None)
+        # Sharded weights may still be given other storages, when they are first gathered.
+        if adopt is None or self._average.interval > 1 or mesh_of(self.model) is not None:
+            return False
+        averages, currents = self._average.pairs(self.model)
+        if any(a.device != c.device for a, c in zip(averages, currents, strict=True)):
+            return False
+        adopt(averages, currents, partial(self._share, runner))
+        return True
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Take the new weights into the average."""
-        if runner.iter + 1 >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch:
+        """Take the new weights into the average, unless the step has."""
+        if not self._in_step and self._is_due(runner):
             self._average.update_parameters(self.model)
+
+    def _share(self, runner: Runner) -> float:
+        """Count the step that is under way; return the share of its weights in the average."""
+        return self._average.share() if self._is_due(runner) else 0.0
+
+    def _is_due(self, runner: Runner) -> bool:
+        """Say whether the step that is under way counts."""
+        step = runner.iter + 1
+        if step < self.begin_iter or runner.epoch + 1 < self.begin_epoch:
+            return False
+        return self._average.every_batch or step % _window(runner) == 0 or step == runner.max_iters
+
+    def _updates(self, runner: Runner) -> int:
+        """Return how many updates the whole training makes."""
+        before = max(self.begin_iter - 1, 0)
+        if self.begin_epoch:
+            before = (self.begin_epoch - 1) * runner.train_loop.epoch_length
+        window = 1 if self._average.every_batch else _window(runner)
+        return max(1, math.ceil(runner.max_iters / window) - before // window)
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Validate the average."""
@@ -96,6 +135,8 @@ class EMAHook(Hook):
         """Save the average as the model and the weights beside it, once there is an average."""
         if not self._average.steps:
             return
+        if runner.is_training:
+            self._average.agree_on_buffers()
         self._average.copy_buffers(self.model)
         average = self._average.state_dict()
         weights = checkpoint["state_dict"]
@@ -129,3 +170,9 @@ class EMAHook(Hook):
         if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
             self._swapped = average
+
+
+def _window(runner: Runner) -> int:
+    """Return how many batches make an optimizer step."""
+    assert runner.optim_wrapper is not None, "a training has one"
+    return runner.optim_wrapper.accumulative_counts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -28,6 +28,10 @@ class Meter:
     def __init__(self, hub: MessageHub, max_pending: int = 1000) -> None:
         self.hub = hub
         self.max_pending = max_pending
+        self.tolerant = False
+        """Leave values that are not finite out, where steps with such a loss are skipped, in the place of an error."""
+        self.locate: Callable[[], str] | None = None
+        """Tells where in the model a loss stopped being finite."""
         self._pending: list[tuple[int, dict[str, Tensor]]] = []
 
     def record(self, outputs: Mapping[str, Tensor], iteration: int) -> None:
@@ -57,7 +61,7 @@ class Meter:
 
         Raises:
             NonFiniteLossError: an output with `loss` in its name was NaN or infinite; everything pending is
-                in the hub by then.
+                in the hub by then. Not if the meter is `tolerant`.
         """
         pending, self._pending = self._pending, []
         values = _read(pending)
@@ -65,13 +69,16 @@ class Meter:
         for index, (iteration, outputs) in enumerate(pending):
             for name in outputs:
                 value = values[index, name]
-                self.hub.update_scalar(f"train/{name}", value)
-                if "loss" in name and not math.isfinite(value):
+                finite = math.isfinite(value)
+                if finite or not self.tolerant:
+                    self.hub.update_scalar(f"train/{name}", value)
+                if "loss" in name and not finite:
                     broken.append((iteration, name, value))
-        if broken:
+        if broken and not self.tolerant:
             first = broken[0][0]
             # A part tells more than the sum `loss`, which is broken with it.
-            raise _non_finite(*min((b for b in broken if b[0] == first), key=lambda b: b[1] == "loss"))
+            part = min((b for b in broken if b[0] == first), key=lambda b: b[1] == "loss")
+            raise _non_finite(*part, self.locate() if self.locate else "")
 
 
 def _read(pending: list[tuple[int, dict[str, Tensor]]]) -> dict[_Place, float]:
@@ -101,9 +108,9 @@ def _not_a_scalar(name: str, value: object, iteration: int) -> LossError:
     )
 
 
-def _non_finite(iteration: int, name: str, value: float) -> NonFiniteLossError:
+def _non_finite(iteration: int, name: str, value: float, where: str) -> NonFiniteLossError:
     return NonFiniteLossError(
-        f"'{name}' became {value} at iteration {iteration}. Lower the learning rate or add a warm-up, "
-        "clip the gradients (clip_grad=dict(max_norm=1.0)), look for NaN or wrong labels in the data, "
-        "or use bf16 in the place of fp16"
+        f"'{name}' became {value} at iteration {iteration}. {where}{'. ' if where else ''}"
+        "Lower the learning rate or add a warm-up, clip the gradients (clip_grad=dict(max_norm=1.0)), "
+        "look for NaN or wrong labels in the data, or use bf16 in the place of fp16"
     )

@@ -2,8 +2,10 @@
 
 from slipstream.model.averaged_model import (
     BaseAveragedModel,
+    DecaySchedule,
     ExponentialMovingAverage,
     MomentumAnnealingEMA,
+    ScheduledEMA,
     StochasticWeightAverage,
 )
 from slipstream.model.base_model import BaseModel
@@ -24,6 +26,7 @@ __all__ = [
     "BaseModel",
     "BaseModule",
     "Classifier",
+    "DecaySchedule",
     "ExponentialMovingAverage",
     "ImgDataPreprocessor",
     "MMDistributedDataParallel",
@@ -31,6 +34,7 @@ __all__ = [
     "ModuleDict",
     "ModuleList",
     "MomentumAnnealingEMA",
+    "ScheduledEMA",
     "Segmentor",
     "Sequential",
     "StochasticWeightAverage",

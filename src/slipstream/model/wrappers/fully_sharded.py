@@ -26,7 +26,13 @@ if TYPE_CHECKING:
 
     from slipstream.optim import OptimWrapper
 
-__all__ = ["FullyShardedOptions", "MMFullyShardedDataParallel", "unsharded_gradients", "whole_weights"]
+__all__ = [
+    "FullyShardedOptions",
+    "MMFullyShardedDataParallel",
+    "repeated_blocks",
+    "unsharded_gradients",
+    "whole_weights",
+]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _WORTH_GATHERING = 1 << 18  # parameters; a smaller all-gather takes about as long to start as to run
@@ -243,7 +249,7 @@ def _blocks(model: nn.Module, how: FullyShardedOptions) -> list[nn.Module]:
     elif how.min_params is not None:
         found = _large(_inner_first(model), how.min_params)
     else:
-        found = _large(_repeated(model), _WORTH_GATHERING)
+        found = _large(repeated_blocks(model), _WORTH_GATHERING)
     uses = _uses(model)
     # Weights that are also used outside a block would be two from then on: such a block stays with the rest.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
@@ -283,7 +289,12 @@ def _large(candidates: list[nn.Module], least: int) -> list[nn.Module]:
     return found
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks that a model repeats, inner ones before those around them.
+
+    They are the children of a `ModuleList` or `Sequential` that have children of their own and whose class is there
+    at least twice.
+    """
     found: set[nn.Module] = set()
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):

@@ -1,0 +1,132 @@
+"""An average in SuperGradients' words follows its formula, whatever else the run does."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from ema_runs import (
+    SCHEDULED,
+    History,
+    StopAfter,
+    StoppedError,
+    assert_close,
+    average,
+    average_of,
+    ema_run,
+    scheduled,
+)
+
+from tiny_runs import Net, assert_same, run, validation, weights
+
+
+def threshold(s, total):
+    return min(0.6, (1 + s) / (10 + s))
+
+
+DECAYS = [
+    (dict(decay=0.7, decay_type="constant"), lambda s, total: 0.7),
+    (dict(decay=0.6, decay_type="threshold"), threshold),
+    (dict(decay=0.8, decay_type="exp", beta=3.0), lambda s, total: 0.8 * (1 - math.exp(-3 * s / total))),
+    (dict(decay=0.8), lambda s, total: 0.8 * (1 - math.exp(-15 * s / total))),
+]
+
+
+@pytest.mark.parametrize(("options", "decay_of"), DECAYS)
+def test_every_decay_follows_its_formula_and_lags_behind_the_weights(tmp_path, options, decay_of):
+    hook, history = {**SCHEDULED, **options}, History()
+    _runner, _ = ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, history])
+    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
+    wanted = scheduled(history.steps, decay_of)
+    assert_close(wanted, saved)
+    assert_close(wanted, history.validated[1])
+    for name in ("first.weight", "last.bias", "norm.running_mean", "norm.running_var"):
+        assert not torch.allclose(saved[name], history.steps[-1][name], atol=1e-4), f"{name} is the model's"
+        assert not torch.allclose(saved[name], history.start[name], atol=1e-4), f"{name} has not moved"
+
+
+def test_the_length_of_exp_counts_from_where_averaging_begins(tmp_path):
+    hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4), History()
+    ema_run(tmp_path, custom_hooks=[hook, history])
+    wanted = scheduled(history.steps[3:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
+    assert_close(wanted, history.validated[1])
+
+
+def test_the_length_of_exp_counts_from_the_epoch_in_which_averaging_begins(tmp_path):
+    hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_epoch=2), History()
+    ema_run(tmp_path, custom_hooks=[hook, history])
+    wanted = scheduled(history.steps[5:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
+    assert_close(wanted, history.validated[1])
+
+
+def test_with_accumulation_the_scheduled_average_follows_optimizer_steps(tmp_path):
+    history = History()
+    hook = dict(SCHEDULED, decay=0.8, beta=3.0)
+    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
+    runner, _ = ema_run(tmp_path, custom_hooks=[hook, history], optim_wrapper=optim)
+    moved = [history.steps[index] for index in (2, 5, 8, 9)]  # the last window of ten batches is short
+    assert_close(
+        scheduled(moved, lambda s, total: 0.8 * (1 - math.exp(-3 * s / total))),
+        history.validated[1],
+    )
+    assert average_of(runner).steps == 4
+
+
+def test_with_accumulation_mmengines_average_follows_batches(tmp_path):
+    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
+    runner, history = ema_run(tmp_path, optim_wrapper=optim)
+    assert_close(average(history.steps, 0.2), history.validated[1])
+    assert average_of(runner).steps == 10
+
+
+def test_a_step_that_overflowed_counts_as_one_that_did_not_move_the_weights(tmp_path):
+    scaled = dict(
+        type="AmpOptimWrapper",
+        dtype="float16",
+        loss_scale=dict(init_scale=2.0**40),
+        optimizer=dict(type="SGD", lr=0.1),
+    )
+    history = History()
+    hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
+    runner, _ = ema_run(
+        tmp_path,
+        custom_hooks=[hook, history],
+        optim_wrapper=scaled,
+        train_cfg=dict(by_epoch=True, max_epochs=6),
+    )
+    starts = [history.start, *history.steps]
+    skipped = [all(torch.equal(a[n], b[n]) for n in a) for a, b in itertools.pairwise(starts)]
+    assert skipped[0], "2**40 overflows float16"
+    assert not all(skipped)
+    assert average_of(runner).steps == 30
+    assert_close(scheduled(history.steps, lambda s, total: 0.7), history.validated[-1])
+
+
+def test_swa_averages_its_buffers_too_when_asked(tmp_path):
+    history = History()
+    hook = dict(type="EMAHook", ema_type="StochasticWeightAverage", update_buffers=True)
+    ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, history])
+    saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
+    for name in ("last.weight", "norm.running_var"):
+        wanted = torch.stack([step[name].double() for step in history.steps]).mean(0)
+        torch.testing.assert_close(saved[name].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("stop", [3, 5, 7])
+@pytest.mark.parametrize("options", [options for options, _ in DECAYS[:3]])
+def test_a_run_stopped_in_mid_epoch_goes_on_with_the_same_average_bit_for_bit(
+    tmp_path, options, stop, accumulate
+):
+    changes = dict(
+        model=dict(type=Net, norm=True, dropout=0.2),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)),
+    )
+    hook = {**SCHEDULED, **options}
+    whole = run(tmp_path / "a", **changes, **validation(), custom_hooks=[hook])
+    with pytest.raises(StoppedError):
+        run(tmp_path / "b", **changes, **validation(), custom_hooks=[hook, StopAfter(stop)])
+    parts = run(tmp_path / "b", **changes, **validation(), custom_hooks=[hook], resume=True)
+    assert_same(weights(whole), weights(parts))
+    assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
