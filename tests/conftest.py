@@ -1,6 +1,7 @@
 """What every test shares: one thread a process, and global torch switches put back."""
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 # Test processes run side by side; several threads each would wait for one another far longer than they
@@ -9,6 +10,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+# Compiled code of the tests is not kept in the user's cache, nor shared between two test runs.
+os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-tests-"))
 
 
 @pytest.fixture(autouse=True)

@@ -10,12 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.config import Config as Config
+    from slipstream.dataset.feed import feed as feed
     from slipstream.runner import Runner as Runner
+    from slipstream.speed.accelerate import accelerate as accelerate
     from slipstream.version import __version__ as __version__
 
 _HOMES = {
     "Config": "slipstream.config",
     "Runner": "slipstream.runner",
+    "accelerate": "slipstream.speed.accelerate",
+    "feed": "slipstream.dataset.feed",
     "__version__": "slipstream.version",
 }
 _ROOMS = (
@@ -23,7 +27,7 @@ _ROOMS = (
     "recipes", "registry", "runner", "speed", "step", "visualization", "zoo",
 )  # fmt: skip
 
-__all__ = ["Config", "Runner", "__version__"]
+__all__ = ["Config", "Runner", "__version__", "accelerate", "feed"]
 
 
 def __getattr__(name: str) -> Any:

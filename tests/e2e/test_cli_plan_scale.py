@@ -54,7 +54,7 @@ def test_what_fits_on_no_gpu_says_so(capsys):
     ("words", "expected"),
     [
         (["pp_lite_x_seg"], ["'pp_lite_x_seg'", "did you mean 'pp_lite_t_seg'"]),
-        (["segformer_1c"], ["did you mean 'segformer_1b'"]),
+        (["segformer_1bx"], ["did you mean 'segformer_1b'"]),
         (["nowhere.yaml"], ["nowhere.yaml"]),
         (["--gpus", "8,x"], ["--gpus", "'x'"]),
         (["--gpus", "12"], ["12 GPUs", "machines of 8"]),

@@ -1,93 +1,229 @@
-"""The levers, read from the words of a Runner's configuration."""
+"""The plan: what `speed=` says, what `auto` adds for a machine and a model, and which plans are refused."""
 
 import pytest
+import torch
+from torch import nn
 
-from slipstream.config import Config
 from slipstream.errors import ConfigError
-from slipstream.speed import CompileOptions, SpeedPlan
+from slipstream.speed import CompileOptions, Facts, SpeedPlan
+from slipstream.speed.auto import choose
+from slipstream.speed.facts import convolution_share
+from slipstream.speed.refused import IDLE, REFUSED, idle
+
+CPU = Facts()
+H100 = Facts(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)
+V100 = Facts(device="cuda", capability=(7, 0), bf16=False, convolutions=0.9)
+
+
+def plan(speed, facts=CPU, **doors):
+    return SpeedPlan.read(speed, **doors).complete(facts)
 
 
 def test_without_words_every_lever_is_off():
-    assert SpeedPlan.from_cfg({}) == SpeedPlan(None, None, None, False)
-    off = {"compile": False, "sync_bn": None, "activation_checkpointing": None, "efficient_conv_bn_eval": []}
-    assert SpeedPlan.from_cfg(off) == SpeedPlan()
+    assert SpeedPlan.read() == SpeedPlan()
+    assert plan({}) == SpeedPlan()
+    assert not plan(None).sources
 
 
-def test_mmengines_words_are_understood():
-    cfg = Config(
-        dict(
-            compile=dict(backend="eager", dynamic=False),
-            sync_bn="torch",
-            model_wrapper_cfg=dict(type="MMDistributedDataParallel", static_graph=True),
-            find_unused_parameters=True,
-            optim_wrapper=dict(type="OptimWrapper"),  # not a lever
-        )
+def test_every_lever_has_its_word():
+    words = dict(
+        precision="bf16",
+        compile=dict(scope="model", backend="eager"),
+        ema=dict(decay=0.99),
+        sync_bn=True,
+        parallel="ddp",
+        find_unused_parameters=True,
+        accumulate=4,
+        clip_grad=dict(max_norm=1.0),
+        activation_checkpointing=["blocks.*"],
+        channels_last=True,
+        fused=True,
+        prefetch=2,
+        cuda_graph=True,
+        nan_guard="skip",
+        cudnn_benchmark=True,
+        expandable_segments=True,
+        gc=100,
     )
-    plan = SpeedPlan.from_cfg(cfg)
-    assert plan.compile == CompileOptions("eager", dynamic=False)
-    assert plan.sync_bn == "torch"
-    assert plan.model_wrapper == {"type": "MMDistributedDataParallel", "static_graph": True}
-    assert plan.find_unused_parameters is True
+    assert set(words) == set(SpeedPlan.levers())
+    read = SpeedPlan.read(words)
+    off = SpeedPlan()
+    assert [lever for lever in words if getattr(read, lever) == getattr(off, lever)] == []
+    assert read.sources == {lever: f"speed.{lever}" for lever in words}
+    assert read.compile == CompileOptions("eager", scope="model")
+    assert (read.accumulate, read.clip_grad.max_norm, read.ema.decay) == (4, 1.0, 0.99)
 
 
 @pytest.mark.parametrize(
-    ("word", "lever"), [(True, "torch"), ("torch", "torch"), (False, None), (None, None)]
-)
-def test_sync_bn_is_torchs_or_none(word, lever):
-    assert SpeedPlan.from_cfg({"sync_bn": word}).sync_bn == lever
-
-
-@pytest.mark.parametrize(
-    ("cfg", "message"),
+    ("speed", "message"),
     [
-        ({"sync_bn": "mmcv"}, "sync_bn: must be 'torch' .*, not 'mmcv'"),
-        ({"activation_checkpointing": ["backbone"]}, "activation_checkpointing: .* not available"),
-        ({"efficient_conv_bn_eval": "[net]"}, "efficient_conv_bn_eval: .* not available"),
-        ({"compile": {"bakcend": "eager"}}, "compile.bakcend: .*'backend'"),
+        ("fast", "speed: must be 'auto' or a dict"),
+        (["bf16"], "speed: must be 'auto' or a dict"),
+        (dict(precison="bf16"), "speed.precison: no such lever; did you mean 'precision'"),
+        (dict(sources={}), "speed.sources: no such lever"),
+        (dict(auto="yes"), "speed.auto: must be True or False"),
+        (dict(precision="int4"), "speed.precision: must be one of"),
+        (dict(compile=dict(scop="step")), "speed.compile.scop: .*'scope'"),
+        (dict(compile=dict(scope="steps")), "speed.compile.scope: .*'steps'"),
+        (dict(sync_bn="apex"), "speed.sync_bn: must be 'torch'"),
+        (dict(parallel="fsdp"), "speed.parallel: must be one of .*; did you mean 'fsdp2'"),
+        (dict(parallel=dict(type="fsdp2", warp=["A"])), "speed.parallel.warp: .*'wrap'"),
+        (dict(accumulate=0), "speed.accumulate: .*at least 1, not 0"),
+        (dict(accumulate=True), "speed.accumulate: .*not True"),
+        (dict(accumulate=2.0), "speed.accumulate: .*not 2.0"),
+        (dict(clip_grad=5), "speed.clip_grad: must be a dict such as dict.max_norm=35., not 5"),
+        (dict(clip_grad=dict(max_nrm=5)), "speed.clip_grad: .*'max_norm'"),
+        (dict(ema=dict(decay=2.0)), "speed.ema.decay"),
+        (dict(channels_last=1.5), "speed.channels_last: must be True or False"),
+        (dict(fused="yes"), "speed.fused: must be True"),
+        (dict(prefetch=-1), "speed.prefetch"),
+        (dict(cuda_graph="on"), "speed.cuda_graph: must be True or False"),
+        (dict(nan_guard="skp"), "speed.nan_guard: .*'skip'"),
+        (dict(gc="often"), "speed.gc"),
     ],
 )
-def test_a_lever_that_is_wrong_or_missing_is_named(cfg, message):
+def test_a_wrong_word_names_its_place(speed, message):
     with pytest.raises(ConfigError, match=message):
-        SpeedPlan.from_cfg(cfg)
+        SpeedPlan.read(speed)
+
+
+# ---- auto ----------------------------------------------------------------------------------------------
+
+
+def test_auto_takes_what_the_device_has():
+    modern, older, cpu = (plan("auto", facts) for facts in (H100, V100, CPU))
+    assert modern.precision.name == "bf16"
+    assert modern.sources["precision"] == "auto: bf16 is supported by this device"
+    assert older.precision is None
+    assert "precision" in older.notes
+    assert cpu.precision is None
+    assert plan("auto", Facts(device="cuda", capability=(8, 0))).precision.name == "tf32"
+    assert (modern.prefetch, older.prefetch, cpu.prefetch) == (2, 2, 0)
+    assert modern.fused is older.fused is cpu.fused is None  # where torch has them
+    assert modern.cudnn_benchmark
+    assert not cpu.cudnn_benchmark
+
+
+def test_auto_lays_out_channels_last_only_where_convolutions_prevail():
+    assert plan("auto", H100).channels_last
+    transformer = plan("auto", Facts(device="cuda", bf16=True, convolutions=0.1))
+    assert not transformer.channels_last
+    assert not transformer.cudnn_benchmark
+
+
+def test_auto_leaves_compile_off_and_says_why():
+    on_cpu = plan("auto", Facts(convolutions=0.9))
+    assert on_cpu.compile is None
+    assert "convolutions" in on_cpu.notes["compile"]
+    assert "compile" in plan("auto", H100).notes
+
+
+def test_auto_keeps_deterministic_runs_deterministic():
+    assert not plan("auto", Facts(device="cuda", convolutions=0.9, deterministic=True)).cudnn_benchmark
+
+
+def test_auto_does_not_touch_an_optimizer_wrapper_that_is_made_already():
+    ready = Facts(device="cuda", capability=(9, 0), bf16=True, plain_wrapper=False)
+    assert plan("auto", ready).precision.name == "tf32"
+
+
+@pytest.mark.parametrize("door", [{}, {"env_cfg": {"cudnn_benchmark": False}}])
+def test_an_explicit_word_wins_over_auto(door):
+    words = dict(auto=True, precision="fp32", channels_last=False, prefetch=0, compile=dict(backend="eager"))
+    explicit = plan(words, H100, **door)
+    assert explicit.precision.name == "fp32"
+    assert not explicit.channels_last
+    assert explicit.prefetch == 0
+    assert explicit.compile is not None
+    assert explicit.fused is None  # nobody has said anything about it
+    assert explicit.cudnn_benchmark == (not door)
+    assert not explicit.notes
+
+
+def test_without_auto_nothing_is_added():
+    assert plan(dict(precision="fp32"), H100) == SpeedPlan.read(dict(precision="fp32"))
+
+
+def test_every_choice_is_a_lever_and_has_a_reason():
+    for facts in (CPU, H100, V100):
+        for choice in choose(facts):
+            assert choice.lever in SpeedPlan.levers()
+            assert choice.why
+
+
+# ---- plans that cannot work -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("parallel", "wrapper"),
+    ("speed", "facts", "message"),
     [
-        (None, None),
-        ("ddp", {}),
-        (dict(type="ddp", static_graph=True), {"static_graph": True}),
-        ("fsdp2", {"type": "MMFullyShardedDataParallel"}),
-        ("hsdp", {"type": "MMFullyShardedDataParallel", "shard_size": "machine"}),
-        (
-            dict(type="hsdp", shard_size=4, wrap=["Block"], param_dtype="bf16"),
-            {"type": "MMFullyShardedDataParallel", "shard_size": 4, "wrap": ["Block"], "param_dtype": "bf16"},
-        ),
+        (dict(precision="fp8"), CPU, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
+        (dict(precision="fp8"), V100, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
+        (dict(precision="fp8"), Facts(device="cuda", capability=(9, 0)), "speed.precision: .*torchao"),
+        (dict(cuda_graph=True, compile=True), CPU, "speed.cuda_graph: .*GPU"),
+        (dict(cuda_graph=True), H100, "speed.cuda_graph: .*add compile=dict.scope='step'."),
+        (dict(cuda_graph=True, compile=dict(scope="model")), H100, "speed.cuda_graph: .*scope='step'"),
+        (dict(compile=dict(scope="step"), parallel="fsdp2"), CPU, "speed.compile: .*scope='model'"),
+        (dict(compile=dict(scope="step"), parallel="hsdp"), CPU, "speed.compile: .*scope='model'"),
+        (dict(find_unused_parameters=True, parallel="fsdp2"), CPU, "speed.find_unused_parameters: is DDP's"),
     ],
 )
-def test_parallel_is_a_short_word_for_a_model_wrapper(parallel, wrapper):
-    assert SpeedPlan.from_cfg({"parallel": parallel}).model_wrapper == wrapper
-
-
-@pytest.mark.parametrize(
-    ("cfg", "message"),
-    [
-        (dict(parallel="fsdp"), "parallel: must be one of .*; did you mean 'fsdp2'"),
-        (dict(parallel=2), "parallel: must be a name or a dict"),
-        (dict(parallel=dict(shard_size=2)), "parallel: must be a name or a dict"),
-        (
-            dict(parallel="ddp", model_wrapper_cfg=dict(type="X")),
-            "give parallel or model_wrapper_cfg, not both",
-        ),
-        (dict(parallel=dict(type="fsdp2", warp=["A"])), "parallel.warp: no such option; did you mean 'wrap'"),
-        (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "parallel.param_dtype: expected"),
-        (
-            dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)),
-            "parallel.min_params: give wrap or min",
-        ),
-        (dict(parallel=dict(type="fsdp2", min_params=0)), "parallel.min_params: must be at least 1"),
-    ],
-)
-def test_a_wrong_word_for_parallel_names_its_place_even_on_one_process(cfg, message):
+def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, facts, message):
     with pytest.raises(ConfigError, match=message):
-        SpeedPlan.from_cfg(cfg)
+        plan(speed, facts)
+
+
+@pytest.mark.parametrize(
+    ("speed", "facts"),
+    [
+        (dict(precision="fp8"), H100),
+        (dict(cuda_graph=True, compile=True), H100),
+        (dict(compile=True, parallel="fsdp2"), CPU),  # the widest scope that works
+        (dict(compile=dict(scope="step"), parallel="ddp"), CPU),
+        (dict(compile=dict(scope="step"), accumulate=4, sync_bn=True), CPU),
+    ],
+)
+def test_a_plan_that_works_is_not_refused(speed, facts):
+    assert plan(speed, facts) == SpeedPlan.read(speed)
+
+
+def test_the_place_of_a_refusal_is_the_door_that_the_lever_came_through():
+    cfg = dict(compile=dict(scope="step"), parallel="fsdp2")
+    with pytest.raises(ConfigError, match=r"^compile: scope"):
+        plan(None, cfg=cfg)
+
+
+def test_a_lever_without_effect_here_is_kept_and_named():
+    words = dict(precision="tf32", cudnn_benchmark=True, expandable_segments=True, prefetch=2, sync_bn=True)
+    on_cpu = plan(words)
+    assert on_cpu == SpeedPlan.read(words)
+    assert {lever for lever, _ in idle(on_cpu, CPU)} == set(words)
+    assert list(idle(plan(words, H100), H100)) == []
+
+
+def test_the_tables_name_levers_that_exist():
+    assert {refusal.lever for refusal in REFUSED} | {lever for lever, _, _ in IDLE} <= set(SpeedPlan.levers())
+
+
+# ---- facts ---------------------------------------------------------------------------------------------------
+
+
+def test_the_share_of_convolutions_is_that_of_the_parameters():
+    model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Linear(3, 2))  # 54 of 54 + 8
+    assert convolution_share(model) == pytest.approx(54 / 62)
+    assert convolution_share(nn.ReLU()) == 0.0
+    shared = nn.Conv2d(2, 3, 3, bias=False)
+    assert convolution_share(nn.Sequential(shared, shared)) == 1.0
+
+
+def test_the_facts_of_this_machine_are_found_without_touching_a_device():
+    facts = Facts.here("cpu", nn.Linear(2, 2), world_size=3, deterministic=True)
+    assert facts == Facts(torchao=facts.torchao, world_size=3, deterministic=True)
+    assert not facts.tf32
+
+
+@pytest.mark.gpu
+def test_the_facts_of_a_gpu():
+    facts = Facts.here("cuda", nn.Conv2d(1, 1, 1))
+    assert facts.capability == torch.cuda.get_device_capability()
+    assert facts.bf16 == torch.cuda.is_bf16_supported(including_emulation=False)

@@ -13,7 +13,14 @@ from slipstream.recipes import find_recipe
 __all__ = ["command_words", "configure"]
 
 # Parts whose builders know keys that a recipe need not write down.
-_OPEN = ("optim_wrapper.*", "train_dataloader.*", "val_dataloader.*", "test_dataloader.*", "default_hooks.*")
+_OPEN = (
+    "optim_wrapper.*",
+    "train_dataloader.*",
+    "val_dataloader.*",
+    "test_dataloader.*",
+    "default_hooks.*",
+    "speed.*",
+)
 
 
 def configure(args: argparse.Namespace) -> Config:

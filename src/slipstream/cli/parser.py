@@ -55,7 +55,15 @@ def _build_parser() -> argparse.ArgumentParser:
         prog="slipstream", description="Train PyTorch models faster without changing their code."
     )
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for add in (_add_train, _add_val, _add_predict, _add_submit, _add_consolidate, _add_plan_scale):
+    for add in (
+        _add_train,
+        _add_val,
+        _add_predict,
+        _add_submit,
+        _add_explain,
+        _add_consolidate,
+        _add_plan_scale,
+    ):
         add(commands)
     commands.add_parser("doctor", help="show machine, versions, levers, and what is misconfigured")
     commands.add_parser("recipes", help="list the recipes")
@@ -123,6 +131,11 @@ def _add_plan_scale(commands: _Commands) -> None:
         "--no-sync-bn", action="store_true", help="let each GPU keep its own BatchNorm statistics"
     )
     parser.add_argument("--json", action="store_true", help="print all numbers, in seconds and bytes")
+
+
+def _add_explain(commands: _Commands) -> None:
+    parser = commands.add_parser("explain", help="show a run's levers, and what this machine cannot do")
+    _add_run(parser)
 
 
 def _add_consolidate(commands: _Commands) -> None:

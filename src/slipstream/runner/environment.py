@@ -26,7 +26,15 @@ from slipstream.dist import (
 from slipstream.dist.placement import placement
 from slipstream.errors import DistributedError
 
-__all__ = ["EnvOptions", "Randomness", "collect_env", "default_device", "set_random_seed", "setup_env"]
+__all__ = [
+    "EnvOptions",
+    "Randomness",
+    "collect_env",
+    "default_device",
+    "device_type",
+    "set_random_seed",
+    "setup_env",
+]
 
 
 @dataclass(frozen=True)
@@ -57,15 +65,20 @@ class EnvOptions:
 
 def default_device() -> torch.device:
     """Return the accelerator that torch finds (CUDA, ROCm, NPU, XPU, MPS), or the CPU."""
+    kind = device_type()
+    return (
+        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+    )
+
+
+def device_type() -> str:
+    """Return the kind of `default_device`, without touching the device: a process may still choose its own."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return "cpu" if accelerator is None else accelerator.type
 
 
 def setup_env(launcher: str, options: EnvOptions) -> None:
-    """Join the process group, set cuDNN, limits and the threads of each process."""
-    torch.backends.cudnn.benchmark = options.cudnn_benchmark
+    """Join the process group, set limits and the threads of each process."""
     _raise_file_limit(options.resource_limit)
     if method := options.mp_cfg.get("mp_start_method"):
         torch.multiprocessing.set_start_method(method, force=True)

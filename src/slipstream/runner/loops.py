@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
+from slipstream.dataset.feed import DeviceFeed, draws_apart
 from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.samplers import EpochBatchSampler
 from slipstream.dataset.together import agree_on_length, until_all_end, until_one_ends
@@ -153,10 +154,14 @@ class _TrainLoop(BaseLoop):
         if start == 0:
             self._runner.restore_random_state()  # a new epoch includes what its loader draws to begin
         set_epoch(self.dataloader, self._epoch, start)
-        batches = iter(self.dataloader)
+        batches: Iterator[Any] = iter(self.dataloader)
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             next(islice(batches, start - 1, None), None)  # nobody can seek in it, so draw and drop
         self._runner.restore_random_state()
+        if self._runner.speed.prefetch and draws_apart(self.dataloader):
+            batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
+                batches
+            )
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     @contextmanager

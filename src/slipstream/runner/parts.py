@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import nn
 from torch.optim import Optimizer
 
-from slipstream.dist import is_distributed
 from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import (
-    BaseModel,
-    MMDistributedDataParallel,
-    MMSeparateDistributedDataParallel,
-    convert_sync_batchnorm,
     unwrap_model,
 )
-from slipstream.model.base_model import run_forward
-from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import build_param_scheduler
-from slipstream.registry import MODEL_WRAPPERS, MODELS, OPTIM_WRAPPERS
-from slipstream.speed import SpeedPlan
-from slipstream.step import EagerStep, Step
+from slipstream.registry import MODELS, OPTIM_WRAPPERS
 
 if TYPE_CHECKING:
     from slipstream.runner.loops import BaseLoop
 
-__all__ = ["build_model", "build_optim", "build_schedulers", "make_step", "scale_lr", "wrap_model"]
+__all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 
 
 def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
@@ -54,31 +41,6 @@ def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) ->
             "slipstream.model.Segmentor or Classifier"
         )
     return model
-
-
-def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model wrapped for several processes as the plan says; itself if there is one process."""
-    if not is_distributed() or isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
-        return model
-    if plan.sync_bn:
-        model = convert_sync_batchnorm(model)
-    # A model that trains its parts itself calls them, not the wrapper around the whole: each part syncs its own.
-    default = MMSeparateDistributedDataParallel if _overrides_train_step(model) else MMDistributedDataParallel
-    cfg: dict[str, Any] = {"type": default, **(plan.model_wrapper or {})}
-    kind = cfg["type"]
-    target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
-    # Whatever the configuration gives, the others keep their defaults.
-    defaults: dict[str, Any] = {"module": model}
-    ours = issubclass(target, DistributedDataParallel | MMSeparateDistributedDataParallel)
-    if ours or "device_ids" in inspect.signature(target).parameters:
-        defaults["device_ids"] = device_ids(device)
-        defaults["broadcast_buffers"] = False
-        defaults["find_unused_parameters"] = plan.find_unused_parameters
-    with warnings.catch_warnings():
-        # Of torch's own class: its successor still syncs buffers once, at the start.
-        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
-        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
-    return wrapped
 
 
 def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
@@ -163,33 +125,3 @@ def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> s
         f"Learning rates are scaled by {samples}/{base} = {factor:g} "
         "(samples per step over base_batch_size; accumulation is not counted)"
     )
-
-
-def make_step(model: Any, optim: OptimWrapper) -> Step:
-    """Return the training step for a model: its own `train_step` if it overrides one, else `EagerStep`."""
-    core: Any = unwrap_model(model)
-    own = next((m for m in (model, core) if _overrides_train_step(m)), None)
-    if own is not None:
-        if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
-            raise ModelError(
-                f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
-                "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
-            )
-
-        def own_step(batch: Any) -> dict[str, Tensor]:
-            logs: dict[str, Tensor] = own.train_step(batch, optim)
-            return logs
-
-        return own_step
-    preprocess = core.data_preprocessor
-
-    def forward(batch: Any) -> Any:
-        return run_forward(model, preprocess(batch, True), "loss")
-
-    return EagerStep(forward, model, optim, core.parse_losses)
-
-
-def _overrides_train_step(model: nn.Module) -> bool:
-    wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
-    standard = (BaseModel.train_step, *wrappers)
-    return getattr(type(model), "train_step", standard[0]) not in standard

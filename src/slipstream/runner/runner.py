@@ -20,11 +20,11 @@ from slipstream.checkpoint import (
 from slipstream.config import Config, options
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.hooks import Hook, HookList, ProgressBarHook
+from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, ProgressBarHook
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.registry import RUNNERS, default_scope
-from slipstream.runner import parts, resume
+from slipstream.runner import levers, parts, resume
 from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
@@ -36,7 +36,8 @@ from slipstream.runner.environment import (
 from slipstream.runner.facts import RunFacts
 from slipstream.runner.given import TRIPLES, loop_options, placing, unread_keys, with_defaults
 from slipstream.runner.logs import name_run, open_logs, write_config
-from slipstream.speed import CFG_LEVERS, SpeedPlan, compile_model
+from slipstream.speed import CFG_LEVERS, compile_model
+from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 
 __all__ = ["Runner"]
@@ -69,8 +70,8 @@ class Runner(RunFacts):
         default_scope: whose names are looked up first.
         randomness: `Randomness`.
         experiment_name: names the run in logs.
-        cfg: the whole configuration; `compile`, `sync_bn`, `parallel`, `model_wrapper_cfg` and
-            `find_unused_parameters` are read from it alone.
+        cfg: the whole configuration; the keys in `slipstream.speed.CFG_LEVERS` are read from it alone.
+        speed: the levers in our own words, `'auto'` or a dict of `SpeedPlan`'s fields; else `cfg` may hold it.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Runner(RunFacts):
         randomness: Mapping[str, Any] | None = None,
         experiment_name: str | None = None,
         cfg: Any = None,
+        speed: Any = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
@@ -123,7 +125,7 @@ class Runner(RunFacts):
     def _init_parts(self, given: dict[str, Any]) -> None:
         self._loops: dict[str, Any] = {mode: loop_options(mode, given) for mode in TRIPLES}
         self._training = {k: given[k] for k in ("auto_scale_lr", "optim_wrapper", "param_scheduler")}
-        self.speed = SpeedPlan.from_cfg(self.cfg)
+        plan = levers.read_plan(given, self.cfg)
         self._randomness = options(Randomness, given["randomness"], "randomness")
         setup_env(given["launcher"], options(EnvOptions, given["env_cfg"], "env_cfg"))
         self.work_dir = str(Path(given["work_dir"]).expanduser().absolute())
@@ -132,10 +134,14 @@ class Runner(RunFacts):
         self._set_seed(seed)
         self._open_logs(given)
         self.device = default_device()
-        model = parts.build_model(given["model"], given["data_preprocessor"]).to(self.device)
-        self.model: nn.Module = parts.wrap_model(model, self.speed, self.device)
+        model = parts.build_model(given["model"], given["data_preprocessor"])
+        facts = levers.facts_for(model, given["optim_wrapper"], self._randomness.deterministic)
+        self.speed = levers.complete_plan(plan, facts, self.logger.info)
+        with switches(self.speed, self.device, self.logger.warning):
+            self.model: nn.Module = prepare_model(model, self.speed, self.device)
+        self._training["optim_wrapper"] = plan_optim(given["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        for hook in with_defaults(given["default_hooks"], self.by_epoch):
+        for hook in [*with_defaults(given["default_hooks"], self.by_epoch), *levers.plan_hooks(self.speed)]:
             self._hooks.register(hook)
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
@@ -171,11 +177,10 @@ class Runner(RunFacts):
             if not self._loaded:
                 resume.init_weights(unwrap_model(self.model))
             self.load_or_resume()
-            self._compile()
             assert self.optim_wrapper is not None
             self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-            self.step = parts.make_step(self.model, self.optim_wrapper)
-            self.is_training = True
+            self.step = levers.make_step(self.model, self.optim_wrapper, self.speed, self.logger.warning)
+            self._compiled = self.is_training = True
             self.train_loop.run()
             self.read_logs()
             self.call_hook("after_run")
@@ -206,6 +211,7 @@ class Runner(RunFacts):
         if self.optim_wrapper is None:
             with placing(self._given, "optim_wrapper"):
                 self.optim_wrapper = parts.build_optim(self.model, self._training["optim_wrapper"])
+            fuse_optim(self.optim_wrapper, self.speed)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers = self._training["param_scheduler"]
             self.param_schedulers = parts.build_schedulers(schedulers, self.optim_wrapper, loop)
@@ -219,15 +225,21 @@ class Runner(RunFacts):
 
     def _compile(self) -> None:
         if self.speed.compile is not None and not self._compiled:
-            self._compiled = True
             compile_model(unwrap_model(self.model), self.speed.compile, self.logger.warning)
+        self._compiled = True
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """Whatever happens inside, leave complete log files and a clean terminal behind."""
         set_random_state(self._random_state)
         try:
-            with self._reading(), self.logger.as_current(), self.message_hub.as_current():
+            with (
+                self._reading(),
+                self.logger.as_current(),
+                self.message_hub.as_current(),
+                switches(self.speed, self.device, self.logger.warning),
+                levers.compiling(self.speed, self.model, self.logger),
+            ):
                 yield
         except BaseException as error:
             if isinstance(error, Exception):
@@ -238,7 +250,7 @@ class Runner(RunFacts):
             self._random_state = get_random_state()
             self.is_training = False
             for hook in self._hooks:
-                if isinstance(hook, ProgressBarHook):
+                if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook):
                     hook.close()
             self.visualizer.flush()
             self.logger.close()

@@ -1,6 +1,7 @@
 """The levers, one file each, and the plan that says which of them a run uses."""
 
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile
+from slipstream.speed.facts import Facts
 from slipstream.speed.plan import CFG_LEVERS, SpeedPlan
 
-__all__ = ["CFG_LEVERS", "CompileOptions", "SpeedPlan", "compile_model", "read_compile"]
+__all__ = ["CFG_LEVERS", "CompileOptions", "Facts", "SpeedPlan", "compile_model", "read_compile"]

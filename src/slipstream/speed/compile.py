@@ -1,10 +1,14 @@
-"""Lever: compile the model in place, for training and validation."""
+"""Lever: compile the model, or each of its blocks, in place, for training and validation."""
 
 from __future__ import annotations
 
+import inspect
+import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -12,13 +16,17 @@ from torch.utils._pytree import tree_map_only
 
 from slipstream.config import options
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.model.wrappers.fully_sharded import repeated_blocks
+from slipstream.speed.compile_report import explain_failure, limit_hit
 
-__all__ = ["CompileOptions", "compile_model", "read_compile"]
+__all__ = ["CompileOptions", "compile_model", "compiled_blocks", "read_compile"]
+
+_RECOMPILES = 8  # torch's own limit for one function
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """`compile=dict(...)`: the arguments of `torch.compile`."""
+    """`compile=dict(...)`: what is compiled, and the arguments of `torch.compile`."""
 
     backend: Any = "inductor"
     """A backend's name, or a callable."""
@@ -30,6 +38,22 @@ class CompileOptions:
     """Fail instead of breaking the graph."""
     options: dict[str, Any] | None = None
     """Options of the backend."""
+    scope: Literal["step", "model", "block"] | None = None
+    """What becomes one graph: the whole training step, the model's forward, or each of its blocks; None takes the
+    widest that can be captured."""
+    blocks: list[str] = field(default_factory=list)
+    """Which blocks scope 'block' compiles: names of modules (`backbone.layer1`, with wildcards `layers.*`) or of
+    classes. By default those that repeat: the children of a `ModuleList` or `Sequential` that have children of
+    their own and are there at least twice."""
+    cache: bool | str = True
+    """Keep compiled code for the next start: in the user's cache folder (True), in a folder of yours, or not."""
+    verify: bool = True
+    """Compare the first compiled steps with eager ones before trusting them (scope 'step')."""
+
+    def __post_init__(self) -> None:
+        """Refuse what contradicts itself."""
+        if self.blocks and self.scope != "block":
+            raise ConfigError(f"needs scope='block', not {self.scope!r}", "blocks")
 
 
 def read_compile(value: Any) -> CompileOptions | None:
@@ -50,28 +74,114 @@ def read_compile(value: Any) -> CompileOptions | None:
     return how
 
 
-def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], None]) -> None:
-    """Compile `model` in place: its parameters keep their names, and both modes run compiled.
+def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], None]) -> int:
+    """Compile `model`, or with scope 'block' its blocks, in place: keys stay, and both modes run compiled.
 
-    If it cannot be compiled, `warn` is called once with the reason and the model runs eagerly from then on.
+    Compile below DDP, and before `fully_shard` shards the blocks. What cannot be compiled runs eagerly from then on,
+    and `warn` is called once with the reason; of the blocks, those of the same class do.
+
+    Returns:
+        How many unlike modules are compiled, for `CompileReport`; the graphs are made in the first calls.
+
+    Raises:
+        ConfigError: `how.blocks` names nothing in the model, or none of its blocks repeats.
     """
-    given: Mapping[str, Any] = {
+    modules = compiled_blocks(model, how) if how.scope == "block" else [model]
+    kinds = len({repr(module) for module in modules})
+    limit = _recompile_limit(kinds)
+    by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
+    for module in modules:
+        by_class[type(module)].append(module)
+    for alike in by_class.values():
+        _compile(alike, how, limit, warn)
+    return kinds
+
+
+def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
+    """Return the modules that scope 'block' compiles; of blocks within blocks the outer ones.
+
+    Raises:
+        ConfigError: a name matches nothing, or no names are given and no block repeats.
+    """
+    found = [m for pattern in how.blocks for m in _matching(model, pattern)] or _repeating(model)
+    inner = {child for block in found for child in block.modules() if child is not block}
+    return list(dict.fromkeys(block for block in found if block not in inner))
+
+
+def _repeating(model: nn.Module) -> list[nn.Module]:
+    found = repeated_blocks(model)
+    if not found:
+        raise ConfigError(
+            f"{type(model).__name__} has no blocks that repeat: name them, or take scope='model'",
+            "compile.blocks",
+        )
+    blocks = set(found)
+    # A stage, which is nothing but a sequence of blocks, would be compiled once for each stage.
+    return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
+
+
+def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
+    names = {name: module for name, module in model.named_modules() if module is not model}
+    classes = {module: {c.__name__ for c in type(module).__mro__} for module in names.values()}
+    found = [m for name, m in names.items() if fnmatchcase(name, pattern) or pattern in classes[m]]
+    if not found:
+        known = {*names, *(type(module).__name__ for module in names.values())}
+        raise ConfigError(
+            f"'{pattern}' is no module or class in the model{did_you_mean(pattern, known)}", "compile.blocks"
+        )
+    if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found):
+        raise ConfigError(
+            f"'{pattern}' only holds modules and is never called: write '{pattern}.*'", "compile.blocks"
+        )
+    return found
+
+
+def _compile(
+    modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], warn: Callable[[str], None]
+) -> None:
+    """Compile modules of one class in place; if one of them fails, all run eagerly."""
+    given: dict[str, Any] = {
         "backend": how.backend,
         "mode": how.mode,
         "dynamic": how.dynamic,
         "fullgraph": how.fullgraph,
         "options": how.options,
+        **limit,
     }
-    try:
-        model.compile(**given)
-    except (RuntimeError, ValueError, TypeError, ImportError) as error:
-        model._compiled_call_impl = None
-        warn(_message(model, error))
-        return
-    compiled = model._compiled_call_impl
-    if how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs"):
-        compiled = _keeping(compiled)
-    model._compiled_call_impl = _Guarded(model, compiled, warn)
+    keeps = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
+    group = _Group(modules, warn)
+    for module in modules:
+        try:
+            compiled = torch.compile(_call_of(module), **given)
+        except (RuntimeError, ValueError, TypeError, ImportError) as error:
+            group.give_up(module, error)
+            return
+        module._compiled_call_impl = _Guarded(module, _keeping(compiled) if keeps else compiled, group)
+
+
+def _call_of(module: nn.Module) -> Callable[..., Any]:
+    """Return what `nn.Module.compile` compiles, but such that torch's own modules are compiled, too."""
+    if not type(module).forward.__module__.startswith("torch."):
+        return module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no function of its own files by itself
+        return module._call_impl(*args, **kwargs)
+
+    return call
+
+
+def _recompile_limit(kinds: int) -> Mapping[str, int]:
+    """Allow for the graphs of blocks that share a function and differ in shape: torch counts them together.
+
+    Torch before 2.13 knows the limit as a switch of the process alone.
+    """
+    if kinds == 1:
+        return {}
+    limit = kinds * _RECOMPILES
+    if "recompile_limit" in inspect.signature(torch.compile).parameters:
+        return {"recompile_limit": limit}
+    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+    return {}
 
 
 def _keeping(compiled: Any) -> Callable[..., Any]:
@@ -83,25 +193,59 @@ def _keeping(compiled: Any) -> Callable[..., Any]:
     return call
 
 
+class _Group:
+    """Modules that are compiled together, and run eagerly together when one of them fails."""
+
+    def __init__(self, modules: list[nn.Module], warn: Callable[[str], None]) -> None:
+        self.modules = modules
+        self.warn = warn
+        self.limited = False
+
+    def give_up(self, module: nn.Module, error: Exception) -> None:
+        for each in self.modules:
+            each._compiled_call_impl = None
+        self.warn(
+            f"{type(module).__name__} cannot be compiled ({explain_failure(error)}); it runs eagerly. "
+            "Mend what the message names, or leave compile out"
+        )
+
+    def notice(self, module: nn.Module, since: int) -> None:
+        """Say it when torch has reached its limit of recompiles, as it leaves the rest uncompiled."""
+        if not self.limited and (varied := limit_hit(since)):
+            self.limited = True
+            self.warn(
+                f"{type(module).__name__} was compiled for too many kinds of calls: those that it knows stay "
+                f"compiled, others run eagerly. It varied: {varied}. Give compile=dict(dynamic=True), or batches "
+                "of fewer sizes"
+            )
+
+
 class _Guarded:
     """The compiled call of a module, until it fails to compile."""
 
-    def __init__(self, model: nn.Module, compiled: Any, warn: Callable[[str], None]) -> None:
+    def __init__(self, model: nn.Module, compiled: Any, group: _Group) -> None:
         self.model = model
         self.compiled = compiled
-        self.warn = warn
+        self.group = group
+        self.counters = torch._dynamo.utils.counters
         self.proven: set[bool] = set()  # whether calls without (False) and with gradient (True) have worked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            if torch.is_grad_enabled() in self.proven:
-                return self.compiled(*args, **kwargs)
-            return self._prove(*args, **kwargs)
-        except (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit) as error:
-            # A graph fails to compile before it runs, so the call can be made again.
-            self.model._compiled_call_impl = None
-            self.warn(_message(self.model, error))
+        if torch.compiler.is_dynamo_compiling():  # a graph around this one takes the model in
             return self.model._call_impl(*args, **kwargs)
+        started, compilations = time.time_ns(), self.counters["frames"]["total"]
+        try:
+            proven = torch.is_grad_enabled() in self.proven
+            result = self.compiled(*args, **kwargs) if proven else self._prove(*args, **kwargs)
+        except Exception as error:
+            if not _of_the_compiler(error):
+                raise
+            # A graph fails to compile before it runs, so the call can be made again.
+            self.group.give_up(self.model, error)
+            return self.model._call_impl(*args, **kwargs)
+        if self.counters["frames"]["total"] != compilations:
+            self.group.notice(self.model, started)
+        return result
 
     def _prove(self, *args: Any, **kwargs: Any) -> Any:
         """Make the first call, with or without gradient, such that a failure leaves no trace in the model."""
@@ -120,11 +264,8 @@ class _Guarded:
         return result
 
 
-def _message(model: nn.Module, error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" says nothing without the line below it.
-    reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
-    return (
-        f"{type(model).__name__} cannot be compiled ({type(error).__name__}: {reason}); it runs eagerly. "
-        "Mend what the message names, or leave compile out"
-    )
+def _of_the_compiler(error: Exception) -> bool:
+    """Say whether torch could not compile, as opposed to an error of the model's own."""
+    kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+    # Of a forward that is kept from the compiler, with fullgraph=True, torch says so after the call.
+    return isinstance(error, kinds) or "found no compiled frames" in str(error)

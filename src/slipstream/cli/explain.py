@@ -1,0 +1,133 @@
+"""`slipstream explain`: the levers of a run, where each was set, and what this machine cannot do."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.configure import configure
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from slipstream.config import Config
+    from slipstream.speed import Facts, SpeedPlan
+
+__all__ = ["run"]
+
+_MACHINE_BOUND = (
+    ("precision", "fp8"),
+    ("precision", "tf32"),
+    ("cuda_graph", True),
+    ("cudnn_benchmark", True),
+    ("expandable_segments", True),
+    ("prefetch", 2),
+)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plan as a table, and below it what this machine cannot do."""
+    from slipstream.registry import default_scope
+    from slipstream.runner.levers import facts_for, read_plan
+
+    cfg = configure(args)
+    plan = read_plan(cfg, cfg)
+    deterministic = (cfg.get("randomness") or {}).get("deterministic", False)
+    with default_scope(cfg.get("default_scope", "slipstream")):
+        facts = facts_for(_model(cfg), cfg.get("optim_wrapper"), deterministic)
+    plan = plan.complete(facts)
+    _print_table(plan, facts)
+    print(
+        "Off: " + ", ".join(lever for lever in plan.levers() if lever not in {**plan.sources, **plan.notes})
+    )
+    limits = [f"  {word}: {why}" for word, why in _limits(facts)]
+    print(
+        "\n".join([f"Without effect or impossible on this machine ({facts.device}):", *limits])
+        if limits
+        else ""
+    )
+    return 0
+
+
+def _model(cfg: Config) -> nn.Module:
+    """Return the model without memory for its weights, or with, if it cannot be built so."""
+    import torch
+
+    from slipstream.errors import SlipstreamError
+    from slipstream.runner.parts import build_model
+
+    try:
+        with torch.device("meta"):
+            return build_model(cfg.model, cfg.get("data_preprocessor"))
+    except SlipstreamError:
+        return build_model(cfg.model, cfg.get("data_preprocessor"))
+
+
+def _print_table(plan: SpeedPlan, facts: Facts) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("lever", "value", "from", "why"):
+        table.add_column(name, overflow="fold")
+    for row in _rows(plan, facts):
+        table.add_row(*row)
+    console = Console()
+    Console(width=max(console.width, 110), highlight=False).print(table)
+
+
+def _rows(plan: SpeedPlan, facts: Facts) -> Iterator[tuple[str, str, str, str]]:
+    from slipstream.speed.refused import idle
+
+    without_effect = {lever: f"no effect here: {why}" for lever, why in idle(plan, facts)}
+    for lever in plan.levers():
+        if lever in plan.notes:
+            yield lever, "off", "auto", plan.notes[lever]
+        elif lever in plan.sources:
+            source, _, why = plan.sources[lever].partition(": ")
+            value = getattr(plan, lever)
+            off = value is None and lever != "fused"
+            yield lever, "off" if off else _describe(value), source, without_effect.get(lever, why)
+
+
+def _limits(facts: Facts) -> Iterator[tuple[str, str]]:
+    """Yield what no plan can have on this machine, and why."""
+    from slipstream.speed import SpeedPlan
+    from slipstream.speed.refused import REFUSED, idle
+
+    for lever, value in _MACHINE_BOUND:
+        plan = SpeedPlan.read({"compile": True, lever: value})
+        refused = [refusal.message for refusal in REFUSED if refusal.when(plan, facts)]
+        without_effect = [why for name, why in idle(plan, facts) if name == lever]
+        for why in [*refused, *without_effect][:1]:
+            yield f"{lever}={value}", why
+
+
+def _describe(value: Any) -> str:
+    """Return the value of a lever in few words: of options the first if it is a must, and those that were changed."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "where it can be"
+    if not is_dataclass(value):
+        return str(value)
+    said = []
+    for f in fields(value):
+        given, default = getattr(value, f.name), _default(f)
+        if given != default:
+            said.append(_plain(given) if default is MISSING else f"{f.name}={_plain(given)}")
+    return ", ".join(said) or "on"
+
+
+def _default(field: Any) -> Any:
+    """Return the default of a field, MISSING if it must be given."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key}={item}" for key, item in value.items() if key != "type") or "on"
+    return str(value)

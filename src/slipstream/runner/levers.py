@@ -1,0 +1,131 @@
+"""How a Runner reads its plan and carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError, ModelError
+from slipstream.logging import MMLogger
+from slipstream.model import unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.model.wrappers import MMFullyShardedDataParallel
+from slipstream.optim import OptimWrapper
+from slipstream.runner.environment import device_type
+from slipstream.speed import Facts, SpeedPlan, compile_model
+from slipstream.speed.apply import overrides_train_step
+from slipstream.speed.compile import compiled_blocks
+from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.compile_report import CompileReport
+from slipstream.speed.doors import is_plain_wrapper
+from slipstream.speed.ema import EmaOptions
+from slipstream.speed.refused import idle
+from slipstream.speed.steps import Training, build_step
+from slipstream.step import Step
+
+__all__ = ["compiling", "complete_plan", "facts_for", "make_step", "plan_hooks", "read_plan"]
+
+
+def read_plan(given: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
+    """Return what a Runner's arguments, and `cfg` for those that are no arguments, say about the levers.
+
+    Raises:
+        ConfigError: see `SpeedPlan.read`.
+    """
+    speed = cfg.get("speed") if given.get("speed") is None else given["speed"]
+    words = {name: given.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
+    return SpeedPlan.read(speed, cfg=cfg, **words, device=device_type())
+
+
+def facts_for(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Facts:
+    """Return what completes a plan: the facts of this machine, this model and this run."""
+    return Facts.here(
+        device_type(),
+        model,
+        world_size=get_world_size(),
+        plain_wrapper=is_plain_wrapper(optim_wrapper),
+        deterministic=deterministic,
+    )
+
+
+def complete_plan(plan: SpeedPlan, facts: Facts, log: Callable[[str], None]) -> SpeedPlan:
+    """Return the plan with what the facts decide, and log what was chosen and what has no effect here.
+
+    Raises:
+        ConfigError: the plan cannot work.
+    """
+    plan = plan.complete(facts)
+    if plan.sources:
+        log("Levers: " + ", ".join(f"{lever} ({source})" for lever, source in plan.sources.items()))
+    for lever, why in idle(plan, facts):
+        log(f"{plan.sources[lever]} has no effect here: {why}")
+    return plan
+
+
+def plan_hooks(plan: SpeedPlan) -> list[Mapping[str, Any]]:
+    """Return the configurations of the hooks that carry out the plan, beside those that were given."""
+    hooks: list[Mapping[str, Any]] = []
+    if isinstance(plan.ema, EmaOptions):
+        hooks.append(plan.ema.hook_cfg())
+    if plan.nan_guard is not None:
+        hooks.append({"type": "NanGuardHook", **asdict(plan.nan_guard)})
+    if plan.gc is not None:
+        hooks.append({"type": "GcHook", "interval": plan.gc})
+    return hooks
+
+
+@contextmanager
+def compiling(plan: SpeedPlan, model: nn.Module, logger: MMLogger) -> Iterator[None]:
+    """Keep what is compiled inside for the next start, and log at the end what broke, was recompiled or skipped."""
+    if plan.compile is None:
+        yield
+        return
+    core = unwrap_model(model)
+    use_cache(core, plan.compile, plan, logger.warning)
+    blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
+    report = CompileReport(max(1, len({repr(block) for block in blocks})))
+    report.start()
+    yield
+    facts = report.finish()
+    (logger.warning if facts.troubled else logger.info)(facts.text())
+
+
+def make_step(model: Any, optim: OptimWrapper, plan: SpeedPlan, warn: Callable[[str], None]) -> Step:
+    """Return the training step: the model's own `train_step` if it overrides one, else the one the plan asks for."""
+    core: Any = unwrap_model(model)
+    own = next((m for m in (model, core) if overrides_train_step(m)), None)
+    if own is None:
+        training = Training(model, optim, _losses, partial(_prepare, core), core.parse_losses)
+        return build_step(training, plan, warn)
+    if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+        raise ModelError(
+            f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
+            "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
+        )
+    if plan.compile is not None:
+        if plan.compile.scope == "step":
+            raise ConfigError(
+                f"{type(own).__name__} overrides train_step: take scope='model'", "compile.scope"
+            )
+        compile_model(core, plan.compile, warn)
+
+    def own_step(batch: Any) -> dict[str, Tensor]:
+        logs: dict[str, Tensor] = own.train_step(batch, optim)
+        return logs
+
+    return own_step
+
+
+def _losses(module: nn.Module, inputs: Any) -> Any:
+    return run_forward(module, inputs, "loss")
+
+
+def _prepare(core: Any, batch: Any) -> Any:
+    return core.data_preprocessor(batch, True)

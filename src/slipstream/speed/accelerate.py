@@ -1,0 +1,174 @@
+"""For people who keep their own loop: the Runner's step, with its levers, as a function of a batch."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError, DataError
+from slipstream.model import BaseAveragedModel, unwrap_model
+from slipstream.model.data_preprocessor import BaseDataPreprocessor
+from slipstream.optim import OptimWrapper
+from slipstream.registry import MODELS, OPTIM_WRAPPERS
+from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model
+from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.ema import EmaOptions
+from slipstream.speed.facts import Facts
+from slipstream.speed.plan import SpeedPlan
+from slipstream.speed.steps import Training, build_step
+from slipstream.step.numerics import Average
+
+__all__ = ["TrainStep", "accelerate"]
+
+_RUNS = ("gc", "nan_guard", "expandable_segments", "cudnn_benchmark")
+"""Levers that belong to a run as a whole, which only its driver can begin and end."""
+
+
+def accelerate(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
+    speed: Any = "auto",
+    total_steps: int | None = None,
+) -> TrainStep:
+    """Return a training step: `log = step(batch)` does forward, loss, backward, gradient sync, clipping, update.
+
+    Where a process group exists (`slipstream.dist.init_dist`, or torch's own), gradients are averaged over it. The
+    model is moved to the accelerator in place, and stays the object to validate and save.
+
+    Args:
+        model: any module.
+        optimizer: over the model's parameters.
+        loss_fn: `loss_fn(outputs, targets)`, for batches `(inputs, targets)`; a scalar, or a dict of which those with
+            `loss` in their name are summed. Batches may be `(*inputs, targets)`.
+        speed: the levers, `'auto'` or a dict of `SpeedPlan`'s fields.
+        total_steps: batches of the whole training, for what follows its end: the decay of `ema` of type 'exp', a
+            smaller last window of `accumulate`.
+
+    Raises:
+        ConfigError: a lever cannot work here.
+    """
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    plan = SpeedPlan.read(speed, device=device.type)
+    plan = plan.complete(Facts.here(device.type, model, world_size=get_world_size()))
+    for lever in _RUNS:
+        if lever in plan.sources and not plan.sources[lever].startswith("auto"):
+            raise ConfigError(
+                "concerns a whole run: take a Runner, or set it in your loop", plan.place(lever)
+            )
+    if plan.parallel is not None and plan.parallel.sharded:
+        raise ConfigError(
+            "the optimizer holds the weights from before they are sharded: take a Runner, which builds it afterwards",
+            plan.place("parallel"),
+        )
+    return TrainStep(prepare_model(model, plan, device), optimizer, loss_fn, plan, device, total_steps)
+
+
+class TrainStep:
+    """What `accelerate` returns: a step, and the state that goes with it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss_fn: Callable[[Any, Any], Any],
+        plan: SpeedPlan,
+        device: torch.device,
+        total_steps: int | None,
+    ) -> None:
+        self.model = model
+        """The model, in DDP if there are several processes."""
+        self.plan = plan
+        self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
+            {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
+        )
+        fuse_optim(self.optim, plan)
+        self.optim.initialize_count_status(model, 0, total_steps or -1)
+        self._loss_fn = loss_fn
+        move = BaseDataPreprocessor().to(device)
+        warn = logging.getLogger("slipstream").warning
+        if plan.compile is not None:
+            use_cache(unwrap_model(model), plan.compile, plan, warn)
+        training = Training(model, self.optim, self._losses, move.cast_data)
+        self._step: Any = build_step(training, plan, warn)
+        self.average: BaseAveragedModel | None = None
+        """The averaged weights, if the plan has `ema`."""
+        self._beside: Average | None = None
+        if isinstance(plan.ema, EmaOptions):
+            self._keep_average(plan.ema, total_steps)
+
+    def __call__(self, batch: Any) -> dict[str, Tensor]:
+        """Train on one batch; return `loss` and others as 0-dim tensors on the device, which nobody has waited for."""
+        logs: dict[str, Tensor] = self._step(batch)
+        if self._beside is not None:
+            self._beside.count()
+            self._beside.take_now()
+        return logs
+
+    def _losses(self, module: nn.Module, batch: Any) -> Mapping[str, Any]:
+        if not isinstance(batch, list | tuple) or len(batch) < 2:
+            raise DataError(
+                f"a batch must be (inputs, targets), not {type(batch).__name__}: the loader's collate_fn makes it"
+            )
+        *inputs, targets = batch
+        loss = self._loss_fn(module(*inputs), targets)
+        return {"loss": loss} if isinstance(loss, Tensor) else loss
+
+    def _keep_average(self, how: EmaOptions, total_steps: int | None) -> None:
+        place = self.plan.place("ema")
+        if how.begin_epoch:
+            raise ConfigError("epochs are the loop's own: give begin_iter", place)
+        if how.type == "exp" and total_steps is None:
+            raise ConfigError(
+                "type 'exp' grows towards the end of the training: give accelerate(..., total_steps=), or "
+                "ema=dict(type='threshold')",
+                place,
+            )
+        core = unwrap_model(self.model)
+        self.average = average = MODELS.build(how.average_cfg(), default_args={"model": core})
+        window = 1 if average.every_batch else self.optim.accumulative_counts
+        average.total_steps = total_steps and max(1, -(-total_steps // window) - how.begin_iter // window)
+        steps = count(1)
+
+        def share() -> float:
+            step = next(steps)
+            due = step >= how.begin_iter and (step % window == 0 or step == total_steps)
+            return average.share() if due else 0.0
+
+        averages, currents = average.pairs(core)
+        adopt = getattr(self._step, "adopt_average", None)
+        if adopt is not None:
+            adopt(averages, currents, share)
+        else:
+            self._beside = Average(averages, currents, share)
+
+    @contextmanager
+    def averaged(self) -> Iterator[nn.Module]:
+        """Let the model hold its averaged weights inside the block, for validation or saving; nothing without `ema`."""
+        core = unwrap_model(self.model)
+        with ExitStack() as stack:
+            if self.average is not None and self.average.steps:
+                self.average.swap(core)
+                stack.callback(self.average.swap, core)
+            yield core
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what goes on with a training, but for the model itself: optimizer, loss scale, average."""
+        state: dict[str, Any] = {"optimizer": self.optim.state_dict()}
+        if self.average is not None:
+            state["average"] = self.average.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.optim.load_state_dict(state["optimizer"])
+        if self.average is not None and "average" in state:
+            self.average.load_state_dict(state["average"])

@@ -1,0 +1,164 @@
+"""Put the levers of a plan to work, in the order in which they build on each other."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.dist import is_distributed
+from slipstream.errors import ConfigError
+from slipstream.model import (
+    BaseModel,
+    MMDistributedDataParallel,
+    MMSeparateDistributedDataParallel,
+    convert_sync_batchnorm,
+)
+from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.registry import MODEL_WRAPPERS
+from slipstream.speed.activation_checkpointing import checkpoint_activations
+from slipstream.speed.doors import is_plain_wrapper
+from slipstream.speed.fused import fuse
+from slipstream.speed.memory_format import to_channels_last
+from slipstream.speed.plan import SpeedPlan
+from slipstream.speed.precision import convert_to_fp8, tf32
+from slipstream.speed.process import process_switches
+
+__all__ = ["fuse_optim", "overrides_train_step", "plan_optim", "prepare_model", "switches", "wrap_model"]
+
+
+def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
+    """Return the model on its device with the plan's levers in it; what comes later works on what came before.
+
+    Raises:
+        ConfigError: the model comes wrapped for several processes, too late for a lever inside of it.
+    """
+    if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+        _refuse_wrapped(model, plan)
+        return model.to(device)
+    if plan.sync_bn and is_distributed():
+        model = convert_sync_batchnorm(model)
+    model = model.to(device)
+    if plan.precision is not None and plan.precision.name == "fp8":
+        with _placing(plan, "precision"):
+            convert_to_fp8(model)
+    if plan.channels_last:
+        to_channels_last(model, weights=plan.parallel is None or not plan.parallel.sharded)
+    if plan.activation_checkpointing is not None:
+        with _placing(plan, "activation_checkpointing"):
+            checkpoint_activations(model, plan.activation_checkpointing)
+    return wrap_model(model, plan, device) if is_distributed() else model
+
+
+def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
+    for lever in ("sync_bn", "channels_last", "activation_checkpointing"):
+        if getattr(plan, lever):
+            raise ConfigError(
+                f"the model comes wrapped in {type(model).__name__}, too late for this lever: give the model itself",
+                plan.place(lever),
+            )
+
+
+def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
+    """Return the model wrapped for several processes as the plan says."""
+    # A model that trains its parts itself calls them, not the wrapper around the whole: each part syncs its own.
+    default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
+    cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
+    kind = cfg["type"]
+    target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
+    # Whatever the configuration gives, the others keep their defaults.
+    defaults: dict[str, Any] = {"module": model}
+    ours = issubclass(target, DistributedDataParallel | MMSeparateDistributedDataParallel)
+    if ours or "device_ids" in inspect.signature(target).parameters:
+        defaults["device_ids"] = device_ids(device)
+        defaults["broadcast_buffers"] = False
+        defaults["find_unused_parameters"] = plan.find_unused_parameters
+    with warnings.catch_warnings():
+        # Of torch's own class: its successor still syncs buffers once, at the start.
+        warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+        wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
+    return wrapped
+
+
+def overrides_train_step(model: nn.Module) -> bool:
+    """Say whether a model trains itself, as GANs do, by a `train_step` of its own."""
+    wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
+    standard = (BaseModel.train_step, *wrappers)
+    return getattr(type(model), "train_step", standard[0]) not in standard
+
+
+def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
+    """Return the configuration of the optimizer wrapper, if any, with the plan's precision, accumulation and clipping.
+
+    Raises:
+        ConfigError: the plan says something that a ready wrapper, or one of another class, does not do.
+    """
+    if cfg is None:
+        return None
+    own = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
+    levers = [lever for lever in _WRAPPER_LEVERS if getattr(plan, lever) != getattr(own, lever)]
+    words = {word: value for lever in levers for word, value in _WRAPPER_LEVERS[lever](plan).items()}
+    if not words:
+        return cfg
+    if not is_plain_wrapper(cfg):
+        said = ", ".join(f"{word}={value!r}" for word, value in words.items())
+        raise ConfigError(
+            f"{plan.place(levers[0])} cannot change an optimizer wrapper that is made already or is not ours: give it "
+            f"{said} where it is made, or let optim_wrapper be a dict with an 'optimizer'",
+            "optim_wrapper",
+        )
+    return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **words}
+
+
+def _precision_words(plan: SpeedPlan) -> dict[str, Any]:
+    dtype = plan.precision.autocast_dtype if plan.precision else None
+    if dtype is None:
+        return {}
+    return {"type": "AmpOptimWrapper", "dtype": str(dtype).removeprefix("torch.")}
+
+
+_WRAPPER_LEVERS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
+    "precision": _precision_words,
+    "accumulate": lambda plan: {"accumulative_counts": plan.accumulate},
+    "clip_grad": lambda plan: {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
+}
+
+
+def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
+    """Let the optimizer, or each of several, run fused kernels as the plan says."""
+    if plan.fused is False:
+        return
+    parts = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
+    for part in parts:
+        with _placing(plan, "fused"):
+            fuse(part.optimizer, plan.fused)
+
+
+@contextmanager
+def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
+    """Have the plan's switches of the whole process on, as far as they concern the device, while this lasts."""
+    on_cuda = device.type == "cuda"
+    with ExitStack() as stack:
+        if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
+            stack.enter_context(tf32())
+        expandable = plan.expandable_segments and on_cuda
+        stack.enter_context(process_switches(plan.cudnn_benchmark, expandable, warn))
+        yield
+
+
+@contextmanager
+def _placing(plan: SpeedPlan, lever: str) -> Iterator[None]:
+    """Place an error of a lever where the lever was set."""
+    try:
+        yield
+    except ConfigError as error:
+        error.path = plan.place(lever) + error.path.removeprefix(lever)
+        raise

@@ -1,0 +1,57 @@
+"""What `speed='auto'` switches on: what keeps the numbers within the stated tolerance and is known to pay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.speed.facts import Facts
+from slipstream.speed.precision import PrecisionOptions
+
+__all__ = ["Choice", "choose"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A lever that is switched on, or left off, and why."""
+
+    lever: str
+    why: str
+    value: Any = None
+    """What the plan then holds."""
+    on: bool = True
+
+
+def choose(facts: Facts) -> Iterator[Choice]:
+    """Yield what to switch on for this device and model, and what not, each with its reason."""
+    convolutional = facts.convolutions > 0.5
+    yield _precision(facts)
+    yield Choice("fused", "where torch has fused kernels for the optimizer, they do the same in fewer passes")
+    if facts.device != "cpu":
+        yield Choice("prefetch", "batches are copied to the device beside the step", 2)
+    if facts.device == "cuda" and convolutional:
+        yield Choice(
+            "channels_last", f"{facts.convolutions:.0%} of the parameters are 2-d convolutions", True
+        )
+        if not facts.deterministic:
+            yield Choice("cudnn_benchmark", "cuDNN measures which of its convolutions is fastest", True)
+    yield _compile(facts, convolutional)
+
+
+def _precision(facts: Facts) -> Choice:
+    if facts.bf16 and facts.plain_wrapper:
+        return Choice("precision", "bf16 is supported by this device", PrecisionOptions("bf16"))
+    if facts.tf32:
+        return Choice("precision", "tf32 is supported by this device", PrecisionOptions("tf32"))
+    if facts.device == "cpu":
+        why = "few CPUs compute bf16 faster than float32: measure precision='bf16'"
+    else:
+        why = f"this {facts.device} device is not known to gain from bf16 or tf32"
+    return Choice("precision", why, on=False)
+
+
+def _compile(facts: Facts, convolutional: bool) -> Choice:
+    if facts.device == "cpu" and convolutional:
+        return Choice("compile", "on a CPU it does not pay for convolutions", on=False)
+    return Choice("compile", "it takes up to a minute before the first step: measure compile=True", on=False)

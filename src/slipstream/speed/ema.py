@@ -1,0 +1,84 @@
+"""Lever: keep an average of the weights over the steps, and validate and save with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.config import options
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.model import DecaySchedule
+
+__all__ = ["EmaOptions", "check_begin", "read_ema"]
+
+_TYPES = (*DecaySchedule.types, "swa")
+
+
+@dataclass(frozen=True)
+class EmaOptions:
+    """`ema=dict(...)`: how the weights are averaged."""
+
+    decay: float | None = None
+    """The largest share of the old average that an update keeps; None is 0.9999."""
+    type: str = "exp"
+    """How the decay grows: `constant`, `threshold` or `exp`; or `swa`, the plain mean of all weights."""
+    beta: float | None = None
+    """Of `exp`: how early it comes near its largest decay; None is 15."""
+    interval: int = 1
+    """Average every that many steps."""
+    begin_iter: int = 0
+    """The iteration from which on to average."""
+    begin_epoch: int = 0
+    """The epoch from which on to average; at most one of the two."""
+
+    def __post_init__(self) -> None:
+        if self.type not in _TYPES:
+            hint = did_you_mean(self.type, _TYPES)
+            raise ConfigError(f"must be one of {_TYPES}, not {self.type!r}{hint}", "type")
+        if self.type != "swa":
+            DecaySchedule(decay_type=self.type, **self._given())
+        elif given := self._given():
+            raise ConfigError("'swa' is a plain mean and needs none: leave it out", next(iter(given)))
+        if self.interval < 1:
+            raise ConfigError(f"must be at least 1, not {self.interval}", "interval")
+        check_begin(self.begin_iter, self.begin_epoch)
+
+    def _given(self) -> dict[str, float]:
+        words = {"decay": self.decay, "beta": self.beta}
+        return {word: value for word, value in words.items() if value is not None}
+
+    def average_cfg(self) -> dict[str, Any]:
+        """Return the configuration of the average, for `MODELS.build(cfg, default_args={"model": model})`."""
+        common = {"interval": self.interval, "update_buffers": True}
+        if self.type == "swa":
+            return {"type": "StochasticWeightAverage", **common}
+        return {"type": "ScheduledEMA", "decay_type": self.type, **self._given(), **common}
+
+    def hook_cfg(self) -> dict[str, Any]:
+        """Return the configuration of the hook that keeps the average, for `custom_hooks`."""
+        average = self.average_cfg()
+        begin = {"begin_iter": self.begin_iter, "begin_epoch": self.begin_epoch}
+        return {**average, "type": "EMAHook", "ema_type": average["type"], **begin}
+
+
+def read_ema(value: Any) -> EmaOptions | None:
+    """Read `ema` as a configuration has it: True, False, None or a dict.
+
+    Raises:
+        ConfigError: anything else, an unknown option, or a wrong value.
+    """
+    if value is None or value is False:
+        return None
+    if isinstance(value, Mapping) and "momentum" in value:
+        raise ConfigError("is EMAHook's word for 1 - decay: give decay alone", "ema.momentum")
+    return options(EmaOptions, {} if value is True else value, "ema")
+
+
+def check_begin(begin_iter: int, begin_epoch: int) -> None:
+    """Raise a ConfigError unless at most one of the two is given, and neither is negative."""
+    if begin_iter and begin_epoch:
+        raise ConfigError("give begin_iter or begin_epoch, not both", "begin_epoch")
+    for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
+        if value < 0:
+            raise ConfigError(f"must not be negative, not {value}", name)

@@ -1,0 +1,68 @@
+"""Lever: several processes train one model together, with whole copies (DDP) or shares of it (FSDP2, HSDP)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from slipstream.config import options
+from slipstream.errors import ConfigError, did_you_mean
+from slipstream.model.wrappers import FullyShardedOptions
+
+__all__ = ["ParallelOptions", "read_model_wrapper", "read_parallel"]
+
+_KINDS = ("ddp", "fsdp2", "hsdp")
+_SHARDED = "MMFullyShardedDataParallel"
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """What wraps the model when there are several processes."""
+
+    kind: str
+    """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper of the user's own."""
+    wrapper: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The same in the words of MMEngine's `model_wrapper_cfg`; without `type` it is DDP."""
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a part of every weight."""
+        return self.kind in ("fsdp2", "hsdp")
+
+
+def read_parallel(value: Any) -> ParallelOptions | None:
+    """Read `parallel`: one of 'ddp', 'fsdp2', 'hsdp', or `dict(type=..., ...)` with that wrapper's options.
+
+    Raises:
+        ConfigError: anything else, or an unknown option of a sharded model.
+    """
+    if value is None or isinstance(value, ParallelOptions):
+        return value
+    how = {"type": value} if isinstance(value, str) else value
+    if not isinstance(how, Mapping) or not isinstance(how.get("type"), str):
+        raise ConfigError(f"must be a name or a dict with a 'type' of {_KINDS}, not {value!r}", "parallel")
+    kind, rest = how["type"], {key: value for key, value in how.items() if key != "type"}
+    if kind not in _KINDS:
+        raise ConfigError(f"must be one of {_KINDS}, not {kind!r}{did_you_mean(kind, _KINDS)}", "parallel")
+    if kind == "ddp":
+        return ParallelOptions("ddp", rest)
+    if kind == "hsdp":
+        rest = {"shard_size": "machine", **rest}
+    options(FullyShardedOptions, rest, "parallel")  # a mistake is found on one process, too
+    return ParallelOptions(kind, {"type": _SHARDED, **rest})
+
+
+def read_model_wrapper(cfg: Mapping[str, Any]) -> ParallelOptions | None:
+    """Read MMEngine's `model_wrapper_cfg` from a Runner's `cfg`."""
+    wrapper = cfg.get("model_wrapper_cfg")
+    if wrapper is None:
+        return None
+    if not isinstance(wrapper, Mapping):
+        raise ConfigError(f"must be a dict, not {wrapper!r}", "model_wrapper_cfg")
+    kind = wrapper.get("type", "MMDistributedDataParallel")
+    name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
+    if name == _SHARDED:
+        return ParallelOptions("hsdp" if wrapper.get("shard_size") else "fsdp2", wrapper)
+    known = name in ("MMDistributedDataParallel", "DistributedDataParallel")
+    return ParallelOptions("ddp" if known else "custom", wrapper)

@@ -1,0 +1,180 @@
+"""Which step trains a model: one graph, a compiled model in the eager step, or the eager step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError
+from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
+from slipstream.model.wrappers.comm_hooks import HalfPrecision
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile_report import explain_failure
+from slipstream.speed.plan import SpeedPlan
+from slipstream.step import EagerStep, Step
+from slipstream.step.eager import Losses
+from slipstream.step.graph import GraphStep
+from slipstream.step.proof import WrongNumbersError
+from slipstream.step.replay import CudaCapture, Replayed
+from slipstream.step.sync import GradientSync
+from slipstream.step.update import can_trace
+
+__all__ = ["Training", "build_step", "why_not_one_graph"]
+
+_TOLERANCES = {torch.float16: 0.5, torch.bfloat16: 0.5}
+"""How far gradients of the first compiled step may be off the eager ones; lower precision rounds in other places."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained, however it is done.
+
+    Args:
+        model: the model, in a wrapper for several processes if there are several.
+        optim: moves its weights.
+        losses: `losses(module, inputs)` calls `module`, which is `model` or the bare model in it.
+        prepare: brings a batch to the device and to what `losses` wants.
+        reduce: turns losses into the one to minimise and the values to log.
+    """
+
+    model: nn.Module
+    optim: OptimWrapper
+    losses: Callable[[nn.Module, Any], Losses]
+    prepare: Callable[[Any], Any]
+    reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None
+
+
+def build_step(training: Training, plan: SpeedPlan, warn: Callable[[str], None]) -> Step:
+    """Return the step that the plan asks for; with no `scope` named, the widest that works.
+
+    Args:
+        training: what is trained.
+        plan: what is compiled, if anything, and whether it is replayed as a CUDA graph.
+        warn: is told, once, if the step cannot be what was asked for.
+
+    Raises:
+        ConfigError: scope 'step' was asked for by name, and this training cannot be one graph.
+    """
+    model, optim, how = training.model, training.optim, plan.compile
+
+    def forward(batch: Any) -> Losses:
+        return training.losses(model, training.prepare(batch))
+
+    eager = EagerStep(forward, model, optim, training.reduce)
+    if how is None:
+        return eager
+    core = unwrap_model(model)
+    if how.scope in (None, "step"):
+        reason = why_not_one_graph(model, optim)
+        if reason is None:
+            return _one_graph(training, eager, core, how, warn, plan.cuda_graph)
+        if how.scope == "step":
+            raise ConfigError(f"the step cannot be one graph: {reason}. Take scope 'model'", "compile.scope")
+        warn(f"The step is not one graph, but the model is compiled: {reason}")
+    compile_model(core, how, warn)
+    return eager
+
+
+def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
+    """Return why the whole step cannot be one graph, or None."""
+    if isinstance(optim, OptimWrapperDict):
+        return "there are several optimizers"
+    if model is unwrap_model(model):
+        return None
+    if not isinstance(model, MMDistributedDataParallel):
+        return f"{type(model).__name__} does its communication itself"
+    if model.find_unused_parameters:
+        return "find_unused_parameters looks for them in each step"
+    if not isinstance(model.comm_hook, HalfPrecision | None):
+        return f"the communication hook {type(model.comm_hook).__name__} keeps a state of its own"
+    return None
+
+
+def _one_graph(
+    training: Training,
+    eager: Step,
+    core: nn.Module,
+    how: CompileOptions,
+    warn: Callable[[str], None],
+    cuda_graph: bool,
+) -> GraphStep:
+    optim = training.optim
+
+    def recover(error: Exception) -> Step:
+        core._compiled_call_impl = None
+        if isinstance(error, WrongNumbersError):
+            warn(
+                f"The compiled step computes other gradients than the eager one ({error}): a defect of the compiler. "
+                "The training goes on eagerly"
+            )
+        else:
+            warn(
+                f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled; mend what the "
+                "message names, or give compile=dict(scope='model')"
+            )
+            compile_model(core, how, warn)
+        return eager
+
+    compile_model(core, how, warn)
+    if (compiled := core._compiled_call_impl) is not None:
+        core._compiled_call_impl = _OnlyEvaluation(core, compiled)
+    dtype = getattr(optim, "dtype", torch.float32)
+    return GraphStep(
+        loss_of=partial(training.losses, core),
+        prepare=training.prepare,
+        model=core,
+        optim=optim,
+        eager=eager,
+        compiler=partial(_compiled, how=how, cuda_graph=cuda_graph),
+        recover=recover,
+        reduce=training.reduce,
+        sync=_sync(training.model),
+        updates_inside=can_trace(optim.optimizer),
+        tolerance=_TOLERANCES.get(dtype, 0.02) if how.verify else None,
+    )
+
+
+def _sync(model: nn.Module) -> GradientSync | None:
+    if get_world_size() == 1 or not isinstance(model, DistributedDataParallel):
+        return None
+    hook = getattr(model, "comm_hook", None)
+    return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
+
+
+def _compiled(step: Callable[..., Any], how: CompileOptions, cuda_graph: bool) -> Callable[..., Any]:
+    options: dict[str, Any] = {}
+    if how.backend == "inductor":
+        # Dropout as eager training draws it.
+        options["fallback_random"] = True
+        if get_world_size() > 1:
+            from slipstream.speed.overlap import OVERLAP
+
+            options |= OVERLAP
+        options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
+        # The whole step is replayed instead, with its optimizer state.
+        cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
+    options |= how.options or {}
+    run = torch.compile(
+        step, fullgraph=True, backend=how.backend, dynamic=how.dynamic, options=options or None
+    )
+    return Replayed(run, CudaCapture()) if cuda_graph and torch.cuda.is_available() else run
+
+
+class _OnlyEvaluation:
+    """A compiled model for validation, whose training is part of a larger graph."""
+
+    def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.model, self.compiled = model, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            return self.model._call_impl(*args, **kwargs)
+        return self.compiled(*args, **kwargs)

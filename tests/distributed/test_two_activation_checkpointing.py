@@ -1,0 +1,178 @@
+"""Recomputed blocks on two processes: SyncBN sends nothing twice, and DDP and FSDP2 train as without."""
+
+import copy
+
+import pytest
+import torch
+from sharded_runs import ACCUMULATED, FSDP, SGD, Net, assert_same, train
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+from two_processes import run_in_two
+
+from slipstream.dist import get_rank, init_dist
+from slipstream.model import convert_sync_batchnorm, sync_batchnorm
+from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
+
+BLOCKS = ActivationCheckpointingOptions(["Block"])
+AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
+
+
+class SyncNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = [nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)]
+        self.blocks = nn.Sequential(*(nn.Sequential(*copy.deepcopy(kinds)) for _ in range(2)))
+        convert_sync_batchnorm(self)
+
+    def forward(self, x):
+        return self.blocks(x).square().mean()
+
+
+def sync_steps(model, backend=None):
+    """Return losses and state after steps on the summed gradient, and how many sums over ranks eager ones took."""
+    params, sent = list(model.parameters()), []
+    generator = torch.Generator().manual_seed(get_rank())
+
+    def step(x):
+        loss = model(x)
+        return loss.detach(), torch.autograd.grad(loss, params)
+
+    reduce = sync_batchnorm._all_reduce
+    if backend is None:  # a graph is asked what is in it
+        sync_batchnorm._all_reduce = lambda x: sent.append(1) or reduce(x)
+    losses = []
+    try:
+        run = torch.compile(step, fullgraph=True, backend=backend) if backend else step
+        for _ in range(6):
+            loss, grads = run(torch.randn(2, 3, 6, 6, generator=generator))
+            losses.append(loss)
+            with torch.no_grad():
+                for p, grad in zip(params, grads, strict=True):
+                    torch.distributed.all_reduce(grad)
+                    p.sub_(grad, alpha=0.05)
+    finally:
+        sync_batchnorm._all_reduce = reduce
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    return {"losses": torch.stack(losses), "state": state}, len(sent)
+
+
+def sync_bn(folder):
+    init_dist("pytorch")
+    model = SyncNet()
+    blocks = checkpoint_activations(model, ActivationCheckpointingOptions())
+    nested = SyncNet()
+    checkpoint_activations(nested, ActivationCheckpointingOptions(["blocks.*"]))
+    checkpoint_activations(nested, ActivationCheckpointingOptions(["blocks"]))
+    return blocks, [sync_steps(SyncNet()), sync_steps(model), sync_steps(nested)]
+
+
+def sync_bn_in_one_graph(folder):
+    counts = []
+
+    def count(graph, inputs):
+        names = [node.name for node in graph.graph.nodes]
+        counts.append([sum(word in name for name in names) for word in ("all_reduce", "recomputed")])
+        return make_boxed_func(graph.forward)
+
+    model = SyncNet()
+    checkpoint_activations(model, ActivationCheckpointingOptions())
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        result = sync_steps(model, aot_autograd(fw_compiler=count))[0]
+    return counts, sync_steps(SyncNet())[0], result
+
+
+def both(folder, parallel, **kwargs):
+    """Train without and with recomputation."""
+    results = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = Net(norm=True)
+        if recompute:
+            assert len(checkpoint_activations(model, BLOCKS)) == 2
+        results.append(train(folder / str(recompute), parallel, world=2, model=model, epochs=2, **kwargs))
+    return results
+
+
+def ddp(folder):
+    return both(folder, "ddp", ema=True)
+
+
+def ddp_accumulated(folder):
+    return both(folder, "ddp", optim=ACCUMULATED)
+
+
+def fsdp(folder):
+    return both(folder, FSDP, ema=True)
+
+
+def fsdp_accumulated_in_lower_precision(folder):
+    return both(folder, dict(FSDP, param_dtype="bf16", reshard_after_forward=True), optim=ACCUMULATED)
+
+
+def fsdp_under_autocast(folder):
+    return both(folder, FSDP, optim=AMP)
+
+
+def after_fully_shard(folder):
+    """Apply the lever to a model that is sharded already."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    gradients = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model, mesh = Net(), init_device_mesh("cpu", (2,))
+        for part in (*model.blocks, model):
+            fully_shard(part, mesh=mesh)
+        if recompute:
+            checkpoint_activations(model, BLOCKS)
+        generator = torch.Generator().manual_seed(get_rank())
+        x, y = torch.randn(4, 3, generator=generator), torch.randn(4, 1, generator=generator)
+        model(x, y, mode="loss")["loss"].backward()
+        gradients.append([p.grad.full_tensor() for p in model.parameters()])
+    return gradients
+
+
+TRAININGS = [ddp, ddp_accumulated, fsdp, fsdp_accumulated_in_lower_precision, fsdp_under_autocast]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    functions = [sync_bn, sync_bn_in_one_graph, after_fully_shard, *TRAININGS]
+    return run_in_two(functions, tmp_path_factory.mktemp("checkpointing"))
+
+
+def test_sync_bn_counts_each_batch_once_and_sends_nothing_twice(answers):
+    for answer in answers["sync_bn"]:
+        assert not isinstance(answer, str), answer
+        blocks, ((kept, sent), *recomputed) = answer
+        assert len(blocks) == 2
+        assert sent == 6 * 2
+        for result, again in recomputed:
+            assert again == sent
+            torch.testing.assert_close(result, kept, rtol=0, atol=0)
+
+
+def test_sync_bn_in_the_graph_of_a_step_sends_nothing_twice(answers):
+    for answer in answers["sync_bn_in_one_graph"]:
+        assert not isinstance(answer, str), answer
+        ((messages, recomputed),), kept, result = answer
+        assert messages == 2 * 2  # one for each BatchNorm, forward and backward
+        assert recomputed
+        torch.testing.assert_close(result, kept, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", [function.__name__ for function in TRAININGS])
+def test_runs_on_two_processes_end_with_the_same_weights(answers, way):
+    for answer in answers[way]:
+        assert not isinstance(answer, str), answer
+        kept, recomputed = answer
+        assert_same(recomputed, kept)
+
+
+def test_blocks_can_be_chosen_after_sharding(answers):
+    for answer in answers["after_fully_shard"]:
+        assert not isinstance(answer, str), answer
+        torch.testing.assert_close(*answer, rtol=0, atol=0)

@@ -1,0 +1,136 @@
+"""An average of two processes is that of one process with the whole batch, and the same on both."""
+
+import pytest
+import torch
+from sharded_runs import FSDP, SGD, Net, Record, assert_same, full, make
+from two_processes import run_in_two
+
+from slipstream.hooks import EMAHook, Hook
+from slipstream.model import unwrap_model
+
+SCHEDULED = dict(type="EMAHook", ema_type="ScheduledEMA", decay=0.8, beta=3.0)
+WINDOWS = dict(SGD, accumulative_counts=2)
+
+
+class AveragingStep:
+    """Runs another step and averages after it, as a compiled graph does within."""
+
+    def __init__(self, step):
+        self.step, self.adopted = step, None
+
+    def adopt_average(self, *adopted):
+        self.adopted = adopted
+
+    def __call__(self, batch):
+        logs = self.step(batch)
+        if self.adopted is not None:
+            averages, currents, share = self.adopted
+            with torch.no_grad():
+                torch._foreach_lerp_(averages, currents, share())
+        return logs
+
+
+class TakeTheStep(Hook):
+    priority = "VERY_HIGH"
+
+    def before_train(self, runner):
+        runner.step = AveragingStep(runner.step)
+
+
+def averaged(folder, parallel=None, world=2, hook=SCHEDULED, hooks=(), norm=False, **changes):
+    """Train; return weights, average, losses and validation errors."""
+    record = Record()
+    changes.setdefault("cfg", dict(parallel=parallel))
+    runner = make(
+        folder,
+        world=world,
+        model=Net(norm=norm),
+        **{"optim": WINDOWS, "epochs": 3, **changes},
+        custom_hooks=[record, hook, *hooks],
+    )
+    runner.train()
+    average = next(h for h in runner.hooks if isinstance(h, EMAHook)).ema_model
+    states = {"own": unwrap_model(runner.model).state_dict(), "average": average.state_dict()}
+    return {
+        "weights": full({name: dict(state) for name, state in states.items()}),
+        "losses": torch.stack(record.losses),
+        "errors": record.errors,
+        "norms": None,
+        "optimizer": {},
+        "adopted": getattr(runner.step, "adopted", None) is not None,
+    }
+
+
+def ddp(folder, world=2):
+    return averaged(folder, "ddp" if world > 1 else None, world)
+
+
+def fsdp(folder, world=2):
+    return averaged(folder, FSDP if world > 1 else None, world)
+
+
+def swa(folder, world=2):
+    hook = dict(type="EMAHook", ema_type="StochasticWeightAverage", begin_epoch=2)
+    return averaged(folder, FSDP if world > 1 else None, world, hook)
+
+
+def ddp_in_step(folder):
+    return averaged(folder, "ddp", hooks=[TakeTheStep()])
+
+
+def fsdp_in_step(folder):
+    return averaged(folder, FSDP, hooks=[TakeTheStep()])
+
+
+def resumed(folder):
+    """Let one run go to its end, and another go on from its middle; each rank has its own BatchNorm statistics."""
+    found = []
+    for parallel in ("ddp", FSDP):
+        own = folder / ("ddp" if parallel == "ddp" else "fsdp")
+        checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=7, by_epoch=False))
+        options = dict(parallel=parallel, norm=True, default_hooks=checkpoints)
+        whole = averaged(own / "whole", **options)
+        name = "iter_7.pth" if parallel == "ddp" else "iter_7.sharded"
+        found.append((whole, averaged(own / "rest", **options, resume=str(own / "whole" / name))))
+    return found
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    functions = [ddp, fsdp, swa, ddp_in_step, fsdp_in_step, resumed]
+    return run_in_two(functions, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("function", [ddp, fsdp, swa])
+def test_two_processes_average_as_one_with_the_whole_batch(answers, tmp_path, function):
+    one = function(tmp_path, world=1)
+    for two in answers[function.__name__]:
+        assert_same(two, one, rtol=1e-4, atol=1e-6)
+        own, average = two["weights"]["own"], two["weights"]["average"]
+        for name in own:
+            assert not torch.allclose(own[name], average[f"module.{name}"], atol=1e-5), (
+                f"{name} is the model's"
+            )
+
+
+@pytest.mark.parametrize(("kind", "adopts"), [("ddp", True), ("fsdp", False)])
+def test_a_step_may_average_weights_that_are_whole_and_gets_the_same(answers, kind, adopts):
+    for plain, own in zip(answers[kind], answers[f"{kind}_in_step"], strict=True):
+        assert_same(own, plain)
+        assert own["adopted"] is adopts
+
+
+def test_a_resumed_run_goes_on_with_the_same_average_bit_for_bit(answers):
+    for rank, found in enumerate(answers["resumed"]):
+        assert isinstance(found, list), found
+        for whole, rest in found:
+            assert 0 < len(rest["losses"]) < len(whole["losses"])
+            assert_same(rest, whole)
+            name = "module.norm.running_mean"
+            assert not torch.equal(
+                rest["weights"]["average"][name], rest["weights"]["own"]["norm.running_mean"]
+            )
+            assert rank == 0 or torch.equal(
+                rest["weights"]["average"]["module.head.weight"],
+                answers["resumed"][0][0][1]["weights"]["average"]["module.head.weight"],
+            )

@@ -1,0 +1,83 @@
+"""Two ranks skip the same steps, whichever of them is broken, with DDP as with FSDP2."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from two_processes import run_in_two
+
+from slipstream.dist import init_dist
+from slipstream.dist.sharding import whole
+from slipstream.model import MMDistributedDataParallel
+from slipstream.model.wrappers import MMFullyShardedDataParallel
+from slipstream.optim import OptimWrapper
+from slipstream.speed.nan_guard import StepGuard
+from slipstream.step import EagerStep
+
+PLAIN, NAN_ON_1, INF_LOSS_ON_0 = "plain", "nan in the data of rank 1", "infinite loss of rank 0"
+BATCHES = [NAN_ON_1, PLAIN, INF_LOSS_ON_0, NAN_ON_1, PLAIN, PLAIN]
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))  # 1 row: rank 1 has none of it
+
+    def forward(self, x, extra):
+        return {"loss": self.body(x).square().mean() + extra}
+
+
+def train(wrap, batches, guard=True):
+    """Return the weights and, with a guard, the number of skipped steps."""
+    rank = torch.distributed.get_rank()
+    core = Net()
+    net = wrap(core)
+    optim = OptimWrapper(torch.optim.AdamW(core.parameters(), lr=0.05))
+    if guard:
+        optim.guard = StepGuard(core, torch.device("cpu"))
+    optim.initialize_count_status(net, 0, -1)
+    step = EagerStep(lambda batch: net(*batch), net, optim)
+    done = 0
+    for kind in batches:
+        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * done + rank))
+        done += kind == PLAIN
+        if kind == NAN_ON_1 and rank == 1:
+            x[0, 0] = math.nan
+        step((x, math.inf if kind == INF_LOSS_ON_0 and rank == 0 else 0.0))
+    weights = {name: whole(p).tolist() for name, p in core.named_parameters()}
+    return weights, optim.guard.read() if guard else None
+
+
+def both(wrap):
+    init_once()
+    return train(wrap, BATCHES), train(wrap, [PLAIN] * 3, guard=False)
+
+
+def init_once():
+    if not torch.distributed.is_initialized():
+        init_dist("pytorch", backend="gloo")
+
+
+def ddp(folder):
+    return both(MMDistributedDataParallel)
+
+
+def fsdp2(folder):
+    return both(MMFullyShardedDataParallel)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two([ddp, fsdp2], tmp_path_factory.mktemp("guard"))
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_both_ranks_skip_what_is_broken_on_one(answers, kind):
+    for answer in answers[kind]:
+        assert not isinstance(answer, str), answer
+        (weights, skipped), (expected, _) = answer
+        assert skipped == 3
+        assert weights == expected
+    assert answers[kind][0] == answers[kind][1]

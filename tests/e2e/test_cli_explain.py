@@ -1,0 +1,78 @@
+"""`slipstream explain` as a user types it."""
+
+import pytest
+
+from slipstream.cli.main import main
+
+RECIPE = "street_scenes_pp_lite_t"
+
+
+def explained(capsys, *words):
+    assert main(["explain", RECIPE, *words]) == 0
+    return capsys.readouterr().out
+
+
+def row(printed, lever):
+    (line,) = (line for line in printed.splitlines() if line.strip().startswith(f"{lever} "))
+    return " ".join(line.split())
+
+
+def test_a_recipe_is_explained_without_data_or_a_work_dir(slipstream, tmp_path):
+    printed = slipstream("explain", RECIPE, "speed.accumulate=4").stdout
+    assert row(printed, "accumulate") == "accumulate 4 speed.accumulate"
+    assert row(printed, "clip_grad") == "clip_grad max_norm=5.0 optim_wrapper.clip_grad"
+    assert row(printed, "ema") == "ema momentum=0.01 custom_hooks.EMAHook"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_off_is_one_line_and_what_is_on_is_not_in_it(capsys):
+    (off,) = (line for line in explained(capsys, "compile=true").splitlines() if line.startswith("Off: "))
+    assert "channels_last" in off
+    assert "compile" not in off
+    assert "clip_grad" not in off
+
+
+def test_auto_says_what_it_chose_what_it_left_off_and_why(capsys):
+    printed = explained(capsys, "speed=auto")
+    assert row(printed, "fused").startswith("fused where it can be auto where torch has fused kernels")
+    assert row(printed, "compile").startswith("compile off auto ")
+
+
+def test_options_are_shown_as_they_were_changed(capsys):
+    printed = explained(capsys, "compile={scope: model, dynamic: false}", "speed.precision=tf32")
+    assert row(printed, "compile") == "compile dynamic=False, scope=model cfg.compile"
+    assert row(printed, "precision").startswith("precision tf32 speed.precision")
+
+
+def test_a_lever_without_effect_and_the_limits_of_the_machine_are_named(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.runner.levers.device_type", lambda: "cpu")
+    printed = explained(capsys, "parallel=fsdp2")
+    assert "fsdp2" in row(printed, "parallel")
+    assert "no effect here: there is one process" in printed
+    limits = printed[printed.index("on this machine (cpu):") :]
+    assert "precision=fp8: 'fp8' needs an NVIDIA GPU" in limits
+    assert "cuda_graph=True: " in limits
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
+        (["speed.precison=bf16"], "speed.precison: no such lever; did you mean 'precision'"),
+        (["speed=fast"], "speed: must be 'auto' or a dict"),
+        (["speed.clip_grad={max_norm: 1}"], "optim_wrapper.clip_grad: "),
+        (["compile.scope=step", "parallel=hsdp"], "compile: scope 'step'"),
+        (["model.network.type=pp_lite_x_seg"], "did you mean 'pp_lite_t_seg'"),
+        (["sped=auto"], "did you mean 'speed'"),
+    ],
+)
+def test_a_plan_that_cannot_work_is_one_line_and_status_2(capsys, words, expected, monkeypatch):
+    monkeypatch.setattr("slipstream.runner.levers.device_type", lambda: "cpu")
+    assert main(["explain", RECIPE, *words]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert expected in line
+
+
+def test_an_unknown_recipe_is_said(capsys):
+    assert main(["explain", "street_scene"]) == 2
+    assert "street_scene" in capsys.readouterr().err

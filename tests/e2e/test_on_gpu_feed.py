@@ -1,0 +1,130 @@
+"""On a CUDA device: batches arrive whole and ahead, bad steps are skipped, and nothing waits for the device."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream.dataset.feed import DeviceFeed, feed
+from slipstream.optim import OptimWrapper
+from slipstream.speed.nan_guard import Locator, StepGuard
+from slipstream.speed.precision import tf32
+from slipstream.speed.process import expandable_segments
+from slipstream.step import EagerStep
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def no_waiting():
+    """A function that makes every host-device sync from then on an error."""
+    yield lambda: torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def images(count=24):
+    values = torch.arange(count * 3 * 64 * 64, dtype=torch.int64).remainder(251).to(torch.uint8)
+    return TensorDataset(values.view(count, 3, 64, 64), torch.arange(count))
+
+
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_batches_are_whole_while_slow_steps_are_under_way(pin_memory, prefetch):
+    loader = DataLoader(images(), batch_size=2, pin_memory=pin_memory)
+    slow = torch.randn(2048, 2048, device="cuda")
+    sums = []
+    for pixels, labels in feed(loader, prefetch=prefetch):
+        assert pixels.is_cuda
+        assert pixels.dtype == torch.uint8
+        for _ in range(10):
+            slow = (slow @ slow).tanh()
+        # Only now is the batch read: a copy that reused its memory too early would have changed it.
+        sums.append(torch.stack([pixels.long().sum(), labels.sum()]))
+    expected = [torch.stack([x.long().sum(), y.sum()]) for x, y in DataLoader(images(), batch_size=2)]
+    assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))
+
+
+def test_the_host_never_waits_and_memory_does_not_grow_with_its_lead(no_waiting):
+    loader = DataLoader(images(48), batch_size=4, pin_memory=True)
+    batches = DeviceFeed(loader, prefetch=2)
+    slow = torch.randn(1024, 1024, device="cuda")
+    for _ in batches:
+        slow = (slow @ slow).tanh()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_reserved()
+    no_waiting()
+    for _ in batches:
+        slow = (slow @ slow).tanh()
+    assert torch.cuda.memory_reserved() == before
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, x):
+        return {"loss": self.body(x).square().mean()}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [dict(fused=True), dict(foreach=True, capturable=True), dict(foreach=False, capturable=True)],
+)
+def test_bad_steps_leave_no_trace_and_cost_no_wait(options, no_waiting):
+    def train(kinds, guarded):
+        net = Net().cuda()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **options)
+        optim = OptimWrapper(optimizer, clip_grad=dict(max_norm=1.0))
+        optim.guard = StepGuard(net, torch.device("cuda", 0)) if guarded else None
+        step = EagerStep(lambda x: net(x), net, optim)
+        generator = torch.Generator().manual_seed(1)
+        data = [torch.randn(4, 8, generator=generator).cuda() for _ in range(kinds.count("good"))]
+        bad = torch.full((4, 8), math.nan, device="cuda")
+        batches = [data.pop(0) if kind == "good" else bad for kind in kinds]
+        for index, batch in enumerate(batches):
+            step(batch)
+            if guarded and index == 1:
+                no_waiting()
+        torch.cuda.set_sync_debug_mode("default")
+        return net.state_dict(), optimizer.state_dict()["state"]
+
+    weights, state = train(["bad", "good", "bad", "good", "bad", "good"], True)
+    weights2, state2 = train(["good"] * 3, False)
+    for name, value in weights2.items():
+        assert torch.equal(weights[name], value), name
+    for number, values in state2.items():
+        for name, value in values.items():
+            assert torch.equal(state[number][name], value), (number, name)
+
+
+def test_the_locator_never_waits(no_waiting):
+    net = Net().cuda()
+    locator = Locator(net)
+    x = torch.full((4, 8), math.nan, device="cuda")
+    no_waiting()
+    net(x)
+    torch.cuda.set_sync_debug_mode("default")
+    assert "'body.0' (Linear); its inputs were not finite either" in locator.report()
+
+
+def test_tf32_changes_products_while_it_lasts():
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    x = torch.randn(512, 512, device="cuda")
+    exact = x @ x
+    with tf32():
+        rounded = x @ x
+    assert not torch.equal(rounded, exact)
+    torch.testing.assert_close(rounded, exact, rtol=0, atol=0.5)
+    assert torch.equal(x @ x, exact)
+
+
+def test_segments_are_expandable_while_it_lasts():
+    with expandable_segments(lambda line: None):
+        kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
+        assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())
+    assert kept.is_cuda

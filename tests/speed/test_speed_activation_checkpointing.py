@@ -1,0 +1,401 @@
+"""Recomputed blocks train to the numbers of kept ones, and keep less."""
+
+import copy
+import io
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.utils.parametrizations import spectral_norm
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.speed import activation_checkpointing as lever
+from slipstream.speed.activation_checkpointing import (
+    ActivationCheckpointingOptions,
+    checkpoint_activations,
+    read_activation_checkpointing,
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+
+
+class Bottleneck(nn.Module):
+    """Takes a keyword, returns a tuple; calls of its inside are counted."""
+
+    def __init__(self, dropout, momentum):
+        super().__init__()
+        self.inner = nn.Sequential(
+            nn.Conv2d(4, 4, 3, padding=1),
+            nn.BatchNorm2d(4, momentum=momentum),
+            nn.Dropout(dropout),
+            nn.ReLU(inplace=True),
+        )
+        self.outer = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.GELU())
+        self.calls = 0
+
+    def forward(self, x, scale=None):
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        y = self.outer(self.inner(x))
+        return x + (y if scale is None else y * scale), {"inside": y.mean()}
+
+
+class Net(nn.Module):
+    def __init__(self, dropout=0.3, momentum=0.1):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Conv2d(3, 4, 3)
+        self.blocks = nn.ModuleList([Bottleneck(dropout, momentum) for _ in range(2)])
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x, aside = self.stem(x), 0.0
+        for block in self.blocks:
+            x, more = block(x, scale=self.scale)
+            aside = aside + more["inside"]
+        return self.head(x.mean((2, 3))).square().mean() + aside.square()
+
+
+def batches(count=20):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(3, 3, 8, 8, generator=generator) for _ in range(count)]
+
+
+def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
+    """Plain SGD, the whole step in one graph if `compiled`; return losses and state."""
+    params = list(model.parameters())
+
+    def step(window):
+        losses, total = [], None
+        for x in window:
+            with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                loss = model(x)
+            grads = torch.autograd.grad(loss, params)
+            total = grads if total is None else torch._foreach_add(total, grads)
+            losses.append(loss.detach())
+        with torch.no_grad():
+            torch._foreach_add_(params, total, alpha=-0.05 / accumulate)
+        return torch.stack(losses)
+
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    torch.manual_seed(2)
+    data = batches(steps)
+    losses = [run(data[i : i + accumulate]) for i in range(0, steps, accumulate)]
+    return torch.cat(losses), {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def checkpointed(model, *names, **kwargs):
+    checkpoint_activations(model, ActivationCheckpointingOptions(list(names) or None, **kwargs))
+    return model
+
+
+def assert_same(left, right, rtol=0.0):
+    torch.testing.assert_close(left[0], right[0], rtol=rtol, atol=rtol)
+    assert left[1].keys() == right[1].keys()
+    for name, value in right[1].items():
+        torch.testing.assert_close(
+            left[1][name], value, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# ---- the numbers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "momentum"), [(None, 0.1), (None, None), (torch.bfloat16, 0.1)])
+def test_losses_weights_and_running_statistics_of_20_steps_are_those_of_kept_activations(dtype, momentum):
+    model = checkpointed(Net(momentum=momentum))
+    assert_same(train(model, dtype=dtype), train(Net(momentum=momentum), dtype=dtype))
+    assert model.blocks[0].calls == 40  # 20 forwards and 20 recomputations: it is not idle
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_one_graph_of_the_whole_step_computes_the_same(dtype):
+    """Dropout and an in-place ReLU are inside; the random stream of aot_eager is eager's."""
+    # The graph rounds bfloat16 elsewhere than eager does, whether or not it recomputes.
+    expected = train(Net(), dtype is not None, dtype, 6)
+    torch._dynamo.reset()
+    assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
+
+
+def test_gradients_of_several_batches_add_up():
+    assert_same(train(checkpointed(Net()), accumulate=4), train(Net(), accumulate=4))
+
+
+def test_a_model_compiled_in_place_computes_the_same():
+    model = checkpointed(Net())
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_same(train(model, steps=4), train(Net(), steps=4), 1e-6)
+
+
+def test_buffers_that_forward_moves_and_uses_are_those_it_saw():
+    """The power iteration of spectral_norm: once more of it would be another weight."""
+
+    def net():
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(spectral_norm(nn.Linear(3, 3)), nn.Tanh()) for _ in range(2)]
+        return nn.Sequential(nn.Flatten(), nn.Linear(192, 3), nn.Sequential(*blocks), Mean())
+
+    assert_same(train(checkpointed(net()), steps=6), train(net(), steps=6))
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+def test_a_second_backward_recomputes_again():
+    model, kept = checkpointed(Net()), Net()
+    gradients = []
+    for net in (model, kept):
+        torch.manual_seed(3)
+        loss = net(batches(1)[0])
+        gradients.append([torch.autograd.grad(loss, list(net.parameters()), retain_graph=True) for _ in "12"])
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+    for name, value in kept.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_frozen_blocks_in_evaluation_mode_pass_gradients_and_stay():
+    results = []
+    for net in (checkpointed(Net()), Net()):
+        net.blocks.eval().requires_grad_(False)
+        params = [net.stem.weight, net.scale]
+        results.append(torch.autograd.grad(net(batches(1)[0]), params))
+        assert net.blocks[0].inner[1].num_batches_tracked == 0
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_without_gradient_nothing_is_recomputed_and_the_output_is_the_same():
+    model = checkpointed(Net()).eval()
+    with torch.no_grad():
+        assert torch.equal(model(batches(1)[0]), Net().eval()(batches(1)[0]))
+    assert model.blocks[0].calls == 1
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_shared_block_and_a_block_inside_another_train_as_without(compiled):
+    def net():
+        net = Net(dropout=0.0)
+        net.blocks.append(net.blocks[0])
+        net.stem = nn.Sequential(net.stem, net.blocks[0].inner)  # alone here, and inside blocks.0
+        return net
+
+    model = net()
+    names = checkpoint_activations(model, ActivationCheckpointingOptions(["Bottleneck", "stem.1"]))
+    assert names == ["stem.1", "blocks.0", "blocks.1"]
+    assert_same(train(model, compiled, steps=4), train(net(), steps=4), 1e-6)
+
+
+# ---- the model ---------------------------------------------------------------------------------------
+
+
+def test_names_stay_and_copies_recompute_for_themselves():
+    model = checkpointed(Net())
+    assert list(model.state_dict()) == list(Net().state_dict())
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    for twin in (
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(buffer, weights_only=False),
+    ):
+        for p in twin.parameters():
+            p.data.mul_(0.5)
+        expected = Net()
+        for p in expected.parameters():
+            p.data.mul_(0.5)
+        assert_same(train(twin, steps=4), train(expected, steps=4))
+        assert twin.blocks[0].calls == 8
+    assert model.blocks[0].calls == 0
+    assert_same(train(model, steps=4), train(Net(), steps=4))
+
+
+def test_a_second_application_changes_nothing():
+    model = checkpointed(checkpointed(Net()))
+    train(model, steps=1)
+    assert model.blocks[0].calls == 2
+
+
+def test_a_wrapped_forward_of_the_users_own_is_called():
+    model, seen = Net(), []
+    inner = model.blocks[0].forward
+    model.blocks[0].forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
+    train(checkpointed(model), steps=1)
+    assert len(seen) == 2
+
+
+def test_the_compilers_warning_of_kept_results_does_not_reach_users(caplog):
+    with caplog.at_level(logging.WARNING, "torch._higher_order_ops.wrap"):
+        train(checkpointed(Net()), True, steps=1)
+        logging.getLogger("torch._higher_order_ops.wrap").warning("another")
+    assert [record.getMessage() for record in caplog.records if record.name.startswith("torch._higher")] == [
+        "another"
+    ]
+
+
+# ---- the memory --------------------------------------------------------------------------------------
+
+
+def kept_bytes(model):
+    """Return how many bytes eager autograd keeps for backward, each storage once."""
+    sizes = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    x = batches(1)[0]
+    with saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = model(x)
+    loss.detach()
+    return sum(size for address, size in sizes.items() if address not in weights)
+
+
+def test_of_a_block_only_its_inputs_are_kept():
+    activation = 3 * 4 * 6 * 6 * 4  # bytes of what goes from block to block
+    kept, recomputed = kept_bytes(Net()), kept_bytes(checkpointed(Net()))
+    assert kept > 10 * activation
+    assert recomputed < 4 * activation
+
+
+def crossing_bytes(model):
+    """Return how many bytes the graph of a whole step holds from its forward for its backward."""
+    graphs = []
+
+    def capture(graph, inputs):
+        graphs.append(graph)
+        return torch._functorch.aot_autograd.make_boxed_func(graph.forward)
+
+    params = list(model.parameters())
+
+    def step(x):
+        return torch.autograd.grad(model(x), params)
+
+    torch.compile(step, fullgraph=True, backend=aot_autograd(fw_compiler=capture))(batches(1)[0])
+    (graph,) = graphs
+    in_backward = {node for node in graph.graph.nodes if node.meta.get("autograd_backward")}
+    assert in_backward
+    held = [
+        node
+        for node in graph.graph.nodes
+        if node.op == "call_function" and node not in in_backward and in_backward & set(node.users)
+    ]
+    return sum(node.meta["val"].nbytes for node in held if isinstance(node.meta["val"], torch.Tensor))
+
+
+def test_the_graph_of_a_whole_step_recomputes_too():
+    activation = 3 * 4 * 6 * 6 * 4
+    kept, recomputed = crossing_bytes(Net(0.0)), crossing_bytes(checkpointed(Net(0.0)))
+    assert kept > 8 * activation
+    assert recomputed < 5 * activation
+
+
+def test_offloading_sends_the_inputs_of_blocks_and_nothing_else_to_the_host(monkeypatch):
+    sent, fetched = [], []
+    monkeypatch.setattr(lever, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
+    monkeypatch.setattr(lever, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
+    assert_same(train(checkpointed(Net(), offload=True), steps=2), train(Net(), steps=2))
+    assert sent == [(3, 4, 6, 6), ()] * 4  # x and scale, of two blocks in two steps
+    assert sorted(fetched) == sorted(sent)
+
+
+def test_offloading_leaves_what_is_in_host_memory_where_it_is():
+    x = torch.randn(2)
+    assert lever._from_host(lever._to_host(x)) is x
+
+
+@pytest.mark.gpu
+def test_offloaded_inputs_leave_the_device_and_return_in_their_memory_format():
+    x = torch.randn(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last)
+    device, host = packed = lever._to_host(x)
+    assert host.is_pinned()
+    assert device == x.device
+    back = lever._from_host(packed)
+    assert torch.equal(back, x)
+    assert back.stride() == x.stride()
+    data = batches(1)[0].cuda()
+    gradients = []
+    for net in (checkpointed(Net(), offload=True).cuda(), Net().cuda()):
+        torch.manual_seed(0)
+        gradients.append(torch.autograd.grad(net(data), list(net.parameters())))
+    torch.testing.assert_close(*gradients)
+
+
+# ---- reading the configuration -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("names", "blocks"),
+    [
+        (["blocks.1"], ["blocks.1"]),
+        (["blocks.*"], ["blocks.0", "blocks.1"]),
+        (["blocks.*.inner"], ["blocks.0.inner", "blocks.1.inner"]),
+        (["Bottleneck"], ["blocks.0", "blocks.1"]),
+        (["blocks.*", "blocks.0.inner", "stem"], ["stem", "blocks.0", "blocks.1"]),
+        (None, ["blocks.0", "blocks.1"]),
+    ],
+)
+def test_blocks_are_found_by_name_pattern_or_class_or_because_they_repeat(names, blocks):
+    assert checkpoint_activations(Net(), ActivationCheckpointingOptions(names)) == blocks
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["block.*"], r"activation_checkpointing.modules: .*'block\.\*'"),
+        (["Bottlenec"], "no class of modules 'Bottlenec'; did you mean 'Bottleneck'"),
+        (["blocks.0.iner"], "did you mean 'blocks.0.inner'"),
+        (["blocks"], r"'blocks' only holds modules and is never called: write 'blocks\.\*'"),
+        (["blocks.0", "Net"], "no class of modules 'Net'"),
+    ],
+)
+def test_a_name_that_means_no_block_is_named_and_the_model_stays(names, message):
+    model = Net()
+    with pytest.raises(ConfigError, match=message):
+        checkpoint_activations(model, ActivationCheckpointingOptions(names))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_without_repeated_blocks_asks_for_names():
+    with pytest.raises(ConfigError, match="no block of the model repeats: name those"):
+        checkpoint_activations(nn.Sequential(nn.Linear(2, 2)), ActivationCheckpointingOptions())
+
+
+def test_it_is_read_from_what_configurations_say():
+    for off in (None, False, []):
+        assert read_activation_checkpointing(off) is None
+    assert read_activation_checkpointing(True) == ActivationCheckpointingOptions()
+    names = ActivationCheckpointingOptions(["backbone.layer1"])
+    assert read_activation_checkpointing(["backbone.layer1"]) == names
+    assert read_activation_checkpointing(dict(modules=["backbone.layer1"])) == names
+    assert read_activation_checkpointing(names) is names
+    assert read_activation_checkpointing(dict(offload=True)).offload
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "message"),
+    [
+        ({"module": ["a"]}, UnknownNameError, "activation_checkpointing.module: .*'modules'"),
+        ({"modules": []}, ConfigError, "activation_checkpointing.modules: expected names"),
+        ({"modules": "a"}, ConfigError, "activation_checkpointing.modules: expected"),
+        ([1], ConfigError, "activation_checkpointing.modules: expected names"),
+        (3, ConfigError, "activation_checkpointing: expected a dict"),
+        ("layer1", ConfigError, "activation_checkpointing: expected a dict"),
+    ],
+)
+def test_a_mistake_in_it_is_named(value, error, message):
+    with pytest.raises(error, match=message):
+        read_activation_checkpointing(value)

@@ -1,0 +1,183 @@
+"""Compiled code is kept in a folder of the user's own, and a second start finds it there."""
+
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.speed.compile import CompileOptions
+from slipstream.speed.compile_cache import cache_folder, use_cache
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.fixture(autouse=True)
+def own_folders(monkeypatch, tmp_path):
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(VARIABLE, "")  # so that it is put back
+    monkeypatch.delenv(VARIABLE)
+
+
+def net(width=4):
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
+
+
+def test_the_folder_is_the_users_alone_and_torch_is_told(tmp_path):
+    folder = use_cache(net(), CompileOptions(), "plan", pytest.fail)
+    assert folder.parent == tmp_path / "cache" / "compile"
+    assert folder.name.startswith("Sequential-")
+    assert os.environ[VARIABLE] == str(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert (folder / "CACHEDIR.TAG").read_text().startswith("Signature: 8a477f597d28d172789f06886806bc55\n")
+    assert use_cache(net(), CompileOptions(), "plan", pytest.fail) == folder
+
+
+def test_without_slipstream_cache_it_lies_where_the_xdg_standard_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("SLIPSTREAM_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder(net(), CompileOptions(), "").parent == tmp_path / "slipstream" / "compile"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for ignored in ("", "relative/path"):
+        monkeypatch.setenv("XDG_CACHE_HOME", ignored)
+        folder = cache_folder(net(), CompileOptions(), "")
+        assert folder.parent == tmp_path / "home" / ".cache" / "slipstream" / "compile"
+
+
+def test_a_folder_that_is_named_is_taken(tmp_path):
+    folder = use_cache(net(), CompileOptions(cache=str(tmp_path / "mine")), "", pytest.fail)
+    assert folder.parent == tmp_path / "mine"
+
+
+def test_model_plan_and_versions_have_folders_of_their_own(monkeypatch):
+    how = CompileOptions()
+    folder = cache_folder(net(), how, "plan")
+    with torch.no_grad():
+        trained = net()
+        trained[0].weight.add_(1)
+    assert cache_folder(trained, how, "plan") == folder
+    others = {
+        cache_folder(net(5), how, "plan"),
+        cache_folder(net().double(), how, "plan"),
+        cache_folder(net(), CompileOptions(dynamic=True), "plan"),
+        cache_folder(net(), how, "another plan"),
+    }
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    others.add(cache_folder(net(), how, "plan"))
+    assert len(others | {folder}) == 6
+
+
+def test_the_address_of_a_function_in_the_plan_does_not_count():
+    plans = [[lambda: None], [lambda: None]]
+    assert repr(plans[0]) != repr(plans[1])
+    folders = {cache_folder(net(), CompileOptions(), plan) for plan in plans}
+    assert len(folders) == 1
+
+
+@pytest.mark.parametrize("how", [CompileOptions(cache=False), CompileOptions("aot_eager")])
+def test_nothing_is_kept_where_nothing_can_be(how, tmp_path):
+    assert use_cache(net(), how, "", pytest.fail) is None
+    assert VARIABLE not in os.environ
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_the_user_gave_torch_stays(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, str(tmp_path))
+    assert use_cache(net(), CompileOptions(), "", pytest.fail) is None
+    assert os.environ[VARIABLE] == str(tmp_path)
+
+
+def test_the_next_model_in_a_process_has_its_own_folder(monkeypatch):
+    monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    monkeypatch.setenv(VARIABLE, default_cache_dir())  # torch sets it by itself when it first compiles
+    first = use_cache(net(), CompileOptions(), "", pytest.fail)
+    second = use_cache(net(5), CompileOptions(), "", pytest.fail)
+    assert len({first, second, None}) == 3
+    assert os.environ[VARIABLE] == str(second)
+
+
+# ---- folders that cannot be trusted or written -------------------------------------------------------
+
+
+def test_a_folder_that_others_can_write_to_is_not_used(tmp_path):
+    folder = use_cache(net(), CompileOptions(), "", pytest.fail)
+    del os.environ[VARIABLE]
+    folder.chmod(0o770)
+    warnings = []
+    assert use_cache(net(), CompileOptions(), "", warnings.append) is None
+    assert VARIABLE not in os.environ
+    assert len(warnings) == 1
+    assert f"others can write to {folder}, and their code would be run: chmod 700 {folder}" in warnings[0]
+
+
+def test_a_folder_of_another_user_is_not_used(monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: 12345678)
+    warnings = []
+    assert use_cache(net(), CompileOptions(), "", warnings.append) is None
+    assert "belongs to another user" in warnings[0]
+
+
+def test_a_folder_that_cannot_be_made_costs_one_warning_or_is_an_error_where_it_was_asked_for(
+    tmp_path, monkeypatch
+):
+    file = tmp_path / "file"
+    file.touch()
+    monkeypatch.setenv("SLIPSTREAM_CACHE", str(file))
+    warnings = []
+    assert use_cache(net(), CompileOptions(), "", warnings.append) is None
+    assert len(warnings) == 1
+    assert "Set SLIPSTREAM_CACHE to another folder" in warnings[0]
+    with pytest.raises(ConfigError, match=r"compile.cache: .*file"):
+        use_cache(net(), CompileOptions(cache=str(file)), "", pytest.fail)
+
+
+# ---- a second start ----------------------------------------------------------------------------------
+
+START = """
+import sys
+import torch
+from torch import nn
+from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.compile_report import CompileReport
+
+torch.manual_seed(0)
+model = nn.Linear(3, 2)
+how = CompileOptions()
+use_cache(model, how, "", sys.exit)
+compile_model(model, how, sys.exit)
+report = CompileReport()
+report.start()
+model(torch.ones(4, 3)).relu().sum().backward()
+facts = report.finish()
+print(facts.cache_hits, facts.cache_misses, model.weight.grad.tolist())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_a_second_start_finds_the_code_of_the_first(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    cold, warm = (
+        subprocess.run(
+            [sys.executable, "-c", START],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout.split(maxsplit=2)
+        for _ in range(2)
+    )
+    assert (int(cold[0]), int(cold[1])) == (0, 2)  # forward and backward
+    assert (int(warm[0]), int(warm[1])) == (2, 0)
+    assert warm[2] == cold[2]
+    assert len(list((tmp_path / "cache" / "compile").iterdir())) == 1

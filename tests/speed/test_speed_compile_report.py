@@ -1,0 +1,242 @@
+"""What torch's compiler gave up on is counted and named, and each run's report is its own."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
+
+from slipstream.speed.compile_report import CompileFacts, CompileReport, explain_failure
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    logging.getLogger("torch._dynamo").setLevel(logging.ERROR)
+    yield
+    logging.getLogger("torch._dynamo").setLevel(logging.NOTSET)
+
+
+class Speaking(nn.Module):
+    def forward(self, x):
+        x = x + 1
+        print("between two graphs")
+        return x * 2
+
+
+class Plain(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Halves(nn.Module):
+    """Has a graph for each size, whether sizes may vary or not."""
+
+    def forward(self, x):
+        return x * int(x.shape[0])
+
+
+def line(kind, offset):
+    return f"{__file__}:{kind.forward.__code__.co_firstlineno + offset}"
+
+
+def compiled(kind, **given):
+    module = kind()
+    module.compile(backend="eager", **given)
+    return module
+
+
+def reported(work, kinds=1):
+    report = CompileReport(kinds)
+    report.start()
+    work()
+    return report.finish()
+
+
+def test_a_run_without_trouble_says_so_in_one_line():
+    module = compiled(Plain)
+    facts = reported(lambda: [module(torch.ones(n)) for n in (2, 2, 3, 4)])
+    assert (facts.graphs, facts.breaks, facts.skipped, facts.eager) == (2, {}, {}, {})
+    assert list(facts.recompiles.values()) == [1]
+    assert not facts.troubled
+    assert facts.text() == "torch.compile: 2 graphs, no graph breaks, 1 recompile, no skipped CUDA graphs"
+
+
+def test_a_graph_break_is_named_with_its_line():
+    module = compiled(Speaking)
+    facts = reported(lambda: module(torch.ones(2)))
+    assert facts.troubled
+    assert facts.graphs == 2
+    assert facts.text().splitlines() == [
+        "torch.compile: 2 graphs, 1 graph break, no recompiles, no skipped CUDA graphs",
+        f'  graph break: {line(Speaking, 2)}: `print("between two graphs")`: Failed to trace builtin operator',
+    ]
+
+
+def test_recompiles_beyond_those_of_every_run_are_trouble_and_say_what_varied():
+    module = compiled(Halves, dynamic=False)
+    few = reported(lambda: [module(torch.ones(n)) for n in range(2, 7)])
+    assert (sum(few.recompiles.values()), few.unexpected, few.troubled) == (4, 0, False)
+    torch._dynamo.reset()
+    many = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)])
+    assert (sum(many.recompiles.values()), many.unexpected, many.troubled) == (6, 2, True)
+    assert "6 recompiles (2 more than expected)" in many.text()
+    assert (
+        f"  recompiled: {line(Halves, 0)} forward: tensor 'x' size mismatch at index 0. expected 7, actual 8"
+        in many.text().splitlines()
+    )
+
+
+def test_unlike_blocks_that_share_a_function_may_be_compiled_once_each():
+    module = compiled(Halves, dynamic=False)
+    facts = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)], kinds=2)
+    assert not facts.troubled
+
+
+def test_the_limit_of_recompiles_is_reported():
+    module = compiled(Halves, dynamic=False)
+    facts = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
+    assert facts.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
+    assert facts.troubled
+    assert "limit of recompiles reached, other calls ran eagerly: tensor 'x'" in facts.text()
+
+
+def test_more_compilations_than_torch_remembers_are_all_counted():
+    modules = []
+
+    def work():
+        for width in range(20):  # each class has a function of its own
+            kind = type(f"Halves{width}", (nn.Module,), {})
+            scope = {}
+            exec("def forward(self, x):\n    return x * int(x.shape[0])\n", scope)
+            kind.forward = scope["forward"]
+            modules.append(compiled(kind, dynamic=False))
+            for n in range(2, 7):
+                modules[-1](torch.ones(n))
+
+    facts = reported(work)
+    assert facts.graphs == 100
+    assert sum(facts.recompiles.values()) == 80
+
+
+def test_only_what_happens_between_start_and_finish_counts():
+    module = compiled(Speaking)
+    module(torch.ones(2))
+    again = reported(lambda: module(torch.ones(2)))
+    assert again == CompileFacts()
+    facts = reported(lambda: module(torch.ones(3)))
+    module(torch.ones(2, dtype=torch.int64))
+    assert sum(facts.breaks.values()) == 1
+    assert sum(facts.recompiles.values()) == 2  # before and behind the break
+    assert not torch._dynamo.callback.callback_handler.start_callbacks
+
+
+def test_a_reset_of_the_compiler_in_between_does_no_harm():
+    module = compiled(Speaking)
+    module(torch.ones(2))
+
+    def work():
+        torch._dynamo.reset()
+        module(torch.ones(2))
+
+    facts = reported(work)
+    assert sum(facts.breaks.values()) == 1
+
+
+def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
+    def backend(graph, inputs):
+        log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device (x)")
+        return graph
+
+    module = Plain()
+    module.compile(backend=backend)
+
+    def work():
+        module(torch.ones(2))
+        log_cudagraph_skip_and_bump_counter("at run time, where no compilation is recorded")
+
+    facts = reported(work)
+    assert facts.troubled
+    assert facts.skipped == {
+        "skipping cudagraphs due to cpu device (x)": 1,
+        "while running; TORCH_LOGS=cudagraphs says why": 1,
+    }
+    assert "2 skipped CUDA graphs" in facts.text()
+
+
+def test_finishing_what_was_not_started_is_an_error():
+    report = CompileReport()
+    with pytest.raises(RuntimeError, match="start"):
+        report.finish()
+    report.start()
+    report.finish()
+    with pytest.raises(RuntimeError, match="start"):
+        report.finish()
+
+
+# ---- why compilation failed --------------------------------------------------------------------------
+
+
+def failure(kind, *args, **given):
+    module = kind()
+    module.compile(**{"backend": "eager", "fullgraph": True, **given})
+    try:
+        module(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("it was compiled")
+
+
+class Reading(nn.Module):
+    def forward(self, x):
+        if x.sum().item() > 0:
+            x = x + 1
+        return x
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Sequential(Speaking())
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_the_line_of_user_code_is_named_even_below_torchs_own_modules():
+    expected = f'at {line(Speaking, 2)}: `print("between two graphs")`'
+    assert explain_failure(failure(Outer, torch.ones(2))) == (
+        f"Unsupported: Failed to trace builtin operator, {expected}"
+    )
+
+
+def test_a_value_that_is_read_is_named_with_its_line():
+    text = explain_failure(failure(Reading, torch.ones(2)))
+    assert text.endswith(f"at {line(Reading, 1)}: `if x.sum().item() > 0:`")
+    assert "\n" not in text
+
+
+def test_a_backend_that_fails_is_named_with_its_reason():
+    def backend(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    text = explain_failure(failure(Plain, torch.ones(2), backend=backend))
+    assert text.startswith(
+        "BackendCompilerFailed: backend='backend' raised: RuntimeError: no such instruction"
+    )
+
+
+def test_errors_without_a_stack_or_without_words_are_explained_too():
+    assert explain_failure(RuntimeError("Unrecognized mode=fast")) == "RuntimeError: Unrecognized mode=fast"
+    assert explain_failure(ImportError()) == "ImportError: no reason given"
+
+
+def test_too_many_recompiles_are_explained_by_what_varied():
+    module = compiled(Halves, dynamic=False, fullgraph=True)
+    for n in range(2, 10):
+        module(torch.ones(n))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
+        module(torch.ones(10))
+    text = explain_failure(caught.value)
+    assert "it varied: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text

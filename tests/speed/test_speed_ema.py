@@ -1,0 +1,83 @@
+"""What `ema` in a configuration means."""
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import EMAHook
+from slipstream.model import ScheduledEMA, StochasticWeightAverage
+from slipstream.registry import HOOKS, MODELS
+from slipstream.speed.ema import EmaOptions, read_ema
+
+
+def build(value):
+    """Return the average that the hook of `ema=value` makes."""
+    hook = HOOKS.build(read_ema(value).hook_cfg())
+    assert isinstance(hook, EMAHook)
+    return MODELS.build(hook._cfg, default_args={"model": nn.BatchNorm1d(2)})
+
+
+@pytest.mark.parametrize("value", [None, False])
+def test_without_ema_there_is_none(value):
+    assert read_ema(value) is None
+
+
+@pytest.mark.parametrize("value", [True, {}, EmaOptions()])
+def test_true_is_supergradients_own_average(value):
+    assert read_ema(value) == EmaOptions()
+    average = build(value)
+    assert isinstance(average, ScheduledEMA)
+    assert (average.schedule.decay, average.schedule.decay_type) == (0.9999, "exp")
+    assert average.schedule.at(40, 100) == pytest.approx(0.9999 * (1 - torch.e ** (-15 * 0.4)))
+
+
+def test_every_word_reaches_the_average_and_the_hook():
+    value = dict(decay=0.9, type="exp", beta=3, interval=4, begin_epoch=2)
+    average = build(value)
+    schedule = average.schedule
+    assert (schedule.decay, schedule.decay_type, schedule.beta, average.interval) == (0.9, "exp", 3, 4)
+    assert average.update_buffers
+    hook = HOOKS.build(read_ema(value).hook_cfg())
+    assert (hook.begin_iter, hook.begin_epoch) == (0, 2)
+    assert HOOKS.build(read_ema(dict(begin_iter=7)).hook_cfg()).begin_iter == 7
+
+
+@pytest.mark.parametrize(("kind", "decay"), [("constant", 0.99), ("threshold", 8 / 17)])
+def test_the_type_chooses_the_decay(kind, decay):
+    assert build(dict(decay=0.99, type=kind)).schedule.at(7, 10) == pytest.approx(decay)
+
+
+def test_swa_is_the_plain_mean():
+    average = build(dict(type="swa", interval=5))
+    assert isinstance(average, StochasticWeightAverage)
+    assert average.interval == 5
+    assert average.update_buffers
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (3, r"^ema: expected a dict"),
+        ("exp", r"^ema: expected a dict"),
+        (dict(deacy=0.9), r"^ema\.deacy: .*'decay'"),
+        (dict(decay="0.9"), r"^ema\.decay: expected float"),
+        (dict(decay=0.0), r"^ema\.decay: must lie between 0 and 1, not 0.0"),
+        (dict(decay=1), r"^ema\.decay: must lie between 0 and 1, not 1"),
+        (dict(decay=-0.5), r"^ema\.decay: must lie between"),
+        (dict(type="treshold"), r"^ema\.type: .*did you mean 'threshold'"),
+        (dict(type="threshold", beta=15), r"^ema\.beta: belongs to 'exp'"),
+        (dict(beta=-1), r"^ema\.beta: must be positive"),
+        (dict(type="swa", decay=0.9), r"^ema\.decay: 'swa' is a plain mean"),
+        (dict(type="swa", beta=1), r"^ema\.beta: 'swa' is a plain mean"),
+        (dict(interval=0), r"^ema\.interval: must be at least 1"),
+        (dict(begin_iter=-1), r"^ema\.begin_iter: must not be negative"),
+        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must not be negative"),
+        (dict(begin_iter=1, begin_epoch=1), r"^ema\.begin_epoch: .*not both"),
+        (dict(momentum=0.1), r"^ema\.momentum: .*decay"),
+        (dict(momentum=0.1, decay=0.9), r"^ema\.momentum: .*decay"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_at_its_key(value, message):
+    with pytest.raises(ConfigError, match=message):
+        read_ema(value)

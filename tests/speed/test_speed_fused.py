@@ -1,0 +1,329 @@
+"""The lever `fused`: the numbers of unfused optimizers, resume both ways, and overflows under a loss scale."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF, build_optim_wrapper
+from slipstream.optim import kernels as kernels_module
+from slipstream.speed.fused import fuse, read_fused
+
+KINDS = {
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "weight_decay": 1e-2, "nesterov": True}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 1e-2}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 1e-2, "amsgrad": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "weight_decay": 1e-2, "lr_decay": 0.01}),
+}
+by_kind = pytest.mark.parametrize("name", KINDS)
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(count, start=0):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(5, 6, generator=generator) for _ in range(start + count)][start:]
+
+
+def make(name, net, **options):
+    kind, given = KINDS[name]
+    groups = [{"params": net[0].parameters()}, {"params": net[2].parameters(), "lr": 0.02}]
+    return kind(groups, **{**given, **options})
+
+
+def train(wrapper, net, data, schedule=True):
+    for x in data:
+        with wrapper.optim_context(net):
+            loss = nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
+        wrapper.update_params(loss)
+        if schedule:
+            for group in wrapper.param_groups:
+                group["lr"] *= 0.9
+    return net
+
+
+def assert_close(one, two):
+    for a, b in zip(one.parameters(), two.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+# ---- the lever ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [True, False, None])
+def test_three_words_are_read(value):
+    assert read_fused(value) is value
+
+
+@pytest.mark.parametrize("value", ["yes", 1, {}, "fused"])
+def test_other_words_are_refused_with_the_key(value):
+    with pytest.raises(ConfigError, match=r"^fused: must be True, False or None"):
+        read_fused(value)
+
+
+@by_kind
+@pytest.mark.parametrize("wanted", [True, None])
+def test_fused_steps_have_the_numbers_of_unfused_ones_with_groups_clipping_and_a_schedule(name, wanted):
+    plain, net = make_net(), make_net()
+    optimizer = make(name, net)
+    assert fuse(optimizer, wanted) is True
+    clip = {"max_norm": 0.1}
+    train(OptimWrapper(make(name, plain), clip_grad=clip), plain, batches(10))
+    train(OptimWrapper(optimizer, clip_grad=clip), net, batches(10))
+    assert_close(net, plain)
+
+
+@by_kind
+def test_a_fused_optimizer_is_the_one_that_torch_builds_with_fused(name):
+    built, net = make_net(), make_net()
+    optimizer = make(name, net)
+    fuse(optimizer, True)
+    theirs = make(name, built, fused=True)
+    assert optimizer.defaults == theirs.defaults
+    assert optimizer._step_supports_amp_scaling is theirs._step_supports_amp_scaling is True
+    train(OptimWrapper(theirs), built, batches(5))
+    train(OptimWrapper(optimizer), net, batches(5))
+    for a, b in zip(net.parameters(), built.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@by_kind
+def test_an_optimizer_that_has_stepped_goes_on_fused(name):
+    plain, net = make_net(), make_net()
+    train(OptimWrapper(make(name, plain)), plain, batches(8))
+    wrapper = OptimWrapper(make(name, net))
+    train(wrapper, net, batches(4))
+    fuse(wrapper.optimizer, True)
+    train(wrapper, net, batches(4, start=4))
+    assert_close(net, plain)
+
+
+@pytest.mark.parametrize("choice", [{"foreach": True}, {"foreach": False}, {"fused": False}])
+def test_without_a_word_the_choice_of_the_configuration_stays(choice):
+    optimizer = make("AdamW", make_net(), **choice)
+    assert fuse(optimizer, None) is False
+    key, value = next(iter(choice.items()))
+    assert all(group[key] is value for group in optimizer.param_groups)
+
+
+@by_kind
+def test_false_leaves_the_optimizer_as_it_was_built(name):
+    assert fuse(make(name, make_net()), False) is False
+    assert fuse(make(name, make_net(), fused=True), False) is True
+
+
+def test_a_built_optimizer_of_a_configuration_can_be_fused():
+    wrapper = build_optim_wrapper(make_net(), {"optimizer": {"type": "SGD", "lr": 0.1}})
+    assert fuse(wrapper.optimizer, True) is True
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, RMSpropTF])
+def test_a_class_without_fused_kernels_is_left_alone_or_refused_with_those_that_have_them(kind):
+    optimizer = kind(make_net().parameters(), lr=0.1)
+    before = copy.deepcopy(optimizer.defaults)
+    assert fuse(optimizer, None) is False
+    assert optimizer.defaults == before
+    with pytest.raises(
+        ConfigError, match=rf"^fused: {kind.__name__} has no fused kernel; Adagrad, Adam, AdamW, SGD have"
+    ):
+        fuse(optimizer, True)
+
+
+@pytest.mark.parametrize(
+    ("param", "options", "reason"),
+    [
+        (torch.zeros(2, device="meta"), {}, "torch has no fused kernel of Adam for meta"),
+        (torch.zeros(2, dtype=torch.complex64), {}, "floating-point parameters only, not torch.complex64"),
+        (torch.zeros(2), {"differentiable": True}, "cannot be differentiable"),
+        (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
+    ],
+)
+def test_what_cannot_be_fused_is_left_alone_or_refused_with_the_reason(param, options, reason):
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1)), nn.Parameter(param)], **options)
+    assert fuse(optimizer, None) is False
+    with pytest.raises(ConfigError, match=f"^fused: .*{reason}"):
+        fuse(optimizer, True)
+
+
+def test_sharded_parameters_are_fused_where_torch_can(monkeypatch):
+    monkeypatch.setattr(kernels_module, "is_sharded", lambda tensor: True)
+    assert fuse(make("AdamW", make_net()), None) is True
+    assert fuse(make("SGD", make_net()), None) is False
+    with pytest.raises(ConfigError, match="no fused kernel of SGD for sharded parameters"):
+        fuse(make("SGD", make_net()), True)
+
+
+def test_a_device_whose_backend_lacks_the_kernel_is_not_fused(monkeypatch):
+    monkeypatch.setattr(
+        torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: op != "aten::_fused_sgd_"
+    )
+    assert fuse(make("SGD", make_net()), None) is False
+    assert fuse(make("Adam", make_net()), None) is True
+
+
+# ---- resume ------------------------------------------------------------------------------------------
+
+
+@by_kind
+@pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
+def test_a_checkpoint_goes_on_with_the_kernels_of_the_new_run(name, before, after):
+    plain, net = make_net(), make_net()
+    train(OptimWrapper(make(name, plain)), plain, batches(8))
+    first = OptimWrapper(make(name, net))
+    fuse(first.optimizer, before)
+    train(first, net, batches(4))
+    saved = copy.deepcopy(first.state_dict())
+    second = OptimWrapper(make(name, net))
+    fuse(second.optimizer, after)
+    second.load_state_dict(saved)
+    assert all(bool(group["fused"]) is after for group in second.param_groups)
+    assert [group["lr"] for group in second.param_groups] == [group["lr"] for group in first.param_groups]
+    train(second, net, batches(4, start=4))
+    assert_close(net, plain)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_the_host_counts_are_brought_to_the_host(fused, monkeypatch):
+    net = make_net()
+    wrapper = OptimWrapper(make("Adam", net))
+    train(wrapper, net, batches(2))
+    fuse(wrapper.optimizer, fused)
+    monkeypatch.setattr(
+        torch.Tensor, "cpu", lambda self: "on the host"
+    )  # as if the saved ones were elsewhere
+    state = kernels_module.with_own_kernels(wrapper.optimizer, wrapper.state_dict())["state"]
+    assert [values["step"] == "on the host" for values in state.values()] == [not fused] * 4
+    assert all(isinstance(values["exp_avg"], torch.Tensor) for values in state.values())
+
+
+def test_a_state_of_another_number_of_groups_is_still_torchs_error():
+    wrapper = OptimWrapper(make("SGD", make_net()))
+    saved = OptimWrapper(torch.optim.SGD(make_net().parameters(), lr=0.1)).state_dict()
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        wrapper.load_state_dict(saved)
+
+
+# ---- with a loss scale --------------------------------------------------------------------------
+
+
+def scaled(name, net, fused, clip=None, **options):
+    optimizer = make(name, net, **options)
+    fuse(optimizer, fused)
+    scale = {"init_scale": 1024.0, "growth_interval": 3}
+    return AmpOptimWrapper(optimizer=optimizer, dtype="float16", loss_scale=scale, clip_grad=clip)
+
+
+def overflow(wrapper, net):
+    wrapper.update_params(sum(p.sum() for p in net.parameters()) * math.inf)
+
+
+@by_kind
+@pytest.mark.parametrize("clip", [None, {"max_norm": 0.1}])
+@pytest.mark.parametrize("when", [0, 3])
+def test_fused_steps_under_a_loss_scale_leave_overflows_out_as_unfused_ones_do(name, clip, when):
+    trained = []
+    for fused in (False, True):
+        net = make_net()
+        wrapper = scaled(name, net, fused, clip)
+        train(wrapper, net, batches(when))
+        before = copy.deepcopy(net)
+        overflow(wrapper, net)
+        assert all(torch.equal(a, b) for a, b in zip(net.parameters(), before.parameters(), strict=True))
+        train(wrapper, net, batches(5, start=when))
+        trained.append((net, wrapper.loss_scaler.state_dict()))
+    (plain, scale), (net, fused_scale) = trained
+    assert_close(net, plain)
+    assert fused_scale == scale
+
+
+@by_kind
+def test_a_fused_step_under_a_loss_scale_reads_nothing_back(name, monkeypatch):
+    net = make_net()
+    wrapper = scaled(name, net, True, {"max_norm": 0.1})
+    train(wrapper, net, batches(1))
+
+    def read(self):
+        raise AssertionError("a step read a tensor")
+
+    loss = nn.functional.cross_entropy(net(batches(1)[0]), torch.zeros(5, dtype=torch.long))
+    monkeypatch.setattr(torch.Tensor, "item", read)
+    monkeypatch.setattr(torch.Tensor, "__float__", read)
+    monkeypatch.setattr(torch.Tensor, "__bool__", read)
+    wrapper.update_params(loss)
+
+
+def test_a_first_step_that_overflows_leaves_no_uninitialised_momentum(monkeypatch):
+    # torch takes torch.empty_like for the momentum, and the kernel that leaves the step out does not fill it.
+    net = make_net()
+    wrapper = scaled("SGD", net, True)
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, **kwargs: torch.full_like(tensor, 1e20))
+    overflow(wrapper, net)
+    for p in net.parameters():
+        assert torch.equal(wrapper.optimizer.state[p]["momentum_buffer"], torch.zeros_like(p))
+
+
+def test_a_parameter_that_gets_gradients_later_has_a_first_step_of_its_own():
+    trained = []
+    for fused in (False, True):
+        net = make_net()
+        wrapper = scaled("SGD", net, fused)
+        net[0].requires_grad_(False)
+        train(wrapper, net, batches(2))
+        net[0].requires_grad_(True)
+        overflow(wrapper, net)
+        trained.append(train(wrapper, net, batches(3, start=2)))
+    assert_close(*trained)
+
+
+def test_with_dampening_the_host_decides_since_the_first_step_is_another():
+    trained = []
+    for fused in (False, True):
+        net = make_net()
+        wrapper = scaled("SGD", net, fused, dampening=0.5, nesterov=False)
+        overflow(wrapper, net)
+        trained.append(train(wrapper, net, batches(4)))
+    assert_close(*trained)
+
+
+@pytest.mark.parametrize(
+    ("device", "choice", "fused"),
+    [
+        ("cpu", {}, False),
+        ("cuda", {}, True),
+        ("cuda", {"foreach": True}, False),
+        ("cuda", {"fused": False}, False),
+    ],
+)
+def test_float16_on_an_accelerator_takes_fused_kernels_unless_others_were_chosen(device, choice, fused):
+    wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net(), **choice), dtype="float16")
+    wrapper.device_type = device  # as if the parameters were there
+    assert wrapper.loss_scaler is not None
+    assert all(bool(group["fused"]) is fused for group in wrapper.param_groups)
+
+
+def test_bfloat16_leaves_the_kernels_alone():
+    wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net()), dtype="bfloat16")
+    wrapper.device_type = "cuda"
+    assert wrapper.loss_scaler is None
+    assert not any(group["fused"] for group in wrapper.param_groups)
+
+
+@pytest.mark.gpu
+@by_kind
+def test_on_a_gpu_no_step_waits_for_the_device(name):
+    net = make_net().cuda()
+    data = [x.cuda() for x in batches(6)]
+    wrapper = AmpOptimWrapper(optimizer=make(name, net), dtype="float16", clip_grad={"max_norm": 0.1})
+    train(wrapper, net, data[:2])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        train(wrapper, net, data[2:])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(group["fused"] for group in wrapper.param_groups)

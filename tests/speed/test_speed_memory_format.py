@@ -1,0 +1,231 @@
+"""channels_last: the same training in another memory layout, and the layout lasts."""
+
+import copy
+from collections import namedtuple
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.model import ExponentialMovingAverage
+from slipstream.optim.layouts import lay_out_states
+from slipstream.speed.memory_format import as_channels_last, read_channels_last, to_channels_last
+
+LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, groups=8),
+            nn.ConvTranspose2d(8, 4, 2),
+        )
+        self.head = nn.Linear(4, 2)
+        self.positions = nn.Parameter(torch.zeros(1, 3, 8, 8))
+        self.formats = []
+
+    def forward(self, inputs, mode="loss"):
+        if not torch.compiler.is_compiling():
+            self.formats.append(inputs["image"].is_contiguous(memory_format=LAST))
+        y = self.body(inputs["image"].float() + self.positions)
+        return self.head(y.mean((2, 3))).square().mean()
+
+
+def batches(count=20, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return [{"image": torch.randn(2, 3, 8, 8, generator=generator)} for _ in range(count)]
+
+
+def laid_out():
+    model = Net()
+    to_channels_last(model)
+    return model
+
+
+def train(model, optimizer=None, data=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    losses = []
+    for batch in data or batches():
+        loss = model(batch, mode="loss")
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), optimizer
+
+
+def assert_close(left, right):
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-6)
+
+
+def assert_convolutions_are_last(model):
+    for index in (0, 4):
+        weight = model.body[index].weight
+        assert weight.is_contiguous(memory_format=LAST)
+        assert not weight.is_contiguous()
+
+
+def test_20_steps_end_as_in_the_usual_layout_and_the_layout_lasts():
+    model, usual = laid_out(), Net()
+    parameters = [id(p) for p in model.parameters()]
+    to_channels_last(model)
+    losses, optimizer = train(model)
+    expected, _ = train(usual)
+    assert_close(losses, expected)
+    assert_close(model.state_dict(), usual.state_dict())
+    assert [id(p) for p in model.parameters()] == parameters
+    assert_convolutions_are_last(model)
+    for index in (0, 4):
+        weight = model.body[index].weight
+        assert weight.grad.stride() == weight.stride()
+        assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
+    assert model.positions.is_contiguous()  # only convolutions gain
+
+
+def test_batches_enter_the_model_so_in_training_and_validation_and_are_converted_once():
+    model = laid_out()
+    to_channels_last(model)  # again: one hook all the same
+    assert len(model._forward_pre_hooks) == 1
+    batch = batches(1)[0]
+    model(batch)
+    with torch.no_grad():
+        model.eval()(inputs=batch)
+    assert model.formats == [True, True]
+    assert not batch["image"].is_contiguous(memory_format=LAST)  # the caller's own stays
+
+
+def test_activations_are_so_too():
+    model, formats = laid_out(), []
+    for layer in model.body:
+        layer.register_forward_hook(
+            lambda layer, args, y: formats.append(y.is_contiguous(memory_format=LAST))
+        )
+    model(batches(1)[0])
+    assert formats == [True] * 5
+
+
+def test_without_weights_only_batches_change():
+    model = Net()
+    to_channels_last(model, weights=False)
+    assert all(p.is_contiguous() for p in model.parameters())
+    losses, _ = train(model)
+    assert all(model.formats)
+    assert_close(losses, train(Net())[0])
+
+
+def test_a_compiled_step_computes_the_same_in_one_graph():
+    model = laid_out()
+    model.compile(backend="aot_eager", fullgraph=True)
+    assert_close(train(model, data=batches(5))[0], train(Net(), data=batches(5))[0])
+
+
+def test_nested_batches_keep_their_kind_and_all_that_is_no_image():
+    Pair = namedtuple("Pair", ["image", "label"])
+    images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
+    labels, boxes = torch.zeros(2, 1, 4, 4, dtype=torch.long).expand(2, 3, 4, 4), torch.zeros(2, 5, 4)
+    batch = {
+        "a": [images.half(), Pair(images, labels)],
+        "b": (boxes, "name", None),
+        "c": torch.zeros(1, 2, 3, 3, 3),
+    }
+    done = as_channels_last(batch)
+    assert done["a"][0].is_contiguous(memory_format=LAST)
+    assert type(done["a"][1]) is Pair
+    assert done["a"][1].image.is_contiguous(memory_format=LAST)
+    assert done["a"][1].image.dtype == torch.uint8
+    assert done["a"][1].label is labels
+    assert done["b"] == (boxes, "name", None)
+    assert done["c"].is_contiguous(memory_format=LAST_3D)
+
+
+def test_an_image_that_is_so_already_is_not_copied():
+    image = torch.randn(2, 3, 4, 4).to(memory_format=LAST)
+    assert as_channels_last([image])[0] is image
+
+
+def test_volumes_and_layers_without_weights_of_their_own():
+    lazy, volume = nn.LazyConv2d(4, 3), nn.Conv3d(3, 4, 3)
+    shared = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
+    sentence = nn.Conv1d(3, 4, 3)
+    model = nn.ModuleList([lazy, volume, shared, sentence])
+    before = sentence.weight.clone()
+    to_channels_last(model)
+    assert volume.weight.is_contiguous(memory_format=LAST_3D)
+    assert torch.equal(sentence.weight, before)
+    assert lazy(torch.randn(1, 2, 5, 5)).shape == (1, 4, 3, 3)
+    assert shared(torch.randn(1, 3, 5, 5)).shape == (1, 4, 3, 3)
+
+
+def test_averages_of_mixed_layouts_are_those_of_one_layout():
+    results = []
+    for before in (None, False, True):  # not at all; the average is made before, or after
+        model = Net()
+        if before:
+            to_channels_last(model)
+        average = ExponentialMovingAverage(model, momentum=0.3)
+        if before is False:
+            to_channels_last(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for batch in batches(5):
+            train(model, optimizer, [batch])
+            average.update_parameters(model)
+        results.append(average.module.state_dict())
+    assert_close(results[1], results[0])
+    assert_close(results[2], results[0])
+    copied = copy.deepcopy(model)
+    assert_convolutions_are_last(copied)
+    copied(batches(1)[0])
+    assert copied.formats[-1]
+
+
+@pytest.mark.parametrize("writes_last", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_a_checkpoint_of_the_other_layout_goes_on_with_the_same_numbers(kind, fused, writes_last, tmp_path):
+    def optimizer(model):
+        momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+        return kind(model.parameters(), lr=0.01, fused=fused, **momentum)
+
+    writer, reader = (laid_out(), Net()) if writes_last else (Net(), laid_out())
+    first = optimizer(writer)
+    train(writer, first, batches(5))
+    torch.save({"model": writer.state_dict(), "optimizer": first.state_dict()}, tmp_path / "c.pth")
+    saved = torch.load(tmp_path / "c.pth", weights_only=True)
+    second = optimizer(reader)
+    reader.load_state_dict(saved["model"])
+    second.load_state_dict(saved["optimizer"])
+    lay_out_states(second)
+    if not writes_last:
+        assert_convolutions_are_last(reader)
+    for param, states in second.state.items():
+        assert {value.stride() for value in states.values() if value.shape == param.shape} == {param.stride()}
+    more = batches(5, seed=2)
+    assert_close(train(reader, second, more)[0], train(writer, first, more)[0])
+    assert_close(reader.state_dict(), writer.state_dict())
+
+
+def test_states_that_are_laid_out_stay_the_same_tensors():
+    model = laid_out()
+    _, optimizer = train(model, data=batches(2))
+    lay_out_states(optimizer)
+    before = {id(value) for states in optimizer.state.values() for value in states.values()}
+    lay_out_states(optimizer)
+    assert {id(value) for states in optimizer.state.values() for value in states.values()} == before
+
+
+def test_it_is_on_or_off():
+    assert [read_channels_last(value) for value in (True, False, None)] == [True, False, False]
+    for wrong in ("yes", 1, {}):
+        with pytest.raises(ConfigError, match="channels_last: must be True or False, not"):
+            read_channels_last(wrong)

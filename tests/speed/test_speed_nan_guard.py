@@ -1,0 +1,412 @@
+"""Steps that are not finite leave no trace, by the device's own decision; and the first broken module is named."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from slipstream.errors import ConfigError, NonFiniteLossError
+from slipstream.hooks import Hook
+from slipstream.logging import MessageHub, Meter
+from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from slipstream.speed.nan_guard import (
+    Locator,
+    NanGuardOptions,
+    SkipCount,
+    StepGuard,
+    guard_step,
+    poison,
+    read_nan_guard,
+)
+from slipstream.step import EagerStep
+from tiny_runs import Net as RunNet
+from tiny_runs import loader, run, samples
+
+NAN, INF = math.nan, math.inf
+
+
+class Net(nn.Module):
+    """The last input is a factor of the loss: so a batch can break loss, gradient, or both."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 1))
+
+    def forward(self, x):
+        return {"loss": self.body(x).square().mean()}
+
+
+def good(index):
+    return torch.randn(5, 4, generator=torch.Generator().manual_seed(index))
+
+
+def bad(index=99):
+    x = good(index)
+    x[2, 1] = NAN
+    return x
+
+
+class Jump(torch.autograd.Function):
+    """The identity, with an infinite gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * INF
+
+
+OPTIMIZERS = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    "plain sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "adam foreach": lambda p: torch.optim.Adam(p, lr=0.1, foreach=True, amsgrad=True),
+    "fused adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2),
+}
+
+
+def train(batches, kind="sgd", guard=True, wrapper=OptimWrapper, forward=None, **options):
+    """Return model, optimizer and guard after a step with each batch."""
+    net = Net()
+    optim = wrapper(optimizer=OPTIMIZERS[kind](net.parameters()), **options)
+    optim.guard = StepGuard(net, torch.device("cpu")) if guard else None
+    optim.initialize_count_status(net, 0, -1)
+    step = EagerStep(lambda x: (forward or Net.forward)(net, x), net, optim)
+    for x in batches:
+        step(x)
+    return net, optim, optim.guard
+
+
+def assert_same_run(one, other):
+    (net, optim, _), (net2, optim2, _) = one, other
+    for name, value in net2.state_dict().items():
+        assert torch.equal(net.state_dict()[name], value), name
+    state, state2 = optim.optimizer.state_dict()["state"], optim2.optimizer.state_dict()["state"]
+    assert state.keys() == state2.keys()
+    for number, values in state2.items():
+        for name, value in values.items():
+            assert torch.equal(torch.as_tensor(state[number][name]), torch.as_tensor(value)), (number, name)
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_skipped_steps_leave_weights_state_and_statistics_bit_for_bit(kind):
+    guarded = train([bad(), good(1), good(2), bad(), bad(), good(3)], kind)
+    assert_same_run(guarded, train([good(1), good(2), good(3)], kind, guard=False))
+    assert guarded[2].read() == 3
+
+
+def test_without_the_guard_such_a_batch_ruins_the_weights():
+    net, _, _ = train([good(1), bad(), good(2)], guard=False)
+    assert not all(p.isfinite().all() for p in net.parameters())
+
+
+def test_a_finite_loss_with_an_infinite_gradient_is_skipped():
+    def forward(net, x):
+        return {"loss": (Jump.apply if x[0, 0] == 7 else nn.Identity())(net.body(x)).square().mean()}
+
+    jumping = good(5)
+    jumping[0, 0] = 7
+    guarded = train([good(1), jumping, good(2)], forward=forward)
+    assert_same_run(guarded, train([good(1), good(2)], guard=False))
+    assert guarded[2].read() == 1
+
+
+def test_an_infinite_loss_with_a_finite_gradient_is_skipped():
+    def forward(net, x):
+        return {"loss": net.body(x).square().mean() + (INF if x[0, 0] == 7 else 0.0)}
+
+    infinite = good(5)
+    infinite[0, 0] = 7
+    guarded = train([good(1), infinite, good(2)], forward=forward)
+    assert_same_run(guarded, train([good(1), good(2)], guard=False))
+    assert guarded[2].read() == 1
+
+
+def test_one_bad_batch_skips_its_whole_accumulation_window():
+    batches = [good(1), good(2), good(3), bad(), bad(), good(4), good(5), good(6)]
+    guarded = train(batches, accumulative_counts=2)
+    assert_same_run(guarded, train([good(1), good(2), good(5), good(6)], guard=False, accumulative_counts=2))
+    assert guarded[2].read() == 2
+
+
+@pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
+def test_clipping_and_bf16_go_with_it(kind):
+    how = dict(wrapper=AmpOptimWrapper, dtype="bfloat16", clip_grad=dict(max_norm=0.1))
+    guarded = train([good(1), bad(), good(2)], kind, **how)
+    assert_same_run(guarded, train([good(1), good(2)], kind, guard=False, **how))
+
+
+def test_a_loss_scale_skips_by_itself_and_is_counted():
+    how = dict(wrapper=AmpOptimWrapper, dtype="float16", loss_scale=128.0)
+    guarded = train([bad(), good(1), bad(), good(2)], **how)
+    assert_same_run(guarded, train([good(1), good(2)], guard=False, **how))
+    assert guarded[2].read() == 2
+
+
+def test_a_parameter_that_joins_later_is_guarded_from_its_first_step():
+    def run_it(batches, guard):
+        net = Net()
+        net.body[3].requires_grad_(False)
+        optim = OptimWrapper(OPTIMIZERS["sgd"](net.parameters()))
+        optim.guard = StepGuard(net, torch.device("cpu")) if guard else None
+        step = EagerStep(lambda x: net(x), net, optim)
+        step(good(1))
+        net.body[3].requires_grad_(True)
+        for x in batches:
+            step(x)
+        return net, optim, None
+
+    assert_same_run(run_it([bad(), good(2), bad()], True), run_it([good(2)], False))
+
+
+def test_state_that_an_optimizer_replaces_is_put_back_too():
+    class Replacing(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+
+        @torch.no_grad()
+        def step(self):
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["mean"] = 0.9 * self.state[p].get("mean", 0) + p.grad
+                p -= 0.1 * self.state[p]["mean"]
+
+    p = nn.Parameter(torch.ones(3))
+    optimizer = Replacing([p])
+    p.grad = torch.full((3,), 2.0)
+    optimizer.step()
+    p.grad = torch.full((3,), NAN)
+    with torch.no_grad():
+        guard_step(optimizer, optimizer.step, torch.tensor(False))
+    assert torch.equal(p, torch.full((3,), 1.0 - 0.1 * 2.0))
+    assert torch.equal(optimizer.state[p]["mean"], torch.full((3,), 2.0))
+
+
+def test_a_fused_optimizer_keeps_no_word_of_the_guard_when_its_step_fails():
+    p = nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([p], fused=True)
+
+    def fail():
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        guard_step(optimizer, fail, torch.tensor(True))
+    assert not hasattr(optimizer, "found_inf")
+    assert not hasattr(optimizer, "grad_scale")
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_poison_turns_a_broken_loss_into_nan_gradients_and_leaves_others_alone(value):
+    w = torch.tensor([1.0, 2.0], requires_grad=True)
+    poison(w.sum() * 3).backward()
+    assert w.grad.tolist() == [3.0, 3.0]
+    w.grad = None
+    poison(w.sum() + value).backward()
+    assert w.grad.isnan().all()
+
+
+def test_too_many_skipped_in_a_row_stop_the_run_and_fewer_do_not():
+    _, _, guard = train([bad()] * 3 + [good(1)] + [bad()] * 2)
+    guard.max_skipped = 2
+    assert guard.read() == 5  # two in a row are allowed
+    _, _, guard = train([good(1)] + [bad()] * 3)
+    guard.max_skipped = 2
+    with pytest.raises(NonFiniteLossError, match=r"the last 3 steps were skipped.*max_skipped"):
+        guard.read()
+
+
+def test_the_count_is_traceable_and_starts_anew_when_read_but_not_the_row():
+    count = SkipCount(torch.device("cpu"))
+    add = torch.compile(count.add, backend="aot_eager", fullgraph=True)
+    for finite in (True, False, False, True, False, False, False):
+        add(torch.tensor(finite))
+    assert count.read() == (5, 3)
+    add(torch.tensor(False))
+    assert count.read() == (1, 4)
+
+
+# ---- reading ---------------------------------------------------------------------------------------
+
+
+def test_words_are_read():
+    assert read_nan_guard(None) is read_nan_guard(False) is None
+    assert read_nan_guard(True) == read_nan_guard("stop") == NanGuardOptions()
+    assert read_nan_guard("skip") == NanGuardOptions("skip")
+    assert read_nan_guard(dict(action="skip", locate=True)) == NanGuardOptions("skip", locate=True)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("skipp", "nan_guard: .*did you mean 'skip'"),
+        (3, "nan_guard: "),
+        (dict(action="leave"), "nan_guard.action: "),
+        (dict(locat=True), "nan_guard.locat: .*'locate'"),
+        (dict(max_skipped=0), "nan_guard.max_skipped: must be at least 1"),
+    ],
+)
+def test_wrong_words_are_named_with_their_place(value, message):
+    with pytest.raises(ConfigError, match=message):
+        read_nan_guard(value)
+
+
+# ---- where -----------------------------------------------------------------------------------------
+
+
+class Deep(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+        self.neck = nn.ModuleDict({"log": Log(), "lin": nn.Linear(4, 4)})
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x, *, weight=None):
+        y = self.neck["lin"](self.neck["log"](self.stem(x), floor=1e-3 if weight is None else weight))
+        return {"scores": self.head(y), "name": "kept"}
+
+
+class Log(nn.Module):
+    def forward(self, x, floor):
+        return (x + floor).log()
+
+
+def watched(batches, compiled=False):
+    model = Deep()
+    locator = Locator(model)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for x, options in batches:
+        call(x, **options)["scores"].sum().backward()
+    return model, locator
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_first_broken_module_is_named_without_any_prefix(compiled):
+    weight = torch.tensor(-1.0)  # makes log(negative)
+    model, locator = watched([(good(1), {}), (good(2), {"weight": weight}), (bad(), {})], compiled)
+    report = locator.report()
+    assert "'neck.log' (Log); its inputs were finite" in report
+    assert "every module was finite" in locator.report()  # started anew
+    locator.close()
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_inputs_that_were_broken_already_are_told():
+    _, locator = watched([(good(1), {}), (bad(), {})])
+    assert "module 'stem.0' (Linear); its inputs were not finite either" in locator.report()
+
+
+def test_inputs_by_keyword_count_as_inputs():
+    _, locator = watched([(good(1), {"weight": torch.tensor(NAN)})])
+    assert "'neck.log' (Log); its inputs were not finite either" in locator.report()
+
+
+def test_what_a_forward_computes_itself_is_the_models():
+    net = Net()
+    locator = Locator(net)
+    net.forward = lambda x: {"loss": net.body(x).sum() * INF}
+    net(good(1))
+    assert "Net itself; its inputs were finite" in locator.report()
+
+
+def test_validation_is_not_watched():
+    model = Deep()
+    locator = Locator(model)
+    with torch.no_grad():
+        model(bad())
+    assert "every module was finite" in locator.report()
+
+
+# ---- meter and Runner ------------------------------------------------------------------------------
+
+
+def test_a_tolerant_meter_leaves_out_what_is_not_finite():
+    hub = MessageHub("run")
+    meter = Meter(hub)
+    meter.tolerant = True
+    for iteration, value in enumerate([1.0, NAN, 3.0, INF], 1):
+        meter.record({"loss": torch.tensor(value), "grad_norm": torch.tensor(value)}, iteration)
+    meter.flush()
+    assert hub.get_scalar("train/loss").mean() == 2.0
+    assert hub.get_scalar("train/grad_norm").mean() == 2.0
+
+
+class Breaks(RunNet):
+    """Its loss is NaN whenever the first sample of a batch says so."""
+
+    def __init__(self):
+        super().__init__(norm=True)
+
+    def forward(self, inputs, targets, mode):
+        scores = self.last(F.relu(self.norm(self.first(inputs))))
+        return {"loss": F.cross_entropy(scores, targets)} if mode == "loss" else scores
+
+
+class Remember(Hook):
+    priority = "LOWEST"
+
+    def before_train(self, runner):
+        self.weights = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.weights.append(copy.deepcopy(runner.model.state_dict()))
+
+
+def broken_data():
+    inputs, targets = samples()
+    inputs = inputs.clone()
+    inputs[0, 0] = NAN  # one batch of each epoch has it
+    return TensorDataset(inputs, targets)
+
+
+def train_on_broken_data(tmp_path, *hooks, **changes):
+    return run(
+        tmp_path,
+        model=Breaks(),
+        train_dataloader=loader(broken_data(), shuffle=False),
+        custom_hooks=list(hooks),
+        **changes,
+    )
+
+
+def test_a_run_goes_on_past_a_bad_batch_and_says_so(tmp_path):
+    remember = Remember()
+    runner = train_on_broken_data(tmp_path, NanGuardOptions("skip", locate=True).hook_cfg(), remember)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    hook = next(h for h in runner.hooks if type(h).__name__ == "NanGuardHook")
+    assert hook.skipped == 2
+    assert runner.message_hub.get_scalar("train/skipped_steps").current() == 2
+    assert "Skipped 1 step by iteration 5" in log
+    assert "'data_preprocessor' (BaseDataPreprocessor); its inputs were not finite either" in log
+    for name, value in remember.weights[5].items():  # the first step of the second epoch
+        assert torch.equal(value, remember.weights[4][name]), name
+    assert not torch.equal(remember.weights[6]["last.weight"], remember.weights[5]["last.weight"])
+    assert runner.optim_wrapper.guard is None
+    assert not any(module._forward_hooks for module in runner.model.modules())
+
+
+def test_a_run_that_stops_names_iteration_and_module(tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"iteration 1\. The first output .* module 'data_prepro"):
+        train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
+
+
+def test_without_the_lever_a_run_stops_as_ever(tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"iteration 1\. Lower the learning rate"):
+        train_on_broken_data(tmp_path)
+
+
+def test_several_optimizers_are_refused(tmp_path):
+    model = Breaks()
+    optim = OptimWrapperDict(a=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' serves one optimizer"):
+        run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=[NanGuardOptions("skip").hook_cfg()])

@@ -1,0 +1,83 @@
+"""Buckets leave in the middle of backward, whatever the order in which they were traced."""
+
+import pickle
+
+import pytest
+import torch
+from torch import fx
+
+from slipstream.speed.overlap import OVERLAP, SendEarly, send_early
+
+AFTER = "backward finished before a bucket left"
+
+
+def step(graph, layers):
+    """Write a backward of so many layers, then a bucket for each two of them, as a trace would."""
+    aten, comm = torch.ops.aten, torch.ops._c10d_functional
+    signal, grads = graph.placeholder("signal"), []
+    for _ in range(layers):
+        grads.append(graph.call_function(aten.mm.default, (signal, signal)))
+        signal = graph.call_function(aten.tanh.default, (signal,))
+    sums = []
+    for first in range(0, layers, 2):
+        parts = [graph.call_function(aten.view.default, (g, [-1])) for g in grads[first : first + 2]]
+        flat = graph.call_function(aten.cat.default, (parts,))
+        sent = graph.call_function(comm.all_reduce.default, (flat, "sum", "0"))
+        sums.append(graph.call_function(comm.wait_tensor.default, (sent,)))
+    graph.output([graph.call_function(aten.neg.default, (s,)) for s in sums])
+    return signal
+
+
+@pytest.fixture
+def graph():
+    graph = fx.Graph()
+    step(graph, 6)
+    return graph
+
+
+def names(graph, target):
+    return [i for i, node in enumerate(graph.nodes) if node.target is target]
+
+
+def test_every_bucket_leaves_before_the_next_layers_gradients(graph):
+    kept = [n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    send_early(graph)
+    graph.lint()  # every input comes before its user
+    gradients = names(graph, torch.ops.aten.mm.default)
+    sent = names(graph, torch.ops._c10d_functional.all_reduce.default)
+    waits = names(graph, torch.ops._c10d_functional.wait_tensor.default)
+    assert len(sent) == len(waits) == 3
+    for number, position in enumerate(sent[:-1]):
+        assert position < gradients[2 * number + 2], AFTER
+    assert min(waits) > max(sent)
+    after = [n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    assert after == kept
+
+
+def test_the_order_of_messages_stays_that_of_the_buckets(graph):
+    before = [n.name for n in graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
+    send_early(graph)
+    after = [n.name for n in graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
+    assert after == before
+
+
+def test_doing_it_twice_changes_nothing(graph):
+    send_early(graph)
+    once = [n.name for n in graph.nodes]
+    send_early(graph)
+    assert [n.name for n in graph.nodes] == once
+
+
+def test_a_graph_without_messages_stays_as_it_is():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.ops.aten.div.Tensor, (x, x)))
+    before = [n.name for n in graph.nodes]
+    send_early(graph)
+    assert [n.name for n in graph.nodes] == before
+
+
+def test_compiled_code_with_the_pass_can_be_kept():
+    one = OVERLAP["post_grad_custom_post_pass"]
+    assert one.uuid() == SendEarly().uuid()
+    pickle.dumps(one.uuid())

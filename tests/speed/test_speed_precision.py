@@ -1,0 +1,179 @@
+"""The five precisions: how they are read, TF32 and back, and float8 through a stand-in for torchao."""
+
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.speed import precision
+from slipstream.speed.precision import PrecisionOptions, convert_to_fp8, read_precision, tf32
+
+
+@pytest.mark.parametrize(
+    ("word", "name", "dtype"),
+    [
+        ("fp32", "fp32", None),
+        ("tf32", "tf32", None),
+        ("bf16", "bf16", torch.bfloat16),
+        ("bfloat16", "bf16", torch.bfloat16),
+        ("float16", "fp16", torch.float16),
+        ("fp8", "fp8", torch.bfloat16),
+    ],
+)
+def test_words_are_read(word, name, dtype):
+    how = read_precision(word)
+    assert how == PrecisionOptions(name)
+    assert how.autocast_dtype == dtype
+    assert read_precision(how) is how
+
+
+def test_nothing_is_nothing():
+    assert read_precision(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("bf61", "did you mean 'bf16'"),
+        (16, "not 16"),
+        (True, "not True"),
+        (dict(name="bf16"), "must be one of"),
+    ],
+)
+def test_wrong_words_are_named_with_their_place(value, message):
+    with pytest.raises(ConfigError, match=f"^precision: .*{message}"):
+        read_precision(value)
+
+
+def switches():
+    cudnn = torch.backends.cudnn
+    return [b.fp32_precision for b in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
+
+
+def test_tf32_lasts_as_long_as_its_context():
+    before = switches()
+    with tf32():
+        assert switches() == ["tf32"] * 3
+    assert switches() == before
+
+
+def test_tf32_goes_when_the_run_fails_and_restores_what_a_user_had_set():
+    torch.backends.cudnn.conv.fp32_precision = "ieee"
+    try:
+        with pytest.raises(RuntimeError, match="diverged"), tf32():
+            raise RuntimeError("diverged")
+        assert switches()[1] == "ieee"
+    finally:
+        torch.backends.cudnn.conv.fp32_precision = "tf32"
+
+
+def test_after_tf32_torchs_old_names_can_be_asked_again():
+    with tf32():
+        pass
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert torch.backends.cuda.matmul.allow_tf32 is False
+    assert torch.backends.cudnn.allow_tf32 is True
+
+
+def test_a_graph_is_captured_under_tf32():
+    with tf32():
+        product = torch.compile(lambda x: x @ x, backend="aot_eager", fullgraph=True)
+        assert torch.equal(product(torch.eye(3)), torch.eye(3))
+
+
+# ---- float8 ------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide = nn.Linear(32, 64)
+        self.head = nn.Linear(64, 10)
+        self.attention = nn.MultiheadAttention(16, 2)  # reads its output layer's weight itself
+        self.conv = nn.Conv2d(16, 16, 1)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A machine with an H100 and torchao, whose conversion only takes notes."""
+    converted = []
+
+    def convert(module, *, module_filter_fn, config):
+        converted.extend(name for name, m in module.named_modules() if module_filter_fn(m, name))
+        assert config.pad_inner_dim
+
+    torchao = types.ModuleType("torchao")
+    torchao.float8 = types.ModuleType("torchao.float8")
+    torchao.float8.convert_to_float8_training = convert
+    torchao.float8.Float8LinearConfig = lambda **options: types.SimpleNamespace(**options)
+    monkeypatch.setitem(sys.modules, "torchao", torchao)
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao.float8)
+    monkeypatch.setattr(precision, "find_spec", lambda name: name == "torchao")
+    machine(monkeypatch, (9, 0))
+    return converted
+
+
+def machine(monkeypatch, capability, name="NVIDIA H100"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+
+
+def test_linear_layers_whose_sizes_fit_are_converted(hopper):
+    assert convert_to_fp8(Block()) == 1
+    assert hopper == ["wide"]
+
+
+def test_a_model_without_such_a_layer_is_told(hopper):
+    with pytest.raises(ConfigError, match=r"precision: .*Sequential has no nn\.Linear .* multiples of 16"):
+        convert_to_fp8(nn.Sequential(nn.Conv2d(16, 16, 3), nn.Linear(16, 10)))
+
+
+def test_without_torchao_the_extra_is_named(hopper, monkeypatch):
+    monkeypatch.setattr(precision, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
+        convert_to_fp8(Block())
+
+
+def test_an_older_gpu_is_named_with_what_it_lacks(hopper, monkeypatch):
+    machine(monkeypatch, (8, 0), "NVIDIA A100")
+    with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0: take 'bf16'"):
+        convert_to_fp8(Block())
+
+
+def test_a_machine_without_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="precision: 'fp8' needs an NVIDIA GPU"):
+        convert_to_fp8(Block())
+
+
+@pytest.mark.gpu
+def test_float8_training_follows_float32_on_the_gpu():
+    pytest.importorskip("torchao")
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("needs compute capability 8.9")
+
+    def losses(fp8):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64)).cuda()
+        names = list(model.state_dict())
+        if fp8:
+            assert convert_to_fp8(model) == 2
+            assert list(model.state_dict()) == names
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        x = torch.randn(50, 64, device="cuda")  # 50 is no multiple of 16
+        found = []
+        for _ in range(20):
+            with torch.autocast("cuda", torch.bfloat16, enabled=fp8):
+                loss = (model(x).float() - x).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            found.append(loss.detach())
+        return torch.stack(found)
+
+    torch.testing.assert_close(losses(True), losses(False), rtol=0.05, atol=0.01)

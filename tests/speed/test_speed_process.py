@@ -1,0 +1,206 @@
+"""Process-wide switches: on during a run, and as they were afterwards."""
+
+import gc
+from itertools import pairwise
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import GcHook, Hook
+from slipstream.runner import Runner
+from slipstream.speed import process
+from slipstream.speed.process import (
+    cudnn_benchmark,
+    expandable_segments,
+    process_switches,
+    read_gc,
+    read_switch,
+)
+from tiny_runs import loader, run, training, validation
+
+
+def settings():
+    return torch._C._accelerator_getAllocatorSettings()
+
+
+@pytest.fixture(autouse=True)
+def _as_found():
+    before, enabled = settings(), gc.isenabled()
+    yield
+    torch._C._accelerator_setAllocatorSettings(before)
+    gc.unfreeze()
+    if enabled:
+        gc.enable()
+
+
+def test_switches_last_as_long_as_their_context():
+    before = torch.backends.cudnn.benchmark
+    with process_switches(benchmark=True, expandable=True, warn=pytest.fail):
+        assert torch.backends.cudnn.benchmark is True
+        assert settings() == "expandable_segments:True"
+    assert torch.backends.cudnn.benchmark is before
+    assert settings() == "expandable_segments:False"
+
+
+def test_what_is_not_asked_for_is_not_touched():
+    torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
+    with process_switches(benchmark=False, expandable=False, warn=pytest.fail):
+        assert torch.backends.cudnn.benchmark is False
+        assert settings() == "max_split_size_mb:64"
+
+
+@pytest.mark.parametrize(
+    ("before", "during", "after"),
+    [
+        (
+            "max_split_size_mb:64",
+            "max_split_size_mb:64,expandable_segments:True",
+            "max_split_size_mb:64,expandable_segments:False",
+        ),
+        (
+            "expandable_segments:True,max_split_size_mb:64",
+            "expandable_segments:True,max_split_size_mb:64,expandable_segments:True",
+            "expandable_segments:True,max_split_size_mb:64",
+        ),
+    ],
+)
+def test_other_settings_of_the_allocator_stay_in_force(before, during, after):
+    torch._C._accelerator_setAllocatorSettings(before)
+    seen = []
+
+    def fail():
+        with expandable_segments(pytest.fail):
+            seen.append(settings())
+            raise RuntimeError("diverged")
+
+    with pytest.raises(RuntimeError, match="diverged"):
+        fail()
+    assert [*seen, settings()] == [during, after]
+
+
+def test_memory_that_is_reserved_already_is_told(monkeypatch):
+    monkeypatch.setattr(process, "_reserved_bytes", lambda: 48 * 2**20)
+    lines = []
+    with expandable_segments(lines.append):
+        pass
+    assert len(lines) == 1
+    assert lines[0].startswith("expandable_segments: 48 MiB were reserved before")
+
+
+def test_no_gpu_is_asked_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: pytest.fail("asked"))
+    with expandable_segments(pytest.fail):
+        pass
+
+
+def test_deterministic_runs_time_no_algorithms():
+    torch.use_deterministic_algorithms(True)
+    with cudnn_benchmark():
+        assert torch.backends.cudnn.benchmark is False
+
+
+def test_words_are_read():
+    assert read_switch(None, "x") is read_switch(False, "x") is False
+    assert read_switch(True, "x") is True
+    assert read_gc(None) is read_gc(False) is None
+    assert read_gc(500) == 500
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "100", 1.5])
+def test_a_wrong_interval_is_named(value):
+    with pytest.raises(ConfigError, match=r"^gc: must be the number of steps"):
+        read_gc(value)
+
+
+@pytest.mark.parametrize("value", [1, "yes"])
+def test_a_wrong_switch_is_named(value):
+    with pytest.raises(ConfigError, match=r"^cudnn_benchmark: must be True or False"):
+        read_switch(value, "cudnn_benchmark")
+
+
+# ---- garbage -----------------------------------------------------------------------------------------
+
+
+class Watch(Hook):
+    """Notes after which steps the collector ran, and whether it may run by itself."""
+
+    priority = "LOWEST"
+
+    def __init__(self, fail_at=None):
+        self.collected, self.automatic, self.frozen, self.fail_at = [], [], [], fail_at
+
+    def before_train(self, runner):
+        self.count = gc.get_stats()[2]["collections"]
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        now = gc.get_stats()[2]["collections"]
+        if now > self.count:
+            self.collected.append(runner.iter + 1)
+        self.count = now
+        self.automatic.append(gc.isenabled())
+        self.frozen.append(gc.get_freeze_count())
+        if self.fail_at == runner.iter + 1:
+            raise RuntimeError("diverged")
+
+
+def test_garbage_is_collected_at_the_steps_that_were_named_only(tmp_path):
+    watch = Watch()
+    run(tmp_path, custom_hooks=[dict(type="GcHook", interval=3, warmup=2), watch])
+    # It takes over, and collects, after the third step; all that comes later is at multiples of three.
+    assert watch.automatic == [True] * 2 + [False] * 8
+    assert watch.collected[-3:] == [3, 6, 9]
+    assert watch.frozen[2] > 1000
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_resumed_run_collects_at_the_same_steps(tmp_path):
+    run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
+    watch = Watch()
+    hooks = [dict(type="GcHook", interval=4, warmup=0), watch]
+    run(tmp_path, custom_hooks=hooks, resume=True)
+    assert watch.collected == [6, 8]  # it takes over at the first step
+
+
+def test_validation_collects_too(tmp_path):
+    counts = []
+
+    class Count(Hook):
+        priority = "LOWEST"
+
+        def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            counts.append(gc.get_stats()[2]["collections"])
+
+    hooks = [dict(type="GcHook", interval=2, warmup=0), Count()]
+    run(tmp_path, custom_hooks=hooks, train_cfg=dict(by_epoch=True, max_epochs=1), **validation())
+    assert [b > a for a, b in pairwise(counts)] == [True, False, True, False]
+
+
+def test_a_run_that_does_not_use_up_its_warm_up_changes_nothing(tmp_path):
+    watch = Watch()
+    run(tmp_path, custom_hooks=[GcHook(interval=1, warmup=50), watch])
+    assert all(watch.automatic)
+
+
+def test_close_puts_the_collector_back_after_a_failure(tmp_path):
+    hook = GcHook(interval=3, warmup=0)
+    runner = Runner(**training(tmp_path, custom_hooks=[hook, Watch(fail_at=4)], train_dataloader=loader()))
+    with pytest.raises(RuntimeError, match="diverged"):
+        runner.train()
+    hook.close()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() == 0
+
+
+def test_a_collector_that_was_off_stays_off(tmp_path):
+    gc.disable()
+    run(tmp_path, custom_hooks=[GcHook(interval=3, warmup=1)])
+    assert not gc.isenabled()
+
+
+@pytest.mark.parametrize("options", [dict(interval=0), dict(interval=5, warmup=-1)])
+def test_wrong_options_of_the_hook_are_named(options):
+    with pytest.raises(ConfigError, match=r"(interval|warmup): must be at least"):
+        GcHook(**options)
