@@ -1,0 +1,140 @@
+"""Time from a compiled model to its first training step and validation, at a first start and at a second.
+
+python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from report import circumstances, table, write_result
+from torch import Tensor, nn
+
+from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.compile_report import CompileReport
+
+STARTS = {"eager": None, "first start": CompileOptions(), "second start": CompileOptions()}
+SCOPES = ("model", "block")
+
+
+class ConvNet(nn.Module):
+    """Residual blocks of convolution, BatchNorm and ReLU, alike within each of two widths."""
+
+    def __init__(self, depth: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 16, 3, 2, 1)
+        self.narrow = nn.Sequential(*(Block(16) for _ in range(depth)))
+        self.widen = nn.Conv2d(16, 32, 3, 2, 1)
+        self.wide = nn.Sequential(*(Block(32) for _ in range(depth)))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        x: Tensor = self.wide(self.widen(self.narrow(self.stem(inputs))))
+        return self.head(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(x + self.body(x))
+
+
+def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
+    """Return the seconds to the first step and validation of this process, and what inductor found in its cache."""
+    torch.manual_seed(0)
+    net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
+    report = CompileReport()
+    began = perf_counter()
+    if how is not None:
+        use_cache(net, how, "benchmark", sys.exit)
+        compile_model(net, how, sys.exit)
+        report.start()
+    loss = F.cross_entropy(net(inputs), targets)
+    loss.backward()  # type: ignore[no-untyped-call]
+    net.eval()
+    with torch.no_grad():
+        net(inputs)
+    seconds = perf_counter() - began
+    facts = None if how is None else report.finish()
+    found = "-" if facts is None else f"{facts.cache_hits} of {facts.cache_hits + facts.cache_misses}"
+    return {"seconds": seconds, "loss": float(loss), "found": found}
+
+
+def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
+    """Start fresh processes in turn, the first start of each round with an empty cache."""
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory() as folder:
+            environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
+            environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+            for name, results in measured.items():
+                command = [sys.executable, __file__, "--depth", str(depth), "--start", name, "--scope", scope]
+                done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+                results.append(json.loads(done.stdout.splitlines()[-1]))
+    return measured
+
+
+def rows(scope: str, measured: dict[str, list[dict[str, Any]]]) -> list[list[str]]:
+    medians = {name: statistics.median(r["seconds"] for r in results) for name, results in measured.items()}
+    return [
+        [
+            f"{scope}, {name}",
+            f"{seconds:.2f}",
+            f"{seconds / medians['first start']:.2f}",
+            measured[name][0]["found"],
+        ]
+        for name, seconds in medians.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--depth", type=int, default=6, help="blocks of each width")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)
+    parser.add_argument("--scope", choices=SCOPES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.start:
+        how = STARTS[args.start]
+        print(json.dumps(start(args.depth, how and replace(how, scope=args.scope))))
+        return
+    torch.set_num_threads(args.threads)
+    facts = {**circumstances(["slipstream"]), "depth": args.depth, "n (rounds)": args.rounds}
+    measured = {scope: measure(args.depth, scope, args.rounds, args.threads) for scope in SCOPES}
+    header = ["start of a fresh process", "seconds, median", "of the first start", "code found in the cache"]
+    text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
+    text += (
+        "\n\nSeconds from the model to the end of its first training step and validation, so tracing, compilation and"
+        " the steps; the import of torch is left out. A second start traces again, and finds the compiled code."
+    )
+    print(text)
+    if args.out:
+        write_result(args.out, "The second start of a compiled model", facts, text, {"starts": measured})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Optimizer steps on the parameters of a ResNet-18: one fused kernel, foreach kernels, a loop over the parameters.
+
+python benchmarks/fused.py --rounds 21 --out benchmarks/results/fused.md
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+from report import circumstances, table, write_result
+from torch import nn
+from torch.optim import Optimizer
+
+from slipstream.speed.fused import fuse
+
+KINDS: dict[str, Callable[..., Optimizer]] = {
+    "SGD": lambda params, **kwargs: torch.optim.SGD(
+        params, lr=1e-3, momentum=0.9, weight_decay=1e-4, **kwargs
+    ),
+    "Adam": torch.optim.Adam,
+    "AdamW": torch.optim.AdamW,
+    "Adagrad": torch.optim.Adagrad,
+}
+KERNELS = ("loop", "foreach", "fused")
+
+
+def resnet18_shapes() -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the 62 parameters, 11.7 million numbers."""
+
+    def conv_bn(inputs: int, outputs: int, size: int) -> Iterator[tuple[int, ...]]:
+        yield (outputs, inputs, size, size)
+        yield from ((outputs,), (outputs,))
+
+    yield from conv_bn(3, 64, 7)
+    inputs = 64
+    for width in (64, 128, 256, 512):
+        yield from conv_bn(inputs, width, 3)
+        yield from conv_bn(width, width, 3)
+        if inputs != width:
+            yield from conv_bn(inputs, width, 1)
+        yield from conv_bn(width, width, 3)
+        yield from conv_bn(width, width, 3)
+        inputs = width
+    yield from ((1000, 512), (1000,))
+
+
+def make(kind: str, kernels: str) -> Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(0.1 * torch.randn(shape, generator=generator)) for shape in resnet18_shapes()]
+    for param in params:
+        param.grad = 0.01 * torch.randn(param.shape, generator=generator)
+    if kernels == "fused":
+        optimizer = KINDS[kind](params)
+        fuse(optimizer, True)
+        return optimizer
+    return KINDS[kind](params, foreach=kernels == "foreach")
+
+
+def measure(kind: str, rounds: int) -> dict[str, list[float]]:
+    """Return the milliseconds of each step; the contenders take turns, so that all meet the same load."""
+    optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
+    for optimizer in optimizers.values():
+        optimizer.step()
+    times: dict[str, list[float]] = {kernels: [] for kernels in KERNELS}
+    for _ in range(rounds):
+        for kernels, optimizer in optimizers.items():
+            start = perf_counter()
+            optimizer.step()
+            times[kernels].append(1e3 * (perf_counter() - start))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=21, help="steps of each contender")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused.md"))
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    times = {kind: measure(kind, args.rounds) for kind in KINDS}
+    rows = []
+    for kind, of_kind in times.items():
+        middle = {kernels: median(values) for kernels, values in of_kind.items()}
+        rows.append(
+            [
+                kind,
+                *(f"{middle[kernels]:.1f}" for kernels in KERNELS),
+                f"{middle['fused'] / middle['loop']:.2f}",
+            ]
+        )
+    text = table(["ms per step, median", *KERNELS, "fused / loop"], rows)
+    print(text)
+    write_result(
+        args.out, "Optimizer steps, ResNet-18's parameters", circumstances(), text, {"times_ms": times}
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The five recipes' networks with their own losses, at crops that a CPU can bear."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.zoo import models
+from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.zoo.losses import MultiHeadCrossEntropy
+from slipstream.zoo.stdc_loss import STDCLoss
+
+CLASSES, IGNORED = 19, 19
+
+
+@dataclass(frozen=True)
+class Case:
+    """A network, its loss, and the batches it is trained on."""
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[Any, Tensor], Tensor]
+    shape: tuple[int, ...]
+    """Of one input."""
+    classes: int
+    batch_size: int
+    dense: bool = False
+    """One class a pixel, not one an image."""
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return self.make().train()
+
+    def batches(self, count: int, seed: int = 0) -> list[tuple[Tensor, Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        label_shape = (self.batch_size, *self.shape[1:]) if self.dense else (self.batch_size,)
+        return [
+            (
+                torch.randn(self.batch_size, *self.shape, generator=generator),
+                torch.randint(0, self.classes, label_shape, generator=generator),
+            )
+            for _ in range(count)
+        ]
+
+
+def total(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
+    """Return what is minimised."""
+    return losses if isinstance(losses, Tensor) else sum(losses.values(), start=torch.zeros(()))
+
+
+def _recipe(name: str, loss: nn.Module, size: int = 128, batch_size: int = 4) -> Case:
+    return Case(
+        lambda: models.get(name, num_classes=CLASSES),
+        lambda outputs, targets: total(loss(outputs, targets)),
+        (3, size, size),
+        CLASSES,
+        batch_size,
+        dense=True,
+    )
+
+
+def _edges(heads: int, weights: tuple[float, ...]) -> nn.Module:
+    return DiceCEEdgeLoss(
+        CLASSES, heads, num_detail_heads=0, weights=weights, ignore_index=IGNORED, edge_kernel=5
+    )
+
+
+RECIPES = {
+    "pp_lite_t_seg75": _recipe("pp_lite_t_seg", _edges(3, (1, 1, 1, 1))),
+    "stdc1_seg75": _recipe("stdc1_seg", STDCLoss(num_classes=CLASSES, ignore_index=IGNORED)),
+    "regseg48": _recipe("regseg48", MultiHeadCrossEntropy(ignore_index=IGNORED)),
+    "segformer_b0": _recipe("segformer_b0", MultiHeadCrossEntropy(ignore_index=IGNORED)),
+    "ddrnet_23": _recipe("ddrnet_23", _edges(1, (1, 0.4))),
+    "ddrnet_23_slim": _recipe("ddrnet_23_slim", _edges(1, (1, 0.4))),
+}

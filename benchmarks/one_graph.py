@@ -1,0 +1,205 @@
+"""The training step as one graph, against a hand-written loop and `torch.compile` in it.
+
+    python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
+
+Three parts, each interleaved in rounds whose order rotates, ratios taken within a round: tiny networks in one process,
+the same on two gloo processes, and the recipes' networks with their own losses at small crops. Every contender's
+losses of the first steps must agree with the loop's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from networks import RECIPES, Case
+from report import circumstances, table, write_result
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream import accelerate
+
+CHECKED = 4
+Step = Callable[[Any], Tensor]
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+
+def conv_net() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 4),
+    )
+
+
+TINY = {
+    "MLP": Case(mlp, F.cross_entropy, (16,), 4, 8),
+    "conv net": Case(conv_net, F.cross_entropy, (3, 16, 16), 4, 8),
+}
+
+
+# ---- the contenders ------------------------------------------------------------------------------------
+
+
+def loop(case: Case, compiled: bool) -> Step:
+    net = case.build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    run: Any = DistributedDataParallel(net) if dist.is_initialized() else net
+    run = torch.compile(run) if compiled else run
+
+    def step(batch: Any) -> Tensor:
+        loss = case.loss(run(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def one_graph(case: Case) -> Step:
+    net = case.build()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+    train = accelerate(net, optimizer, case.loss, speed={"compile": {"scope": "step", "cache": False}})
+    return lambda batch: train(batch)["loss"]
+
+
+CONTENDERS: dict[str, Callable[[Case], Step]] = {
+    "loop": lambda case: loop(case, compiled=False),
+    "loop, torch.compile(model)": lambda case: loop(case, compiled=True),
+    "Slipstream, one graph": one_graph,
+}
+
+
+# ---- measuring -----------------------------------------------------------------------------------------
+
+
+def measure(case: Case, rounds: int, seconds: float) -> dict[str, list[float]]:
+    """Return the milliseconds per step of each contender in each round."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    batches = case.batches(16, seed=rank)
+    steps = {}
+    expected: Tensor | None = None
+    for name, make in CONTENDERS.items():
+        torch._dynamo.reset()
+        step = steps[name] = make(case)
+        losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
+        expected = losses if expected is None else expected
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4, msg=f"losses of {name}")
+    count = agreed(max(1, round(seconds / timed(steps["loop"], batches, 3))))
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    order = list(steps)
+    for number in range(rounds):
+        turn = number % len(order)
+        for name in order[turn:] + order[:turn]:
+            times[name].append(timed(steps[name], batches, count) * 1e3)
+    return times
+
+
+def timed(step: Step, batches: list[Any], count: int) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    start = perf_counter()
+    for number in range(count):
+        loss = step(batches[number % len(batches)])
+    float(loss)
+    return (perf_counter() - start) / count
+
+
+def agreed(count: int) -> int:
+    if dist.is_initialized():
+        number = torch.tensor(count)
+        dist.broadcast(number, 0)
+        count = int(number)
+    return count
+
+
+def process(rank: int, rounds: int, seconds: float, folder: str) -> None:
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    times = {name: measure(case, rounds, seconds) for name, case in TINY.items()}
+    if rank == 0:
+        Path(folder, "times.json").write_text(json.dumps(times))
+    dist.destroy_process_group()
+
+
+def on_two_processes(rounds: int, seconds: float) -> dict[str, dict[str, list[float]]]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(process, (rounds, seconds, folder), nprocs=2)
+        result: dict[str, dict[str, list[float]]] = json.loads(Path(folder, "times.json").read_text())
+    return result
+
+
+def ratios(times: dict[str, list[float]], name: str, base: str) -> list[float]:
+    return [a / b for a, b in zip(times[name], times[base], strict=True)]
+
+
+def describe(cases: dict[str, dict[str, list[float]]]) -> str:
+    plain, compiled, ours = CONTENDERS
+    rows = []
+    for name, times in cases.items():
+        over_loop, over_compiled = ratios(times, ours, plain), ratios(times, ours, compiled)
+        rows.append(
+            [
+                name,
+                *(f"{median(times[contender]):.3g}" for contender in CONTENDERS),
+                f"{median(over_loop):.2f} ({min(over_loop):.2f} to {max(over_loop):.2f})",
+                f"{median(over_compiled):.2f} ({min(over_compiled):.2f} to {max(over_compiled):.2f})",
+            ]
+        )
+    header = ["", *(f"{name}, ms" for name in CONTENDERS), "one graph / loop", "one graph / compiled model"]
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of each contender in each round")
+    parser.add_argument("--threads", type=int, default=2, help="of torch, in one process")
+    parser.add_argument("--networks", nargs="*", default=[*TINY, *RECIPES])
+    parser.add_argument("--no-processes", action="store_true", help="leave two processes out")
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    facts = circumstances() | {"n (rounds)": args.rounds}
+    parts: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for title, cases in (("Tiny networks", TINY), ("The recipes' networks", RECIPES)):
+        for name in [name for name in cases if name in args.networks]:
+            times = measure(cases[name], args.rounds, args.seconds)
+            parts.setdefault(title, {})[name] = times
+            print(describe({name: times}), flush=True)
+    if not args.no_processes:
+        parts["Tiny networks on two gloo processes (the loop is DDP)"] = on_two_processes(
+            args.rounds, args.seconds
+        )
+    text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())
+    text += "\n\nMedian milliseconds per step; ratios are medians (least to largest) of those within a round."
+    print(f"\n{text}")
+    if args.out:
+        write_result(args.out, "The training step as one graph", facts, text, {"milliseconds": parts})
+
+
+if __name__ == "__main__":
+    sys.exit(main())
