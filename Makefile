@@ -1,15 +1,19 @@
-# make train: set up .venv and train a network; make test: run the tests. Nothing needs root.
+# make train: set up .venv and train a network; make test: run the tests, make matrix: the long ones, every lever with
+# every other. Nothing needs root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test lint types format clean
+.PHONY: train test matrix lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not matrix"
+
+matrix: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m matrix
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -64,7 +64,8 @@ def hold_momentum(optimizer: Optimizer) -> None:
     if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
         return
     for group in optimizer.param_groups:
-        if not group.get("fused") or not group.get("momentum"):
+        # Only SGD dampens; a schedule writes a momentum into the groups of other optimizers, too.
+        if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
         if group["dampening"]:  # applies to all steps but the first: zeros are no beginning
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]

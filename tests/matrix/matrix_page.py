@@ -1,0 +1,106 @@
+"""The page docs/matrix.md, as the tests have it: `python tests/matrix/matrix_page.py` writes it."""
+
+from pathlib import Path
+
+from matrix_by_hand import WINDOW
+from matrix_levers import BREAKS, LEVERS, OF_SEVERAL, REFUSED, TOLERANCES, possible, refusal, triples
+from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
+
+from slipstream.speed.refused import REFUSED as REFUSED_PLANS
+
+PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
+
+_TOP = """# Every lever with every other
+
+`tests/matrix` trains two small networks ({nets}) for {steps} steps of
+{batch} samples with every pair of levers, and with every triple that has `compile=step` ({triples} trainings). It
+compares losses, final weights and averages with a loop written by hand in plain PyTorch: one process, eager, the
+whole batch, nothing of Slipstream in it. It also checks that each lever was in force, and none that nobody asked
+for. This page is written by the tables that the tests check: `python tests/matrix/matrix_page.py`.
+
+```bash
+python -m pytest tests/matrix                    # everything, a few minutes
+python -m pytest tests/matrix -m 'not matrix'    # without the triples and compiled code
+```
+
+- ✓ trains as the loop by hand
+- ✗ is refused with an error (below); ✓/✗ on one of the networks
+- 1/2 one of the two can be taken
+"""
+
+_BOTTOM = """## How close
+
+| precision | losses, weights and averages, relatively | weights and averages, at least |
+|---|---|---|
+{tolerances}
+
+- `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
+  step overflows; that it is left out, and how the scale falls and grows, is part of the comparison.
+- Without SyncBN the loop, too, normalises each process's half of a batch for itself.
+- `accumulation` takes windows of {window} batches, of which the last is smaller. `resume` ends a run in the middle of
+  an epoch and of a window, and another one goes on.
+- The graphs that Dynamo captures are computed as they are, those of recomputed convolutions by `aot_eager`. Inductor
+  compiles one training of each network, with all levers but accumulation and resume.
+- Beside pairs and triples, all levers that go together are switched on at once, in fp32, bf16 and fp16: as one
+  graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
+- With {breaks} the graph may be in pieces, around the gathering of shards; the run says so at its end.
+
+## Refused
+
+{found}
+
+Every plan that cannot work is refused before anything is trained:
+
+{plans}
+"""
+
+
+def cell(row, column, processes):
+    """Return what the tests say about two levers."""
+    if row == column:
+        return ""
+    nets = [net for net in NETS if possible((row, column), processes, net)]
+    if not nets:
+        return "1/2"
+    refused = [refusal((row, column), net) is not None for net in nets]
+    return "✗" if all(refused) else "✓/✗" if any(refused) else "✓"
+
+
+def table(processes):
+    """Return the Markdown table of all pairs: a row has what stands before it in the columns."""
+    names = [name for name in LEVERS if processes > 1 or name not in OF_SEVERAL]
+    lines = ["| | " + " | ".join(names[:-1]) + " |", "|---" * len(names) + "|"]
+    for i, row in enumerate(names[1:], 1):
+        cells = [cell(row, column, processes) for column in names[:i]]
+        lines.append(f"| **{row}** | " + " | ".join(cells + [""] * (len(names) - 1 - i)) + " |")
+    return "\n".join(lines)
+
+
+def render():
+    """Return the page."""
+    count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
+    nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
+    found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
+    plans = "\n".join(f"- `{plan.lever}`: {plan.message}" for plan in REFUSED_PLANS)
+    bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
+    parts = [
+        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
+        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several.\n",
+        f"## Two processes\n\n{table(2)}\n\nWhere FSDP2 is not named the model is in DDP, named or not.\n",
+        _BOTTOM.format(
+            window=WINDOW,
+            tolerances=bounds,
+            found=found,
+            plans=plans,
+            breaks=", ".join(" + ".join(pair) for pair in BREAKS),
+        ),
+    ]
+    return "\n".join(parts)
+
+
+def _title(one, other, net):
+    return f"{one} + {other}" + (f" with {OPTIMIZERS[net]['type']}" if net else "")
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

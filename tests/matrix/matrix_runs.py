@@ -1,0 +1,200 @@
+"""Trainings of the matrix by a Runner, and what shows that each lever was in force."""
+
+import traceback
+
+import torch
+from matrix_by_hand import STOP
+from matrix_levers import LEVERS, MAX_NORM
+from matrix_nets import BATCH, EPOCH, OPTIMIZERS, STEPS, make, samples
+from torch._dynamo.backends.debugging import aot_eager
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+from torch.utils.data import TensorDataset
+
+from slipstream.errors import SlipstreamError
+from slipstream.hooks import EMAHook, Hook
+from slipstream.model import BaseModel, MMDistributedDataParallel, unwrap_model
+from slipstream.model.sync_batchnorm import SyncBatchNorm
+from slipstream.runner import Runner
+from slipstream.step.graph import GraphStep
+
+
+class Task(BaseModel):
+    """A network with its loss; logs beside it what a lever did to the activations."""
+
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+        self.calls = 0
+
+    def forward(self, images, classes, mode):
+        if not torch.compiler.is_compiling():
+            self.calls += 1
+        scores = self.net(images)
+        channels_last = images.is_contiguous(memory_format=torch.channels_last)
+        return {
+            "loss": F.cross_entropy(scores, classes),
+            "eps": torch.full((), torch.finfo(scores.dtype).eps),
+            "channels_last": torch.full((), float(channels_last)),
+        }
+
+
+class Backend:
+    """A compiler that counts graphs and their recomputed blocks, and computes them as they are.
+
+    BatchNorm counts its batches in place: recomputed blocks with it go through AOTAutograd, as with inductor.
+    """
+
+    def __init__(self, net):
+        self.through_aot = net == "conv"
+        self.graphs = self.recomputed = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        recomputed = sum("checkpoint" in str(node.target) for node in graph.graph.nodes)
+        self.recomputed += recomputed
+        return aot_eager(graph, inputs) if recomputed and self.through_aot else graph.forward
+
+
+class StoppedError(Exception):
+    """The first of two runs was ended."""
+
+
+class Record(Hook):
+    """Keeps what the steps returned, how often weights moved, and what schedules did; may end the run."""
+
+    priority = "LOWEST"
+
+    def __init__(self, stop=None):
+        self.stop, self.first = stop, None
+        self.logs, self.groups, self.moves = [], [], 0
+
+    def before_train(self, runner):
+        self.first, self.weights = runner.iter, _copies(runner.model)
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.logs.append({name: value.clone() for name, value in outputs.items()})
+        group = runner.optim_wrapper.param_groups[0]
+        self.groups.append((group["lr"], group.get("momentum", group.get("betas"))))
+        now = _copies(runner.model)
+        self.moves += any(not torch.equal(a, b) for a, b in zip(now, self.weights, strict=True))
+        self.weights = now
+        if runner.iter + 1 == self.stop:
+            raise StoppedError
+
+    def seen(self, name):
+        return {float(logs[name]) for logs in self.logs if name in logs}
+
+
+def _copies(model):
+    return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
+
+
+def _config(net, levers, folder, processes, backend):
+    images = TensorDataset(*samples())
+    config = dict(
+        work_dir=str(folder),
+        train_dataloader=dict(
+            dataset=images,
+            batch_size=BATCH // processes,
+            sampler=dict(type="DefaultSampler", shuffle=False),
+            collate_fn=dict(type="default_collate"),
+        ),
+        train_cfg=dict(by_epoch=True, max_epochs=STEPS // EPOCH),
+        optim_wrapper=dict(optimizer=dict(OPTIMIZERS[net])),
+        default_hooks=dict(checkpoint=None),
+        launcher="pytorch" if processes > 1 else "none",
+        randomness=dict(seed=0),
+        log_level="ERROR",
+        speed={},
+        backend=backend,
+    )
+    for lever in levers:
+        LEVERS[lever](config)
+    config.pop("backend", None)
+    return config
+
+
+def _run(net, config, stop=None):
+    """Train, to the end or the stop; return the Runner, its record and its warnings."""
+    record, warnings = Record(stop), []
+    runner = Runner(Task(make(net)), custom_hooks=[record], **config)
+    runner.logger.warning = lambda line, *args: warnings.append(str(line))
+    try:
+        runner.train()
+        assert stop is None
+    except StoppedError:
+        assert stop is not None
+    return runner, record, warnings
+
+
+def train(net, levers, folder, processes=1, backend=None):
+    """Return what a training did as a dict of plain values, or the error that refused it as a string."""
+    torch._dynamo.reset()
+    backend = backend or Backend(net)
+    warnings, losses = [], []
+    try:
+        if "resume" in levers:
+            config = _config(net, levers, folder, processes, backend)
+            _, record, warnings = _run(net, config, STOP)
+            losses = [logs["loss"] for logs in record.logs]
+        config = _config(net, levers, folder, processes, backend)
+        runner, record, more = _run(net, dict(config, resume=bool(losses)))
+    except SlipstreamError as error:
+        return str(error)
+    average = next((hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)), None)
+    return {
+        "losses": torch.stack([*losses, *(logs["loss"] for logs in record.logs)]),
+        "weights": _state(unwrap_model(runner.model)),
+        "averages": None if average is None else _state(average.module),
+        "moves": record.moves,
+        "graphs": getattr(backend, "graphs", None),
+        "in force": _in_force(runner, record, backend),
+        "warnings": [*warnings, *more],
+    }
+
+
+def train_all(net, every, folder, processes=2):
+    """Return {levers: what `train` returned}; a failure is its traceback, and ends the list."""
+    found = {}
+    for number, levers in enumerate(every):
+        try:
+            found[levers] = train(net, levers, folder / str(number), processes)
+        except Exception:
+            found[levers] = traceback.format_exc()
+            break  # another process may wait for this one
+    return found
+
+
+def _state(module):
+    whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in module.state_dict().items()}
+    return {name.removeprefix("net."): value.detach().clone() for name, value in whole.items()}
+
+
+def _in_force(runner, record, backend):
+    """Return which levers had an effect, or are there, whether they were asked for or not."""
+    core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
+    one_graph = isinstance(step, GraphStep) and step._instead is None and step._made is not None
+    if getattr(backend, "recomputed", None) is not None and backend.graphs:
+        recomputed = backend.recomputed > 0
+    else:
+        recomputed = core.net.block.calls == 2 * core.calls
+    found = {
+        "bf16": record.seen("eps") == {torch.finfo(torch.bfloat16).eps},
+        "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},
+        "compile=step": one_graph and step._made.proven == {optim.accumulative_counts == 1, True},
+        "compile=model": not isinstance(step, GraphStep) and core._compiled_call_impl is not None,
+        "EMA": any(isinstance(hook, EMAHook) for hook in runner.hooks),
+        "SyncBN": any(isinstance(module, SyncBatchNorm) for module in core.modules()),
+        "DDP": isinstance(runner.model, MMDistributedDataParallel),
+        "FSDP2": all(isinstance(param, DTensor) for param in core.parameters()),
+        "accumulation": record.moves < len(record.logs) // 2,
+        "clipping": bool(record.seen("grad_norm")) and max(record.seen("grad_norm")) > MAX_NORM,
+        "channels_last": record.seen("channels_last") == {1.0},
+        "checkpointing": recomputed,
+        "fused": all(group.get("fused") is True for group in optim.param_groups),
+        "param groups": len({group["lr"] for group in optim.param_groups}) > 1,
+        "scheduler": len(set(record.groups)) > 1,
+        "resume": record.first == STOP,
+    }
+    return {name for name, there in found.items() if there}

@@ -1,0 +1,67 @@
+"""Every lever with every other in two processes: the numbers are those of a loop written by hand, in one."""
+
+from functools import cache
+
+import pytest
+from matrix_checks import check
+from matrix_levers import everything, pairs, triples
+from matrix_runs import train_all
+from two_processes import run_in_two
+
+
+def shortly(net):
+    ways = [dict(half=half) for half in (None, "bf16", "fp16")]
+    ways += [dict(way, compiled="compile=model", parallel="FSDP2") for way in ways]
+    return [*pairs(2, net), *(everything(2, net, **way) for way in ways)]
+
+
+def conv_shortly(folder):
+    return train_all("conv", shortly("conv"), folder)
+
+
+def transformer_shortly(folder):
+    return train_all("transformer", shortly("transformer"), folder)
+
+
+def conv_triples(folder):
+    return train_all("conv", triples(2, "conv"), folder)
+
+
+def transformer_triples(folder):
+    return train_all("transformer", triples(2, "transformer"), folder)
+
+
+def cases(of):
+    for net, function in of.items():
+        for levers in triples(2, net) if "triples" in function.__name__ else shortly(net):
+            yield pytest.param(function, net, levers, id=f"{net}-{'+'.join(levers)}")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return what both processes did, once for all tests of a function."""
+
+    @cache
+    def of(function):
+        return run_in_two([function], tmp_path_factory.mktemp("two"), timeout=600)[function.__name__]
+
+    return of
+
+
+def both(answers, levers):
+    return [a.get(levers, "an earlier one failed") if isinstance(a, dict) else a for a in answers]
+
+
+SHORTLY = [*cases({"conv": conv_shortly, "transformer": transformer_shortly})]
+TRIPLES = [*cases({"conv": conv_triples, "transformer": transformer_triples})]
+
+
+@pytest.mark.parametrize(("function", "net", "levers"), SHORTLY)
+def test_levers_together_train_as_one_process_by_hand(trained, function, net, levers):
+    check(net, levers, both(trained(function), levers))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("function", "net", "levers"), TRIPLES)
+def test_two_levers_in_one_graph_train_as_one_process_by_hand(trained, function, net, levers):
+    check(net, levers, both(trained(function), levers))
