@@ -41,12 +41,17 @@ def photos(tmp_path_factory):
     return folder
 
 
-def test_both_sides_of_the_diff_run(run):
-    (diff,) = blocks("diff")
+@pytest.mark.parametrize("diff", blocks("diff"), ids=["a Runner", "your own loop"])
+def test_both_sides_of_the_diff_run(run, diff):
     for own, other in (("-", "+"), ("+", "-")):
         lines = [line[1:] for line in diff.splitlines() if not line.startswith(other)]
         run("-c", "\n".join(lines))
         assert own in diff
+
+
+def test_a_loop_of_ones_own_changes_in_five_lines():
+    _, diff = blocks("diff")
+    assert sum(line.startswith("+") for line in diff.splitlines()) == 5
 
 
 @pytest.mark.parametrize("snippet", blocks("python"))
