@@ -30,6 +30,8 @@ class Work:
     criterion: Callable[[Tensor, Tensor], Tensor]
     folder: str
     """For whatever a framework writes."""
+    epochs: int = 1
+    """How many there are; the last is timed. Those before it compile, where something is compiled."""
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
@@ -45,16 +47,18 @@ class Clock:
         self.seconds = perf_counter() - self._started
 
 
-def hand_written(work: Work) -> float:
-    net, criterion, optimizer, clock = work.net, work.criterion, work.optimizer(), Clock()
+def hand_written(work: Work, compiled: bool = False) -> float:
+    criterion, optimizer, clock = work.criterion, work.optimizer(), Clock()
+    net = torch.compile(work.net) if compiled else work.net
     net.train()
-    clock.start()
-    for inputs, targets in work.loader:
-        loss = criterion(net(inputs), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    clock.stop()
+    for _ in range(work.epochs):
+        clock.start()
+        for inputs, targets in work.loader:
+            loss = criterion(net(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        clock.stop()
     return clock.seconds
 
 
@@ -125,12 +129,12 @@ def with_mmengine(work: Work) -> float:
     return _with_runner(work, BaseModel, Hook, Runner, experiment_name=f"run{next(_run_number)}")
 
 
-def with_slipstream(work: Work) -> float:
+def with_slipstream(work: Work, **options: Any) -> float:
     from slipstream.hooks import Hook
     from slipstream.model import BaseModel
     from slipstream.runner import Runner
 
-    return _with_runner(work, BaseModel, Hook, Runner)
+    return _with_runner(work, BaseModel, Hook, Runner, **options)
 
 
 def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
@@ -162,7 +166,7 @@ def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **opt
         model=Model(),
         work_dir=work.folder,
         train_dataloader=work.loader,
-        train_cfg=dict(by_epoch=True, max_epochs=1),
+        train_cfg=dict(by_epoch=True, max_epochs=work.epochs),
         optim_wrapper=dict(optimizer=work.optimizer()),
         default_hooks=hooks,
         custom_hooks=[Timer()],
@@ -181,6 +185,15 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
     "Slipstream": ("slipstream", with_slipstream),
 }
 """The package that each contender needs, and the contender."""
+
+
+COMPILED: dict[str, Callable[[Work], float]] = {
+    "loop": hand_written,
+    "loop, torch.compile(model)": lambda work: hand_written(work, compiled=True),
+    "Slipstream, one graph": lambda work: with_slipstream(
+        work, speed={"compile": {"scope": "step", "cache": False}}
+    ),
+}
 
 
 def installed() -> dict[str, Callable[[Work], float]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+import slipstream
 from slipstream.dataset import build_dataloader
 from slipstream.dataset.feed import DeviceFeed, draws_apart, feed, read_prefetch
 from slipstream.errors import ConfigError
@@ -252,3 +253,26 @@ def test_words_are_read(value, count):
 def test_wrong_words_are_named_with_their_place(value):
     with pytest.raises(ConfigError, match="prefetch: must be a number of batches"):
         read_prefetch(value)
+
+
+# ---- for a loop of one's own ------------------------------------------------------------------------------
+
+
+def test_a_loop_over_feed_trains_as_one_over_the_loader():
+    def train(wrap):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = slipstream.accelerate(model, optimizer, torch.nn.functional.mse_loss, {})
+        data = TensorDataset(torch.randn(10, 2), torch.randn(10, 1))
+        batches = wrap(DataLoader(data, batch_size=4, shuffle=True))
+        losses = [step(batch)["loss"] for _ in range(2) for _, batch in zip(range(3), batches, strict=False)]
+        return torch.stack(losses), model.weight
+
+    for found in (train(slipstream.feed), train(lambda loader: DeviceFeed(loader, "cpu", 2, lane=Lane()))):
+        torch.testing.assert_close(found, train(lambda loader: loader), rtol=0, atol=0)
+
+
+def test_the_length_of_an_epoch_is_the_loaders():
+    loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=4)
+    assert len(slipstream.feed(loader)) == len(loader) == 3

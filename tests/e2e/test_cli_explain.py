@@ -44,6 +44,21 @@ def test_options_are_shown_as_they_were_changed(capsys):
     assert row(printed, "precision").startswith("precision tf32 speed.precision")
 
 
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        ("parallel=ddp", "ddp"),
+        ("parallel=fsdp2", "fsdp2"),
+        ("parallel=hsdp", "hsdp, shard_size=machine"),
+        ("parallel={type: fsdp2, param_dtype: bf16}", "fsdp2, param_dtype=bf16"),
+        ("model_wrapper_cfg={type: MMFullyShardedDataParallel, wrap: [Block]}", "fsdp2, wrap=['Block']"),
+    ],
+)
+def test_a_wrapper_is_shown_by_its_kind_and_what_was_given(capsys, word, value):
+    place = "cfg." + word.split("=")[0]
+    assert row(explained(capsys, word), "parallel").startswith(f"parallel {value} {place}")
+
+
 def test_a_lever_without_effect_and_the_limits_of_the_machine_are_named(capsys, monkeypatch):
     monkeypatch.setattr("slipstream.runner.levers.device_type", lambda: "cpu")
     printed = explained(capsys, "parallel=fsdp2")

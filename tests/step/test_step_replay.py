@@ -66,6 +66,32 @@ def test_other_shapes_and_other_plain_values_are_recorded_for_themselves():
     assert tape.recorded == 3
 
 
+def test_what_the_work_depends_on_is_asked_before_each_replay():
+    """The compiler would check that a module is still in training; a replay would not."""
+    tape, mode = Tape(), [1]
+
+    def work(inputs):
+        return {"all": [inputs[0] * mode[0]]}
+
+    run = Replayed(work, tape, lambda: mode[0])
+    for mode[0] in (1, 2, 1, 2) * 5:
+        assert float(run([torch.ones(1)])["all"][0]) == mode[0]
+    assert tape.recorded == 2
+
+
+def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
+    tape, said = Tape(), []
+    run = Replayed(step, tape, warn=said.append)
+    for number in range(200):
+        assert float(run([torch.ones(1)], number)["all"][0]) == number
+        run([torch.ones(3)], 0)
+    assert tape.recorded == 1
+    assert len(run._calls) == 16
+    assert tape.warmed == 18
+    (message,) = said
+    assert "More than 16 kinds of steps" in message
+
+
 @pytest.mark.gpu
 def test_a_cuda_graph_trains_as_its_function():
     weight = torch.ones(4, device="cuda")

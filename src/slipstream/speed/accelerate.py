@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from itertools import count
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
-from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model
+from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model, switches
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.facts import Facts
@@ -28,8 +27,12 @@ from slipstream.step.numerics import Average
 
 __all__ = ["TrainStep", "accelerate"]
 
-_RUNS = ("gc", "nan_guard", "expandable_segments", "cudnn_benchmark")
-"""Levers that belong to a run as a whole, which only its driver can begin and end."""
+_ELSEWHERE = {
+    "gc": "concerns a whole run: take a Runner, or call gc.collect() in your loop",
+    "nan_guard": "needs somebody who reads the losses: take a Runner, or look at them in your loop",
+    "prefetch": "is the loop's: for batch in feed(loader, prefetch=2)",
+}
+"""Levers that a step alone cannot pull."""
 
 
 def accelerate(
@@ -59,11 +62,9 @@ def accelerate(
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Facts.here(device.type, model, world_size=get_world_size()))
-    for lever in _RUNS:
-        if lever in plan.sources and not plan.sources[lever].startswith("auto"):
-            raise ConfigError(
-                "concerns a whole run: take a Runner, or set it in your loop", plan.place(lever)
-            )
+    for lever, remedy in _ELSEWHERE.items():
+        if getattr(plan, lever) and not plan.sources[lever].startswith("auto"):
+            raise ConfigError(remedy, plan.place(lever))
     if plan.parallel is not None and plan.parallel.sharded:
         raise ConfigError(
             "the optimizer holds the weights from before they are sharded: take a Runner, which builds it afterwards",
@@ -91,10 +92,13 @@ class TrainStep:
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
         )
         fuse_optim(self.optim, plan)
+        self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
         self._loss_fn = loss_fn
         move = BaseDataPreprocessor().to(device)
         warn = logging.getLogger("slipstream").warning
+        self._switches = ExitStack()  # of the whole process, on for as long as this step lives
+        self._switches.enter_context(switches(plan, device, warn))
         if plan.compile is not None:
             use_cache(unwrap_model(model), plan.compile, plan, warn)
         training = Training(model, self.optim, self._losses, move.cast_data)
@@ -107,11 +111,18 @@ class TrainStep:
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch; return `loss` and others as 0-dim tensors on the device, which nobody has waited for."""
-        logs: dict[str, Tensor] = self._step(batch)
         if self._beside is not None:
             self._beside.count()
+        logs: dict[str, Tensor] = self._step(batch)
+        if self._beside is not None:
             self._beside.take_now()
         return logs
+
+    @property
+    def steps(self) -> int:
+        """Batches trained on, those before a resume among them."""
+        done: int = self.optim.progress[0]
+        return done
 
     def _losses(self, module: nn.Module, batch: Any) -> Mapping[str, Any]:
         if not isinstance(batch, list | tuple) or len(batch) < 2:
@@ -136,10 +147,9 @@ class TrainStep:
         self.average = average = MODELS.build(how.average_cfg(), default_args={"model": core})
         window = 1 if average.every_batch else self.optim.accumulative_counts
         average.total_steps = total_steps and max(1, -(-total_steps // window) - how.begin_iter // window)
-        steps = count(1)
 
         def share() -> float:
-            step = next(steps)
+            step = self.steps + 1
             due = step >= how.begin_iter and (step % window == 0 or step == total_steps)
             return average.share() if due else 0.0
 
@@ -161,14 +171,20 @@ class TrainStep:
             yield core
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes on with a training, but for the model itself: optimizer, loss scale, average."""
-        state: dict[str, Any] = {"optimizer": self.optim.state_dict()}
+        """Return what goes on with a training, but for the model itself: optimizer, loss scale, average, progress."""
+        state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()
+        if self.steps % self.optim.accumulative_counts:
+            state["gradients"] = [param.grad for param in self.optim.parameters()]
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Go on from what `state_dict` returned, in the middle of an accumulation window, too."""
         self.optim.load_state_dict(state["optimizer"])
+        self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:
             self.average.load_state_dict(state["average"])
+        params = list(self.optim.parameters())
+        for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
+            param.grad = None if grad is None else grad.to(param.device, copy=True)

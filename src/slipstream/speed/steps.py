@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,11 +25,11 @@ from slipstream.step.graph import GraphStep
 from slipstream.step.proof import WrongNumbersError
 from slipstream.step.replay import CudaCapture, Replayed
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import can_trace
+from slipstream.step.update import can_trace, plain_settings
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
 
-_TOLERANCES = {torch.float16: 0.5, torch.bfloat16: 0.5}
+_TOLERANCE, _TOLERANCE_OF_HALVES = 0.2, 0.5
 """How far gradients of the first compiled step may be off the eager ones; lower precision rounds in other places."""
 
 
@@ -75,7 +75,7 @@ def build_step(training: Training, plan: SpeedPlan, warn: Callable[[str], None])
     if how.scope in (None, "step"):
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _one_graph(training, eager, core, how, warn, plan.cuda_graph)
+            return _one_graph(training, core, how, warn, plan.cuda_graph)
         if how.scope == "step":
             raise ConfigError(f"the step cannot be one graph: {reason}. Take scope 'model'", "compile.scope")
         warn(f"The step is not one graph, but the model is compiled: {reason}")
@@ -87,6 +87,9 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     """Return why the whole step cannot be one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            return f"'{name}' has sparse gradients, which torch.compile does not support"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):
@@ -100,13 +103,13 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
 
 def _one_graph(
     training: Training,
-    eager: Step,
     core: nn.Module,
     how: CompileOptions,
     warn: Callable[[str], None],
     cuda_graph: bool,
 ) -> GraphStep:
     optim = training.optim
+    eager = EagerStep(partial(training.losses, training.model), training.model, optim, training.reduce)
 
     def recover(error: Exception) -> Step:
         core._compiled_call_impl = None
@@ -126,19 +129,21 @@ def _one_graph(
     compile_model(core, how, warn)
     if (compiled := core._compiled_call_impl) is not None:
         core._compiled_call_impl = _OnlyEvaluation(core, compiled)
-    dtype = getattr(optim, "dtype", torch.float32)
+    halves = getattr(optim, "dtype", torch.float32) in (torch.float16, torch.bfloat16)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
         model=core,
         optim=optim,
         eager=eager,
-        compiler=partial(_compiled, how=how, cuda_graph=cuda_graph),
+        compiler=partial(
+            _compiled, how=how, cuda_graph=cuda_graph, depends=partial(_depends, core, optim), warn=warn
+        ),
         recover=recover,
         reduce=training.reduce,
         sync=_sync(training.model),
         updates_inside=can_trace(optim.optimizer),
-        tolerance=_TOLERANCES.get(dtype, 0.02) if how.verify else None,
+        tolerance=(_TOLERANCE_OF_HALVES if halves else _TOLERANCE) if how.verify else None,
     )
 
 
@@ -149,7 +154,19 @@ def _sync(model: nn.Module) -> GradientSync | None:
     return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
 
 
-def _compiled(step: Callable[..., Any], how: CompileOptions, cuda_graph: bool) -> Callable[..., Any]:
+def _depends(model: nn.Module, optim: OptimWrapper) -> Hashable:
+    """Return what the compiler looks at before each step, and a replay does not: modes, and plain settings."""
+    modes = tuple(module.training for module in model.modules())
+    return modes, tuple(repr(plain_settings(group)) for group in optim.param_groups)
+
+
+def _compiled(
+    step: Callable[..., Any],
+    how: CompileOptions,
+    cuda_graph: bool,
+    depends: Callable[[], Hashable],
+    warn: Callable[[str], None],
+) -> Callable[..., Any]:
     options: dict[str, Any] = {}
     if how.backend == "inductor":
         # Dropout as eager training draws it.
@@ -165,7 +182,7 @@ def _compiled(step: Callable[..., Any], how: CompileOptions, cuda_graph: bool) -
     run = torch.compile(
         step, fullgraph=True, backend=how.backend, dynamic=how.dynamic, options=options or None
     )
-    return Replayed(run, CudaCapture()) if cuda_graph and torch.cuda.is_available() else run
+    return Replayed(run, CudaCapture(), depends, warn) if cuda_graph and torch.cuda.is_available() else run
 
 
 class _OnlyEvaluation:

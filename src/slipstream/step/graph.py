@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from slipstream.step.captured import Captured, Outputs, Shapes
 from slipstream.step.eager import Losses, Step, sum_losses
-from slipstream.step.numerics import Average, LossScale, Scalar, all_finite, keep_unless
+from slipstream.step.numerics import Average, LossScale, all_finite, keep_unless
 from slipstream.step.proof import (
     NotCapturedError,
     Snapshot,
@@ -26,7 +26,6 @@ from slipstream.step.proof import (
     seen_gradients,
 )
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import GraphUpdate
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
@@ -35,8 +34,6 @@ __all__ = ["CAPTURE_ERRORS", "GraphStep"]
 
 CAPTURE_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 """What compilation raises; always before the graph has changed anything."""
-_Outputs = tuple[dict[str, Tensor], list[Tensor], Tensor | None]
-"""What to log, the gradients of a window that goes on (or whose optimizer steps outside), whether all were finite."""
 _GRAPHS = 8
 """As often may the trained parameters or their groups change, as torch may recompile a function."""
 
@@ -57,13 +54,15 @@ class GraphStep:
         prepare: `prepare(batch) -> inputs`, what is done outside the graph: transfer, normalisation.
         model: the bare model.
         optim: holds the optimizer, and says how to scale, accumulate and clip.
-        eager: the same training by the autograd engine.
+        eager: the same training by the autograd engine, of what `prepare` returns.
         compiler: `torch.compile` with its options and `fullgraph=True`.
-        recover: is told why the graph cannot be used, and returns the step to take instead from then on.
+        recover: is told why the graph cannot be used, and returns the step to take instead from then on, of what
+            `prepare` returns.
         reduce: turns losses into the one to minimise and the values to log.
         sync: averages gradients over the processes; None in one process.
         updates_inside: whether the optimizer's step is part of the graph; else it runs after it.
-        tolerance: by which relative norm the graph's gradients may differ from eager ones; None trusts them.
+        tolerance: by which relative norm all of the graph's gradients together may differ from eager ones; None trusts
+            the compiler.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class GraphStep:
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         updates_inside: bool = True,
-        tolerance: float | None = 0.02,
+        tolerance: float | None = 0.2,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
@@ -86,8 +85,8 @@ class GraphStep:
         self.updates_inside, self.tolerance = updates_inside, tolerance
         self._average: Average | None = None
         self._instead: Step | None = None
-        self._shapes = _Shapes()
-        self._made: _Graph | None = None
+        self._shapes = Shapes()
+        self._made: Captured | None = None
         self._changes = 0
         self._loaded = optim.optimizer.register_load_state_dict_post_hook(lambda _: self._forget())
 
@@ -105,32 +104,27 @@ class GraphStep:
         """Train on one batch."""
         if self._average is not None:
             self._average.count()
+        inputs = self.prepare(batch)
         if self._instead is None:
-            inputs = self.prepare(batch)
             if self.sync is None and not self._shapes.worth_a_graph(inputs):
-                return self._eagerly(self.eager, batch)
+                return self._eagerly(self.eager, inputs)
             try:
-                return self._with_graph(batch, inputs)
+                return self._with_graph(inputs)
             except (*CAPTURE_ERRORS, NotCapturedError, WrongNumbersError) as error:
                 self._instead = self.recover(error)
                 self._forget()
-        return self._eagerly(self._instead, batch)
+        return self._eagerly(self._instead, inputs)
 
     # ---- the step --------------------------------------------------------------------------------------
 
-    def _define(self, graph: _Graph) -> Callable[..., _Outputs]:
+    def _define(self, graph: Captured) -> Callable[..., Outputs]:
         """Return the step as a function for the compiler."""
-        optim, loss_of, reduce, sync, average = (
-            self.optim,
-            self.loss_of,
-            self.reduce,
-            self.sync,
-            self._average,
-        )
+        optim, loss_of, reduce = self.optim, self.loss_of, self.reduce
+        sync, average = self.sync, self._average
         params, update, scale, window = graph.params, graph.update, graph.scale, graph.window
         clip, guard = optim.clip_grad, optim.guard
 
-        def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> _Outputs:
+        def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
             """Train on `inputs`; `held` are the gradients of the accumulation window so far, if there are windows."""
             with optim.autocast():
                 losses = loss_of(inputs)
@@ -168,27 +162,26 @@ class GraphStep:
                     average.take()
             return logs, grads, finite
 
-        step.__code__ = (
-            step.__code__.replace()
-        )  # torch counts the graphs of a code object, and this one has its own
+        # Torch counts the graphs of a code object: each step has its own.
+        step.__code__ = step.__code__.replace()
         return step
 
     # ---- around it -------------------------------------------------------------------------------------
 
-    def _with_graph(self, batch: Any, inputs: Any) -> dict[str, Tensor]:
+    def _with_graph(self, inputs: Any) -> dict[str, Tensor]:
         ends = self.optim.should_sync()
         graph = self._made
         if graph is None or ends not in graph.proven or not graph.fits():
-            return self._prove(batch, inputs, ends)
+            return self._prove(inputs, ends)
         try:
             return self._train(graph, inputs, ends)
         except CAPTURE_ERRORS:  # another shape, or something else that a graph depends on: one more graph
             if self.sync is None:  # which parameters get a gradient may depend on it, too
-                return self._prove(batch, inputs, ends)
+                return self._prove(inputs, ends)
         return self._train_or_send(graph, inputs, ends, self.recover)[0]
 
     def _train_or_send(
-        self, graph: _Graph, inputs: Any, ends: bool, tell: Callable[[Exception], Any]
+        self, graph: Captured, inputs: Any, ends: bool, tell: Callable[[Exception], Any]
     ) -> tuple[dict[str, Tensor], Exception | None]:
         """Make and run a graph; if that fails, `tell` why, and run the step uncompiled from now on.
 
@@ -201,7 +194,7 @@ class GraphStep:
             graph.run = self._define(graph)
             return self._train(graph, inputs, ends), error
 
-    def _train(self, graph: _Graph, inputs: Any, ends: bool, tracing: bool = False) -> dict[str, Tensor]:
+    def _train(self, graph: Captured, inputs: Any, ends: bool, tracing: bool = False) -> dict[str, Tensor]:
         """Run the graph, and the optimizer if it is not part of it."""
         optim = self.optim
         held = graph.held() if optim.accumulative_counts > 1 else None
@@ -211,8 +204,9 @@ class GraphStep:
         run = partial(_traced, graph.run) if tracing else graph.run
         logs, grads, finite = run(inputs, held, ends)
         optim.count_batch()
-        for param, grad in zip(graph.params, grads or [None] * len(graph.params), strict=True):
-            param.grad = grad
+        if held is not None or grads:
+            for param, grad in zip(graph.params, grads or [None] * len(graph.params), strict=True):
+                param.grad = grad
         if ends and graph.update is None:
             self._update_outside()
         elif ends:
@@ -233,13 +227,13 @@ class GraphStep:
         if self._average is not None:
             self._average.take_now()
 
-    def _eagerly(self, step: Step, batch: Any) -> dict[str, Tensor]:
-        logs = step(batch)
+    def _eagerly(self, step: Step, inputs: Any) -> dict[str, Tensor]:
+        logs = step(inputs)
         if self._average is not None:
             self._average.take_now()
         return logs
 
-    def _prove(self, batch: Any, inputs: Any, ends: bool) -> dict[str, Tensor]:
+    def _prove(self, inputs: Any, ends: bool) -> dict[str, Tensor]:
         """Train on a batch eagerly, go back, train on it with the graph, and compare.
 
         Raises:
@@ -252,15 +246,19 @@ class GraphStep:
         devices = [] if device.type == "cpu" else [device]
         fork = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
         with fork, seen_gradients(self.optim.parameters()) as seen:
-            self.eager(batch)
+            self.eager(inputs)
         expected = evidence(saved.params, self.optim, saved, ends)
         saved.restore()
         graph = self._graph_for([param for param in self.optim.parameters() if param in seen])
         failure = None
-        if self.sync is None:
-            logs = self._train(graph, inputs, ends, tracing=True)
-        else:
-            logs, failure = self._train_or_send(graph, inputs, ends, lambda _: None)
+        try:
+            if self.sync is None:
+                logs = self._train(graph, inputs, ends, tracing=True)
+            else:
+                logs, failure = self._train_or_send(graph, inputs, ends, lambda _: None)
+        except CAPTURE_ERRORS:  # optimizer state was made already
+            saved.restore()
+            raise
         says, wrong = True, ""
         if self.tolerance is not None:
             found = evidence(saved.params, self.optim, saved, ends)
@@ -277,27 +275,23 @@ class GraphStep:
             graph.proven.add(ends)
         return logs
 
-    def _graph_for(self, params: list[nn.Parameter]) -> _Graph:
+    def _graph_for(self, params: list[nn.Parameter]) -> Captured:
         """Return the graph that trains `params`, a new one if there is none or it no longer fits.
 
         Raises:
             NotCapturedError: there were too many new ones.
         """
         graph = self._made
-        if graph is not None and graph.fits() and _same(graph.params, params):
+        if graph is not None and graph.fits() and graph.trains(params):
             return graph
         self._changes += 1
         if self._changes > _GRAPHS:
             raise NotCapturedError(
                 f"which parameters are trained, or how they are grouped, changed {self._changes} times"
             )
-        graph = self._made = _Graph(self.optim, params, self.updates_inside)
+        graph = self._made = Captured(self.optim, params, self.updates_inside)
         graph.run = self.compiler(self._define(graph))
         return graph
-
-
-def _same(some: list[nn.Parameter], others: list[nn.Parameter]) -> bool:
-    return list(map(id, some)) == list(map(id, others))
 
 
 def _traced(run: Callable[..., Any], *args: Any) -> Any:
@@ -305,50 +299,3 @@ def _traced(run: Callable[..., Any], *args: Any) -> Any:
     # A number that a module counts up in forward would otherwise mean a new graph at every step.
     with torch._dynamo.config.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True):
         return run(*args)
-
-
-class _Graph:
-    """What a graph is made of, for as long as the same parameters are trained in the same groups."""
-
-    run: Callable[..., _Outputs]
-
-    def __init__(self, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool) -> None:
-        self.optim = optim
-        self.params = params
-        device = params[0].device
-        self.window = Scalar(1.0, device)
-        self.scale = LossScale.of(optim, device)
-        self.update = GraphUpdate(optim.optimizer, params) if updates_inside else None
-        self.proven: set[bool] = set()
-        self._trained = self._now_trained()
-
-    def fits(self) -> bool:
-        """Say whether the graph can be used as it is; takes over what schedules have changed."""
-        same = self._trained == self._now_trained()
-        return (self.update is None or self.update.refresh()) and same
-
-    def held(self) -> list[Tensor]:
-        """Return the gradients of the window so far."""
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-
-    def _now_trained(self) -> list[bool]:
-        return [p.requires_grad for p in self.optim.parameters()]
-
-
-class _Shapes:
-    """Decides which batches are worth a graph: those of the first shape, and others once they are many."""
-
-    def __init__(self) -> None:
-        self._first: list[torch.Size] | None = None
-        self._steps = self._others = 0
-
-    def worth_a_graph(self, inputs: Any) -> bool:
-        """Count a batch; say whether a graph should train on it."""
-        shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
-        if self._first is None:
-            self._first = shapes
-        self._steps += 1
-        if shapes == self._first:
-            return True
-        self._others += 1
-        return self._others >= 8 and self._others * 8 >= self._steps

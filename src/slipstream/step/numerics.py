@@ -81,10 +81,11 @@ class LossScale:
         if not self.adapts:
             return
         count = self.growth_tracker + 1
-        grown = self.scale * self.growth
+        exact = self.scale.double()  # as torch multiplies it
+        grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)
-        self.scale.copy_(torch.where(finite, risen, self.scale * self.backoff))
+        self.scale.copy_(torch.where(finite, risen, (exact * self.backoff).float()))
         self.growth_tracker.copy_(torch.where(finite & ~full, count, torch.zeros_like(count)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 __all__ = ["CudaCapture", "Replayed"]
 
 _WARM_UPS = 3  # as torch advises: kernels are chosen and workspaces made before the capture
+_KINDS = 16  # of calls; each has a recording of its own, with memory of its own
 
 
 class Capture(Protocol):
@@ -51,24 +52,37 @@ class Replayed:
 
     The first calls are steps like any others, and recording changes nothing, so that no state (BatchNorm's
     statistics, for instance) has to be put back. Tensors in the inputs are copied to fixed places; what is returned are
-    copies. Everything else that the function reads or changes must stay where it is.
+    copies. Everything else that the function reads or changes must stay where it is. Calls of a seventeenth kind are
+    not recorded.
 
     Args:
         run: the function; it must not wait for the device.
         capture: how its work is recorded.
+        depends: returns what else decides which work it is: a replay asks nobody, and would not notice a change.
+        warn: is told, once, that there were too many kinds of calls.
     """
 
-    def __init__(self, run: Callable[..., Any], capture: Capture) -> None:
+    def __init__(
+        self,
+        run: Callable[..., Any],
+        capture: Capture,
+        depends: Callable[[], Hashable] = tuple,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
         self._run, self._capture = run, capture
+        self._depends, self._warn = depends, warn
         self._calls: dict[Any, int] = {}
         self._recorded: dict[Any, tuple[list[Tensor], Any, Callable[[], None]]] = {}
 
     def __call__(self, *args: Any) -> Any:
         """Call or replay the function."""
-        key = tuple(
+        leaves = (
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(args)
         )
+        key = (*leaves, self._depends())
         if key not in self._recorded:
+            if len(self._calls) == _KINDS and key not in self._calls:
+                return self._directly(*args)
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
                 return self._capture.warm_up(lambda: self._run(*args))
@@ -79,6 +93,15 @@ class Replayed:
         torch._foreach_copy_(places, _tensors(args))
         replay()
         return tree_map_only(Tensor, torch.clone, outputs)
+
+    def _directly(self, *args: Any) -> Any:
+        if self._warn is not None:
+            self._warn(
+                f"More than {_KINDS} kinds of steps: further ones are not replayed as CUDA graphs. Shapes vary, or a "
+                "file name or number in the batch, or a setting of the optimizer: leave that out, or cuda_graph"
+            )
+            self._warn = None
+        return self._run(*args)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

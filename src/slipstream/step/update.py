@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-__all__ = ["GraphUpdate", "can_trace"]
+__all__ = ["GraphUpdate", "can_trace", "plain_settings"]
 
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
-_MOMENTS = ("momentum_buffer", "exp_avg", "square_avg", "sum", "prev")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
@@ -65,15 +64,6 @@ class GraphUpdate:
         """Every tensor that a step changes, apart from the parameters."""
         return [tensor for group in self._groups for values in group.state for tensor in values]
 
-    def moments(self) -> dict[str, list[Tensor]]:
-        """Return the state that follows the gradients, by name; empty for an optimizer without."""
-        found: dict[str, list[Tensor]] = {}
-        for values in self.optimizer.state.values():
-            for name in _MOMENTS:
-                if isinstance(values.get(name), Tensor):
-                    found.setdefault(name, []).append(values[name])
-        return found
-
 
 class _Group:
     """Parameter groups with equal settings, as one: their tensors, and the settings as the graph reads them."""
@@ -102,7 +92,7 @@ class _Group:
         }
         self.given = {name: own[name] for name in self.tensors}
         # On an accelerator, inductor joins the tensors of a foreach operation into few kernels.
-        self.fixed = _settings(own) | {"foreach": device.type != "cpu", "fused": False}
+        self.fixed = plain_settings(own) | {"foreach": device.type != "cpu", "fused": False}
         if "capturable" in own:
             self.fixed["capturable"] = True  # formulas without a branch on a step count
 
@@ -110,7 +100,7 @@ class _Group:
         first = self.sources[0]
         for name, tensors in self.tensors.items():
             value = first[name]
-            if any(source[name] != value for source in self.sources):
+            if [source[name] for source in self.sources].count(value) != len(self.sources):
                 return False
             if value != self.given[name]:
                 for tensor, number in zip(tensors, _as_floats(value), strict=True):
@@ -170,7 +160,7 @@ def _alike(
         indices = [index[p] for p in group["params"] if p in index]
         if not indices:
             continue
-        settings = _settings(group) | {name: group.get(name) for name in _AS_TENSORS}
+        settings = plain_settings(group) | {name: group.get(name) for name in _AS_TENSORS}
         # Of one device and dtype, as torch's formulas want them.
         settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
         for known, sources, members in found:
@@ -183,7 +173,7 @@ def _alike(
     return [(sources, members) for _, sources, members in found]
 
 
-def _settings(group: dict[str, Any]) -> dict[str, Any]:
+def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
     """Return what the formulas read as plain values; a scheduler's notes are not among them."""
     left_out = {"params", "initial_lr", "param_names", "foreach", "fused", "name", *_AS_TENSORS}
     return {name: value for name, value in group.items() if name not in left_out}

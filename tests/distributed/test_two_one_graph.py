@@ -1,0 +1,248 @@
+"""The one graph on two processes: the numbers of one process with the whole batch, and one path for both ranks."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from two_processes import run_in_two
+
+from slipstream.dist import get_rank, get_world_size, init_dist
+from slipstream.model.wrappers import MMDistributedDataParallel
+from slipstream.optim import OptimWrapper, ZeroRedundancyOptimizer
+from slipstream.speed import SpeedPlan
+from slipstream.speed.accelerate import accelerate
+from slipstream.speed.steps import Training, build_step
+from slipstream.step.sync import GradientSync
+
+STEPS, BATCH = 20, 8
+EAGER = dict(backend="eager")
+LEVERS = dict(sync_bn=True, accumulate=2, clip_grad=dict(max_norm=0.3), ema=dict(decay=0.9, type="constant"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 6, 3, bias=False), nn.BatchNorm2d(6), nn.Tanh(), nn.Flatten(), nn.Linear(96, 4)
+        )
+
+    def forward(self, x):
+        return self.body(x)
+
+
+def batches(count=STEPS, size=BATCH):
+    """Return batches of this rank: every second sample of two processes."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, size, 3, 6, 6, generator=generator, dtype=torch.float64)
+    y = torch.randint(0, 4, (count, size), generator=generator)
+    mine = slice(get_rank(), None, get_world_size())
+    return [(x[i, mine], y[i, mine]) for i in range(count)]
+
+
+def averaged(losses):
+    mean = torch.stack(losses)
+    if get_world_size() > 1:
+        torch.distributed.all_reduce(mean)
+    return mean / get_world_size()
+
+
+def train(compile=EAGER, data=None, model=None, **levers):
+    """Train in float64; return losses of the whole batch, weights, averages, and what the step was."""
+    model = (model or Net()).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    step = accelerate(model, optimizer, F.cross_entropy, dict(levers, compile=compile))
+    losses = averaged([step(batch)["loss"] for batch in data or batches()])
+    kinds = {type(m).__name__ for m in model.modules()}
+    average = None if step.average is None else dict(step.average.module.state_dict())
+    fell_back = getattr(step._step, "_instead", None) is not None
+    return losses, dict(model.state_dict()), average, (type(step._step).__name__, fell_back, kinds)
+
+
+def whole(folder):
+    return train(**LEVERS)
+
+
+def plain(folder):
+    return train()
+
+
+def eager(folder):
+    return train(None)
+
+
+def tiny_buckets(folder):
+    made = GradientSync.__init__
+    try:
+        GradientSync.__init__ = lambda self, world_size, dtype=None: made(self, world_size, dtype, 8)
+        return train()
+    finally:
+        GradientSync.__init__ = made
+
+
+def in_bfloat16(folder):
+    """Return what the graph and DDP's own hook make of gradients sent in half precision."""
+    found = []
+    for how in (EAGER, None):
+        model = dict(type="ddp", comm_hook="bf16")
+        found.append(train(how, parallel=model))
+    return found
+
+
+def ragged(folder):
+    """Ranks have batches of other sizes than one another."""
+    data = [
+        (x[: 4 - (i + get_rank()) % 2], y[: 4 - (i + get_rank()) % 2]) for i, (x, y) in enumerate(batches())
+    ]
+    return [train(how, data) for how in (EAGER, None)]
+
+
+class OneCannot:
+    """A backend that fails on rank 1, from its graph number `count` on."""
+
+    def __init__(self, count):
+        self.left = count
+
+    def __call__(self, graph, inputs):
+        if get_rank() == 1:
+            if self.left == 0:
+                raise NotImplementedError("no compiler on this machine")
+            self.left -= 1
+        return graph.forward
+
+
+def one_cannot_capture(folder):
+    return train(dict(backend=OneCannot(0)))
+
+
+def one_cannot_capture_later(folder):
+    """Rank 1 fails when batches get another size, in the middle of the run."""
+    data = [(x[:3], y[:3]) if i >= 10 else (x, y) for i, (x, y) in enumerate(batches())]
+    return [train(how, data) for how in (dict(backend=OneCannot(1)), None)]
+
+
+def one_computes_wrongly(folder):
+    """Rank 1's compiled step loses a gradient within an accumulation window, where gradients are a rank's own."""
+
+    def lost(graph, inputs):
+        def run(*args):
+            outputs = list(graph.forward(*args))
+            if get_rank() == 1:
+                outputs = [torch.zeros_like(o) if o.shape == (4, 96) else o for o in outputs]
+            return outputs
+
+        return run
+
+    return [train(how, accumulate=2) for how in (dict(backend=lost), None)]
+
+
+def zero(folder):
+    """The optimizer's state is spread over the ranks: it steps after the graph."""
+    found = []
+    for how in (EAGER, None):
+        model = Net().double()
+        wrapped = MMDistributedDataParallel(model)
+        inner = dict(optimizer_type="SGD", lr=0.05, momentum=0.9)
+        optim = OptimWrapper(ZeroRedundancyOptimizer(model.parameters(), **inner))
+        training = Training(
+            wrapped, optim, lambda m, b: {"loss": F.cross_entropy(m(b[0]), b[1])}, lambda batch: batch
+        )
+        step = build_step(training, SpeedPlan.read(dict(compile=how)), pytest.fail)
+        losses = averaged([step(batch)["loss"] for batch in batches()])
+        found.append((losses, dict(model.state_dict()), None, (type(step).__name__, False, set())))
+    return found
+
+
+def refused(folder):
+    """Return what is said of wrappers that cannot be in one graph."""
+    said = []
+    for parallel in (dict(type="ddp", comm_hook="powersgd"), dict(type="ddp", find_unused_parameters=True)):
+        try:
+            train(dict(scope="step", backend="eager"), parallel=parallel)
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def start(folder):
+    init_dist("pytorch", "gloo")
+
+
+ALL = [
+    start,
+    whole,
+    plain,
+    eager,
+    tiny_buckets,
+    in_bfloat16,
+    ragged,
+    one_cannot_capture,
+    one_cannot_capture_later,
+    one_computes_wrongly,
+    zero,
+    refused,
+]
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two(ALL, tmp_path_factory.mktemp("one_graph"), timeout=120)
+
+
+def both(answers, name):
+    for answer in answers[name]:
+        assert not isinstance(answer, str), answer
+    return answers[name]
+
+
+def assert_same(one, other, rtol=1e-9, atol=1e-10):
+    for mine, theirs in zip(one[:3], other[:3], strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
+
+
+def test_it_equals_one_process_with_the_whole_batch_under_every_lever(answers):
+    alone = train(**LEVERS)
+    assert len(alone[0].unique()) == STEPS
+    for answer in both(answers, "whole"):
+        assert answer[3][:2] == ("GraphStep", False)
+        assert "SyncBatchNorm" in answer[3][2]
+        assert_same(answer, alone)
+
+
+@pytest.mark.parametrize("name", ["plain", "tiny_buckets"])
+def test_however_gradients_are_packed_it_equals_ddp(answers, name):
+    for found, expected in zip(both(answers, name), both(answers, "eager"), strict=True):
+        assert found[3][:2] == ("GraphStep", False)
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["in_bfloat16", "ragged", "zero"])
+def test_it_equals_ddp(answers, name):
+    for found, expected in both(answers, name):
+        assert found[3][:2] == ("GraphStep", False)
+        assert expected[3][0] == "EagerStep"
+        assert_same(found, expected)
+
+
+def test_what_one_rank_cannot_capture_both_train_eagerly(answers):
+    for found, expected in zip(both(answers, "one_cannot_capture"), both(answers, "eager"), strict=True):
+        assert found[3][:2] == ("GraphStep", True)
+        assert_same(found, expected, rtol=0, atol=0)
+
+
+def test_what_one_rank_cannot_capture_later_it_computes_uncompiled(answers):
+    for found, expected in both(answers, "one_cannot_capture_later"):
+        assert found[3][:2] == ("GraphStep", False)
+        assert_same(found, expected)
+
+
+def test_wrong_numbers_on_one_rank_are_no_graph_on_both(answers):
+    for found, expected in both(answers, "one_computes_wrongly"):
+        assert found[3][:2] == ("GraphStep", True)
+        assert_same(found, expected, rtol=0, atol=0)
+
+
+def test_what_keeps_a_state_or_looks_for_unused_parameters_is_refused_by_name(answers):
+    for powersgd, unused in both(answers, "refused"):
+        assert "ConfigError: compile.scope: the step cannot be one graph: the communication hook" in powersgd
+        assert "find_unused_parameters looks for them in each step" in unused

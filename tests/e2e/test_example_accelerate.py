@@ -1,0 +1,46 @@
+"""The example of a loop of one's own learns, compiled or not, on one process or two."""
+
+import re
+import socket
+
+import pytest
+
+LINE = re.compile(r"epoch (\d)  loss (\S+)  accuracy (\S+)")
+
+
+def epochs(text):
+    return [(int(epoch), float(loss), float(accuracy)) for epoch, loss, accuracy in LINE.findall(text)]
+
+
+@pytest.fixture
+def example(root):
+    return str(root / "examples/accelerate.py")
+
+
+@pytest.mark.slow
+def test_it_learns_and_compiled_it_learns_the_same(run, example):
+    plain = epochs(run(example, "--epochs", "3").stdout)
+    done = run(example, "--epochs", "3", "--compile")
+    compiled = epochs(done.stdout)
+    assert [epoch for epoch, *_ in plain] == [1, 2, 3]
+    assert plain[-1][2] > 0.95
+    for mine, theirs in zip(compiled, plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=0.05)
+    assert "cannot be one graph" not in done.stderr
+
+
+@pytest.mark.slow
+def test_it_learns_on_two_processes(run, example):
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    launch = (
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+    )
+    found = epochs(run(*launch, example, "--epochs", "6").stdout)
+    assert [epoch for epoch, *_ in found] == [1, 2, 3, 4, 5, 6]  # rank 0 alone prints
+    assert found[-1][2] > 0.9

@@ -1,0 +1,140 @@
+"""The one graph on a CUDA device: the eager step's numbers with every lever, replayed or not, and no waiting."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, AdamW
+
+from slipstream.model import SyncBatchNorm
+from slipstream.speed.accelerate import accelerate
+from slipstream.step.graph import GraphStep
+from slipstream.step.replay import Replayed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+MOMENTUM = partial(SGD, lr=0.05, momentum=0.9)
+EMA = dict(type="threshold", decay=0.9)
+CASES = {
+    "plain": {},
+    "average and clipping": dict(ema=EMA, clip_grad=dict(max_norm=0.5)),
+    "accumulation": dict(ema=EMA, accumulate=2),
+    "channels_last": dict(channels_last=True),
+    "bf16": dict(precision="bf16", ema=EMA),
+    "fp16": dict(precision="fp16", clip_grad=dict(max_norm=0.5)),
+    "sync_bn of one process": dict(sync_bn=True),
+    "CUDA graph": dict(cuda_graph=True, ema=EMA, clip_grad=dict(max_norm=0.5)),
+    "CUDA graph, fp16": dict(cuda_graph=True, precision="fp16"),
+    "CUDA graph, accumulation": dict(cuda_graph=True, accumulate=2),
+}
+ROUGH = ("bf16", "fp16", "CUDA graph, fp16")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+def net(norm=nn.BatchNorm2d):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, bias=False), norm(16), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 36, 4)
+    )
+
+
+def batches(count=12, size=8):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, size, 3, 8, 8, generator=generator).cuda()
+    y = torch.randint(0, 4, (count, size), generator=generator).cuda()
+    return list(zip(x, y, strict=True))
+
+
+def train(compile, make=MOMENTUM, data=None, norm=nn.BatchNorm2d, **levers):
+    model = net(norm).cuda()
+    step = accelerate(model, make(model.parameters()), F.cross_entropy, dict(levers, compile=compile))
+    losses = torch.stack([step(batch)["loss"] for batch in data or batches()])
+    return losses, model, step
+
+
+def assert_agree(mine, theirs, rtol=1e-3, atol=1e-4):
+    torch.testing.assert_close(mine[0], theirs[0], rtol=rtol, atol=atol)
+    torch.testing.assert_close(mine[1].state_dict(), theirs[1].state_dict(), rtol=rtol, atol=atol)
+    if mine[2].average is not None:
+        torch.testing.assert_close(
+            mine[2].average.state_dict(), theirs[2].average.state_dict(), rtol=rtol, atol=atol
+        )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_trains_as_the_eager_step(case):
+    levers = dict(CASES[case])
+    replays = levers.pop("cuda_graph", False)
+    eager = train(None, **levers)
+    graph = train(dict(scope="step"), **levers, **(dict(cuda_graph=True) if replays else {}))
+    step = graph[2]._step
+    assert type(step) is GraphStep
+    assert step._instead is None
+    assert isinstance(step._made.run, Replayed) == replays
+    assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
+
+
+def test_steps_counted_on_the_device_agree_with_those_on_the_host():
+    make = partial(AdamW, lr=1e-3)
+    assert_agree(train(dict(scope="step"), make, norm=_groups), train(None, make, norm=_groups))
+
+
+def _groups(channels):
+    return nn.GroupNorm(4, channels)
+
+
+def test_reduce_overhead_replays_the_whole_step():
+    graph = train(dict(scope="step", mode="reduce-overhead"))
+    assert isinstance(graph[2]._step._made.run, Replayed)
+    assert_agree(graph, train(None))
+
+
+def test_sync_batchnorm_of_one_process_is_captured():
+    graph = train(dict(scope="step"), norm=SyncBatchNorm)
+    assert graph[2]._step._instead is None
+    assert_agree(graph, train(None))
+
+
+@pytest.mark.parametrize("cuda_graph", [False, True])
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_no_step_waits_for_the_device(cuda_graph, precision):
+    levers = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
+    data = batches(16)
+    _, model, step = train(dict(scope="step"), data=data[:8], **levers)
+    torch.cuda.set_sync_debug_mode("error")
+    for number, batch in enumerate(data[8:]):
+        step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # as a schedule does
+        step(batch)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.isfinite(model[0].weight).all()
+
+
+def test_wrong_numbers_leave_an_optimizer_that_steps_on():
+    """AdamW's counts went to the device for the graph, and come back with the flag that says so."""
+    model = net(_groups).cuda()
+    optimizer = AdamW(model.parameters(), lr=1e-3)
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    def zeros(graph, inputs):
+        def run(*args):
+            return [o * 0 if o.shape == (4, 576) else o for o in graph.forward(*args)]
+
+        return run
+
+    how = dict(scope="step", backend=zeros)
+    step = accelerate(model, optimizer, F.cross_entropy, dict(compile=how, accumulate=2))
+    for batch in batches(4):
+        step(batch)
+    assert step._step._instead is not None
+    assert torch.isfinite(model[0].weight).all()

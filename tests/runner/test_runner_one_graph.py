@@ -1,0 +1,337 @@
+"""A Runner with `compile` scope 'step' trains, validates, stops and goes on as one without."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import EMAHook, Hook, NanGuardHook
+from slipstream.model import BaseModel
+from slipstream.optim import OptimWrapper
+from slipstream.runner import Runner
+from slipstream.speed.accelerate import accelerate
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+from tiny_runs import (
+    Losses,
+    Net,
+    Noisy,
+    assert_same,
+    loader,
+    run,
+    samples,
+    scalars,
+    training,
+    validation,
+    weights,
+)
+
+GRAPH = dict(scope="step", backend="aot_eager")
+SGD = dict(type="SGD", lr=0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def close(one, other, rtol=1e-4, atol=1e-6):
+    torch.testing.assert_close(weights(one), weights(other), rtol=rtol, atol=atol)
+
+
+def both(tmp_path, **changes):
+    """Run with the graph and without; `custom_hooks` is called for each."""
+    hooks = changes.pop("custom_hooks", list)
+    speed, found = changes.pop("speed", {}), []
+    for name, how in (("graph", GRAPH), ("eager", None)):
+        runner = run(tmp_path / name, custom_hooks=hooks(), speed=dict(speed, compile=how), **changes)
+        found.append(runner)
+    assert type(found[0].step) is GraphStep
+    assert found[0].step._instead is None
+    assert type(found[1].step) is EagerStep
+    return found
+
+
+def test_the_step_is_that_of_ones_own_loop(tmp_path):
+    runner = run(tmp_path, speed=dict(compile=GRAPH))
+    model = nn.Linear(2, 1)
+    own = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, dict(compile=GRAPH))
+    assert type(runner.step) is type(own._step) is GraphStep
+    plain = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, {})
+    assert type(run(tmp_path / "eager").step) is type(plain._step) is EagerStep
+
+
+def everything(**changes):
+    return dict(
+        model=dict(type=Net, dropout=0.3, norm=True),
+        optim_wrapper=dict(optimizer=SGD, clip_grad=dict(max_norm=0.3), accumulative_counts=2),
+        param_scheduler=[
+            dict(type="LinearLR", start_factor=0.2, end=4, by_epoch=False),
+            dict(type="CosineAnnealingLR", by_epoch=True, convert_to_iter_based=True),
+        ],
+        default_hooks=dict(logger=dict(type="LoggerHook", interval=1)),
+        **validation(),
+        **changes,
+    )
+
+
+def test_every_lever_logs_and_validates_as_eagerly(tmp_path):
+    graph, eager = both(tmp_path, custom_hooks=lambda: [dict(type="EMAHook", momentum=0.2)], **everything())
+    close(graph, eager)
+    for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs.keys() & {"loss", "grad_norm", "lr", "acc", "step"}:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4), name
+    assert {"grad_norm", "acc"} <= {name for line in scalars(graph) for name in line}
+    averages = [next(h for h in r.hooks if isinstance(h, EMAHook)).ema_model for r in (graph, eager)]
+    torch.testing.assert_close(averages[0].state_dict(), averages[1].state_dict(), rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(averages[0].module.first.weight, graph.model.first.weight, atol=1e-3)
+    assert not any("_orig_mod" in name for name in weights(graph))
+
+
+# ---- stopping and going on --------------------------------------------------------------------------------
+
+
+def stopping(folder, compile, resume=False, optimizer=SGD):
+    losses = Losses()
+    checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=7, by_epoch=False))
+    speed = dict(compile=compile, accumulate=2, ema=dict(type="threshold", decay=0.9))
+    options = dict(
+        model=dict(type=Net, dropout=0.3, norm=True),
+        train_dataloader=loader(Noisy()),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        optim_wrapper=dict(optimizer=optimizer, clip_grad=dict(max_norm=0.5)),
+        default_hooks=checkpoints,
+        custom_hooks=[losses],
+    )
+    runner = run(folder, resume=resume, speed=speed, **options)
+    ema = next(h for h in runner.hooks if isinstance(h, EMAHook)).ema_model
+    return losses.by_iter, weights(runner), ema.state_dict(), runner
+
+
+def average(found):
+    return {name: value for name, value in found[2].items() if name != "steps"}
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_run_resumed_in_mid_epoch_and_mid_window_ends_bit_for_bit_the_same(tmp_path, backend):
+    how = dict(scope="step", backend=backend, **(dict(cache=False) if backend == "inductor" else {}))
+    adamw = dict(type="AdamW", lr=0.01)
+    whole = stopping(tmp_path / "whole", how, optimizer=adamw)
+    rest = stopping(tmp_path / "rest", how, str(tmp_path / "whole/iter_7.pth"), adamw)
+    assert min(rest[0]) == 8
+    assert type(rest[3].step) is GraphStep
+    assert rest[3].step._instead is None
+    assert_same({k: v for k, v in whole[0].items() if k > 7}, rest[0])
+    assert_same(whole[1], rest[1])
+    assert_same(whole[2], rest[2])
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, GRAPH), (GRAPH, None)])
+def test_a_run_goes_on_compiled_or_not(tmp_path, before, after):
+    whole = stopping(tmp_path / "whole", None)
+    first = stopping(tmp_path / "first", before)
+    rest = stopping(tmp_path / "rest", after, str(tmp_path / "first/iter_7.pth"))
+    torch.testing.assert_close(first[0], whole[0], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(rest[1], whole[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(average(rest), average(whole), rtol=1e-4, atol=1e-6)
+
+
+# ---- what hooks do between steps --------------------------------------------------------------------------
+
+
+class Unfreezes(Hook):
+    """The first layer rests in the first epoch, and its BatchNorm in the second."""
+
+    def before_train_epoch(self, runner):
+        runner.model.first.requires_grad_(runner.epoch > 0)
+
+    def before_train_iter(self, runner, batch_idx, data_batch=None):
+        runner.model.norm.train(runner.epoch == 0)
+
+
+def test_parts_are_frozen_and_let_go_by_a_hook(tmp_path):
+    class Kept(Hook):
+        def __init__(self):
+            self.first, self.mean = [], []
+
+        def after_train_epoch(self, runner):
+            self.first.append(runner.model.first.weight.clone())
+            self.mean.append(runner.model.norm.running_mean.clone())
+
+    model = dict(type=Net, norm=True)
+    graph, eager = both(tmp_path, custom_hooks=lambda: [Unfreezes(), Kept()], model=model)
+    close(graph, eager)
+    kept = next(h for h in graph.hooks if isinstance(h, Kept))
+    assert not torch.equal(*kept.first)
+    assert torch.equal(*kept.mean)
+
+
+class AddsGroup(Hook):
+    def before_train_epoch(self, runner):
+        if runner.epoch == 1:
+            runner.model.last.requires_grad_(True)
+            runner.optim_wrapper.optimizer.add_param_group(
+                {"params": runner.model.last.parameters(), "lr": 0.3}
+            )
+
+
+def test_a_group_added_in_the_middle_is_trained(tmp_path):
+    def runner(name, how):
+        made = Runner(**training(tmp_path / name, custom_hooks=[AddsGroup()], speed=dict(compile=how)))
+        made.model.last.requires_grad_(False)
+        made.optim_wrapper = OptimWrapper(
+            torch.optim.SGD(made.model.first.parameters(), lr=0.1, momentum=0.9)
+        )
+        made.train()
+        return made
+
+    graph, eager = runner("graph", GRAPH), runner("eager", None)
+    close(graph, eager)
+    assert len(graph.optim_wrapper.param_groups) == 2
+
+
+def test_learning_rates_are_scaled_to_the_batch_size(tmp_path):
+    graph, eager = both(
+        tmp_path, auto_scale_lr=dict(enable=True, base_batch_size=32), optim_wrapper=dict(optimizer=SGD)
+    )
+    assert graph.optim_wrapper.param_groups[0]["lr"] == pytest.approx(0.1 / 4)
+    close(graph, eager)
+
+
+def test_schedules_have_nothing_to_complain_about(tmp_path):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*optimizer.step.*")
+        run(tmp_path, speed=dict(compile=GRAPH), **everything())
+
+
+def test_a_group_whose_learning_rate_is_zero_stays(tmp_path):
+    optim = dict(optimizer=SGD, paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.0)}))
+    graph, eager = both(tmp_path, optim_wrapper=optim)
+    close(graph, eager)
+    fresh = Runner(**training(tmp_path / "fresh"))
+    assert torch.equal(graph.model.first.weight, fresh.model.first.weight)
+
+
+# ---- numbers that are not finite --------------------------------------------------------------------------
+
+
+class Square(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+class Squares(Net):
+    """Overflows inside the graph, before its BatchNorm."""
+
+    def __init__(self):
+        super().__init__(norm=True)
+        self.square = Square()
+
+    def forward(self, inputs, targets, mode):
+        return super().forward(self.square(inputs), targets, mode)
+
+
+def spoiled(*bad):
+    """Return data whose rows `bad` are too large to be squared; in order they are in batch row // 8."""
+    x, y = samples()
+    x[list(bad)] = 1e30
+    return TensorDataset(x, y)
+
+
+def test_bad_batches_leave_no_trace_and_are_counted_and_located(tmp_path):
+    """Rows 9 and 33 spoil batches 1 and 4 of 5."""
+
+    def skipping(name, data, how):
+        options = dict(
+            train_dataloader=loader(data, shuffle=False),
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            model=dict(type=Squares),
+            optim_wrapper=dict(optimizer=SGD),
+        )
+        guard = dict(nan_guard=dict(action="skip", locate=True))
+        return run(tmp_path / name, speed=dict(compile=how, **guard), log_level="WARNING", **options)
+
+    good = [row for row in range(40) if row // 8 not in (1, 4)]
+    x, y = samples()
+    graph = skipping("graph", spoiled(9, 33), GRAPH)
+    clean = skipping("clean", TensorDataset(x[good], y[good]), GRAPH)
+    assert graph.step._instead is None
+    assert (graph.iter, clean.iter) == (5, 3)
+    assert_same(weights(graph), weights(clean))
+    state, expected = (r.optim_wrapper.state_dict()["state"] for r in (graph, clean))
+    torch.testing.assert_close(state, expected, rtol=0, atol=0)
+    guard = next(h for h in graph.hooks if isinstance(h, NanGuardHook))
+    assert guard.skipped == 2
+    said = (next((tmp_path / "graph").glob("*/*.log"))).read_text()
+    assert "Skipped 2 steps" in said
+    assert "that of module 'square' (Square); its inputs were finite" in said
+
+
+def test_a_first_batch_that_is_bad_is_skipped_too(tmp_path):
+    speed = dict(nan_guard="skip")
+    one_epoch = dict(by_epoch=True, max_epochs=1)
+    data = loader(spoiled(0), shuffle=False)
+    graph, eager = both(
+        tmp_path, speed=speed, train_dataloader=data, train_cfg=one_epoch, model=dict(type=Squares)
+    )
+    close(graph, eager)
+    assert all(value.isfinite().all() for value in weights(graph).values())
+
+
+def test_float16_leaves_the_same_first_steps_out(tmp_path):
+    optim = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**24), optimizer=SGD)
+    graph, eager = both(tmp_path, optim_wrapper=optim)
+    mine, theirs = (r.optim_wrapper.loss_scaler.state_dict() for r in (graph, eager))
+    assert mine == theirs
+    assert mine["scale"] < 2.0**24
+    close(graph, eager, rtol=2e-2, atol=2e-3)
+
+
+# ---- models ------------------------------------------------------------------------------------------------
+
+
+class Tied(BaseModel):
+    """Weights shared by two layers, a layer that is used twice, one that is not used at all, losses in a list."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.two.weight = self.one.weight
+        self.head, self.unused = nn.Linear(4, 3), nn.Linear(4, 3)
+
+    def forward(self, x, y, mode):
+        x = self.two(self.one(self.one(x).tanh()).tanh())
+        scores = self.head(x)
+        losses = [F.cross_entropy(scores, y), scores.square().mean()]
+        return {"loss_main": losses, "loss_aux": losses[1] * 0.1, "spread": scores.std()}
+
+
+def test_tied_shared_and_unused_parts_train_as_eagerly(tmp_path):
+    options = dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
+    graph, eager = both(tmp_path, model=dict(type=Tied), optim_wrapper=dict(optimizer=SGD), **options)
+    close(graph, eager)
+    assert graph.model.one.weight is graph.model.two.weight
+    for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):
+        for name in ("loss", "loss_main", "loss_aux", "spread"):
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-4)
+    assert graph.model.unused.weight not in graph.optim_wrapper.optimizer.state
+
+
+class Own(Net):
+    def train_step(self, data, optim_wrapper):
+        loss = self(*data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def test_a_model_that_trains_itself_is_no_graph_of_ours(tmp_path):
+    with pytest.raises(ConfigError, match=r"compile.scope: Own overrides train_step: take scope='model'"):
+        run(tmp_path, model=dict(type=Own), speed=dict(compile=GRAPH))
+    own = run(tmp_path / "own", model=dict(type=Own), speed=dict(compile=dict(backend="eager")))
+    close(own, run(tmp_path / "plain"))

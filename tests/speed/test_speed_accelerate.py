@@ -1,0 +1,365 @@
+"""For people with a loop of their own: five changed lines train as their loop did, with every lever."""
+
+import logging
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+import slipstream
+from slipstream.errors import ConfigError, DataError, LossError
+from slipstream.speed.accelerate import TrainStep, accelerate
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+
+GRAPH = dict(backend="eager")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def batches(count=12, size=6):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(count, size, 4, generator=generator)
+    return list(zip(x, torch.randint(0, 3, (count, size), generator=generator), strict=True))
+
+
+def sgd(model, lr=0.1):
+    return SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+def by_hand(data=None, window=1, max_norm=None, each=lambda model, number: None, schedule=None):
+    """Train as users do; `each` is called after every optimizer step."""
+    model, losses = net(), []
+    optimizer = sgd(model)
+    scheduler = schedule and schedule(optimizer)
+    data = data or batches()
+    for number, (x, y) in enumerate(data, 1):
+        loss = F.cross_entropy(model(x), y)
+        (loss / window).backward()
+        if number % window == 0:
+            if max_norm:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+            optimizer.zero_grad()
+            each(model, number // window)
+        if scheduler:
+            scheduler.step()
+        losses.append(loss.detach())
+    return model, torch.stack(losses)
+
+
+def train(data=None, loss_fn=F.cross_entropy, total_steps=None, **speed):
+    model = net()
+    step = accelerate(model, sgd(model), loss_fn, speed, total_steps)
+    return model, torch.stack([step(batch)["loss"] for batch in data or batches()]), step
+
+
+def assert_same(model, other, rtol=1e-5, atol=1e-6):
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=rtol, atol=atol)
+
+
+# ---- the numbers ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [None, GRAPH, dict(scope="model", backend="eager")])
+@pytest.mark.parametrize("levers", [{}, dict(accumulate=3, clip_grad=dict(max_norm=0.2))])
+def test_it_trains_as_the_loop_by_hand(how, levers):
+    hand, expected = by_hand(window=levers.get("accumulate", 1), max_norm=levers and 0.2)
+    model, losses, step = train(compile=how, **levers)
+    assert type(step._step) is (GraphStep if how is GRAPH else EagerStep)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert_same(model, hand)
+    assert step.model is model
+
+
+def test_auto_is_what_is_taken_without_a_word_and_trains_alike():
+    model = net()
+    step = slipstream.accelerate(model, sgd(model), F.cross_entropy)
+    for batch in slipstream.feed(batches()):
+        log = step(batch)
+    assert step.plan.auto
+    assert log["loss"].ndim == 0
+    assert not log["loss"].requires_grad
+    assert_same(model, by_hand()[0])
+
+
+def test_bfloat16_computes_in_it_and_keeps_weights_in_float32():
+    seen = []
+
+    def loss(scores, targets):
+        seen.append(scores.dtype)
+        return F.cross_entropy(scores, targets)
+
+    model, losses, _ = train(loss_fn=loss, precision="bf16")
+    assert set(seen) == {torch.bfloat16}
+    assert model[0].weight.dtype == torch.float32
+    torch.testing.assert_close(losses, by_hand()[1], rtol=0.05, atol=0)
+
+
+def test_a_scheduler_of_torch_goes_on_as_it_was_and_has_nothing_to_complain_about():
+    def falling(optimizer):
+        return StepLR(optimizer, 3, 0.5)
+
+    hand, expected = by_hand(schedule=falling)
+    model, losses = net(), []
+    optimizer = sgd(model)
+    step, scheduler = accelerate(model, optimizer, F.cross_entropy, dict(compile=GRAPH)), falling(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for batch in batches():
+            losses.append(step(batch)["loss"])
+            scheduler.step()
+    torch.testing.assert_close(torch.stack(losses), expected, rtol=1e-5, atol=0)
+    assert_same(model, hand)
+
+
+# ---- batches and losses -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [None, GRAPH])
+def test_losses_in_a_dict_are_summed_and_the_rest_is_logged(how):
+    def losses(scores, targets):
+        loss = F.cross_entropy(scores, targets)
+        return {
+            "loss_one": loss / 4,
+            "loss_two": [loss / 2, loss / 4],
+            "accuracy": (scores.argmax(1) == targets).float(),
+        }
+
+    with pytest.raises(LossError, match="'accuracy' has the shape"):
+        train(loss_fn=losses, compile=how)
+
+    def scalars(scores, targets):
+        found = losses(scores, targets)
+        return {**found, "accuracy": found["accuracy"].mean()}
+
+    model, total, step = train(loss_fn=scalars, compile=how)
+    hand, expected = by_hand()
+    torch.testing.assert_close(total, expected, rtol=1e-5, atol=0)
+    assert_same(model, hand)
+    log = step(batches()[0])
+    assert list(log) == ["loss", "loss_one", "loss_two", "accuracy"]
+    torch.testing.assert_close(log["loss_two"], log["loss"] * 0.75)
+
+
+@pytest.mark.parametrize("how", [None, GRAPH])
+def test_a_batch_may_have_several_inputs(how):
+    class Sum(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, left, right):
+            return self.layer(left) + 2 * right
+
+    model = Sum()
+    x, bias, y = torch.randn(5, 4), torch.randn(5, 1), torch.randn(5, 1)
+    step = accelerate(model, SGD(model.parameters(), lr=0.0), F.mse_loss, dict(compile=how))
+    expected = F.mse_loss(model(x, bias), y)
+    for _ in range(2):
+        torch.testing.assert_close(step([x, bias, y])["loss"], expected.detach())
+
+
+@pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3),), {"x": torch.ones(3)}])
+@pytest.mark.parametrize("how", [None, GRAPH])
+def test_another_kind_of_batch_is_refused_and_the_next_is_trained(batch, how):
+    model = net()
+    step = accelerate(model, sgd(model), F.cross_entropy, dict(compile=how))
+    with pytest.raises(
+        DataError, match=r"a batch must be \(inputs, targets\), not (Tensor|tuple|dict): the loader's"
+    ):
+        step(batch)
+    step(batches()[0])
+    assert step.steps == 1
+
+
+# ---- averages ---------------------------------------------------------------------------------------------
+
+
+def by_formula(how, window=1, begin=0):
+    """Return the averaged weights of a loop by hand, by SuperGradients' formulas; the first update copies."""
+    average, updates = {}, [0]
+    decays = {
+        "constant": lambda step: how["decay"],
+        "threshold": lambda step: min(how["decay"], (1 + step) / (10 + step)),
+        "swa": lambda step: (step - 1) / step,
+    }
+
+    def each(model, number):
+        if number * window < begin:
+            return
+        state = {k: v.clone() for k, v in model.state_dict().items() if v.is_floating_point()}
+        updates[0] += 1
+        decay = decays[how["type"]](updates[0])
+        average.update({k: decay * average.get(k, v) + (1 - decay) * v for k, v in state.items()})
+
+    by_hand(window=window, each=each)
+    return average
+
+
+@pytest.mark.parametrize("compile", [None, GRAPH, dict(scope="model", backend="eager")])
+@pytest.mark.parametrize(
+    ("ema", "window"),
+    [
+        (dict(type="constant", decay=0.8), 1),
+        (dict(type="constant", decay=0.8, begin_iter=5), 1),
+        (dict(type="constant", decay=0.8), 3),
+        (dict(type="threshold", decay=0.7), 1),
+        (dict(type="swa"), 1),
+    ],
+)
+def test_weights_are_averaged_after_every_update(compile, ema, window):
+    model, _, step = train(compile=compile, ema=ema, accumulate=window)
+    expected = by_formula(ema, window, ema.get("begin_iter", 0))
+    found = step.average.module.state_dict()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(found["0.weight"], model[0].weight, atol=1e-4)
+
+
+def test_the_model_holds_its_average_inside_the_block_only():
+    ema = dict(type="constant", decay=0.8)
+    whole, losses, reference = train(compile=GRAPH, ema=ema)
+    model, _, step = train(batches()[:9], compile=GRAPH, ema=ema)
+    raw, average = model[0].weight.clone(), step.average.module[0].weight.clone()
+    with step.averaged() as inside:
+        assert inside is model
+        assert torch.equal(model[0].weight, average)
+        model.eval()(batches()[0][0])
+    assert torch.equal(model.train()[0].weight, raw)
+    with pytest.raises(ZeroDivisionError), step.averaged():
+        1 / 0  # noqa: B018
+    for batch, loss in zip(batches()[9:], losses[9:], strict=True):
+        torch.testing.assert_close(step(batch)["loss"], loss, rtol=0, atol=0)
+    assert_same(model, whole, rtol=0, atol=0)
+    assert_same(step.average, reference.average, rtol=0, atol=0)
+
+
+def test_without_an_average_the_block_is_the_model_itself():
+    model, _, step = train()
+    with step.averaged() as inside:
+        assert inside is model
+
+
+# ---- going on ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [None, GRAPH])
+@pytest.mark.parametrize("after", [None, GRAPH])
+@pytest.mark.parametrize("stop", [4, 6, 7])
+def test_it_goes_on_from_its_state_compiled_or_not(before, after, stop, tmp_path):
+    levers = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
+    whole, expected, reference = train(compile=after, **levers)
+    model, _, step = train(batches()[:stop], compile=before, **levers)
+    torch.save({"model": model.state_dict(), "step": step.state_dict()}, tmp_path / "state.pt")
+    saved = torch.load(tmp_path / "state.pt", weights_only=True)
+    other = net()
+    resumed = accelerate(other, sgd(other, lr=7.0), F.cross_entropy, dict(levers, compile=after))
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["step"])
+    losses = torch.stack([resumed(batch)["loss"] for batch in batches()[stop:]])
+    exact = dict(rtol=0, atol=0) if before is after else dict(rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(losses, expected[stop:], **exact)
+    assert_same(other, whole, **exact)
+    assert_same(resumed.average, reference.average, **exact)
+
+
+def test_the_last_window_is_smaller_where_the_end_is_known():
+    model, _, step = train(batches(5), accumulate=4, total_steps=5, compile=GRAPH)
+    assert step.steps == 5
+    hand = net()
+    optimizer = sgd(hand)
+    for window in (batches(5)[:4], batches(5)[4:]):
+        for x, y in window:
+            (F.cross_entropy(hand(x), y) / len(window)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_same(model, hand)
+
+
+# ---- what is refused, and what is said --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speed", "message"),
+    [
+        (dict(nan_guard="skip"), "speed.nan_guard: needs somebody who reads the losses"),
+        (dict(gc=100), "speed.gc: concerns a whole run"),
+        (dict(prefetch=2), "speed.prefetch: is the loop's"),
+        (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: epochs are the loop's own"),
+        (dict(ema=True), "speed.ema: type 'exp' grows towards the end"),
+        (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is no backend"),
+        (dict(compil=True), "speed.compil: no such lever"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_its_place(speed, message):
+    model = net()
+    with pytest.raises((ConfigError, slipstream.errors.UnknownNameError), match=message):
+        accelerate(model, sgd(model), F.cross_entropy, speed)
+
+
+def test_exp_grows_to_the_end_that_is_told():
+    _, _, step = train(ema=True, total_steps=12, compile=GRAPH)
+    assert step.average.total_steps == 12
+
+
+def test_what_cannot_be_one_graph_is_said_once(caplog):
+    def loss(scores, targets):
+        found = F.cross_entropy(scores, targets)
+        return found if found > 0 else found * 0
+
+    with caplog.at_level(logging.WARNING, "slipstream"):
+        model, _, _ = train(loss_fn=loss, compile=GRAPH)
+    (record,) = [r for r in caplog.records if r.name == "slipstream"]
+    assert "The step cannot be one graph (Unsupported: Data-dependent branching, at " in record.getMessage()
+    assert "test_speed_accelerate.py:" in record.getMessage()
+    assert_same(model, by_hand()[0], rtol=0, atol=0)
+
+
+def test_an_optimizer_whose_first_step_is_another_steps_after_the_graph():
+    hand, model = net(), net()
+    makes = [SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5) for m in (hand, model)]
+    step = accelerate(model, makes[1], F.cross_entropy, dict(compile=GRAPH))
+    for x, y in batches():
+        makes[0].zero_grad()
+        F.cross_entropy(hand(x), y).backward()
+        makes[0].step()
+        step((x, y))
+    assert_same(model, hand)
+    assert step._step._instead is None
+
+
+def test_it_is_public():
+    assert slipstream.accelerate is accelerate
+    model = net()
+    assert isinstance(slipstream.accelerate(model, AdamW(model.parameters()), F.cross_entropy, {}), TrainStep)
+
+
+def test_switches_of_the_process_are_on_for_as_long_as_the_step_lives(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def switch(plan, device, warn):
+        seen.append("on")
+        yield
+        seen.append("off")
+
+    monkeypatch.setattr("slipstream.speed.accelerate.switches", switch)
+    model = net()
+    step = slipstream.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={})
+    assert seen == ["on"]
+    step._switches.close()
+    assert seen == ["on", "off"]

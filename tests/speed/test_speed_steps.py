@@ -1,0 +1,403 @@
+"""Which step a plan leads to, what it says when it cannot be the widest, and that all train the same."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim import SGD, Adagrad
+
+from slipstream.errors import ConfigError
+from slipstream.model.wrappers import MMDistributedDataParallel
+from slipstream.model.wrappers.comm_hooks import HalfPrecision, PowerSGD
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.speed import SpeedPlan
+from slipstream.speed.steps import Training, build_step, why_not_one_graph
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+
+STEPS = 14
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+class Graphs:
+    """A backend that computes graphs as they are, and counts them."""
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, graph, inputs):
+        self.count += 1
+        return graph.forward
+
+
+class Net(nn.Module):
+    """Takes whatever a batch holds, and gives losses."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+        self.calls = 0
+
+    def forward(self, x, y, **others):
+        return {"loss": F.cross_entropy(self.body(x), y)}
+
+
+def batches(count=STEPS):
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(count, 6, 4, generator=generator), torch.randint(0, 3, (count, 6), generator=generator)
+    return [
+        dict(
+            x=x[i],
+            y=y[i],
+            name=f"{i}.png",
+            number=i,
+            share=i / 7,
+            meta=[dict(file=f"{i}_{j}") for j in range(6)],
+        )
+        for i in range(count)
+    ]
+
+
+def step_of(model, compile=None, optim=None, warn=None, backend="eager", **plan):
+    optim = optim or OptimWrapper(SGD(model.parameters(), lr=0.1, momentum=0.9))
+    how = {"backend": backend, **compile} if isinstance(compile, dict) else compile and {"backend": backend}
+    training = Training(model, optim, lambda module, batch: module(**batch), lambda batch: batch)
+    return build_step(training, SpeedPlan.read(dict(compile=how, **plan)), warn or pytest.fail)
+
+
+def train(model, compile=None, data=None, **options):
+    step = step_of(model, compile, **options)
+    return torch.stack([step(batch)["loss"] for batch in data or batches()]), step
+
+
+def assert_trains_as_eager(model, compile=True, **options):
+    """Train copies of a model both ways; return the step and what was warned."""
+    said, graphs = [], Graphs()
+    eager = copy.deepcopy(model)
+    random.seed(1)
+    expected, _ = train(eager)
+    random.seed(1)
+    losses, step = train(model, compile, warn=said.append, backend=graphs, **options)
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
+    assert vars(model).get("calls") == vars(eager).get("calls")
+    return step, said, graphs
+
+
+# ---- which step -------------------------------------------------------------------------------------------
+
+
+def test_without_compile_it_is_the_eager_step():
+    model = Net()
+    assert type(step_of(model)) is EagerStep
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("how", [True, dict(scope="step")])
+def test_the_whole_step_is_one_graph(how):
+    step, said, graphs = assert_trains_as_eager(Net(), how)
+    assert type(step) is GraphStep
+    assert (said, graphs.count) == ([], 1)
+
+
+@pytest.mark.parametrize("how", [dict(scope="model"), dict(scope="block", blocks=["Linear"])])
+def test_a_narrower_scope_is_the_eager_step_of_a_compiled_model(how):
+    step, said, graphs = assert_trains_as_eager(Net(), how)
+    assert type(step) is EagerStep
+    assert not said
+    assert graphs.count
+
+
+def test_validation_of_a_model_in_one_graph_is_compiled_too():
+    model, graphs = Net(), Graphs()
+    step = step_of(model, True, backend=graphs)
+    first, second, *_ = batches()
+    for _ in range(3):
+        step(first)
+        model.eval()
+        with torch.no_grad():
+            found, expected = model(**second)["loss"], F.cross_entropy(model.body(second["x"]), second["y"])
+        torch.testing.assert_close(found, expected)
+        model.train()
+    assert graphs.count == 2
+
+
+def gan():
+    model = Net()
+    optim = {"one": OptimWrapper(SGD(model.body[0].parameters(), lr=0.1))}
+    return model, OptimWrapperDict(**optim)
+
+
+def sparse():
+    model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(4, 2))
+    return model, OptimWrapper(Adagrad(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [(gan, "there are several optimizers"), (sparse, "'0' has sparse gradients, which torch.compile")],
+)
+def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make, why):
+    model, optim = make()
+    with pytest.raises(ConfigError, match=rf"^compile.scope: the step cannot be one graph: {why}"):
+        step_of(model, dict(scope="step"), optim)
+    assert model._compiled_call_impl is None
+    said = []
+    assert type(step_of(model, True, optim, said.append)) is EagerStep
+    assert len(said) == 1
+    assert f"The step is not one graph, but the model is compiled: {why}" in said[0]
+    assert model._compiled_call_impl is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({}, None),
+        (dict(comm_hook=HalfPrecision(None, torch.bfloat16)), None),
+        (
+            dict(comm_hook=object.__new__(PowerSGD)),
+            "the communication hook PowerSGD keeps a state of its own",
+        ),
+        (dict(find_unused_parameters=True), "find_unused_parameters looks for them in each step"),
+    ],
+)
+def test_our_wrapper_is_taken_in_with_what_it_sends(changes, why):
+    model = Net()
+    optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
+    wrapper = object.__new__(MMDistributedDataParallel)  # which without processes cannot be made
+    nn.Module.__init__(wrapper)
+    vars(wrapper).update(dict(find_unused_parameters=False, comm_hook=None) | changes)
+    wrapper.module = model
+    assert why_not_one_graph(wrapper, optim) == why
+
+
+def test_a_wrapper_whose_communication_is_not_known_keeps_it():
+    class Own(nn.parallel.DistributedDataParallel):
+        pass
+
+    model = Net()
+    wrapper = object.__new__(Own)
+    nn.Module.__init__(wrapper)
+    wrapper.module = model
+    optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
+    assert why_not_one_graph(wrapper, optim) == "Own does its communication itself"
+
+
+# ---- what cannot be captured ------------------------------------------------------------------------------
+
+
+class Branches(Net):
+    def forward(self, x, y, **others):
+        losses = super().forward(x, y)
+        return losses if losses["loss"] < 1e9 else {"loss": losses["loss"] * 0}
+
+
+class Draws(Net):
+    def forward(self, x, y, **others):
+        return {"loss": super().forward(x, y)["loss"] * (2 if random.random() < 0.5 else 1)}
+
+
+class Reads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * (2 if grad.sum().item() < 1e9 else 1)
+
+
+class OwnGradient(Net):
+    def forward(self, x, y, **others):
+        return {"loss": F.cross_entropy(Reads.apply(self.body(x)), y)}
+
+
+@pytest.mark.parametrize("kind", [Branches, Draws, OwnGradient])
+def test_what_cannot_be_captured_trains_on_with_the_model_compiled_and_says_where(kind):
+    step, said, _ = assert_trains_as_eager(kind())
+    assert type(step) is GraphStep
+    assert type(step._instead) is EagerStep
+    assert "The step cannot be one graph (" in said[0]
+    assert "test_speed_steps.py:" in said[0]
+    assert "The model alone is compiled" in said[0]
+    assert len(said) == 1
+
+
+class Lists(Net):
+    """Leaves the tensors, where no graph follows."""
+
+    def forward(self, x, y, **others):
+        x.numpy().tolist()
+        return super().forward(x, y)
+
+
+def test_of_a_model_that_cannot_be_compiled_either_that_is_said_next():
+    step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
+    assert type(step._instead) is EagerStep
+    first, second = said
+    assert "The step cannot be one graph (" in first
+    assert "Lists cannot be compiled (" in second
+
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class PlainFunction(Net):
+    def forward(self, x, y, **others):
+        return {"loss": F.cross_entropy(Doubles.apply(self.body(x)), y)}
+
+
+def test_an_autograd_function_of_tensors_is_captured():
+    _, said, graphs = assert_trains_as_eager(PlainFunction())
+    assert (said, graphs.count) == ([], 1)
+
+
+# ---- values that change -----------------------------------------------------------------------------------
+
+
+class Copies(Net):
+    def forward(self, x, y, meta, **others):
+        samples = [dict(sample) for sample in meta]
+        return super().forward(x[: len(samples)], y)
+
+
+class Weighs(Net):
+    def forward(self, x, y, number, share, **others):
+        return {"loss": super().forward(x, y)["loss"] * share / (number + 1)}
+
+
+class CountsUp(Net):
+    def forward(self, x, y, **others):
+        self.calls += 1
+        return super().forward(x, y)
+
+
+class Named(Net):
+    def forward(self, x, y, name, **others):
+        return {"loss": super().forward(x, y)["loss"] * (2 if name.endswith("1.png") else 1)}
+
+
+@pytest.mark.parametrize(("kind", "graphs"), [(Net, 1), (Copies, 1), (Weighs, 3), (CountsUp, 2)])
+def test_file_names_and_numbers_that_change_make_no_new_graphs(kind, graphs):
+    _, said, counted = assert_trains_as_eager(kind(), dict(scope="step"))
+    assert not said
+    assert counted.count <= graphs
+
+
+def test_a_forward_that_looks_at_file_names_is_given_up_with_a_word():
+    step, said, graphs = assert_trains_as_eager(Named())
+    assert type(step._instead) is EagerStep
+    assert "it varied: inputs['name'] == " in said[0]
+    assert graphs.count <= 20
+
+
+# ---- parameters that come and go --------------------------------------------------------------------------
+
+
+class Switched(Net):
+    def __init__(self):
+        super().__init__()
+        self.extra, self.on = nn.Linear(4, 3), False
+
+    def forward(self, x, y, number, **others):
+        scores = self.body(x) + (self.extra(x) if self.on else 0)
+        return {"loss": F.cross_entropy(scores, y)}
+
+
+@pytest.mark.parametrize("at_first", [False, True])
+def test_a_head_that_is_switched_in_between_is_trained_while_it_is_on(at_first):
+    def run(compile):
+        model = Switched()
+        step = step_of(model, compile)
+        model.on = at_first
+        for batch in batches()[:5]:
+            step(batch)
+        middle = model.extra.weight.clone()
+        model.on = not at_first
+        for batch in batches()[5:]:
+            step(batch)
+        return model, middle, step
+
+    (model, middle, step), (eager, other, _) = run(True), run(None)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(middle, other)
+    assert step._instead is None
+    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not move it either
+
+
+def test_parameters_that_are_frozen_and_let_go_again_end_as_eagerly():
+    def run(compile, every):
+        model, said, graphs = Net(), [], Graphs()
+        step = step_of(model, compile, warn=said.append, backend=graphs)
+        for number, batch in enumerate(batches(40)):
+            if number % every == 0:
+                model.body[0].requires_grad_(number // every % 2 == 0)
+            step(batch)
+        return parameters_to_vector(model.parameters()), said, graphs.count
+
+    (found, said, _), (expected, _, _) = run(True, 10), run(None, 10)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert not said
+    (found, said, graphs), (expected, _, _) = run(True, 1), run(None, 1)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    assert "which parameters are trained, or how they are grouped, changed 9 times" in said[0]
+    assert graphs <= 12  # those, and the model's own
+
+
+def test_a_group_that_is_added_is_trained():
+    def run(compile):
+        model = Switched()
+        model.on = True
+        optim = OptimWrapper(SGD(model.body.parameters(), lr=0.01, momentum=0.9))
+        step = step_of(model, compile, optim)
+        for number, batch in enumerate(batches()):
+            if number == 4:
+                optim.optimizer.add_param_group({"params": model.extra.parameters(), "lr": 0.05})
+            model.extra.requires_grad_(number >= 4)
+            step(batch)
+        return model
+
+    model, eager = run(True), run(None)
+    torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
+    assert not torch.equal(model.extra.weight, Switched().extra.weight)
+
+
+def test_a_batch_is_prepared_once_for_both_of_its_first_steps():
+    """What is drawn outside the graph, as batch augmentations are, is no difference between the two."""
+
+    def run(compile):
+        model, drawn = Net(), []
+        optim = OptimWrapper(SGD(model.parameters(), lr=0.1, momentum=0.9))
+
+        def prepare(batch):
+            drawn.append(torch.rand(()))
+            return dict(batch, x=batch["x"] * drawn[-1] + random.random())
+
+        how = compile and dict(backend="eager")
+        training = Training(model, optim, lambda module, batch: module(**batch), prepare)
+        step = build_step(training, SpeedPlan.read(dict(compile=how)), pytest.fail)
+        torch.manual_seed(1)
+        random.seed(1)
+        for batch in batches():
+            step(batch)
+        return model.state_dict(), len(drawn)
+
+    (found, drawn), (expected, _) = run(True), run(False)
+    assert drawn == STEPS
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
