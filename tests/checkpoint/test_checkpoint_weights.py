@@ -85,6 +85,30 @@ def test_a_long_list_of_names_is_cut():
     ]
 
 
+class Renamed(nn.Module):
+    """A module whose weight had another name once."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_load_state_dict_pre_hook(self.rename)
+
+    @staticmethod
+    def rename(module, state, prefix, *_):
+        if f"{prefix}kernel" in state:
+            state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
+
+
+def test_a_module_that_knows_its_older_names_gets_them_under_strict_too():
+    parts = nn.ModuleDict({"old": Renamed(), "new": Renamed()})
+    state = {"old.kernel": torch.ones(2), "new.weight": torch.full((2,), 3.0)}
+    assert load_weights(parts, state, strict=True) == []
+    assert [parts[name].weight.tolist() for name in ("old", "new")] == [[1.0, 1.0], [3.0, 3.0]]
+    assert sorted(state) == ["new.weight", "old.kernel"]
+    with pytest.raises(CheckpointError, match=r"old\.weight is \(3,\) there and \(2,\) in the model"):
+        load_weights(parts, {**state, "old.kernel": torch.ones(3)}, strict=True)
+
+
 def test_revise_applies_its_patterns_in_order_and_leaves_its_argument_alone():
     state = {"module.backbone.0.weight": 1, "head": 2}
     got = revise(state, [(r"^module\.", ""), (r"^backbone\.(\d+)", r"body.layer\1")])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from ema_runs import SCHEDULED, History, StopAfter, StoppedError, assert_close, average_of, ema_run
+from torch.utils.data import TensorDataset
 
 from slipstream.hooks import Hook
-from tiny_runs import Net, assert_same, run, weights
+from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class AveragingStep:
@@ -118,3 +119,26 @@ def test_the_compiled_step_averages_as_the_hook_does(tmp_path, hook, accumulate)
     for name, value in now.items():
         if name in ("first.weight", "last.weight", "last.bias"):  # what BatchNorm takes off again never moves
             assert not torch.allclose(own[f"module.{name}"], value, atol=1e-4), f"{name} is the model's"
+
+
+@pytest.mark.parametrize("scope", [None, "step"])
+def test_an_average_never_takes_the_statistics_of_a_step_that_is_skipped(tmp_path, scope):
+    """The guard puts buffers back after the step; in the average a NaN would stay for good."""
+    torch._dynamo.reset()
+    inputs, targets = samples()
+    inputs[9, 0] = float("nan")
+    runner = run(
+        tmp_path,
+        model=dict(type=Net, norm=True),
+        cfg=dict(compile=dict(scope=scope, backend="aot_eager")) if scope else {},
+        train_dataloader=loader(TensorDataset(inputs, targets), shuffle=False),
+        custom_hooks=[dict(SCHEDULED, decay=0.8, beta=3.0), dict(type="NanGuardHook", action="skip")],
+    )
+    assert type(runner.step).__name__ == ("GraphStep" if scope else "EagerStep")
+    guard = next(hook for hook in runner.hooks if type(hook).__name__ == "NanGuardHook")
+    assert guard.skipped > 0
+    average = average_of(runner)
+    assert average.steps > guard.skipped
+    assert all(value.isfinite().all() for value in average.state_dict().values())
+    name = "norm.running_mean"
+    assert not torch.equal(average.module.state_dict()[name], runner.model.state_dict()[name])

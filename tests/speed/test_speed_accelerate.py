@@ -359,7 +359,9 @@ def test_switches_of_the_process_are_on_for_as_long_as_the_step_lives(monkeypatc
 
     monkeypatch.setattr("slipstream.speed.accelerate.switches", switch)
     model = net()
-    step = slipstream.accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={})
+    step = slipstream.accelerate(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={}
+    )
     assert seen == ["on"]
     step._switches.close()
     assert seen == ["on", "off"]

@@ -505,7 +505,7 @@ def test_blocks_are_found_by_module_name_by_class_or_by_repetition(names, expect
         (
             stages(),
             ["Blok"],
-            "compile.blocks: 'Blok' is no module or class in the model; did you mean 'Block'?",
+            "compile.blocks: the model has no module and no class of modules 'Blok'; did you mean 'Block'?",
         ),
         (
             Tower([4]),

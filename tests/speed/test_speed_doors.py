@@ -11,6 +11,7 @@ from slipstream.hooks import EMAHook
 from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
 from slipstream.speed import CompileOptions, SpeedPlan
 from slipstream.speed.doors import is_plain_wrapper
+from slipstream.speed.ema import EmaOptions
 
 SGD = dict(type="SGD", lr=0.1)
 
@@ -235,6 +236,12 @@ def test_supergradients_words_are_understood():
 def test_words_of_training_params_one_by_one(params, lever, value):
     read = getattr(SpeedPlan.read(training_params=params), lever)
     assert (read.name if lever == "precision" else read) == value
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("exp", 15), ("constant", None), ("threshold", None)])
+def test_the_beta_that_supergradients_adds_to_every_average_is_read_where_it_counts(kind, beta):
+    params = dict(ema=True, ema_params=dict(decay=0.99, decay_type=kind, beta=15))
+    assert SpeedPlan.read(training_params=params).ema == EmaOptions(0.99, kind, beta)
 
 
 @pytest.mark.parametrize(

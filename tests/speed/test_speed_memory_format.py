@@ -7,10 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.errors import ConfigError
 from slipstream.model import ExponentialMovingAverage
 from slipstream.optim.layouts import lay_out_states
-from slipstream.speed.memory_format import as_channels_last, read_channels_last, to_channels_last
+from slipstream.speed.memory_format import as_channels_last, to_channels_last
 
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
@@ -222,10 +221,3 @@ def test_states_that_are_laid_out_stay_the_same_tensors():
     before = {id(value) for states in optimizer.state.values() for value in states.values()}
     lay_out_states(optimizer)
     assert {id(value) for states in optimizer.state.values() for value in states.values()} == before
-
-
-def test_it_is_on_or_off():
-    assert [read_channels_last(value) for value in (True, False, None)] == [True, False, False]
-    for wrong in ("yes", 1, {}):
-        with pytest.raises(ConfigError, match="channels_last: must be True or False, not"):
-            read_channels_last(wrong)

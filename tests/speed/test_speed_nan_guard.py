@@ -110,6 +110,50 @@ def test_without_the_guard_such_a_batch_ruins_the_weights():
     assert not all(p.isfinite().all() for p in net.parameters())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_nan_loss_without_any_gradient_is_skipped_too(accumulate):
+    """A mean over no pixel is NaN, and its gradient is zero: momentum and decay would move the weights."""
+
+    def forward(net, x):
+        targets = torch.zeros(5, dtype=torch.long) if x[0, 0] != 7 else torch.full((5,), 255)
+        return {"loss": F.cross_entropy(net.body[:3](x), targets, ignore_index=255)}
+
+    empty = good(5)
+    empty[0, 0] = 7
+    assert forward(Net(), empty)["loss"].isnan()
+    options = dict(forward=forward, accumulative_counts=accumulate)
+    first, window, last = (
+        [good(1)] * accumulate,
+        [empty, *[good(2)] * (accumulate - 1)],
+        [good(3)] * accumulate,
+    )
+    guarded = train([*first, *window, *last], **options)
+    assert_same_run(guarded, train([*first, *last], guard=False, **options))
+    assert guarded[2].read() == 1
+
+
+def test_one_parameter_at_most_is_touched_and_nothing_stays_behind():
+    net = Net()
+    guard = StepGuard(net, torch.device("cpu"))
+    for value, broken in ((1.0, 0), (NAN, 1), (1.0, 0)):
+        net.zero_grad()
+        loss = net(good(1))["loss"]
+        expected = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+        guard.poison(torch.where(torch.tensor(value == value), loss, value)).backward()
+        found = [p.grad for p in net.parameters()]
+        assert sum(not grad.isfinite().all() for grad in found) == broken
+        if not broken:
+            assert all(map(torch.equal, found, expected))
+
+
+def test_a_parameter_whose_gradient_is_sparse_can_carry_it():
+    table = nn.Embedding(4, 3, sparse=True)
+    guard = StepGuard(table, torch.device("cpu"))
+    loss = table(torch.tensor([1])).sum()
+    guard.poison(torch.where(torch.tensor(False), loss, NAN)).backward()
+    assert table.weight.grad._values().isnan().all()
+
+
 def test_a_finite_loss_with_an_infinite_gradient_is_skipped():
     def forward(net, x):
         return {"loss": (Jump.apply if x[0, 0] == 7 else nn.Identity())(net.body(x)).square().mean()}
@@ -393,6 +437,30 @@ def test_a_run_goes_on_past_a_bad_batch_and_says_so(tmp_path):
     assert not torch.equal(remember.weights[6]["last.weight"], remember.weights[5]["last.weight"])
     assert runner.optim_wrapper.guard is None
     assert not any(module._forward_hooks for module in runner.model.modules())
+
+
+class Fail(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_run_that_fails_leaves_nothing_in_model_wrapper_and_meter(tmp_path, action):
+    model = Breaks()
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+
+    class Look(Hook):
+        def before_train(self, runner):
+            found.append((runner.meter, optim.guard))
+
+    hooks = [NanGuardOptions(action, locate=True).hook_cfg(), Look(), Fail()]
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=hooks)
+    ((meter, guard),) = found
+    assert (guard is not None) == (action == "skip")
+    assert (optim.guard, meter.tolerant, meter.locate) == (None, False, None)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_a_run_that_stops_names_iteration_and_module(tmp_path):

@@ -40,7 +40,9 @@ def names(graph, target):
 
 
 def test_every_bucket_leaves_before_the_next_layers_gradients(graph):
-    kept = [n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    kept = [
+        n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)
+    ]
     send_early(graph)
     graph.lint()  # every input comes before its user
     gradients = names(graph, torch.ops.aten.mm.default)
@@ -50,7 +52,9 @@ def test_every_bucket_leaves_before_the_next_layers_gradients(graph):
     for number, position in enumerate(sent[:-1]):
         assert position < gradients[2 * number + 2], AFTER
     assert min(waits) > max(sent)
-    after = [n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)]
+    after = [
+        n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)
+    ]
     assert after == kept
 
 

@@ -54,6 +54,19 @@ def test_every_lever_has_its_word():
     assert (read.accumulate, read.clip_grad.max_norm, read.ema.decay) == (4, 1.0, 0.99)
 
 
+def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
+    read = SpeedPlan.read(dict.fromkeys(SpeedPlan.levers()))
+    assert read.sources == {"fused": "speed.fused"}
+    assert (read.fused, SpeedPlan().fused) == (None, False)
+    assert {lever for lever in SpeedPlan.levers() if getattr(read, lever) != getattr(SpeedPlan(), lever)} == {
+        "fused"
+    }
+    with pytest.raises(
+        ConfigError, match=r"training_params\.speed\.fused: True contradicts speed\.fused=None"
+    ):
+        SpeedPlan.read(dict(fused=None), training_params=dict(speed=dict(fused=True)))
+
+
 @pytest.mark.parametrize(
     ("speed", "message"),
     [
@@ -159,7 +172,7 @@ def test_every_choice_is_a_lever_and_has_a_reason():
     [
         (dict(precision="fp8"), CPU, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
         (dict(precision="fp8"), V100, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
-        (dict(precision="fp8"), Facts(device="cuda", capability=(9, 0)), "speed.precision: .*torchao"),
+        (dict(precision="fp8"), Facts(device="cuda", capability=(9, 0)), "speed.precision: .*slipstream.fp8"),
         (dict(cuda_graph=True, compile=True), CPU, "speed.cuda_graph: .*GPU"),
         (dict(cuda_graph=True), H100, "speed.cuda_graph: .*add compile=dict.scope='step'."),
         (dict(cuda_graph=True, compile=dict(scope="model")), H100, "speed.cuda_graph: .*scope='step'"),

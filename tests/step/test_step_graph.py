@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW
 
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
+from slipstream.speed.nan_guard import StepGuard
 from slipstream.step import EagerStep
 from slipstream.step.proof import WrongNumbersError
 
@@ -307,3 +308,18 @@ def test_the_first_batch_counts_once():
     graph_step(model, optim)(batches()[0])
     assert int(model[1].num_batches_tracked) == 1
     assert optim.progress[0] == 1
+
+
+def test_a_loss_that_is_nan_without_any_gradient_is_skipped_by_a_guard():
+    """As cross-entropy over ignored pixels alone is: momentum and decay would move the weights all the same."""
+    model = net()
+    optim = OptimWrapper(optimizer=MOMENTUM(model.parameters(), weight_decay=0.1))
+    optim.guard = guard = StepGuard(model, torch.device("cpu"))
+    step = graph_step(model, optim, loss=partial(F.cross_entropy, ignore_index=9))
+    good, (inputs, _) = batches(2)
+    step(good)
+    before = copy.deepcopy((model.state_dict(), optim.state_dict()))
+    losses = [step((inputs, torch.full((6,), 9)))["loss"] for _ in range(3)]
+    assert all(bool(loss.isnan()) for loss in losses)
+    torch.testing.assert_close((model.state_dict(), optim.state_dict()), before, rtol=0, atol=0)
+    assert guard.read() == 3

@@ -86,7 +86,8 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
     torch.manual_seed(0)
     logits = torch.randn(1, 19, 256, 256).to(dtype)
     targets = torch.randint(0, 19, (1, 256, 256))
-    loss = MultiHeadCrossEntropy()(logits, targets)["loss_main"]
+    with torch.autocast("cpu", dtype):
+        loss = MultiHeadCrossEntropy()(logits, targets)["loss_main"]
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(reference(logits, targets), rel=1e-5)
 

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
-from slipstream.zoo import regseg48
+from slipstream.zoo import models, regseg48
 
 # The paper's backbone at 1/16, as dilations; all blocks but the last are 256 wide.
 DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
@@ -132,6 +132,21 @@ def test_weights_under_super_gradients_names_load():
     torch.testing.assert_close(dict(network.state_dict()), dict(state), rtol=0, atol=0)
     assert named == before  # the caller's dict is left as it was
     torch.nn.ModuleDict({"network": network}).load_state_dict({f"network.{k}": v for k, v in named.items()})
+
+
+@pytest.mark.parametrize("backbone", [False, True])
+def test_a_checkpoint_of_supergradients_is_loaded_by_name(tmp_path, backbone):
+    torch.manual_seed(0)
+    trained = regseg48(num_classes=5)
+    randomise_norms(trained)
+    named = super_gradients_names(trained.state_dict())
+    if backbone:
+        named = {key: value for key, value in named.items() if key.startswith("backbone.")}
+    torch.save({"net": {f"module.{key}": value for key, value in named.items()}}, tmp_path / "weights.pth")
+    loaded = models.get("regseg48", 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=backbone)
+    part = (lambda network: network.backbone) if backbone else (lambda network: network)
+    found = part(loaded).state_dict()
+    assert all(torch.equal(found[key], value) for key, value in part(trained).state_dict().items())
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 80), (33, 65), (50, 47)])

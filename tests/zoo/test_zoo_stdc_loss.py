@@ -229,7 +229,8 @@ def test_main_logits_alone_have_the_main_loss_alone():
 def test_half_precision_outputs_are_summed_in_float32(dtype):
     outputs = tuple(scores(i, c, (1, 128, 256), dtype=dtype) for i, c in enumerate((5, 5, 5, 1)))
     targets = labels(0, (1, 128, 256))
-    losses = STDCLoss(ignore_index=IGNORE)(outputs, targets)
+    with torch.autocast("cpu", dtype):
+        losses = STDCLoss(ignore_index=IGNORE)(outputs, targets)
     expected = STDCLoss(ignore_index=IGNORE)(tuple(o.double() for o in outputs), targets)
     for name, loss in losses.items():
         assert loss.dtype == torch.float32

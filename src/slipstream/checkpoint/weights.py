@@ -41,7 +41,7 @@ def load_weights(
     Raises:
         CheckpointError: names or shapes differ under `strict`, most shapes differ, or no name matches at all.
     """
-    own = model.state_dict()
+    own, state = model.state_dict(), _renamed(model, state)
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
     shapes = {
@@ -67,6 +67,18 @@ def load_weights(
     model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
     skipped = [f"of another shape, so left as it was: {_some([*shapes.values()])}"] if shapes else []
     return [*_differences(missing, unexpected), *skipped]
+
+
+def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `state` after the hooks by which modules bring older names up to date.
+
+    torch calls them when it loads, too late to compare names, and twice is as good as once.
+    """
+    state = dict(state)
+    for name, module in model.named_modules():
+        for hook in module._load_state_dict_pre_hooks.values():
+            hook(state, f"{name}." if name else "", {}, False, [], [], [])
+    return state
 
 
 def _shape(value: Any) -> tuple[int, ...] | str:

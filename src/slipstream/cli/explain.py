@@ -39,15 +39,10 @@ def run(args: argparse.Namespace) -> int:
         facts = facts_for(_model(cfg), cfg.get("optim_wrapper"), deterministic)
     plan = plan.complete(facts)
     _print_table(plan, facts)
-    print(
-        "Off: " + ", ".join(lever for lever in plan.levers() if lever not in {**plan.sources, **plan.notes})
-    )
-    limits = [f"  {word}: {why}" for word, why in _limits(facts)]
-    print(
-        "\n".join([f"Without effect or impossible on this machine ({facts.device}):", *limits])
-        if limits
-        else ""
-    )
+    said = {**plan.sources, **plan.notes}
+    print("Off: " + ", ".join(lever for lever in plan.levers() if lever not in said))
+    if limits := [f"  {word}: {why}" for word, why in _limits(facts)]:
+        print(f"Without effect or impossible on this machine ({facts.device}):", *limits, sep="\n")
     return 0
 
 
@@ -117,17 +112,13 @@ def _describe(value: Any) -> str:
     said = []
     for f in fields(value):
         given, default = getattr(value, f.name), _default(f)
-        if given != default:
-            said.append(_plain(given) if default is MISSING else f"{f.name}={_plain(given)}")
+        if isinstance(given, Mapping):
+            said += [f"{key}={item}" for key, item in given.items() if key != "type"]
+        elif given != default:
+            said.append(str(given) if default is MISSING else f"{f.name}={given}")
     return ", ".join(said) or "on"
 
 
 def _default(field: Any) -> Any:
     """Return the default of a field, MISSING if it must be given."""
     return field.default if field.default_factory is MISSING else field.default_factory()
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key}={item}" for key, item in value.items() if key != "type") or "on"
-    return str(value)

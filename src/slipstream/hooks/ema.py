@@ -80,8 +80,10 @@ class EMAHook(Hook):
     def _hand_over(self, runner: Runner) -> bool:
         """Let the step do the averaging, if it can and may; say whether it does."""
         adopt = getattr(runner.step, "adopt_average", None)
-        # Sharded weights may still be given other storages, when they are first gathered.
-        if adopt is None or self._average.interval > 1 or mesh_of(self.model) is not None:
+        # Sharded weights may still be given other storages, when they are first gathered; and of a step that is not
+        # finite the buffers are put back after it, but an average that has taken them stays NaN.
+        guarded = getattr(runner.optim_wrapper, "guard", None) is not None
+        if adopt is None or guarded or self._average.interval > 1 or mesh_of(self.model) is not None:
             return False
         averages, currents = self._average.pairs(self.model)
         if any(a.device != c.device for a, c in zip(averages, currents, strict=True)):

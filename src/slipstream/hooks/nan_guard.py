@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Literal
 
 from slipstream.errors import NonFiniteLossError
@@ -31,26 +32,31 @@ class NanGuardHook(Hook):
         self.how = NanGuardOptions(action, locate, max_skipped)
         self.guard: StepGuard | None = None
         self.locator: Locator | None = None
+        self._undo = ExitStack()
         self.skipped = 0
         """Steps skipped in this training, as far as they have been read."""
 
     def before_run(self, runner: Runner) -> None:
         """Put guard and locator in their places, before anything is compiled."""
-        if runner.optim_wrapper is None:
+        optim, meter, model = runner.optim_wrapper, runner.meter, unwrap_model(runner.model)
+        if optim is None:
             return
-        if isinstance(runner.optim_wrapper, OptimWrapperDict) and self.how.action == "skip":
+        if isinstance(optim, OptimWrapperDict) and self.how.action == "skip":
             raise self.wrong(
                 "'skip' serves one optimizer, and this model trains with several: take 'stop'", "action"
             )
         self.close()
-        model = unwrap_model(runner.model)
         if self.how.action == "skip":
-            self.guard = StepGuard(model, runner.device, self.how.max_skipped)
-            runner.optim_wrapper.guard, runner.meter.tolerant = self.guard, True
+            optim.guard = self.guard = StepGuard(model, runner.device, self.how.max_skipped)
+            meter.tolerant = True
+            self._undo.callback(setattr, optim, "guard", None)
+            self._undo.callback(setattr, meter, "tolerant", False)
         if self.how.locate:
             self.locator = Locator(model)
-            if self.how.action == "stop":
-                runner.meter.locate = self.locator.report
+            self._undo.callback(self.locator.close)
+        if self.locator is not None and self.how.action == "stop":
+            meter.locate = self.locator.report
+            self._undo.callback(setattr, meter, "locate", None)
 
     def read_logs(self, runner: Runner) -> None:
         """Log the steps that were skipped since the last time, and where they broke."""
@@ -72,14 +78,10 @@ class NanGuardHook(Hook):
             )
 
     def after_run(self, runner: Runner) -> None:
-        """Take everything out of the model, the optimizer wrapper and the meter."""
-        if runner.optim_wrapper is not None:
-            runner.optim_wrapper.guard = None
-        runner.meter.tolerant, runner.meter.locate = False, None
+        """End with the run."""
         self.close()
 
     def close(self) -> None:
-        """Take the hooks out of the model."""
-        if self.locator is not None:
-            self.locator.close()
+        """Take everything out of the model, the optimizer wrapper and the meter, also after a run that failed."""
+        self._undo.close()
         self.guard = self.locator = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -75,7 +74,7 @@ def plan_hooks(plan: SpeedPlan) -> list[Mapping[str, Any]]:
     if isinstance(plan.ema, EmaOptions):
         hooks.append(plan.ema.hook_cfg())
     if plan.nan_guard is not None:
-        hooks.append({"type": "NanGuardHook", **asdict(plan.nan_guard)})
+        hooks.append(plan.nan_guard.hook_cfg())
     if plan.gc is not None:
         hooks.append({"type": "GcHook", "interval": plan.gc})
     return hooks

@@ -146,7 +146,9 @@ class TrainStep:
         core = unwrap_model(self.model)
         self.average = average = MODELS.build(how.average_cfg(), default_args={"model": core})
         window = 1 if average.every_batch else self.optim.accumulative_counts
-        average.total_steps = total_steps and max(1, -(-total_steps // window) - how.begin_iter // window)
+        average.total_steps = total_steps and max(
+            1, -(-total_steps // window) - max(how.begin_iter - 1, 0) // window
+        )
 
         def share() -> float:
             step = self.steps + 1

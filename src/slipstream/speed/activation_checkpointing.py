@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial, update_wrapper
 from typing import Any
 
@@ -22,9 +21,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from slipstream.config import options
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError
 from slipstream.model.sync_batchnorm import summing
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
+from slipstream.speed.blocks import named_blocks
 
 __all__ = [
     "ActivationCheckpointingOptions",
@@ -33,7 +33,6 @@ __all__ = [
 ]
 
 _KEY = "activation_checkpointing"
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
     Raises:
         ConfigError: a name matches nothing, or a container that is never called; or no block repeats.
     """
-    chosen = _outermost(model, _repeating(model) if how.modules is None else _named(model, how.modules))
+    chosen = _outermost(model, _chosen(model, how.modules))
     # torch warns of in-place operations for fear of kept results that change; the graph has none (tested).
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_context_fn)
     for module in chosen.values():
@@ -96,35 +95,13 @@ def _names(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(model.named_modules(remove_duplicate=False))[1:]
 
 
-def _repeating(model: nn.Module) -> set[nn.Module]:
+def _chosen(model: nn.Module, words: list[str] | None) -> set[nn.Module]:
+    if words is not None:
+        return set(named_blocks(model, words, f"{_KEY}.modules"))
     found = {module for module in repeated_blocks(model) if module is not model}
     if not found:
         raise ConfigError("no block of the model repeats: name those to recompute", _KEY)
     return found
-
-
-def _named(model: nn.Module, wanted: list[str]) -> set[nn.Module]:
-    known = _names(model)
-    found: set[nn.Module] = set()
-    for word in wanted:
-        matches = {module for name, module in known if _matches(word, name)}
-        matches |= {module for _, module in known if word in (kind.__name__ for kind in type(module).__mro__)}
-        if not matches:
-            near = did_you_mean(word, [*(name for name, _ in known), *(type(m).__name__ for _, m in known)])
-            raise ConfigError(
-                f"the model has no module and no class of modules '{word}'{near}", f"{_KEY}.modules"
-            )
-        if any(isinstance(module, _CONTAINERS) for module in matches):
-            raise ConfigError(
-                f"'{word}' only holds modules and is never called: write '{word}.*'", f"{_KEY}.modules"
-            )
-        found |= matches
-    return found
-
-
-def _matches(pattern: str, name: str) -> bool:
-    wanted, parts = pattern.split("."), name.split(".")
-    return len(wanted) == len(parts) and all(map(fnmatchcase, parts, wanted))
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
@@ -204,23 +181,17 @@ class _Again(AbstractContextManager[None]):
     """Surroundings in which a recomputation finds what forward found, and of which nothing stays; reusable."""
 
     def __init__(self) -> None:
-        self._found: list[
-            tuple[dict[str, Tensor | None], str, Tensor]
-        ] = []  # where a buffer is, and what it was
-        self._sums: list[Tensor] = []  # what SyncBN received
+        # Where a buffer is, and what it was.
+        self._found: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        # What SyncBN received.
+        self._sums: list[Tensor] = []
         self._leave = ExitStack()
 
     @contextmanager
     def remember(self, module: nn.Module) -> Iterator[None]:
         """Surround the forward."""
         before = [
-            (
-                owner._buffers,
-                name,
-                buffer,
-                buffer._version,
-                None if isinstance(owner, _BatchNorm) else buffer.clone(),
-            )
+            (owner._buffers, name, buffer, buffer._version, _old(owner, buffer))
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
@@ -231,9 +202,7 @@ class _Again(AbstractContextManager[None]):
         finally:
             summing.reset(token)
         for place, name, buffer, version, old in before:
-            if (
-                old is None
-            ):  # of BatchNorm nobody sees that it writes, and its output in training ignores what it was
+            if old is None:
                 self._found.append((place, name, buffer))
             elif place[name] is not buffer or buffer._version != version:
                 self._found.append((place, name, old))
@@ -253,3 +222,11 @@ class _Again(AbstractContextManager[None]):
 
     def __exit__(self, *_: Any) -> None:
         self._leave.close()
+
+
+def _old(owner: nn.Module, buffer: Tensor) -> Tensor | None:
+    """Return a copy of a buffer; None for BatchNorm, of which nobody sees that it writes.
+
+    Its output in training ignores what the buffer was.
+    """
+    return None if isinstance(owner, _BatchNorm) else buffer.clone()

@@ -7,7 +7,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import torch
@@ -17,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 from slipstream.config import options
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
+from slipstream.speed.blocks import named_blocks
 from slipstream.speed.compile_report import explain_failure, limit_hit
 
 __all__ = ["CompileOptions", "compile_model", "compiled_blocks", "read_compile"]
@@ -103,7 +103,7 @@ def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
     Raises:
         ConfigError: a name matches nothing, or no names are given and no block repeats.
     """
-    found = [m for pattern in how.blocks for m in _matching(model, pattern)] or _repeating(model)
+    found = named_blocks(model, how.blocks, "compile.blocks") if how.blocks else _repeating(model)
     inner = {child for block in found for child in block.modules() if child is not block}
     return list(dict.fromkeys(block for block in found if block not in inner))
 
@@ -118,22 +118,6 @@ def _repeating(model: nn.Module) -> list[nn.Module]:
     blocks = set(found)
     # A stage, which is nothing but a sequence of blocks, would be compiled once for each stage.
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
-
-
-def _matching(model: nn.Module, pattern: str) -> list[nn.Module]:
-    names = {name: module for name, module in model.named_modules() if module is not model}
-    classes = {module: {c.__name__ for c in type(module).__mro__} for module in names.values()}
-    found = [m for name, m in names.items() if fnmatchcase(name, pattern) or pattern in classes[m]]
-    if not found:
-        known = {*names, *(type(module).__name__ for module in names.values())}
-        raise ConfigError(
-            f"'{pattern}' is no module or class in the model{did_you_mean(pattern, known)}", "compile.blocks"
-        )
-    if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in found):
-        raise ConfigError(
-            f"'{pattern}' only holds modules and is never called: write '{pattern}.*'", "compile.blocks"
-        )
-    return found
 
 
 def _compile(

@@ -72,7 +72,8 @@ def settings(words: Mapping[str, Sequence[str]], doors: Mapping[str, Door]) -> I
             door, _, key = place.rpartition(".")
             translate = _TRANSLATED.get(place)
             value = translate(doors[door]) if translate else doors[door].get(key)
-            if value is not None:
+            # None says nothing, except of the kernels: there it is a word.
+            if value is not None or (lever == "fused" and key in doors[door]):
                 yield Setting(lever, place, value)
 
 
@@ -168,6 +169,8 @@ def _ema(params: Door) -> Any:
     given = dict(params.get("ema_params") or {})
     if "decay_type" in given:
         given["type"] = given.pop("decay_type")
+        if given["type"] != "exp":
+            given.pop("beta", None)  # its defaults add one to every type
     return given or True
 
 

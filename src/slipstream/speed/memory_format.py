@@ -10,25 +10,12 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from slipstream.errors import ConfigError
-
-__all__ = ["as_channels_last", "read_channels_last", "to_channels_last"]
+__all__ = ["as_channels_last", "to_channels_last"]
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PIXELS = (torch.uint8, torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 T = TypeVar("T")
-
-
-def read_channels_last(value: Any) -> bool:
-    """Read `channels_last` as a configuration has it: True, False or None.
-
-    Raises:
-        ConfigError: anything else.
-    """
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise ConfigError(f"must be True or False, not {value!r}", "channels_last")
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:

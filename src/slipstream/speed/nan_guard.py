@@ -69,7 +69,32 @@ def poison(loss: Tensor) -> Tensor:
     So the gradients alone tell whether a step is sound: their sum over ranks and over the batches of an
     accumulation window carries the NaN to everybody, and no rank has to ask the others about their losses.
     """
-    return loss * torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan).to(loss.dtype)
+    return loss * _nan_unless_finite(loss).to(loss.dtype)
+
+
+def _poison_a_parameter(loss: Tensor) -> None:
+    """Let the coming backward make the gradient of one parameter NaN, before DDP sends it, if `loss` is not finite."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set(waiting)
+    while waiting and not isinstance(getattr(waiting[-1], "variable", None), nn.Parameter):
+        sources = [
+            source for source, _ in waiting.pop().next_functions if source is not None and source not in seen
+        ]
+        waiting += sources
+        seen.update(sources)
+    if not waiting:
+        return
+    factor = _nan_unless_finite(loss)
+
+    def spoil(grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+        handle.remove()
+        return tuple(grad if grad is None else grad * factor.to(grad.device, grad.dtype) for grad in grads)
+
+    handle = waiting[-1].register_prehook(spoil)
+
+
+def _nan_unless_finite(loss: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(loss.detach()), 1.0, torch.nan)
 
 
 class SkipCount:
@@ -125,7 +150,11 @@ class StepGuard:
             self._before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
 
     def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss to run backward from; see the function of this name."""
+        """Return the loss to run backward from; see the function of this name.
+
+        A loss may be NaN without any gradient (a mean over no pixel): that of one parameter is made NaN all the same.
+        """
+        _poison_a_parameter(loss)
         return poison(loss)
 
     @torch.no_grad()

@@ -20,7 +20,6 @@ from slipstream.speed.doors import GivenHook, Setting, open_doors, settings
 from slipstream.speed.ema import EmaOptions, read_ema
 from slipstream.speed.facts import Facts
 from slipstream.speed.fused import read_fused
-from slipstream.speed.memory_format import read_channels_last
 from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
@@ -90,7 +89,7 @@ class SpeedPlan:
         ActivationCheckpointingOptions | None,
         _Lever(read_activation_checkpointing, ("cfg.activation_checkpointing",)),
     ] = None
-    channels_last: Annotated[bool, _Lever(read_channels_last)] = False
+    channels_last: Annotated[bool, _Lever(_switch("channels_last"))] = False
     fused: Annotated[bool | None, _Lever(read_fused)] = False
     prefetch: Annotated[int, _Lever(read_prefetch)] = 0
     cuda_graph: Annotated[bool, _Lever(_switch("cuda_graph"))] = False

@@ -43,7 +43,7 @@ REFUSED = (
     Refusal(
         "precision",
         lambda plan, facts: _named(plan, "fp8") and not facts.torchao,
-        "'fp8' needs torchao: pip install torchao",
+        "'fp8' needs torchao: pip install 'slipstream[fp8]'",
     ),
     Refusal(
         "cuda_graph",

@@ -129,13 +129,14 @@ class GraphStep:
             with optim.autocast():
                 losses = loss_of(inputs)
             loss, logs = reduce(losses)
-            if guard is not None:
-                loss = guard.poison(loss)
+            sound = torch.isfinite(loss.detach())
             if held is not None:
                 loss = loss / window.tensor
             if scale is not None:
                 loss = loss * scale.scale
             grads: list[Tensor] = list(torch.autograd.grad(loss, params))
+            if guard is not None:  # a mean over nothing is NaN without any gradient
+                grads[0] = torch.where(sound, grads[0], torch.nan)
             finite = None
             with torch.no_grad():
                 if held is not None:

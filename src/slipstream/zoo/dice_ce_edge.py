@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ModelError
 from slipstream.registry import MODELS
+from slipstream.zoo.losses import at_least_float32
 
 __all__ = ["DiceCEEdgeLoss"]
 
@@ -103,8 +104,7 @@ class DiceCEEdgeLoss(nn.Module):
         hits = (targets.unsqueeze(1) == classes) & valid.unsqueeze(1)
         losses = {}
         for name, weight, logits in zip(self.names, self.weights, outputs, strict=False):
-            if logits.dtype in (torch.float16, torch.bfloat16):
-                logits = logits.float()
+            logits = at_least_float32(logits)
             if name.startswith("loss_detail"):
                 cross_entropy, dice = _detail_loss(logits, edges)
             else:

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from slipstream.errors import ModelError
 from slipstream.registry import MODELS
 
-__all__ = ["MultiHeadCrossEntropy"]
+__all__ = ["MultiHeadCrossEntropy", "at_least_float32"]
 
 
 @MODELS.register_module()
@@ -57,6 +57,10 @@ class MultiHeadCrossEntropy(nn.Module):
         return dict(zip(names, losses, strict=True))
 
     def _total(self, logits: Tensor, targets: Tensor) -> Tensor:
-        if logits.dtype in (torch.float16, torch.bfloat16):
-            logits = logits.float()
+        logits = at_least_float32(logits)
         return F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Return logits in which the values of many pixels can be summed: float16 and bfloat16 as float32."""
+    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -118,6 +118,7 @@ class Backbone(nn.Module):
                 in_channels = width
             self.stages.append(nn.Sequential(*blocks))
         self.out_channels = tuple(stage[-1][0] for stage in _STAGES)
+        self.register_load_state_dict_pre_hook(_rename)
 
     def forward(self, x: Tensor) -> list[Tensor]:
         """Return the features of each stage, sizes rounded up."""

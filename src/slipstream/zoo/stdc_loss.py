@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
+from slipstream.zoo.losses import at_least_float32
 
 __all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
 
@@ -46,7 +47,7 @@ class OhemCELoss(nn.Module):
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
         """Return the loss, 0-dim, of logits (N, classes, H, W) for integer class ids (N, H, W)."""
-        logits, targets = _at_least_float32(logits), targets.long()
+        logits, targets = at_least_float32(logits), targets.long()
         losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
 
@@ -159,12 +160,8 @@ class STDCLoss(nn.Module):
             )
 
     def _detail(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits = _at_least_float32(logits)
+        logits = at_least_float32(logits)
         details = detail_target(targets, self.ignore_index).to(logits.dtype)
         found = torch.sigmoid(logits)
         overlap = (2 * (found * details).sum() + 1) / (found.sum() + details.sum() + 1)
         return F.binary_cross_entropy_with_logits(logits, details) + 1 - overlap
-
-
-def _at_least_float32(logits: Tensor) -> Tensor:
-    return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
