@@ -60,6 +60,26 @@ def test_it_moves_weights_as_the_optimizer_does(kind):
         assert values.keys() == expected[index].keys()
 
 
+@pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
+def test_two_of_torchs_optimizers_step_after_the_graph(kind):
+    def matrices():
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Flatten(), nn.Linear(108, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, bias=False)
+        )
+
+    def falling(optimizer, number):
+        optimizer.param_groups[0]["lr"] = 0.01 / (1 + number)
+
+    make = partial(kind, lr=0.01)
+    model, _, losses = by_hand(make, batches(), falling, matrices())
+    own, wrapper, found = in_graph(make, batches(), falling, matrices(), compiler := Counting())
+    assert not can_trace(wrapper.optimizer)
+    torch.testing.assert_close(found, losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(own.state_dict(), model.state_dict(), rtol=1e-5, atol=1e-7)
+    assert compiler.graphs == 1
+
+
 def test_momentum_may_change_at_every_step_for_one_more_graph():
     def cycle(optimizer, number):
         optimizer.param_groups[0]["momentum"] = 0.9 - 0.05 * number

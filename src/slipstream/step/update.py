@@ -15,12 +15,16 @@ __all__ = ["GraphUpdate", "can_trace", "plain_settings"]
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
 
+_OUTSIDE = ("Adafactor", "Muon")
+"""The one branches on its step count; the other has bfloat16 updates, which a learning rate as a tensor would round."""
+
 
 def can_trace(optimizer: Optimizer) -> bool:
     """Say whether the optimizer is one of torch's whose step `GraphUpdate` can run, without hooks of its own."""
     kind = type(optimizer)
     hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if hooks or not kind.__module__.startswith("torch.optim.") or not hasattr(kind, "_init_group"):
+    torchs = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
+    if hooks or not torchs or kind.__name__ in _OUTSIDE:
         return False
     # Dampening concerns all steps but the first, which is then another graph.
     return not any(group.get("dampening") for group in optimizer.param_groups)
