@@ -8,6 +8,8 @@ from matrix_levers import everything, pairs, triples
 from matrix_runs import train_all
 from two_processes import run_in_two
 
+pytestmark = pytest.mark.matrix
+
 
 def shortly(net):
     ways = [dict(half=half) for half in (None, "bf16", "fp16")]
@@ -61,7 +63,6 @@ def test_levers_together_train_as_one_process_by_hand(trained, function, net, le
     check(net, levers, both(trained(function), levers))
 
 
-@pytest.mark.matrix
 @pytest.mark.parametrize(("function", "net", "levers"), TRIPLES)
 def test_two_levers_in_one_graph_train_as_one_process_by_hand(trained, function, net, levers):
     check(net, levers, both(trained(function), levers))
