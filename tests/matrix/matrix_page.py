@@ -20,7 +20,7 @@ for. This page is written by the tables that the tests check: `python tests/matr
 
 ```bash
 python -m pytest tests/matrix                    # everything, a few minutes
-python -m pytest tests/matrix -m 'not matrix'    # without the triples and compiled code
+python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and the two processes
 ```
 
 - ✓ trains as the loop by hand

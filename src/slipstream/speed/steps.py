@@ -115,8 +115,8 @@ def _one_graph(
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
             warn(
-                f"The compiled step computes other gradients than the eager one ({error}): a defect of the compiler. "
-                "The training goes on eagerly"
+                f"The compiled step computes other gradients than the eager one ({error}): most likely a defect of the "
+                "compiler. The training goes on eagerly"
             )
         else:
             warn(
