@@ -1,5 +1,6 @@
 """For people with a loop of their own: five changed lines train as their loop did, with every lever."""
 
+import gc
 import logging
 import warnings
 from contextlib import contextmanager
@@ -363,5 +364,34 @@ def test_switches_of_the_process_are_on_for_as_long_as_the_step_lives(monkeypatc
         model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, speed={}
     )
     assert seen == ["on"]
-    step._switches.close()
+    step.close()
     assert seen == ["on", "off"]
+
+
+def test_the_end_of_a_step_says_what_was_compiled(caplog):
+    model = net()
+    step = accelerate(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, speed=dict(compile=GRAPH))
+    step((torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
+    gc.collect()  # ends the steps of other tests
+    with caplog.at_level("INFO", logger="slipstream"):
+        step.close()
+        step.close()
+    told = [r.getMessage() for r in caplog.records if r.name == "slipstream"]
+    assert len([text for text in told if text.startswith("torch.compile: 1 graph, no graph breaks")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(optimizer=SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
+            "optimizer: it holds none of the model's parameters",
+        ),
+        (dict(loss_fn=None), "loss_fn: must be a function of outputs and targets, not None"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(change, message):
+    model = net()
+    given = dict(optimizer=SGD(model.parameters(), lr=0.1), loss_fn=F.cross_entropy) | change
+    with pytest.raises(ConfigError, match=message):
+        accelerate(model, **given)

@@ -558,7 +558,17 @@ def test_compile_is_read_from_what_configurations_say():
         ({"blocks": ["Block"]}, ConfigError, "compile.blocks: needs scope='block', not None"),
         ({"cache": 3}, ConfigError, "compile.cache: expected bool or str, not 3"),
         ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is no backend of torch.compile"),
-        ("inductor", ConfigError, "compile: expected a dict of CompileOptions, not 'inductor'"),
+        (
+            "inductor",
+            ConfigError,
+            "compile.scope: expected 'step' or 'model' or 'block' or None, not 'inductor'",
+        ),
+        (
+            {"mode": "reduce-overhed"},
+            ConfigError,
+            "compile.mode: must be one of ('default', 'reduce-overhead'",
+        ),
+        ({"mode": "default", "options": {}}, ConfigError, "compile.options: a mode stands for options"),
     ],
 )
 def test_a_mistake_in_compile_is_named(value, error, message):

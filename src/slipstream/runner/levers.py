@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, ModelError
-from slipstream.logging import MMLogger
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
@@ -20,16 +18,13 @@ from slipstream.optim import OptimWrapper
 from slipstream.runner.environment import device_type
 from slipstream.speed import Facts, SpeedPlan, compile_model
 from slipstream.speed.apply import overrides_train_step
-from slipstream.speed.compile import compiled_blocks
-from slipstream.speed.compile_cache import use_cache
-from slipstream.speed.compile_report import CompileReport
 from slipstream.speed.doors import is_plain_wrapper
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.refused import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
 
-__all__ = ["compiling", "complete_plan", "facts_for", "make_step", "plan_hooks", "read_plan"]
+__all__ = ["complete_plan", "facts_for", "make_step", "plan_hooks", "read_plan"]
 
 
 def read_plan(given: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
@@ -78,23 +73,6 @@ def plan_hooks(plan: SpeedPlan) -> list[Mapping[str, Any]]:
     if plan.gc is not None:
         hooks.append({"type": "GcHook", "interval": plan.gc})
     return hooks
-
-
-@contextmanager
-def compiling(plan: SpeedPlan, model: nn.Module, logger: MMLogger) -> Iterator[None]:
-    """Keep what is compiled inside for the next start, and log at the end what broke, was recompiled or skipped."""
-    if plan.compile is None:
-        yield
-        return
-    core = unwrap_model(model)
-    use_cache(core, plan.compile, plan, logger.warning)
-    blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
-    report = CompileReport(max(1, len({repr(block) for block in blocks})))
-    report.start()
-    logger.info("torch.compile: the first steps of each kind compile, which may take minutes")
-    yield
-    facts = report.finish()
-    (logger.warning if facts.troubled else logger.info)(facts.text())
 
 
 def make_step(model: Any, optim: OptimWrapper, plan: SpeedPlan, warn: Callable[[str], None]) -> Step:

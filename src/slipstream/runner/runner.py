@@ -37,7 +37,7 @@ from slipstream.runner.facts import RunFacts
 from slipstream.runner.given import TRIPLES, loop_options, placing, unread_keys, with_defaults
 from slipstream.runner.logs import name_run, open_logs, write_config
 from slipstream.speed import CFG_LEVERS, compile_model
-from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 
 __all__ = ["Runner"]
@@ -238,7 +238,7 @@ class Runner(RunFacts):
                 self.logger.as_current(),
                 self.message_hub.as_current(),
                 switches(self.speed, self.device, self.logger.warning),
-                levers.compiling(self.speed, self.model, self.logger),
+                compiling(self.speed, self.model, self.logger),
             ):
                 yield
         except BaseException as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -17,8 +18,7 @@ from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
-from slipstream.speed.apply import fuse_optim, plan_optim, prepare_model, switches
-from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.apply import compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.facts import Facts
 from slipstream.speed.plan import SpeedPlan
@@ -59,6 +59,13 @@ def accelerate(
     Raises:
         ConfigError: a lever cannot work here.
     """
+    if not callable(loss_fn):
+        raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
+    own = set(model.parameters())
+    if not any(param in own for group in optimizer.param_groups for param in group["params"]):
+        raise ConfigError(
+            "it holds none of the model's parameters: make it from model.parameters()", "optimizer"
+        )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Facts.here(device.type, model, world_size=get_world_size()))
@@ -96,11 +103,13 @@ class TrainStep:
         self.optim.initialize_count_status(model, 0, total_steps or -1)
         self._loss_fn = loss_fn
         move = BaseDataPreprocessor().to(device)
-        warn = logging.getLogger("slipstream").warning
-        self._switches = ExitStack()  # of the whole process, on for as long as this step lives
-        self._switches.enter_context(switches(plan, device, warn))
-        if plan.compile is not None:
-            use_cache(unwrap_model(model), plan.compile, plan, warn)
+        logger = logging.getLogger("slipstream")
+        warn = logger.warning
+        self._lasting = ExitStack()
+        self._lasting.enter_context(switches(plan, device, warn))
+        self._lasting.enter_context(compiling(plan, unwrap_model(model), logger))
+        self.close = weakref.finalize(self, self._lasting.close)
+        """End the step: log what was compiled, put switches of the process back; else done when the step is gone."""
         training = Training(model, self.optim, self._losses, move.cast_data)
         self._step: Any = build_step(training, plan, warn)
         self.average: BaseAveragedModel | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,16 +16,21 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import is_distributed
 from slipstream.errors import ConfigError
+from slipstream.logging import MMLogger
 from slipstream.model import (
     BaseModel,
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,
     convert_sync_batchnorm,
+    unwrap_model,
 )
 from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
+from slipstream.speed.compile import compiled_blocks
+from slipstream.speed.compile_cache import use_cache
+from slipstream.speed.compile_report import CompileReport
 from slipstream.speed.doors import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
@@ -32,7 +38,15 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import process_switches
 
-__all__ = ["fuse_optim", "overrides_train_step", "plan_optim", "prepare_model", "switches", "wrap_model"]
+__all__ = [
+    "compiling",
+    "fuse_optim",
+    "overrides_train_step",
+    "plan_optim",
+    "prepare_model",
+    "switches",
+    "wrap_model",
+]
 
 
 def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
@@ -162,3 +176,20 @@ def _placing(plan: SpeedPlan, lever: str) -> Iterator[None]:
     except ConfigError as error:
         error.path = plan.place(lever) + error.path.removeprefix(lever)
         raise
+
+
+@contextmanager
+def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
+    """Keep what is compiled inside for the next start, and log at the end what broke, was recompiled or skipped."""
+    if plan.compile is None:
+        yield
+        return
+    core = unwrap_model(model)
+    use_cache(core, plan.compile, plan, logger.warning)
+    blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
+    report = CompileReport(max(1, len({repr(block) for block in blocks})))
+    report.start()
+    logger.info("torch.compile: the first steps of each kind compile, which may take minutes")
+    yield
+    facts = report.finish()
+    (logger.warning if facts.troubled else logger.info)(facts.text())

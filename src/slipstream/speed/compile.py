@@ -21,6 +21,7 @@ from slipstream.speed.compile_report import explain_failure, limit_hit
 
 __all__ = ["CompileOptions", "compile_model", "compiled_blocks", "read_compile"]
 
+_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECOMPILES = 8  # torch's own limit for one function
 
 
@@ -64,7 +65,15 @@ def read_compile(value: Any) -> CompileOptions | None:
     """
     if value is None or value is False:
         return None
+    if isinstance(value, str):  # a scope by its name
+        value = {"scope": value}
     how = options(CompileOptions, {} if value is True else value, "compile")
+    if how.backend == "inductor" and how.mode is not None and how.mode not in _MODES:
+        raise ConfigError(
+            f"must be one of {_MODES}, not {how.mode!r}{did_you_mean(how.mode, _MODES)}", "compile.mode"
+        )
+    if how.mode is not None and how.options is not None:
+        raise ConfigError("a mode stands for options: give one of the two", "compile.options")
     backends = torch._dynamo.list_backends(exclude_tags=())
     if isinstance(how.backend, str) and how.backend not in backends:
         raise ConfigError(

@@ -23,6 +23,7 @@ from slipstream.step.proof import (
     WrongNumbersError,
     compare,
     evidence,
+    random_state,
     seen_gradients,
 )
 from slipstream.step.sync import GradientSync
@@ -245,6 +246,7 @@ class GraphStep:
         scale = LossScale.of(self.optim, device)
         saved = Snapshot(self.model, self.optim, [*averages, *(scale.state if scale else ())])
         devices = [] if device.type == "cpu" else [device]
+        drawn = random_state(device)
         fork = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
         with fork, seen_gradients(self.optim.parameters()) as seen:
             self.eager(inputs)
@@ -268,6 +270,7 @@ class GraphStep:
         failed, differs, silent = verdict if self.sync is None else self.sync.any_rank(verdict, device)
         if failed or differs:
             saved.restore()
+            drawn()
             self._forget()
             if failed:
                 raise failure or NotCapturedError("another rank could not capture it")

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim import SGD
 
 from slipstream.errors import SlipstreamError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["NotCapturedError", "Snapshot", "WrongNumbersError", "compare", "evidence", "seen_gradients"]
+__all__ = [
+    "NotCapturedError",
+    "Snapshot",
+    "WrongNumbersError",
+    "compare",
+    "evidence",
+    "random_state",
+    "seen_gradients",
+]
 
 _MOMENTS = ("momentum_buffer", "exp_avg", "square_avg", "sum", "prev")
 """State that follows the gradients, by torch's names."""
@@ -98,7 +107,7 @@ def evidence(params: dict[str, nn.Parameter], optim: OptimWrapper, saved: Snapsh
     """Return copies of what shows the gradients of the step just made, by kind and parameter name.
 
     Those themselves within an accumulation window; after an optimizer step its moments, since the first steps of Adam
-    hardly depend on how large a gradient is; without moments, how far the weights have moved.
+    hardly depend on how large a gradient is; without moments, and for SGD, how far the weights have moved.
     """
     if not ends:
         return {"gradient": [(name, _kept(p.grad)) for name, p in params.items() if p.grad is not None]}
@@ -108,7 +117,7 @@ def evidence(params: dict[str, nn.Parameter], optim: OptimWrapper, saved: Snapsh
         for kind in _MOMENTS:
             if isinstance(value := state.get(param, {}).get(kind), Tensor) and value.shape == param.shape:
                 found.setdefault(kind, []).append((name, _kept(value)))
-    if not found:
+    if not found or type(optim.optimizer) is SGD:
         found["step"] = [(name, _kept(param) - saved.before(param)) for name, param in params.items()]
     return found
 
@@ -143,6 +152,20 @@ def compare(expected: Evidence, found: Evidence, tolerance: float) -> tuple[bool
         if says and not message and not off <= tolerance**2 * square:
             message = f"{kind} of all parameters: {off**0.5:.2e} off, of {square**0.5:.2e}"
     return says, message
+
+
+def random_state(device: torch.device) -> Callable[[], None]:
+    """Return what puts torch's random numbers, on the host and on `device`, back to where they are now."""
+    host = torch.get_rng_state()
+    module = None if device.type == "cpu" else torch.get_device_module(device)
+    own = None if module is None else module.get_rng_state(device)
+
+    def put_back() -> None:
+        torch.set_rng_state(host)
+        if module is not None:
+            module.set_rng_state(own, device)
+
+    return put_back
 
 
 @contextmanager

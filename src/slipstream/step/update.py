@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 __all__ = ["GraphUpdate", "can_trace", "plain_settings"]
 
@@ -45,7 +45,7 @@ class GraphUpdate:
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
         self.optimizer = optimizer
-        self._step = inspect.unwrap(type(optimizer).step)
+        self._step = _sgd if type(optimizer) is SGD else inspect.unwrap(type(optimizer).step)
         self._groups = [
             _Group(optimizer, sources, indices, params)
             for sources, indices in _alike(optimizer.param_groups, params)
@@ -91,14 +91,15 @@ class _Group:
         own = sources[0]
         self.tensors: dict[str, list[Tensor]] = {
             name: [torch.tensor(v, dtype=dtype, device=device) for v in _as_floats(own[name])]
-            for name in _AS_TENSORS
-            if name in own
+            for name in _as_tensors(optimizer, own)
         }
         self.given = {name: own[name] for name in self.tensors}
-        # On an accelerator, inductor joins the tensors of a foreach operation into few kernels.
-        self.fixed = plain_settings(own) | {"foreach": device.type != "cpu", "fused": False}
-        if "capturable" in own:
-            self.fixed["capturable"] = True  # formulas without a branch on a step count
+        plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(own)
+        self.fixed = {name: value for name, value in plain.items() if name not in self.tensors}
+        self.fixed.pop("capturable", None)
+        self.on_device = device.type != "cpu"
+        self.counts = "capturable" in own
+        self.is_sgd = type(optimizer) is SGD
 
     def refresh(self) -> bool:
         first = self.sources[0]
@@ -111,9 +112,22 @@ class _Group:
                     tensor.fill_(number)
                 self.given[name] = value
         for name in self.fixed:
-            if name not in ("foreach", "fused", "capturable") and first[name] != self.fixed[name]:
+            if first[name] != self.fixed[name]:
+                if name == "momentum" and self.is_sgd:  # from zero: there is no state for it yet
+                    return False
                 self.fixed[name] = first[name]
         return True
+
+    def settings(self, number: int) -> dict[str, Any]:
+        """Return the group as a `step` reads it."""
+        tensors = {name: tuple(t) if name == "betas" else t[0] for name, t in self.tensors.items()}
+        # Inductor joins the tensors of a foreach operation into few kernels, and, of torch 2.13, loses the alpha of a
+        # plain add to a matrix product. Uncompiled, torch takes learning rates as tensors without foreach alone.
+        joined = self.on_device or torch.compiler.is_compiling()
+        words = {"foreach": joined, "fused": False, "params": self.params, "number": number}
+        if self.counts:
+            words["capturable"] = joined  # formulas without a branch on a step count
+        return {**self.fixed, **tensors, **words}
 
 
 class _StandIn:
@@ -123,15 +137,7 @@ class _StandIn:
         self.groups = groups
         self.grads = grads
         self.state = _Scratch()
-        self.param_groups = [
-            {
-                **group.fixed,
-                **{name: t[0] if name == "lr" else tuple(t) for name, t in group.tensors.items()},
-                "params": group.params,
-                "number": number,
-            }
-            for number, group in enumerate(groups)
-        ]
+        self.param_groups = [group.settings(number) for number, group in enumerate(groups)]
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         own = self.groups[group["number"]]
@@ -145,6 +151,24 @@ class _StandIn:
         """The compiler knows what it captures."""
 
     _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
+
+
+def _sgd(stand_in: _StandIn) -> None:
+    """Step as `torch.optim.SGD` without dampening does, with a momentum that may be a tensor, as torch's may not."""
+    for group in stand_in.param_groups:
+        params: list[Tensor] = []
+        grads: list[Tensor] = []
+        momenta: list[Tensor] = []
+        stand_in._init_group(group, params, grads, momenta)
+        steps = [-grad for grad in grads] if group["maximize"] else grads
+        if group["weight_decay"]:
+            steps = list(torch._foreach_add(steps, torch._foreach_mul(params, group["weight_decay"])))
+        if momenta:
+            torch._foreach_mul_(momenta, group["momentum"])
+            torch._foreach_add_(momenta, steps)
+            ahead = torch._foreach_mul(momenta, group["momentum"]) if group["nesterov"] else None
+            steps = momenta if ahead is None else list(torch._foreach_add(steps, ahead))
+        torch._foreach_sub_(params, torch._foreach_mul(steps, group["lr"]))
 
 
 class _Scratch:
@@ -212,6 +236,15 @@ def _make_state(
             if value is None:  # SGD makes its momenta in its first step
                 values[i] = optimizer.state[params[i]]["momentum_buffer"] = torch.zeros_like(params[i])
     return flag, state
+
+
+def _as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
+    """Return which settings of a group the formulas take as tensors."""
+    kind = type(optimizer).__name__
+    names = [
+        name for name in _AS_TENSORS if name in group and not (name == "betas" and kind in ("NAdam", "RAdam"))
+    ]
+    return [*names, "momentum"] if type(optimizer) is SGD and group["momentum"] else names
 
 
 def _as_floats(value: Any) -> list[float]:
