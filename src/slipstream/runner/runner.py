@@ -65,10 +65,9 @@ class Runner(RunFacts):
         load_from: a checkpoint whose weights are loaded first.
         resume: True goes on from the latest checkpoint in work_dir (or from `load_from`); a path from that.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
-        env_cfg: `EnvOptions`.
+        env_cfg, randomness: `EnvOptions` and `Randomness`.
         log_processor, log_level, visualizer: how the run is shown.
         default_scope: whose names are looked up first.
-        randomness: `Randomness`.
         experiment_name: names the run in logs.
         cfg: the whole configuration; the keys in `slipstream.speed.CFG_LEVERS` are read from it alone.
         speed: the levers in our own words, `'auto'` or a dict of `SpeedPlan`'s fields; else `cfg` may hold it.
