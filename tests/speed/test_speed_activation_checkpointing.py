@@ -334,9 +334,6 @@ def test_offloaded_inputs_leave_the_device_and_return_in_their_memory_format():
     torch.testing.assert_close(*gradients)
 
 
-# ---- reading the configuration -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("names", "blocks"),
     [

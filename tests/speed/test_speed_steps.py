@@ -268,9 +268,6 @@ def test_an_autograd_function_of_tensors_is_captured():
     assert (said, graphs.count) == ([], 1)
 
 
-# ---- values that change -----------------------------------------------------------------------------------
-
-
 class Copies(Net):
     def forward(self, x, y, meta, **others):
         samples = [dict(sample) for sample in meta]

@@ -1,0 +1,127 @@
+"""A run with the guard goes on past a bad batch, or stops and says where; the meter bears with it."""
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.data import TensorDataset
+
+from slipstream.errors import ConfigError, NonFiniteLossError
+from slipstream.hooks import Hook
+from slipstream.logging import MessageHub, Meter
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.speed.nan_guard import (
+    NanGuardOptions,
+)
+from tiny_runs import Net as RunNet
+from tiny_runs import loader, run, samples
+
+NAN, INF = math.nan, math.inf
+
+
+def test_a_tolerant_meter_leaves_out_what_is_not_finite():
+    hub = MessageHub("run")
+    meter = Meter(hub)
+    meter.tolerant = True
+    for iteration, value in enumerate([1.0, NAN, 3.0, INF], 1):
+        meter.record({"loss": torch.tensor(value), "grad_norm": torch.tensor(value)}, iteration)
+    meter.flush()
+    assert hub.get_scalar("train/loss").mean() == 2.0
+    assert hub.get_scalar("train/grad_norm").mean() == 2.0
+
+
+class Breaks(RunNet):
+    """Its loss is NaN whenever the first sample of a batch says so."""
+
+    def __init__(self):
+        super().__init__(norm=True)
+
+    def forward(self, inputs, targets, mode):
+        scores = self.last(F.relu(self.norm(self.first(inputs))))
+        return {"loss": F.cross_entropy(scores, targets)} if mode == "loss" else scores
+
+
+class Remember(Hook):
+    priority = "LOWEST"
+
+    def before_train(self, runner):
+        self.weights = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.weights.append(copy.deepcopy(runner.model.state_dict()))
+
+
+def broken_data():
+    inputs, targets = samples()
+    inputs = inputs.clone()
+    inputs[0, 0] = NAN  # one batch of each epoch has it
+    return TensorDataset(inputs, targets)
+
+
+def train_on_broken_data(tmp_path, *hooks, **changes):
+    return run(
+        tmp_path,
+        model=Breaks(),
+        train_dataloader=loader(broken_data(), shuffle=False),
+        custom_hooks=list(hooks),
+        **changes,
+    )
+
+
+def test_a_run_goes_on_past_a_bad_batch_and_says_so(tmp_path):
+    remember = Remember()
+    runner = train_on_broken_data(tmp_path, NanGuardOptions("skip", locate=True).hook_cfg(), remember)
+    log = next(tmp_path.glob("*/*.log")).read_text()
+    hook = next(h for h in runner.hooks if type(h).__name__ == "NanGuardHook")
+    assert hook.skipped == 2
+    assert runner.message_hub.get_scalar("train/skipped_steps").current() == 2
+    assert "Skipped 1 step by iteration 5" in log
+    assert "'data_preprocessor' (BaseDataPreprocessor); its inputs were not finite either" in log
+    for name, value in remember.weights[5].items():  # the first step of the second epoch
+        assert torch.equal(value, remember.weights[4][name]), name
+    assert not torch.equal(remember.weights[6]["last.weight"], remember.weights[5]["last.weight"])
+    assert runner.optim_wrapper.guard is None
+    assert not any(module._forward_hooks for module in runner.model.modules())
+
+
+class Fail(Hook):
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        raise RuntimeError("power cut")
+
+
+@pytest.mark.parametrize("action", ["skip", "stop"])
+def test_a_run_that_fails_leaves_nothing_in_model_wrapper_and_meter(tmp_path, action):
+    model = Breaks()
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+
+    class Look(Hook):
+        def before_train(self, runner):
+            found.append((runner.meter, optim.guard))
+
+    hooks = [NanGuardOptions(action, locate=True).hook_cfg(), Look(), Fail()]
+    with pytest.raises(RuntimeError, match="power cut"):
+        run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=hooks)
+    ((meter, guard),) = found
+    assert (guard is not None) == (action == "skip")
+    assert (optim.guard, meter.tolerant, meter.locate) == (None, False, None)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_a_run_that_stops_names_iteration_and_module(tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"iteration 1\. The first output .* module 'data_prepro"):
+        train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
+
+
+def test_without_the_lever_a_run_stops_as_ever(tmp_path):
+    with pytest.raises(NonFiniteLossError, match=r"iteration 1\. Lower the learning rate"):
+        train_on_broken_data(tmp_path)
+
+
+def test_several_optimizers_are_refused(tmp_path):
+    model = Breaks()
+    optim = OptimWrapperDict(a=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' serves one optimizer"):
+        run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=[NanGuardOptions("skip").hook_cfg()])

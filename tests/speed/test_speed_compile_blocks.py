@@ -1,0 +1,186 @@
+"""Blocks that repeat are compiled once, each in its place, and train as eager ones."""
+
+import copy
+
+import pytest
+import torch
+from compiled_nets import Backend, Block, Net, Tower, assert_as_eager, raises
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks
+from slipstream.speed.compile_report import CompileReport
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()  # its limit on recompilations counts over all tests
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def fit(model, width=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator, losses = torch.Generator().manual_seed(1), []
+    for _ in range(3):
+        loss = model(torch.randn(4, width, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [loss.detach(), model(torch.ones(4, width)).sum()]
+    return losses
+
+
+def test_equal_blocks_are_compiled_once_and_train_as_eager_ones():
+    model, counting = Tower([4] * 6), Backend()
+    eager, keys = copy.deepcopy(model), list(model.state_dict())
+    compile_model(model, CompileOptions(counting, scope="block"), pytest.fail)
+    torch.testing.assert_close(fit(model), fit(eager))
+    torch.testing.assert_close(model.state_dict(), eager.state_dict())
+    assert list(model.state_dict()) == keys
+    assert counting.graphs == 2  # for training, and for validation
+    assert counting.calls == 6 * 6
+    assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize("scope", ["model", "block"])
+def test_torchs_own_modules_are_compiled_too(scope):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
+    model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
+    model, counting, x = nn.Sequential(model, nn.Tanh()), Backend(), torch.randn(2, 5, 4)
+    expected = model(x)
+    compile_model(model, CompileOptions(counting, scope=scope, fullgraph=True), pytest.fail)
+    torch.testing.assert_close(model(x), expected)
+    assert counting.calls == (1 if scope == "model" else 3)
+    assert counting.graphs == (1 if scope == "model" else 2)  # the first block's input needs no gradient
+
+
+class Disabled(Net):
+    @torch.compiler.disable
+    def forward(self, x, y, mode="tensor"):
+        return super().forward(x, y, mode)
+
+
+def test_a_model_that_refuses_to_be_compiled_trains_as_eager():
+    model, warnings = Disabled(), []
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
+    assert_as_eager(model, eager, tolerance=0)
+    assert len(warnings) == 1
+
+
+def test_blocks_of_many_widths_all_stay_compiled():
+    widths = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    model, counting, warnings = Tower(widths), Backend(), []
+    eager = copy.deepcopy(model)
+    kinds = compile_model(model, CompileOptions(counting, scope="block", dynamic=False), warnings.append)
+    report = CompileReport(kinds)
+    report.start()
+    torch.testing.assert_close(fit(model), fit(eager))
+    assert not report.finish().troubled
+    assert kinds == len(widths)
+    assert warnings == []
+    assert counting.calls == 6 * len(widths)
+
+
+def test_with_a_block_that_cannot_be_compiled_all_of_its_class_run_eagerly_after_one_warning():
+    model, warnings = Tower([4] * 3), []
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(raises, scope="block"), warnings.append)
+    torch.testing.assert_close(fit(model), fit(eager))
+    assert len(warnings) == 1
+    assert warnings[0].startswith("Block cannot be compiled (")
+
+
+def test_a_copy_of_compiled_blocks_has_its_own_weights():
+    model = Tower([4, 4])
+    compile_model(model, CompileOptions("eager", scope="block"), pytest.fail)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in other.parameters():
+            param.zero_()
+    assert torch.equal(other(torch.ones(2, 4)), torch.zeros(2, 4))
+    assert not torch.equal(model(torch.ones(2, 4)), torch.zeros(2, 4))
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A process group of this process."""
+    distributed.init_process_group(
+        "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield
+    distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
+def test_compiled_blocks_train_below_ddp_and_sharded(wrapper):
+    model, counting = Tower([4] * 3), Backend()
+    eager = copy.deepcopy(model)
+    compile_model(model, CompileOptions(counting, scope="block"), pytest.fail)
+    wrapped = DistributedDataParallel(model) if wrapper == "ddp" else model
+    if wrapper == "fsdp2":
+        for part in (*model.blocks, model):
+            fully_shard(part)
+    torch.testing.assert_close(fit(wrapped), fit(eager))
+    assert list(model.state_dict()) == list(eager.state_dict())
+    assert counting.calls == 6 * 3
+
+
+def stages():
+    stage = [nn.Sequential(Block(4), Block(4)) for _ in range(2)]
+    return nn.ModuleDict({"stages": nn.Sequential(*stage), "neck": nn.Sequential(Block(4))})
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ([], ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]),
+        (["Block"], ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "neck.0"]),
+        (["stages.?"], ["stages.0", "stages.1"]),
+        (["stages.1", "stages.1.0", "neck.0"], ["stages.1", "neck.0"]),  # the outer one holds the inner one
+    ],
+)
+def test_blocks_are_found_by_module_name_by_class_or_by_repetition(names, expected):
+    model = stages()
+    blocks = compiled_blocks(model, CompileOptions(scope="block", blocks=names))
+    assert [name for name, module in model.named_modules() if module in blocks] == expected
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "message"),
+    [
+        (
+            stages(),
+            ["Blok"],
+            "compile.blocks: the model has no module and no class of modules 'Blok'; did you mean 'Block'?",
+        ),
+        (
+            Tower([4]),
+            ["blocks"],
+            "compile.blocks: 'blocks' only holds modules and is never called: write 'blocks.*'",
+        ),
+        (Net(), [], "compile.blocks: Net has no blocks that repeat: name them, or take scope='model'"),
+    ],
+)
+def test_blocks_that_are_not_there_are_named(model, names, message):
+    with pytest.raises(ConfigError) as caught:
+        compile_model(model, CompileOptions("eager", scope="block", blocks=names), pytest.fail)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("how", [CompileOptions("eager"), CompileOptions("eager", fullgraph=True)])
+def test_the_models_own_errors_come_through(how):
+    model = Net()
+    compile_model(model, how, lambda message: None)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.randn(4, 7), None)
+    with pytest.raises(DataError, match="forward takes"):
+        model.val_step({"image": torch.randn(4, 3)})
