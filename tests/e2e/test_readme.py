@@ -85,6 +85,10 @@ def test_commands_run(command, photos, run, slipstream):
             cwd=photos,
         )
         assert "Slipstream" in (photos / "overhead.md").read_text()
+    elif words[:2] == ["python", "benchmarks/one_graph.py"]:
+        small = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
+        run(str(ROOT / words[1]), *small.split(), cwd=photos)
+        assert "Slipstream, one graph" in (photos / "one_graph.md").read_text()
     else:
         assert words[0] == "slipstream"
         images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
