@@ -26,32 +26,15 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from networks import RECIPES, Case
+from overhead import conv_net, mlp
 from report import circumstances, table, write_result
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream import accelerate
 
 CHECKED = 4
 Step = Callable[[Any], Tensor]
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
-
-
-def conv_net() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(16, 4),
-    )
 
 
 TINY = {
