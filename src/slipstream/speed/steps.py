@@ -137,7 +137,11 @@ def _one_graph(
         optim=optim,
         eager=eager,
         compiler=partial(
-            _compiled, how=how, cuda_graph=cuda_graph, depends=partial(_depends, core, optim), warn=warn
+            _compiled,
+            how=how,
+            cuda_graph=cuda_graph,
+            depends=partial(_depends, list(core.modules()), optim),
+            warn=warn,
         ),
         recover=recover,
         reduce=training.reduce,
@@ -154,9 +158,9 @@ def _sync(model: nn.Module) -> GradientSync | None:
     return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
 
 
-def _depends(model: nn.Module, optim: OptimWrapper) -> Hashable:
+def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
     """Return what the compiler looks at before each step, and a replay does not: modes, and plain settings."""
-    modes = tuple(module.training for module in model.modules())
+    modes = tuple(module.training for module in modules)
     return modes, tuple(repr(plain_settings(group)) for group in optim.param_groups)
 
 
