@@ -3,7 +3,7 @@
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
 For each network: an eager loop in bf16, the same loop with `torch.compile(model)`, and Slipstream's one graph with
-SyncBN and EMA on. Batches lie on the device already: this is the step, not the data. Under ten minutes in all:
+SyncBN and EMA on. Batches lie on the device already: this is the step, not the data. Meant for ten minutes in all:
 `--minutes` stops before the next network. (`--device cpu --size 64 --batch-size 2 --steps 2` shows that it works.)
 """
 
