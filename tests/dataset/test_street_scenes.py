@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from slipstream.dataset import street_scenes
 from slipstream.dataset.cityscapes_classes import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
 from slipstream.dataset.street_scenes import StreetScenes, draw_street_scene
 from slipstream.errors import ConfigError, DataError
@@ -133,3 +136,30 @@ def test_an_index_outside_the_set_or_a_negative_seed_is_refused():
         StreetScenes(size=SMALL, length=5, seed=-1)
     with pytest.raises(DataError, match="negative"):
         draw_street_scene(0, -1, SMALL)
+
+
+def test_the_cache_key_names_series_scene_and_size():
+    keys = {
+        StreetScenes(size, 9, seed).cache_key(i)
+        for size in (SMALL, (96, 96))
+        for seed in (1, 2)
+        for i in (3, 4)
+    }
+    assert len(keys) == len({which for which, _ in keys}) == 8
+    assert StreetScenes(SMALL, 9, 1).cache_key(3) == StreetScenes(SMALL, 5, 1).cache_key(3) in keys
+
+
+def test_other_drawing_code_has_another_version(tmp_path, monkeypatch):
+    version = StreetScenes(SMALL, 1).cache_key(0)[1]
+    for module in Path(street_scenes.__file__).parent.glob("street_*.py"):
+        shutil.copy(module, tmp_path)
+    monkeypatch.setattr(street_scenes, "__file__", str(tmp_path / "street_scenes.py"))
+    street_scenes._drawing_version.cache_clear()
+    try:
+        assert StreetScenes(SMALL, 1).cache_key(0)[1] == version
+        with (tmp_path / "street_people.py").open("a") as file:
+            file.write("# one more leg")
+        street_scenes._drawing_version.cache_clear()
+        assert StreetScenes(SMALL, 1).cache_key(0)[1] != version
+    finally:
+        street_scenes._drawing_version.cache_clear()

@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.model import ImgDataPreprocessor
+from slipstream.model import BaseDataPreprocessor, ImgDataPreprocessor
 
 MEAN, STD = [120.0, 110.0, 100.0], [60.0, 55.0, 50.0]
 RNG = np.random.default_rng(0)
@@ -109,3 +109,39 @@ def test_options_that_contradict_each_other_are_refused(options):
 
 def test_mean_and_std_are_no_part_of_a_checkpoint():
     assert not ImgDataPreprocessor(MEAN, STD).state_dict()
+
+
+def with_program(affine=True):
+    """Two images that are to be half as bright, and normalised by (x - 10) / 20."""
+    colours = [0, 0, 5, 4, 0.5, 0, 0, 1, 0, 0, 1, 0, 0]
+    program = torch.tensor([colours + [1 / 20] * 3 + [-10 / 20] * 3] * 2)
+    pixels = image(2, 3, 4, 5)
+    return pixels, {"inputs": torch.from_numpy(pixels), "finish": program if affine else program[:, :13]}
+
+
+def test_every_preprocessor_finishes_what_a_batch_brings_a_program_for():
+    for preprocess in (BaseDataPreprocessor(), ImgDataPreprocessor()):
+        pixels, batch = with_program()
+        out = preprocess(batch)
+        assert list(out) == ["inputs"]
+        np.testing.assert_allclose(out["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
+
+
+def test_images_are_padded_after_they_are_finished():
+    pixels, batch = with_program()
+    out = ImgDataPreprocessor(pad_size_divisor=8, pad_value=7)(batch)["inputs"].numpy()
+    np.testing.assert_allclose(out[:, :, :4, :5], (pixels / 2 - 10) / 20, atol=1e-5)
+    assert (out[:, :, 4:] == 7).all()
+    assert (out[..., 5:] == 7).all()
+
+
+def test_colours_are_changed_before_mean_and_std_and_before_channels_are_flipped():
+    pixels, batch = with_program(affine=False)
+    out = ImgDataPreprocessor(MEAN, STD, rgb_to_bgr=True)(batch)["inputs"]
+    np.testing.assert_allclose(out.numpy(), normalized(pixels[:, ::-1] / 2), atol=1e-5)
+
+
+def test_images_are_not_normalised_twice():
+    _, batch = with_program()
+    with pytest.raises(ConfigError, match="normalise its images already: give mean and std here, or Seg"):
+        ImgDataPreprocessor(MEAN, STD)(batch)

@@ -13,10 +13,11 @@ import yaml
 from PIL import Image, UnidentifiedImageError
 
 from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_weights
+from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.dataset import sample_rng
+from slipstream.dataset.pipeline import compose
 from slipstream.errors import CheckpointError, ConfigError, DataError
-from slipstream.recipes import find_recipe
 from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.environment import default_device
 from slipstream.visualization import colorize, overlay
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.checkpoint) if args.checkpoint else _newest_checkpoint()
     checkpoint = load_checkpoint(path)
     meta = checkpoint.get("meta", {})
-    cfg = Config.fromfile(find_recipe(args.config)) if args.config else _own_config(meta, path)
+    cfg = load_config(args.config).cfg if args.config else _own_config(meta, path)
     palette = (meta.get("dataset_meta") or {}).get("palette")
     if palette is None:
         raise CheckpointError(
@@ -75,17 +76,11 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
 
     @torch.no_grad()
     def predict(image: np.ndarray) -> np.ndarray:
-        sample = {"image": image, "mask": np.zeros(image.shape[:2], np.uint8)}
-        for transform in transforms:
-            sample = transform(sample, sample_rng(0))
-        inputs = torch.from_numpy(np.array(sample["image"])).permute(2, 0, 1)[None]
-        size_as_given = torch.from_numpy(np.array(sample["mask"]))[None]  # cuts off what the model pads
-        mask = (
-            model.val_step({"inputs": inputs, "targets": size_as_given})["preds"][0]
-            .to(torch.uint8)
-            .cpu()
-            .numpy()
-        )
+        no_mask = np.zeros(image.shape[:2], np.uint8)  # as targets it cuts off what the model pads
+        composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
+        batch = {key: value[None] for key, value in composed.packed().items()}
+        left, top, right, bottom = composed.window.picture  # without what the transforms pad
+        mask = model.val_step(batch)["preds"][0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
 

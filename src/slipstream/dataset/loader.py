@@ -24,6 +24,7 @@ from slipstream.dataset.collate import default_collate
 from slipstream.dataset.fashion_mnist import FashionMNIST
 from slipstream.dataset.generators import OwnGenerators, seed_generators
 from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
+from slipstream.dataset.workers import check_workers, with_workers
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
@@ -38,7 +39,9 @@ def build_dataloader(
 
     Args:
         cfg: `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration) and
-            the arguments of `torch.utils.data.DataLoader`; or a `DataLoader`.
+            the arguments of `torch.utils.data.DataLoader`, of which `num_workers` and `prefetch_factor` may be
+            `auto` (see `with_workers`); or a `DataLoader`, as it is or, to take no more than
+            some of its batches, as `dict(dataloader=..., num_batch_per_epoch=...)`.
         seed: the run's seed; it fixes order and augmentation whatever the number of workers.
         name: what errors call it (`train_dataloader`).
         training: whether ranks must get equally many samples (they are then padded).
@@ -47,18 +50,22 @@ def build_dataloader(
         ConfigError: an unknown or missing key.
         DataError: the data set is empty.
     """
+    limit = None
+    if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
+        limit, cfg = _limit(cfg, name), ready
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
-        return _take_over(cfg, seed, training)
+        return _take_over(cfg, seed, training, limit)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be a DataLoader or a dict, not {type(cfg).__name__}", name)
     options = dict(cfg)
     _check_keys(options, name)
     dataset = _dataset(options.pop("dataset"), name)
+    check_workers(options, name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, **_defaults(_collate(options, name), seed))
     batches = _batch_sampler(options, dataset, seed, training)
-    return _loader(dataset, batches, seed, _collate(options, name))
+    return _loader(dataset, batches, seed, _collate(options, name), name)
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
@@ -151,6 +158,25 @@ class TensorBatches(Dataset[Any]):
         return [tensor[positions] for tensor in self.dataset.tensors]
 
 
+def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
+    """Return how many batches of a ready loader shall be taken."""
+    if other := sorted(set(cfg) - {"dataloader", "num_batch_per_epoch"}):
+        raise ConfigError(f"a ready loader keeps its own '{other[0]}': leave it out", name)
+    limit: int | None = cfg.get("num_batch_per_epoch")
+    _check_limit(limit, name)
+    ready = cfg["dataloader"]
+    if limit is not None and (isinstance(ready.dataset, IterableDataset) or ready.batch_sampler is None):
+        raise ConfigError(
+            "only batches that a batch sampler draws are counted", f"{name}.num_batch_per_epoch"
+        )
+    return limit
+
+
+def _check_limit(limit: int | None, name: str) -> None:
+    if limit is not None and limit < 1:
+        raise ConfigError("must be at least 1", f"{name}.num_batch_per_epoch")
+
+
 def _check_keys(options: Mapping[str, Any], name: str) -> None:
     known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch"]
     for key in options:
@@ -162,8 +188,7 @@ def _check_keys(options: Mapping[str, Any], name: str) -> None:
         raise ConfigError(
             f"must be a whole number of at least 1, not {options['batch_size']!r}", f"{name}.batch_size"
         )
-    if (options.get("num_batch_per_epoch") or 1) < 1:
-        raise ConfigError("must be at least 1", f"{name}.num_batch_per_epoch")
+    _check_limit(options.get("num_batch_per_epoch"), name)
 
 
 def _dataset(cfg: Any, name: str) -> Any:
@@ -211,19 +236,21 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
     return {**options, "collate_fn": collate}
 
 
-def _loader(dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any]) -> DataLoader[Any]:
+def _loader(
+    dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any], name: str = ""
+) -> DataLoader[Any]:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
     tensors = type(dataset) is TensorDataset and collate is default_collate
     samples = _pass_length(dataset, batch_sampler)
     batches = EpochBatchSampler(batch_sampler, seed, samples, stamp=not tensors, limit=limit)
-    options = _defaults(options, seed)
     if tensors:
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only the CPU's memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _as_it_is
     elif type(dataset) is not FashionMNIST or collate is not default_collate:  # that one draws nothing global
         dataset, options["collate_fn"] = SeededDataset(dataset, collate), _as_it_is
-    return DataLoader(dataset, batch_sampler=batches, **options)
+    options = with_workers(options, dataset, batches, name)
+    return DataLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
 
 
 def _pass_length(dataset: Any, batch_sampler: Any) -> int:
@@ -265,17 +292,11 @@ def _shared_out(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
     )
 
 
-def _take_over(loader: DataLoader[Any], seed: int, training: bool) -> DataLoader[Any]:
+def _take_over(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
     """Return a loader like `loader` whose order depends on the seed and that can start anywhere."""
     batches = loader.batch_sampler
-    if (
-        isinstance(loader.dataset, IterableDataset)
-        or batches is None
-        or isinstance(batches, EpochBatchSampler)
-    ):
+    if isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader
-    if get_world_size() > 1:
-        batches = _shared_out(batches, loader.dataset, seed, training)
     options = {
         "num_workers": loader.num_workers,
         "collate_fn": loader.collate_fn,
@@ -287,4 +308,13 @@ def _take_over(loader: DataLoader[Any], seed: int, training: bool) -> DataLoader
         "prefetch_factor": loader.prefetch_factor,
         "in_order": loader.in_order,
     }
-    return _loader(loader.dataset, batches, seed, options)
+    if isinstance(batches, EpochBatchSampler):  # one of ours
+        if limit is None:
+            return loader
+        batches = EpochBatchSampler(
+            batches.batch_sampler, batches.seed, batches.samples, batches.stamp, limit
+        )
+        return DataLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
+    if get_world_size() > 1:
+        batches = _shared_out(batches, loader.dataset, seed, training)
+    return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})

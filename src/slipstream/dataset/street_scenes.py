@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -64,7 +67,7 @@ class StreetScenes(SegmentationDataset):
         size: height and width of the images in pixels, at least 32 each; scenes are made for 1:2.
         length: how many scenes; scene i is the same in a longer or shorter set of the same seed.
         seed: which series of scenes; take another one for validation.
-        transforms, cache_in_memory: as in `SegmentationDataset`.
+        transforms, cache_in_memory, cache: as in `SegmentationDataset`.
 
     Raises ConfigError for a wrong size, length or seed.
     """
@@ -76,8 +79,9 @@ class StreetScenes(SegmentationDataset):
         seed: int = 0,
         transforms: Sequence[Transform | Mapping[str, Any]] = (),
         cache_in_memory: bool = False,
+        cache: str | Path | None = None,
     ) -> None:
-        super().__init__(transforms, cache_in_memory)
+        super().__init__(transforms, cache_in_memory, cache)
         _check_size(size)
         if not matches(length, int) or length < 1:
             raise ConfigError(f"a StreetScenes set needs a length of 1 or more, got {length!r}", "length")
@@ -102,6 +106,20 @@ class StreetScenes(SegmentationDataset):
                 f"StreetScenes has scenes 0 to {self.length - 1}, got index {index}; raise length for more"
             )
         return draw_street_scene(self.seed, int(index), self.size)
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return the scene's series, number and size, and the version of the code that draws."""
+        height, width = self.size
+        return f"street scene {self.seed}-{index} {height}x{width}", _drawing_version()
+
+
+@functools.cache
+def _drawing_version() -> str:
+    """Return a digest of the modules that draw, so that no change of theirs leaves old pictures in a cache."""
+    digest = hashlib.blake2b(np.__version__.encode(), digest_size=8)
+    for module in sorted(Path(__file__).parent.glob("street_*.py")):
+        digest.update(module.read_bytes())
+    return digest.hexdigest()
 
 
 def _check_size(size: Any) -> None:

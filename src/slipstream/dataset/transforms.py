@@ -3,32 +3,42 @@
 Each is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator,
 and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled
 bilinearly (with Pillow's antialiasing when they shrink), masks by nearest neighbour.
+
+A data set does not call them one by one: it composes those that move pixels into one `Window`, and leaves colours and
+normalisation to the device (`pipeline.py`).
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from PIL import Image, ImageEnhance
 
-from slipstream.dataset.base import Sample
+from slipstream.dataset.window import Geometric, Sample, Window
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import TRANSFORMS
 
 __all__ = [
+    "Affine",
     "SegColorJitter",
+    "SegConvertToTensor",
     "SegCropImageAndMask",
+    "SegNormalize",
     "SegPadShortToCropSize",
     "SegRandomFlip",
     "SegRandomRescale",
     "SegRescale",
+    "SegStandardize",
 ]
+
+Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @TRANSFORMS.register_module()
-class SegRandomFlip:
+class SegRandomFlip(Geometric):
     """Mirror image and mask left to right with probability `prob`."""
 
     def __init__(self, prob: float = 0.5) -> None:
@@ -36,15 +46,13 @@ class SegRandomFlip:
             raise ConfigError(f"prob must be 0 to 1, not {prob}")
         self.prob = prob
 
-    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample as it is, or mirrored."""
-        if rng.random() >= self.prob:
-            return sample
-        return {"image": sample["image"][:, ::-1], "mask": sample["mask"][:, ::-1]}
+    def place(self, window: Window, rng: np.random.Generator) -> Window:
+        """Return the window as it is, or mirrored."""
+        return window.flipped() if rng.random() < self.prob else window
 
 
 @TRANSFORMS.register_module()
-class SegRescale:
+class SegRescale(Geometric):
     """Scale image and mask by a factor, or so that the short or the long side gets a given length.
 
     Exactly one of the three must be given. Sides are rounded to the nearest pixel.
@@ -64,18 +72,17 @@ class SegRescale:
             )
         self.scale_factor, self.short_size, self.long_size = scale_factor, short_size, long_size
 
-    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample, scaled."""
-        sides = sample["mask"].shape
+    def place(self, window: Window, rng: np.random.Generator) -> Window | None:
+        """Return the window, scaled."""
         if self.scale_factor is not None:
-            return _rescaled(sample, self.scale_factor)
+            return _rescaled(window, self.scale_factor)
         if self.short_size is not None:
-            return _rescaled(sample, self.short_size / min(sides))
-        return _rescaled(sample, (self.long_size or 0) / max(sides))
+            return _rescaled(window, self.short_size / min(window.canvas))
+        return _rescaled(window, (self.long_size or 0) / max(window.canvas))
 
 
 @TRANSFORMS.register_module()
-class SegRandomRescale:
+class SegRandomRescale(Geometric):
     """Scale image and mask by a factor drawn uniformly from `scales`.
 
     Args:
@@ -88,13 +95,13 @@ class SegRandomRescale:
             raise ConfigError(f"scales must be one or two numbers greater than 0, not {scales!r}")
         self.scales = (bounds[0], bounds[1])
 
-    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample, scaled at random."""
-        return _rescaled(sample, rng.uniform(*self.scales))
+    def place(self, window: Window, rng: np.random.Generator) -> Window | None:
+        """Return the window, scaled at random."""
+        return _rescaled(window, rng.uniform(*self.scales)) if window.untouched else None
 
 
 @TRANSFORMS.register_module()
-class SegPadShortToCropSize:
+class SegPadShortToCropSize(Geometric):
     """Pad sides of image and mask that are shorter than the crop; longer sides stay.
 
     Args:
@@ -124,25 +131,25 @@ class SegPadShortToCropSize:
             )
         self.padding_mode = _one_of("padding_mode", padding_mode, ("center", "random"))
 
-    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample, at least as large as the crop."""
-        height, width = sample["mask"].shape
-        down, right = max(0, self.crop_size[1] - height), max(0, self.crop_size[0] - width)
+    def place(self, window: Window, rng: np.random.Generator) -> Window | None:
+        """Return the window, at least as large as the crop."""
+        width, height = window.canvas
+        right, down = max(0, self.crop_size[0] - width), max(0, self.crop_size[1] - height)
+        red, green, blue = self.fill_image
+        fill = (red, green, blue, self.fill_mask)
         if not down and not right:
-            return sample
+            return window
+        if window.fill not in (None, fill):
+            return None
         if self.padding_mode == "random":
             top, left = int(rng.integers(down + 1)), int(rng.integers(right + 1))
         else:
             top, left = (down + 1) // 2, (right + 1) // 2
-        inside = (slice(top, top + height), slice(left, left + width))
-        image = np.full((height + down, width + right, 3), self.fill_image, dtype=np.uint8)
-        mask = np.full((height + down, width + right), self.fill_mask, dtype=np.uint8)
-        image[inside], mask[inside] = sample["image"], sample["mask"]
-        return {"image": image, "mask": mask}
+        return window.padded(left, top, (width + right, height + down), fill)
 
 
 @TRANSFORMS.register_module()
-class SegCropImageAndMask:
+class SegCropImageAndMask(Geometric):
     """Cut the same rectangle out of image and mask.
 
     Args:
@@ -150,16 +157,16 @@ class SegCropImageAndMask:
         mode: 'random' draws every possible place with the same probability; 'center' takes the middle.
 
     Raises:
-        DataError: when called with an image smaller than the crop.
+        DataError: the image is smaller than the crop.
     """
 
     def __init__(self, crop_size: int | Sequence[int], mode: Literal["random", "center"] = "random") -> None:
         self.crop_size = _size(crop_size)
         self.mode = _one_of("mode", mode, ("random", "center"))
 
-    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the cut."""
-        height, width = sample["mask"].shape
+    def place(self, window: Window, rng: np.random.Generator) -> Window:
+        """Return the window's cut."""
+        width, height = window.canvas
         spare_y, spare_x = height - self.crop_size[1], width - self.crop_size[0]
         if spare_y < 0 or spare_x < 0:
             raise DataError(
@@ -170,8 +177,7 @@ class SegCropImageAndMask:
             top, left = int(rng.integers(spare_y + 1)), int(rng.integers(spare_x + 1))
         else:
             top, left = spare_y // 2, spare_x // 2
-        inside = (slice(top, top + self.crop_size[1]), slice(left, left + self.crop_size[0]))
-        return {"image": sample["image"][inside], "mask": sample["mask"][inside]}
+        return window.cropped(left, top, self.crop_size)
 
 
 @TRANSFORMS.register_module()
@@ -197,29 +203,94 @@ class SegColorJitter:
         self.contrast = _factors("contrast", contrast)
         self.saturation = _factors("saturation", saturation)
 
+    def draw(self, rng: np.random.Generator) -> list[tuple[int, float]]:
+        """Return the changes in their order: 0 brightness, 1 contrast, 2 saturation, and the factor."""
+        bounds = (self.brightness, self.contrast, self.saturation)
+        order = [i for i in rng.permutation(len(bounds)).tolist() if bounds[i] != (1, 1)]
+        return [(i, rng.uniform(*bounds[i])) for i in order]
+
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample with other colours and the same mask."""
-        steps: list[tuple[Any, tuple[float, float]]] = [
-            (ImageEnhance.Brightness, self.brightness),
-            (ImageEnhance.Contrast, self.contrast),
-            (ImageEnhance.Color, self.saturation),
-        ]
+        enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
         image = Image.fromarray(sample["image"])
-        for i in rng.permutation(len(steps)):
-            enhancer, bounds = steps[i]
-            if bounds != (1, 1):
-                image = enhancer(image).enhance(rng.uniform(*bounds))
+        for i, factor in self.draw(rng):
+            image = enhancers[i](image).enhance(factor)
         return {"image": np.asarray(image), "mask": sample["mask"]}
 
 
-def _rescaled(sample: Sample, scale: float) -> Sample:
-    height, width = sample["mask"].shape
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    if size == (width, height):
+class Affine(ABC):
+    """A transform of values: in the end of a data set's list, after which an image is `image * scale + shift`."""
+
+    @abstractmethod
+    def after(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
+        """Return scale and shift, float64 (3,), of what comes before and this."""
+
+    def __call__(self, sample: Sample, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the sample with a float32 image."""
+        scale, shift = self.after(np.ones(3), np.zeros(3))
+        return {"image": (sample["image"] * scale + shift).astype(np.float32), "mask": sample["mask"]}
+
+
+@TRANSFORMS.register_module()
+class SegStandardize(Affine):
+    """Divide the image by `max_value`."""
+
+    def __init__(self, max_value: float = 255) -> None:
+        if not max_value > 0:
+            raise ConfigError(f"must be greater than 0, not {max_value!r}", "max_value")
+        self.max_value = max_value
+
+    def after(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
+        """Return both, divided."""
+        return scale / self.max_value, shift / self.max_value
+
+
+@TRANSFORMS.register_module()
+class SegNormalize(Affine):
+    """Subtract `mean` and divide by `std`, one number a channel, on the scale that the image has by then.
+
+    That is 0 to 1 after SegStandardize, else 0 to 255.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
+            raise ConfigError(
+                "mean and std must be three numbers each, for red, green and blue, those of std greater than 0; "
+                f"got mean={mean!r}, std={std!r}"
+            )
+        self.mean, self.std = np.array(mean, float), np.array(std, float)
+
+    def after(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
+        """Return both, normalised."""
+        return scale / self.std, (shift - self.mean) / self.std
+
+
+@TRANSFORMS.register_module()
+class SegConvertToTensor:
+    """The end of SuperGradients' lists. A data set makes tensors anyhow, so it changes nothing.
+
+    Args:
+        mask_output_dtype: int64 (or `long`), as the loss gets the masks in any case.
+        add_mask_dummy_dim: must be False: losses and metrics want masks (H, W).
+    """
+
+    def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
+        if str(mask_output_dtype).removeprefix("torch.") not in ("None", "int64", "long"):
+            raise ConfigError(
+                f"masks travel as uint8 and reach the loss as int64, not as {mask_output_dtype}: leave it out",
+                "mask_output_dtype",
+            )
+        if add_mask_dummy_dim:
+            raise ConfigError("losses and metrics want masks (H, W): leave it out", "add_mask_dummy_dim")
+
+    def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
+        """Return the sample."""
         return sample
-    image = Image.fromarray(sample["image"]).resize(size, Image.Resampling.BILINEAR)
-    mask = Image.fromarray(sample["mask"]).resize(size, Image.Resampling.NEAREST)
-    return {"image": np.asarray(image), "mask": np.asarray(mask)}
+
+
+def _rescaled(window: Window, scale: float) -> Window | None:
+    width, height = window.canvas
+    return window.resized((max(1, round(width * scale)), max(1, round(height * scale))))
 
 
 def _size(crop_size: int | Sequence[int]) -> tuple[int, int]:

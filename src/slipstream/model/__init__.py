@@ -11,6 +11,7 @@ from slipstream.model.averaged_model import (
 from slipstream.model.base_model import BaseModel
 from slipstream.model.base_module import BaseModule, ModuleDict, ModuleList, Sequential
 from slipstream.model.data_preprocessor import BaseDataPreprocessor, ImgDataPreprocessor
+from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 from slipstream.model.tasks import Classifier, Segmentor
 from slipstream.model.wrappers import (
@@ -37,10 +38,12 @@ __all__ = [
     "ScheduledEMA",
     "Segmentor",
     "Sequential",
+    "SlidingWindow",
     "StochasticWeightAverage",
     "SyncBatchNorm",
     "convert_sync_batchnorm",
     "is_model_wrapper",
     "revert_sync_batchnorm",
+    "slide",
     "unwrap_model",
 ]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from slipstream.dataset.finish import finish_batch, normalizes
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import MODELS
 
@@ -19,6 +20,9 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 @MODELS.register_module()
 class BaseDataPreprocessor(nn.Module):
     """Move a batch (nested dicts, lists and tuples of tensors) to the module's device.
+
+    Images that come with a program of what remains to be done to them (`finish`, see `slipstream.dataset.finish_batch`)
+    are finished there.
 
     Args:
         non_blocking: let copies from pinned memory overlap with computation.
@@ -36,7 +40,8 @@ class BaseDataPreprocessor(nn.Module):
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Return the batch on the device."""
-        return self.cast_data(data)
+        data = self.cast_data(data)
+        return finish_batch(data) if isinstance(data, Mapping) else data
 
     def cast_data(self, data: Any) -> Any:
         """Move every tensor inside `data`; anything else passes through."""
@@ -66,7 +71,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     """Stack, pad and normalise images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
 
     Args:
-        mean, std: of each channel, on the scale of the inputs (0..255 for uint8). Give both or neither.
+        mean, std: of each channel, on the scale of the inputs (0..255 for uint8). Give both or neither; neither, if the
+            data set's transforms normalise.
         pad_size_divisor: pad height and width, at the right and bottom, to a multiple of it.
         pad_value: what is padded, after normalisation.
         bgr_to_rgb, rgb_to_bgr: reverse the channels.
@@ -110,6 +116,13 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
                 raise DataError(
                     f"the batch has no 'inputs', only {sorted(data)}: the data set must name them so"
                 )
+            if self.normalizes and normalizes(data):
+                raise ConfigError(
+                    "the data set's transforms normalise its images already: give mean and std here, or SegStandardize "
+                    "and SegNormalize there",
+                    "data_preprocessor",
+                )
+            data = finish_batch(data)
             return {**data, "inputs": self._images(data["inputs"])}
         if isinstance(data, list | tuple):
             return [self._images(data[0]), *data[1:]]

@@ -14,7 +14,7 @@ from slipstream.errors import DataError
 from slipstream.model.base_model import BaseModel
 from slipstream.registry import MODELS
 
-__all__ = ["Classifier", "Segmentor"]
+__all__ = ["Classifier", "Segmentor", "main_output"]
 
 Configured = nn.Module | Mapping[str, Any]
 
@@ -33,7 +33,7 @@ class _Task(BaseModel):
         """Return the loss, or the dict of losses, that the loss module computes."""
         if targets is None:
             raise DataError("the batch has no 'targets', which mode 'loss' needs")
-        loss = self.loss(outputs, targets.long())
+        loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
         return loss if isinstance(loss, dict) else {"loss": loss}
 
 
@@ -62,24 +62,36 @@ class Segmentor(_Task):
         """
         outputs = self.network(inputs)
         if mode == "loss":
-            if targets is not None and self._padded(inputs, targets):
-                outputs = _cut(outputs, targets)
-            return self.losses(outputs, targets)
-        if mode == "predict":
-            logits = outputs[0] if isinstance(outputs, tuple | list) else outputs
-            if targets is not None and self._padded(inputs, targets):
-                logits = _cut(_resized(logits, inputs), targets)
-            elif targets is not None:
-                logits = _resized(logits, targets)
-            predictions = {"preds": logits.argmax(1)}
-            return predictions if targets is None else {**predictions, "targets": targets.long()}
-        return outputs
+            return self.losses(self.without_margin(outputs, inputs, targets), targets)
+        return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
+
+    def without_margin(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
+        """Return the outputs without the margin that the preprocessor added to the images, if it did."""
+        padded = targets is not None and self._padded(inputs, targets)
+        return _cut(outputs, targets) if padded and targets is not None else outputs
+
+    def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
+        """Return the class ids of the main output, enlarged to the targets, and the targets if there are any."""
+        logits = main_output(outputs)
+        if targets is None:
+            return {"preds": logits.argmax(1)}
+        if self._padded(inputs, targets):
+            logits = _cut(_resized(logits, inputs), targets)
+        else:
+            logits = _resized(logits, targets)
+        return {"preds": logits.argmax(1), "targets": targets.long()}
 
     def _padded(self, inputs: Tensor, targets: Tensor) -> bool:
         """Say whether the preprocessor padded the images, for whose margin there are no targets."""
         divisor = getattr(self.data_preprocessor, "pad_size_divisor", 1)
         sizes = list(zip(inputs.shape[-2:], targets.shape[-2:], strict=True))
         return any(i != t for i, t in sizes) and all(i == math.ceil(t / divisor) * divisor for i, t in sizes)
+
+
+def main_output(outputs: Any) -> Tensor:
+    """Return the main one of a network's outputs, which is the first where there are several."""
+    output: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    return output
 
 
 def _resized(logits: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,103 @@
+"""Segment images that are larger than a network likes, window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from slipstream.errors import ConfigError, DataError
+
+__all__ = ["SlidingWindow", "slide"]
+
+
+@dataclass(frozen=True)
+class SlidingWindow:
+    """Where the windows lie; by default as in the evaluation of SegFormer on Cityscapes (arXiv 2105.15203)."""
+
+    crop_size: tuple[int, int] = (1024, 1024)
+    """Width and height of a window, in pixels."""
+    stride: tuple[int, int] = (768, 768)
+    """Pixels from one window to the next, to the right and down."""
+    batch_size: int = 4
+    """Windows that pass the network together: what bounds its memory."""
+
+    def __post_init__(self) -> None:
+        for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
+            if not _is_size(pair):
+                raise ConfigError(f"must be width and height in pixels, not {pair!r}", name)
+        if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
+            raise ConfigError(
+                f"must not exceed the window {self.crop_size!r}, or pixels between windows are never seen; "
+                f"it is {self.stride!r}",
+                "stride",
+            )
+        if self.batch_size < 1:
+            raise ConfigError(f"must be at least 1, not {self.batch_size}", "batch_size")
+
+
+def _is_size(pair: Any) -> bool:
+    return isinstance(pair, tuple | list) and len(pair) == 2 and all(type(n) is int and n >= 1 for n in pair)
+
+
+def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindow) -> Tensor:
+    """Return the network's logits (N, C, H, W) for images (N, 3, H, W), each pixel the mean of the windows that see it.
+
+    The last window of a row or column ends at the image's edge. Images smaller than a window are padded with zeros at
+    the right and bottom. Sums are kept in float32 at least, on the images' device.
+
+    Args:
+        network: gives logits (n, C, h, w) for windows, or a tuple that begins with them; of another size, they are
+            resized to that of the windows.
+        images: what the network takes: already normalised.
+        window: size and stride of the windows.
+
+    Raises:
+        DataError: the network's logits have not four dimensions.
+    """
+    (width, height), (step_x, step_y) = window.crop_size, window.stride
+    size = images.shape[-2:]
+    if (right := max(width - size[1], 0)) + (bottom := max(height - size[0], 0)):
+        images = F.pad(images, (0, right, 0, bottom))
+    tops, lefts = _starts(images.shape[-2], height, step_y), _starts(images.shape[-1], width, step_x)
+    total: Tensor | None = None
+    places = list(product(range(len(images)), tops, lefts))
+    for first in range(0, len(places), window.batch_size):
+        chunk = places[first : first + window.batch_size]
+        crops = torch.stack([images[n, :, y : y + height, x : x + width] for n, y, x in chunk])
+        logits = _logits(network(crops), (height, width))
+        if total is None:
+            shape = (len(images), logits.shape[1], *images.shape[-2:])
+            total = logits.new_zeros(shape, dtype=torch.promote_types(logits.dtype, torch.float32))
+        for (n, y, x), part in zip(chunk, logits, strict=True):
+            total[n, :, y : y + height, x : x + width] += part
+    if total is None:
+        raise DataError("there is no image to segment")
+    rows, columns = _seen(total[0, 0, :, 0], tops, height), _seen(total[0, 0, 0], lefts, width)
+    return (total / (rows[:, None] * columns))[..., : size[0], : size[1]]
+
+
+def _starts(length: int, window: int, stride: int) -> list[int]:
+    return [*range(0, length - window, stride), length - window]
+
+
+def _seen(line: Tensor, starts: list[int], window: int) -> Tensor:
+    """Return how many windows see each position of a row or column."""
+    counts = torch.zeros_like(line)
+    for start in starts:
+        counts[start : start + window] += 1
+    return counts
+
+
+def _logits(outputs: Any, size: tuple[int, int]) -> Tensor:
+    logits: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
+    if logits.ndim != 4:
+        raise DataError(
+            f"sliding windows need logits (n, classes, h, w), but the network gives {tuple(logits.shape)}"
+        )
+    return logits if logits.shape[-2:] == size else F.interpolate(logits, size, mode="bilinear")

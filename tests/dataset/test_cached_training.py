@@ -1,0 +1,162 @@
+"""A training with the cache on disk is the training without it, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slipstream.dataset import ImageMaskFolder, SampleIndex, SegmentationDataset, StreetScenes
+from slipstream.dataset.loader import build_dataloader, set_epoch
+from slipstream.errors import ConfigError
+
+TRANSFORMS = [
+    {"type": "SegRandomRescale", "scales": [0.5, 1.5]},
+    {"type": "SegPadShortToCropSize", "crop_size": [40, 30], "fill_mask": 255},
+    {"type": "SegCropImageAndMask", "crop_size": [40, 30]},
+    {"type": "SegRandomFlip", "prob": 0.5},
+    {"type": "SegColorJitter", "brightness": 0.3, "contrast": 0.3, "saturation": 0.3},
+]
+
+
+@pytest.fixture
+def root(tmp_path):
+    for i in range(6):
+        rng = np.random.default_rng(i)
+        for kind, array in (
+            ("img", rng.integers(0, 256, (36, 48, 3))),
+            ("ann", rng.integers(0, 3, (36, 48))),
+        ):
+            (tmp_path / "data" / kind).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(array.astype(np.uint8)).save(tmp_path / f"data/{kind}/{i}.png")
+    return tmp_path / "data"
+
+
+def make(root, cache=None, **kwargs):
+    options = {"data_root": root, "images": "img", "masks": "ann", "classes": ["a", "b", "c"]}
+    return ImageMaskFolder(**options, transforms=TRANSFORMS, cache=cache, **kwargs)
+
+
+def must_not_load(index):
+    raise AssertionError(f"sample {index} is decoded again")
+
+
+def batches(dataset, workers, epoch):
+    cfg = {"dataset": dataset, "batch_size": 4, "num_workers": workers, "shuffle": True}
+    loader = build_dataloader(cfg, 3, "train_dataloader", True)
+    set_epoch(loader, epoch)
+    return list(loader)
+
+
+def trained(root, cache, workers):
+    torch.manual_seed(0)
+    net = torch.nn.Conv2d(3, 3, 3, padding=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    dataset = make(root, cache)
+    for epoch in range(2):
+        for batch in batches(dataset, workers, epoch):
+            loss = torch.nn.functional.cross_entropy(
+                net(batch["inputs"] / 255.0), batch["targets"].long(), ignore_index=255
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    return torch.cat([p.detach().flatten() for p in net.parameters()])
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_training_is_bit_equal_with_and_without_the_cache(root, tmp_path, workers):
+    plain = trained(root, None, 0)
+    assert torch.equal(trained(root, tmp_path / "cache", workers), plain)
+    assert len(list((tmp_path / "cache").glob("*/*.decoded"))) == 6
+    assert torch.equal(trained(root, tmp_path / "cache", workers), plain)
+
+
+def test_no_file_is_decoded_twice_not_even_in_another_data_set(root, tmp_path, monkeypatch):
+    first = [make(root, tmp_path / "cache")[SampleIndex(i, 0, 5)] for i in range(6)]
+    again = make(root, tmp_path / "cache")
+    monkeypatch.setattr(again, "load", must_not_load)
+    for i in range(6):
+        found = again[SampleIndex(i, 0, 5)]
+        assert found.keys() == first[i].keys()
+        assert all(torch.equal(found[key], first[i][key]) for key in found)
+
+
+@pytest.mark.parametrize("kind", ["img", "ann"])
+def test_a_changed_file_is_decoded_again(root, tmp_path, kind):
+    before = make(root, tmp_path / "cache")[1]
+    array = np.full((36, 48, 3) if kind == "img" else (36, 48), 2, np.uint8)
+    Image.fromarray(array).save(root / kind / "1.png")
+    after = make(root, tmp_path / "cache")[1]
+    name = "inputs" if kind == "img" else "targets"
+    assert torch.equal(after[name], make(root)[1][name])
+    assert not torch.equal(after[name], before[name])
+
+
+def test_another_label_map_does_not_find_the_old_masks(root, tmp_path):
+    make(root, tmp_path / "cache")[0]
+    merged = make(root, tmp_path / "cache", label_map={2: 0})[0]["targets"]
+    assert torch.equal(merged, make(root, label_map={2: 0})[0]["targets"])
+    assert not (merged == 2).any()
+
+
+def test_a_flipped_byte_changes_no_training(root, tmp_path):
+    plain = trained(root, tmp_path / "cache", 0)
+    path = next((tmp_path / "cache").glob("*/*.decoded"))
+    data = bytearray(path.read_bytes())
+    data[4096] ^= 1
+    path.write_bytes(data)
+    with pytest.warns(UserWarning, match=path.name):
+        found = trained(root, tmp_path / "cache", 0)
+    assert torch.equal(found, plain)
+
+
+def test_a_transform_that_writes_into_its_sample_cannot_spoil_the_cache(root, tmp_path):
+    def blacken(sample, rng):
+        sample["image"][:] = 0
+        return sample
+
+    plain = make(root)[0]
+    make(root, tmp_path / "cache")[0]
+    spoiling = make(root, tmp_path / "cache")
+    spoiling.transforms = [blacken]
+    with pytest.raises(ValueError, match="read-only"):
+        spoiling[0]
+    assert torch.equal(make(root, tmp_path / "cache")[0]["inputs"], plain["inputs"])
+
+
+def test_memory_goes_before_disk_and_is_filled_from_it(root, tmp_path, monkeypatch):
+    make(root, tmp_path / "cache")[2]
+    dataset = make(root, tmp_path / "cache", cache_in_memory=True)
+    monkeypatch.setattr(dataset, "load", must_not_load)
+    first = dataset[2]
+    monkeypatch.setattr(dataset.cache, "get", None)
+    assert torch.equal(dataset[2]["inputs"], first["inputs"])
+
+
+def test_street_scenes_are_drawn_once(tmp_path, monkeypatch):
+    options = {"size": (32, 64), "length": 3, "cache": tmp_path / "cache"}
+    plain = [StreetScenes((32, 64), 3)[i] for i in range(3)]
+    filled, again = StreetScenes(**options), StreetScenes(**options)
+    for i in range(3):
+        assert torch.equal(filled[i]["inputs"], plain[i]["inputs"])
+    monkeypatch.setattr(again, "load", must_not_load)
+    for i in range(3):
+        assert torch.equal(again[i]["inputs"], plain[i]["inputs"])
+        assert torch.equal(again[i]["targets"], plain[i]["targets"])
+
+
+class WithoutKey(SegmentationDataset):
+    metainfo = {"classes": ("a",), "palette": [[0, 0, 0]], "ignore_index": None}  # noqa: RUF012
+
+    def load(self, index):
+        return np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2), np.uint8)
+
+    def __len__(self):
+        return 1
+
+
+def test_a_data_set_that_cannot_say_what_its_samples_are_is_not_cached(tmp_path):
+    with pytest.raises(ConfigError, match="WithoutKey cannot be cached on disk"):
+        WithoutKey(cache=tmp_path)[0]

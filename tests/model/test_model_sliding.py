@@ -1,0 +1,111 @@
+"""Sliding windows give what a plain loop over windows gives, and every pixel is seen."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from slipstream.errors import ConfigError, DataError
+from slipstream.model.sliding import SlidingWindow, slide
+
+
+def by_hand(network, images, crop, stride):
+    """One window after the other, one image after the other."""
+    (width, height), (step_x, step_y) = crop, stride
+    high, wide = images.shape[-2:]
+    images = F.pad(images, (0, max(width - wide, 0), 0, max(height - high, 0)))
+    pixels_high, pixels_wide = images.shape[-2:]
+    total = count = 0
+    y = 0
+    while True:
+        top, x = min(y, pixels_high - height), 0
+        while True:
+            left = min(x, pixels_wide - width)
+            place = (left, pixels_wide - left - width, top, pixels_high - top - height)
+            part = network(images[..., top : top + height, left : left + width])
+            total, count = total + F.pad(part, place), count + F.pad(torch.ones_like(part), place)
+            if left + width == pixels_wide:
+                break
+            x += step_x
+        if top + height == pixels_high:
+            break
+        y += step_y
+    assert count.min() >= 1
+    return (total / count)[..., :high, :wide]
+
+
+def context_network(classes=3):
+    """Depends on where in the window a pixel lies, so that a wrong window shows."""
+    torch.manual_seed(0)
+    return nn.Conv2d(3, classes, 5, padding=2).double().requires_grad_(False)
+
+
+sizes = st.tuples(st.integers(1, 23), st.integers(1, 23))
+
+
+@settings(max_examples=40, deadline=None)
+@given(size=sizes, crop=sizes, step=sizes, count=st.integers(1, 3), together=st.integers(1, 5))
+def test_it_is_the_plain_loop_over_windows_in_double_precision(size, crop, step, count, together):
+    stride = tuple(min(s, c) for s, c in zip(step, crop, strict=True))
+    images = torch.randn(count, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    network = context_network()
+    found = slide(network, images, SlidingWindow(crop, stride, together))
+    torch.testing.assert_close(found, by_hand(network, images, crop, stride), rtol=1e-12, atol=1e-12)
+
+
+def test_the_network_never_sees_more_windows_together_than_it_may():
+    seen = []
+
+    def network(windows):
+        seen.append(tuple(windows.shape))
+        return windows
+
+    images = torch.rand(2, 3, 20, 30)
+    torch.testing.assert_close(slide(network, images, SlidingWindow((16, 8), (8, 8), 5)), images)
+    assert sum(shape[0] for shape in seen) == 2 * 3 * 3
+    assert max(shape[0] for shape in seen) == 5
+    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop sizes are width and height"
+
+
+def test_halves_are_summed_in_float32():
+    window = SlidingWindow((8, 8), (1, 8))
+    logits = slide(lambda x: x.bfloat16(), torch.full((1, 1, 8, 300), 1.0), window)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits, torch.ones(1, 1, 8, 300))
+
+
+def test_smaller_logits_are_resized_and_auxiliary_ones_left_out():
+    images = torch.rand(1, 3, 8, 16)
+    logits = slide(lambda x: (F.avg_pool2d(x, 4), None), images, SlidingWindow((16, 8), (16, 8)))
+    expected = F.interpolate(F.avg_pool2d(images, 4), (8, 16), mode="bilinear")
+    torch.testing.assert_close(logits, expected)
+
+
+def test_it_is_traced_as_one_graph():
+    network = context_network()
+    images = torch.rand(1, 3, 9, 13, dtype=torch.float64)
+    window = SlidingWindow((8, 8), (5, 5))
+    compiled = torch.compile(lambda x: slide(network, x, window), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(images), slide(network, images, window))
+
+
+def test_a_classifier_is_refused():
+    with pytest.raises(DataError, match=r"need logits .* gives \(1, 3\)"):
+        slide(lambda x: x.mean((2, 3)), torch.rand(1, 3, 8, 8), SlidingWindow((8, 8), (8, 8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(crop_size=1024), r"^crop_size: .*width and height.*1024"),
+        (dict(crop_size=(0, 8)), r"^crop_size: "),
+        (dict(stride=(8, 8.5)), r"^stride: "),
+        (dict(crop_size=(8, 8), stride=(9, 8)), r"^stride: must not exceed the window"),
+        (dict(batch_size=0), r"^batch_size: must be at least 1"),
+    ],
+)
+def test_windows_that_cannot_be_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        SlidingWindow(**options)

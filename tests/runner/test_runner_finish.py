@@ -1,0 +1,113 @@
+"""Batches whose colours and normalisation are finished on the device train as finished ones do."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.utils.data import Dataset
+
+from slipstream.dataset import SegmentationDataset, default_palette, finish_batch
+from slipstream.errors import ConfigError
+from slipstream.model import Segmentor
+from slipstream.step.graph import GraphStep
+from tiny_runs import Scripted, run, weights
+
+TRANSFORMS = [
+    dict(type="SegColorJitter", brightness=0.5, contrast=0.5, saturation=0.5),
+    dict(type="SegRandomFlip", prob=0.5),
+    dict(type="SegRandomRescale", scales=(0.5, 1.5)),
+    dict(type="SegPadShortToCropSize", crop_size=(16, 12), fill_mask=2),
+    dict(type="SegCropImageAndMask", crop_size=(16, 12), mode="random"),
+    dict(type="SegStandardize", max_value=255),
+    dict(type="SegNormalize", mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4)),
+    dict(type="SegConvertToTensor"),
+]
+
+
+class Squares(SegmentationDataset):
+    def __init__(self, transforms=()):
+        super().__init__(transforms)
+        self.metainfo = dict(classes=("dark", "bright"), palette=default_palette(2), ignore_index=2)
+
+    def __len__(self):
+        return 8
+
+    def load(self, index):
+        image = np.random.default_rng(index).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+        return image, (image[..., 0] > 127).astype(np.uint8)
+
+
+class Finished(Dataset):
+    """The same samples, with nothing left to do."""
+
+    def __init__(self, dataset):
+        self.dataset, self.metainfo = dataset, dataset.metainfo
+
+    def __len__(self):
+        return len(self.dataset)
+
+    def __getitem__(self, index):
+        one = {key: value[None] for key, value in self.dataset[index].items()}
+        return {key: value[0] for key, value in finish_batch(one).items()}
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 3, 1))
+
+    def forward(self, images):
+        return self.body(images)
+
+
+def train(folder, dataset, **options):
+    loader = dict(dataset=dataset, batch_size=4, sampler=dict(type="DefaultSampler", shuffle=True))
+    val = dict(loader, sampler=dict(type="DefaultSampler", shuffle=False))
+    options = {"model": Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2)), **options}
+    validation = dict(val_dataloader=val, val_cfg=dict(), val_evaluator=Scripted([0.1, 0.2]))
+    return run(folder, train_dataloader=loader, **validation, **options)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return weights(train(tmp_path_factory.mktemp("finished"), Finished(Squares(TRANSFORMS))))
+
+
+def test_a_run_with_programs_ends_as_one_with_finished_samples(tmp_path, finished):
+    runner = train(tmp_path, Squares(TRANSFORMS), custom_hooks=[dict(type="SegVisualizationHook")])
+    torch.testing.assert_close(weights(runner), finished)
+    with Image.open(tmp_path / "predictions.png") as picture:
+        assert np.asarray(picture).std() > 0
+
+
+def test_the_preprocessor_of_images_finishes_them_too(tmp_path, finished):
+    model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), dict(type="ImgDataPreprocessor"))
+    torch.testing.assert_close(weights(train(tmp_path, Squares(TRANSFORMS), model=model)), finished)
+
+
+@pytest.mark.parametrize("compile", [dict(scope="step", backend="aot_eager"), dict(backend="eager")])
+def test_a_compiled_run_takes_programs(tmp_path, finished, compile):
+    torch._dynamo.reset()
+    runner = train(tmp_path, Squares(TRANSFORMS), speed=dict(compile=compile))
+    if compile.get("scope") == "step":
+        assert type(runner.step) is GraphStep
+        assert runner.step._instead is None
+    torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
+
+
+def test_to_normalise_twice_is_refused_and_says_where(tmp_path):
+    twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
+    with pytest.raises(
+        ConfigError, match=r"data_preprocessor: the data set's transforms normalise .* already"
+    ):
+        train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
+
+
+def test_colours_alone_may_be_followed_by_the_preprocessors_normalisation(tmp_path, finished):
+    mean, std = [127.5, 102.0, 76.5], [51.0, 76.5, 102.0]
+    pre = dict(type="ImgDataPreprocessor", mean=mean, std=std)
+    model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), pre)
+    runner = train(tmp_path, Squares(TRANSFORMS[:5]), model=model)
+    torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
