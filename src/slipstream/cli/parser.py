@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     _Commands = argparse._SubParsersAction["_Parser"]
 
 # Kept here, and not asked from slipstream.dist, so that --help need not import torch.
+_SPLITS = ("train", "val", "test")
 _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
 
@@ -61,6 +62,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_predict,
         _add_submit,
         _add_explain,
+        _add_data,
         _add_consolidate,
         _add_plan_scale,
     ):
@@ -138,17 +140,46 @@ def _add_explain(commands: _Commands) -> None:
     _add_run(parser)
 
 
+def _add_data(commands: _Commands) -> None:
+    parser = commands.add_parser("data", help="look at a recipe's data, or decode them once (docs/data.md)")
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    stats = actions.add_parser("stats", help="classes, sizes, means, broken files, seconds a sample")
+    cache = actions.add_parser("cache", help="decode all samples into a cache on disk, and verify it")
+    show = actions.add_parser("show", help="draw a contact sheet of samples as the network gets them")
+    for action in (stats, cache, show):
+        _add_recipe(action)
+        action.set_defaults(work_dir=None)
+        which = "train" if action is show else "all"
+        action.add_argument("--split", choices=_SPLITS, metavar="SPLIT",
+                            help=f"train, val or test (default: {which})")  # fmt: skip
+    for action in (stats, cache):
+        action.add_argument("--workers", type=_count, metavar="N", help="processes (default: one a core)")
+    stats.add_argument("--json", action="store_true", help="print all numbers")
+    cache.add_argument("--folder", help="where to (default: the recipe's, else beside the data)")
+    cache.add_argument("--prune", action="store_true", help="then remove all that is not of this recipe")
+    show.add_argument("--out", metavar="FILE", help="default: SPLIT_epoch_E.png")
+    show.add_argument("--count", type=_count, default=8, metavar="N", help="samples (default: 8)")
+    show.add_argument("--epoch", type=int, default=0, metavar="E", help="from 0 (default: 0)")
+
+
 def _add_consolidate(commands: _Commands) -> None:
     parser = commands.add_parser("consolidate", help="make one file of a sharded checkpoint")
     parser.add_argument("folder", metavar="CHECKPOINT_FOLDER", help="the folder, such as epoch_3.sharded")
     parser.add_argument("out", nargs="?", metavar="OUT", help="the file (default: beside it, epoch_3.pth)")
 
 
-def _add_run(parser: argparse.ArgumentParser) -> None:
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", metavar="RECIPE_OR_CONFIG", help="a recipe's name, or a file")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="dotted keys: train_cfg.max_epochs=3"
     )
+    parser.add_argument(
+        "--config-dir", metavar="FOLDER", help="of your own recipes, beside those that are here"
+    )
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    _add_recipe(parser)
     parser.add_argument("--work-dir", help="where everything is written (default: work_dirs/NAME)")
 
 

@@ -73,13 +73,12 @@ def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[
 
 
 def _of_recipe(name: str) -> tuple[Any, tuple[int, int] | None, int | None]:
-    from slipstream.config import Config
+    from slipstream.cli.configure import load_config
 
-    path = find_recipe(name)
-    cfg = Config.fromfile(path)
+    cfg = load_config(name).cfg
     network = (cfg.get("model") or {}).get("network")
     if network is None:
-        raise ConfigError(f"{path} has no 'model.network'; name a network instead")
+        raise ConfigError(f"{find_recipe(name)} has no 'model.network'; name a network instead")
     loader = cfg.get("train_dataloader") or {}
     return network, _image_size(loader.get("dataset") or {}), loader.get("batch_size")
 

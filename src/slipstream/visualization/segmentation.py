@@ -75,7 +75,7 @@ def overlay(
 def contact_sheet(
     rows: Sequence[Sequence[RGB]],
     titles: Sequence[str] = ("image", "truth", "prediction"),
-    captions: Sequence[str] = (),
+    captions: Sequence[str | Sequence[str]] = (),
     legend: Sequence[tuple[str, Sequence[int]]] = (),
 ) -> Image.Image:
     """Return a sheet of pictures, each 320 pixels wide, with column titles and a legend of the classes.
@@ -83,7 +83,7 @@ def contact_sheet(
     Args:
         rows: pictures, uint8 (H, W, 3); every row has one per title.
         titles: of the columns.
-        captions: a line below each row, or none at all.
+        captions: a line below each row, or one below each picture of it; or none at all.
         legend: names and RGB colours of the classes.
 
     Raises:
@@ -106,10 +106,14 @@ def contact_sheet(
         for column, cell in enumerate(row):
             sheet.paste(cell, (_left(column), top))
         top += heights[index]
-        if captions:
-            draw.text((_MARGIN, top - _GAP - 7), captions[index], _PALE, _font(_TEXT_SIZE), anchor="ls")
+        for column, line in enumerate(_lines(captions[index]) if captions else ()):
+            draw.text((_left(column), top - _GAP - 7), line, _PALE, _font(_TEXT_SIZE), anchor="ls")
     _draw_legend(draw, entries, top + 4)
     return sheet
+
+
+def _lines(caption: str | Sequence[str]) -> Sequence[str]:
+    return [caption] if isinstance(caption, str) else caption
 
 
 def _left(column: int) -> int:
@@ -163,7 +167,9 @@ def _check_mask(mask: Any) -> None:
         raise DataError(f"a mask must be an integer numpy array (H, W), not {what}")
 
 
-def _check_rows(rows: Sequence[Sequence[RGB]], titles: Sequence[str], captions: Sequence[str]) -> None:
+def _check_rows(
+    rows: Sequence[Sequence[RGB]], titles: Sequence[str], captions: Sequence[str | Sequence[str]]
+) -> None:
     if not rows:
         raise DataError("a contact sheet needs at least one row of pictures")
     for index, row in enumerate(rows):

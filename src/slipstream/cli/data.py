@@ -1,0 +1,14 @@
+"""`slipstream data`: look at the data of a recipe, and decode it once."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+__all__ = ["run"]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `slipstream data stats`, `cache` or `show`."""
+    status: int = importlib.import_module(f"slipstream.cli.data_{args.action}").run(args)
+    return status

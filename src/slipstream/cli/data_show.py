@@ -1,0 +1,109 @@
+"""`slipstream data show`: draw samples as the network gets them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader
+
+from slipstream.cli.configure import configure
+from slipstream.cli.data_parts import image_and_target, reading, split_names
+from slipstream.config import Config
+from slipstream.dataset import default_palette
+from slipstream.dataset.finish import COLOURS, finish
+from slipstream.dataset.loader import build_dataloader, set_epoch
+from slipstream.errors import ConfigError
+from slipstream.visualization import colorize, contact_sheet, overlay
+
+__all__ = ["run"]
+
+_ALPHA = 0.55
+_PALE = (228, 230, 234)
+_ACROSS = 3  # images in a row, where they have no masks
+
+RGB = NDArray[np.uint8]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write a contact sheet of the first samples of an epoch, in the order of training."""
+    if args.epoch < 0:
+        raise ConfigError(f"--epoch must be 0 or more, not {args.epoch}")
+    cfg = configure(args)
+    (split,) = split_names(cfg, args.split or "train")
+    out = Path(args.out or f"{split}_epoch_{args.epoch}.png")
+    loader = _loader(cfg, split)
+    set_epoch(loader, args.epoch)
+    indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
+    if not indices:
+        raise ConfigError("gives no batches whose samples could be shown", f"{split}_dataloader")
+    samples = [loader.dataset[index] for index in indices]
+    captions = [f"sample {int(index)}, epoch {index.epoch}, seed {index.seed}" for index in indices]
+    sheet = _sheet(samples, captions, getattr(loader.dataset, "metainfo", None) or {})
+    out.parent.mkdir(parents=True, exist_ok=True)
+    sheet.save(out)
+    print(f"{out}: {len(samples)} samples of {split}, as one process gets them in epoch {args.epoch}")
+    return 0
+
+
+def _loader(cfg: Config, split: str) -> DataLoader[Any]:
+    """Return the split's loader without worker processes: what it delivers does not depend on them."""
+    loader = cfg[f"{split}_dataloader"]
+    if isinstance(loader, Mapping):
+        loader = {**loader, "num_workers": 0, "multiprocessing_context": None}
+    seed = (cfg.get("randomness") or {}).get("seed") or 0
+    with reading(cfg):
+        return build_dataloader(loader, seed, f"{split}_dataloader", training=split == "train")
+
+
+def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, Any]) -> Any:
+    pairs = [(_finished(sample), image_and_target(sample)[1].numpy()) for sample in samples]
+    classes, ignored = meta.get("classes") or (), meta.get("ignore_index")
+    palette = meta.get("palette") or default_palette(256)
+    if pairs[0][1].ndim == 0:
+        return _labelled(pairs, captions, classes)
+    # Of ignored pixels the network learns nothing: they must not look like a class that has their colour.
+    blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
+    rows = []
+    for image, mask in pairs:
+        coloured = colorize(mask, palette, ignored)
+        coloured[mask == ignored] = blank
+        rows.append((image, coloured, overlay(image, mask, palette, _ALPHA, ignored)))
+    legend = list(zip(classes, palette, strict=False))
+    if ignored is not None:
+        legend.append(("(ignored)", blank))
+    return contact_sheet(rows, ("image", "mask", "both"), captions, legend)
+
+
+def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
+    """Return a sheet of images with the names of their classes below."""
+    blank = np.full_like(pairs[0][0], 255)
+    images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _ACROSS)
+    names = [
+        f"{caption.split(',')[0]}: {classes[int(label)] if classes else int(label)}"
+        for (_, label), caption in zip(pairs, captions, strict=True)
+    ]
+    starts = range(0, len(images), _ACROSS)
+    rows = [images[start : start + _ACROSS] for start in starts]
+    return contact_sheet(rows, [""] * _ACROSS, [names[start : start + _ACROSS] for start in starts])
+
+
+def _finished(sample: Any) -> RGB:
+    """Return the image in the colours that the network sees, but not normalised, uint8 (H, W, 3)."""
+    image, program = image_and_target(sample)[0], None
+    if isinstance(sample, Mapping):
+        program = sample.get("finish")
+    if program is not None and len(program) >= COLOURS:
+        image = finish(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
+    if image.dtype.is_floating_point:  # normalised in the data set: from its darkest value to its brightest
+        image = image - image.min()
+        image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)
+    if len(image) == 1:
+        image = image.expand(3, -1, -1)
+    return image.permute(1, 2, 0).contiguous().numpy()

@@ -1,0 +1,174 @@
+"""`slipstream data stats`: what the data of a recipe hold, which files are broken, and what a sample costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from slipstream.cli.configure import configure
+from slipstream.cli.data_parts import Part, each, image_and_target, loader_batch, parts_of, split_names
+from slipstream.cli.data_table import print_statistics
+from slipstream.dataset import SampleIndex, SegmentationDataset, apply_transforms, sample_rng
+from slipstream.errors import DataError
+
+__all__ = ["run"]
+
+_TIMED = 16  # samples whose times are taken
+
+
+class _Sample(NamedTuple):
+    """What is counted in one sample."""
+
+    size: tuple[int, int]
+    ids: dict[int, int]
+    """Pixels of each class id; one, for the class of a whole image."""
+    values: NDArray[np.int64] | None
+    """How often each channel has each value (C, 256); None where they are no bytes."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the statistics of each split; return 1 if anything in the data is broken."""
+    cfg = configure(args)
+    found, faults = [], []
+    for split in split_names(cfg, args.split):
+        try:
+            parts = parts_of(cfg, split)
+        except DataError as error:  # such as files without a partner; the other splits have their own
+            faults.append(f"{split}: {error}")
+            continue
+        for part in parts:
+            samples = []
+            for sample in each(_look_at, part.dataset, args.workers, f"{part.title}: reading"):
+                samples.append(sample) if isinstance(sample, _Sample) else faults.extend(sample)
+            found.append({**_content(part, samples), **_costs(part, loader_batch(cfg, split))})
+            if not args.json:
+                print_statistics(found[-1])
+    if args.json:
+        print(json.dumps({"data": found, "faults": faults}, indent=1))
+    elif faults:
+        print(f"Broken ({len(faults)}):", *faults, sep="\n  ")
+    return 1 if faults else 0
+
+
+def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
+    """Return what is counted in a sample, or what is wrong with it."""
+    try:
+        if not isinstance(dataset, SegmentationDataset):
+            return _look_at_tensors(*image_and_target(dataset[index]))
+        image, mask = dataset.load(index)
+    except DataError as error:
+        return list(dict.fromkeys([str(error), *_faults_of_files(dataset, index)]))
+    ids = {i: n for i, n in enumerate(_histogram(mask).tolist()) if n}
+    classes, ignored = len(dataset.metainfo["classes"]), dataset.metainfo["ignore_index"]
+    if unknown := [i for i in ids if i >= classes and i != ignored]:
+        return [f"sample {index} of {type(dataset).__name__} has label ids that are no class: {unknown}"]
+    return _Sample((mask.shape[0], mask.shape[1]), ids, _histogram(image).reshape(3, 256))
+
+
+def _look_at_tensors(image: Tensor, target: Tensor) -> _Sample:
+    """Return what is counted in an image (C, H, W) with its class, or with the class of each pixel."""
+    ids, counts = np.unique(target.numpy(), return_counts=True)
+    values = None
+    if not image.dtype.is_floating_point:
+        values = np.stack([_histogram(channel) for channel in image.numpy()])
+    height, width = image.shape[-2:]
+    return _Sample((height, width), dict(zip(ids.tolist(), counts.tolist(), strict=True)), values)
+
+
+def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
+    return np.array(Image.fromarray(pixels).histogram(), np.int64)
+
+
+def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
+    """Yield what is wrong with each of the two files of a sample: `load` stops at the first."""
+    for name in ("load_image", "load_mask"):
+        try:
+            if read := getattr(dataset, name, None):
+                read(index)
+        except DataError as error:
+            yield str(error)
+
+
+def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
+    """Return what the data hold, as plain values."""
+    pixels, images = Counter[int](), Counter[int]()
+    for sample in samples:
+        pixels.update(sample.ids)
+        images.update(sample.ids.keys())
+    meta: Mapping[str, Any] = getattr(part.dataset, "metainfo", None) or {}
+    names = meta.get("classes") or [str(i) for i in sorted(pixels)]
+    every = max(pixels.total(), 1)
+    ignored = meta.get("ignore_index")
+    sizes = Counter(sample.size for sample in samples).most_common()
+    return {
+        "split": part.split,
+        "place": part.place,
+        "dataset": type(part.dataset).__name__,
+        "samples": len(part.dataset),
+        "readable": len(samples),
+        "augmented": not isinstance(part.dataset, SegmentationDataset),
+        "sizes": [{"height": h, "width": w, "samples": n} for (h, w), n in sizes],
+        "classes": [
+            {"id": i, "name": name, "share": pixels[i] / every, "samples": images[i]}
+            for i, name in enumerate(names)
+        ],
+        "ignored": None if ignored is None else pixels[ignored] / every,
+        **_moments([sample.values for sample in samples if sample.values is not None]),
+    }
+
+
+def _moments(values: list[NDArray[np.int64]]) -> dict[str, list[float] | None]:
+    """Return mean and standard deviation of each channel over all pixels, 0 to 255."""
+    if not values:
+        return {"mean": None, "std": None}
+    counts = np.sum(values, axis=0)
+    share = counts / counts.sum(1, keepdims=True)
+    mean = share @ np.arange(256)
+    variance = (share * (np.arange(256) - mean[:, None]) ** 2).sum(1)
+    return {"mean": mean.tolist(), "std": np.sqrt(variance).tolist()}
+
+
+def _costs(part: Part, batch: int | None) -> dict[str, Any]:
+    """Return the seconds that a sample takes in one process (medians), and the bytes of a batch of tensors."""
+    dataset, sizes = part.dataset, []
+    seconds = defaultdict[str, list[float]](list)
+    for index in np.linspace(0, len(dataset) - 1, min(_TIMED, len(dataset))).astype(int).tolist():
+        try:
+            sample = _timed(dataset, index, seconds)
+        except DataError:
+            continue  # it is listed
+        tensors = sample.values() if isinstance(sample, Mapping) else sample
+        sizes.append(sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
+    return {
+        "seconds": {what: statistics.median(times) for what, times in seconds.items()},
+        "batch": {
+            "samples": batch,
+            "bytes": round(batch * statistics.fmean(sizes)) if batch and sizes else None,
+        },
+    }
+
+
+def _timed(dataset: Any, index: int, seconds: Mapping[str, list[float]]) -> Any:
+    """Return a sample, and note how long its parts took."""
+    start = perf_counter()
+    if not isinstance(dataset, SegmentationDataset):
+        sample: Any = dataset[index]
+        seconds["whole"].append(perf_counter() - start)
+        return sample
+    image, mask = dataset.load(index)
+    loaded = perf_counter()
+    rng = sample_rng(SampleIndex(index, 0, 0))
+    sample = apply_transforms(dataset.transforms, {"image": image, "mask": mask}, rng)
+    seconds["decode"].append(loaded - start)
+    seconds["transforms"].append(perf_counter() - loaded)
+    return sample

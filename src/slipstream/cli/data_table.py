@@ -1,0 +1,73 @@
+"""The statistics of a data set, as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+__all__ = ["print_statistics", "written_size"]
+
+_MOST_SIZES = 8
+
+
+def print_statistics(found: Mapping[str, Any]) -> None:
+    """Print what `slipstream data stats` found in one data set."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    print(f"{found['place']}: {found['samples']:,} samples of {found['dataset']}, {_sizes(found['sizes'])}")
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in ("id", "class", "share", "samples"):
+        table.add_column(name, justify="left" if name == "class" else "right")
+    for row in _rows(found):
+        table.add_row(*row)
+    console = Console()
+    Console(width=max(console.width, 80), highlight=False).print(table)
+    for line in _lines(found):
+        print(line)
+    print()
+
+
+def written_size(size: float) -> str:
+    """Return a number of bytes in words: `25.3 MB`."""
+    unit, larger = "B", ["TB", "GB", "MB", "kB"]
+    while size >= 1000 and larger:
+        size, unit = size / 1000, larger.pop()
+    return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    for entry in found["classes"]:
+        yield str(entry["id"]), entry["name"], f"{entry['share']:.2%}", f"{entry['samples']:,}"
+    if found["ignored"] is not None:
+        yield "", "(ignored)", f"{found['ignored']:.2%}", ""
+
+
+def _lines(found: Mapping[str, Any]) -> Iterator[str]:
+    never = [entry["name"] for entry in found["classes"] if not entry["samples"]]
+    if never and found["readable"]:
+        yield f"Warning: never occurs: {', '.join(never)}"
+    if found["mean"] is not None:
+        after = ", after the transforms" if found["augmented"] else ""
+        yield f"mean {_numbers(found['mean'])}  std {_numbers(found['std'])}  (of 0 to 255, each channel{after})"
+    if times := [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in found["seconds"].items()]:
+        yield f"a sample, on one core of this machine: {', '.join(times)}"
+    batch = found["batch"]
+    if batch["bytes"] is not None:
+        yield f"a batch of {batch['samples']} on its way to the device: {written_size(batch['bytes'])}"
+
+
+def _sizes(sizes: list[Mapping[str, int]]) -> str:
+    if not sizes:
+        return "none of which can be read"
+    said = [f"{size['width']} x {size['height']}" for size in sizes[:_MOST_SIZES]]
+    if len(sizes) == 1:
+        return f"{said[0]} pixels (width x height)"
+    said = [f"{text} ({size['samples']:,})" for text, size in zip(said, sizes, strict=False)]
+    more = f" and {len(sizes) - _MOST_SIZES:,} sizes more" if len(sizes) > _MOST_SIZES else ""
+    return f"pixels (width x height): {', '.join(said)}{more}"
+
+
+def _numbers(values: list[float]) -> str:
+    return " ".join(f"{value:.2f}" for value in values)

@@ -1,0 +1,268 @@
+"""`slipstream data stats|cache|show` as a user types it."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slipstream.cli.main import main
+from slipstream.config import Config
+from slipstream.model import BaseModel
+from slipstream.runner import Runner
+
+RECIPE = """
+model: {type: Segmentor}
+train_dataloader:
+  batch_size: 3
+  drop_last: true
+  num_workers: 2
+  persistent_workers: true
+  sampler: {type: DefaultSampler, shuffle: true}
+  dataset: &train
+    type: ImageMaskFolder
+    data_root: data
+    images: img
+    masks: ann
+    classes: [road, tree, car, ghost]
+    transforms:
+      - {type: SegRandomFlip, prob: 0.5}
+      - {type: SegColorJitter, brightness: 0.4}
+      - {type: SegStandardize}
+      - {type: SegNormalize, mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}
+val_dataloader:
+  dataset: {<<: *train, images: val, masks: valann, transforms: []}
+randomness: {seed: 4}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    for images, masks, count, size in (("img", "ann", 7, (12, 20)), ("val", "valann", 2, (10, 10))):
+        for i in range(count):
+            rng = np.random.default_rng(i)
+            write(tmp_path / f"data/{images}/{i}.png", rng.integers(0, 256, (*size, 3)))
+            write(tmp_path / f"data/{masks}/{i}.png", rng.choice([0, 1, 2, 255], size))
+    return tmp_path
+
+
+def write(path, array):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(array.astype(np.uint8)).save(path)
+
+
+def ran(capsys, *words, status=0):
+    assert main(["data", *words]) == status
+    printed = capsys.readouterr()
+    return printed.out if status != 2 else printed.err
+
+
+def pixels(folder, kind, count=7):
+    return np.stack([np.asarray(Image.open(folder / f"data/{kind}/{i}.png")) for i in range(count)])
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_the_numbers_are_those_that_numpy_counts(folder, capsys, workers):
+    found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", "--workers", workers))
+    assert found["faults"] == []
+    train, val = found["data"]
+    images, masks = pixels(folder, "img"), pixels(folder, "ann")
+    assert (train["samples"], train["readable"], val["samples"]) == (7, 7, 2)
+    assert train["sizes"] == [{"height": 12, "width": 20, "samples": 7}]
+    assert train["mean"] == pytest.approx(images.mean((0, 1, 2)))
+    assert train["std"] == pytest.approx(images.std((0, 1, 2)))
+    for i, entry in enumerate(train["classes"]):
+        assert entry["share"] == pytest.approx((masks == i).mean())
+        assert entry["samples"] == (masks == i).any((1, 2)).sum()
+    assert train["ignored"] == pytest.approx((masks == 255).mean())
+    assert train["batch"] == {"samples": 3, "bytes": 3 * (12 * 20 * 4 + 19 * 4)}
+    assert val["batch"] == {"samples": 1, "bytes": 400}
+    assert set(train["seconds"]) == {"decode", "transforms"}
+    assert all(seconds > 0 for seconds in train["seconds"].values())
+
+
+def test_the_table_warns_of_classes_that_never_occur_and_lists_sizes(folder, capsys):
+    write(folder / "data/img/0.png", np.zeros((8, 9, 3)))
+    write(folder / "data/ann/0.png", np.zeros((8, 9)))
+    printed = ran(capsys, "stats", "recipe.yaml", "--split", "train", "--workers", "1")
+    assert "7 samples of ImageMaskFolder, pixels (width x height): 20 x 12 (6), 9 x 8 (1)" in printed
+    assert "Warning: never occurs: ghost" in printed
+    assert "val_dataloader" not in printed
+
+
+def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
+    (folder / "data/img/1.png").write_bytes(b"no picture")
+    (folder / "data/ann/1.png").write_bytes(b"")
+    write(folder / "data/ann/3.png", np.zeros((5, 5)))
+    write(folder / "data/ann/5.png", np.full((12, 20), 77))
+    (folder / "data/valann/1.png").unlink()
+    printed = ran(capsys, "stats", "recipe.yaml", status=1)
+    for named in (
+        "img/1.png'",
+        "ann/1.png'",
+        "is 5 x 5",
+        "77 (240 pixels)",
+        "without a mask: 'data/val/1.png'",
+    ):
+        assert len([line for line in printed.splitlines() if named in line]) == 1, named
+    assert "Broken (5)" in printed
+    found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", status=1))
+    assert len(found["faults"]) == 5
+    (train,) = found["data"]
+    assert train["readable"] == 4
+
+
+def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "labelled_data.py").write_text(
+        "import torch\n"
+        "class Labelled(torch.utils.data.Dataset):\n"
+        "    metainfo = {'classes': ('a', 'b')}\n"
+        "    def __len__(self): return 4\n"
+        "    def __getitem__(self, i): return torch.full((1, 3, 5), 10 * i, dtype=torch.uint8), i % 2\n"
+    )
+    (tmp_path / "run.py").write_text(
+        "from labelled_data import Labelled\nmodel = {}\ntrain_dataloader = dict(dataset=dict(type=Labelled))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (found,) = json.loads(ran(capsys, "stats", "run.py", "--json"))["data"]
+    assert [(c["name"], c["samples"], c["share"]) for c in found["classes"]] == [("a", 2, 0.5), ("b", 2, 0.5)]
+    assert found["mean"] == [15.0]
+    assert "decodes no files" in ran(capsys, "cache", "run.py")
+    ran(capsys, "show", "run.py", "--count", "2", "--out", "s.png")
+    assert Image.open("s.png").width > 320
+
+
+def test_the_cache_is_filled_beside_the_data_verified_and_the_recipe_told(folder, capsys):
+    printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2")
+    cache = folder / "data.cache"
+    assert f"{cache}: needs about" in printed
+    assert "train: 7 samples" in printed
+    assert "7 decoded now, 0 were there" in printed
+    assert f"train_dataloader.dataset.cache={cache}" in printed
+    assert len(list(cache.glob("*/*.decoded"))) == 9
+    again = ran(capsys, "cache", "recipe.yaml", f"train_dataloader.dataset.cache={cache}", "--workers", "1")
+    assert "0 decoded now, 7 were there" in again
+    assert f"{cache}: needs about 0 B more" in again
+    assert "train_dataloader.dataset.cache=" not in again
+    assert f"val_dataloader.dataset.cache={cache}" in again
+
+
+def test_a_damaged_file_in_the_cache_is_made_again(folder, capsys):
+    ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--workers", "1")
+    path = next((folder / "c").glob("*/*.decoded"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    with pytest.warns(UserWarning, match=path.name):
+        printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--workers", "1")
+    assert "1 decoded now" in printed
+    assert path.read_bytes() == whole
+
+
+def test_what_cannot_be_cached_is_listed(folder, capsys):
+    (folder / "data/img/1.png").write_bytes(b"no picture")
+    (folder / "data/img/4.png").write_bytes(b"no picture")
+    printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2", status=1)
+    assert "train: 5 samples" in printed
+    assert "Not cached (2)" in printed
+    assert "img/1.png'" in printed
+    assert "img/4.png'" in printed
+
+
+def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
+    ran(capsys, "cache", "recipe.yaml", "--folder", "c")
+    for kind in ("img", "ann"):
+        (folder / f"data/{kind}/6.png").unlink()
+    printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--prune")
+    assert f"{folder / 'c'}: 1 files removed" in printed
+    assert "0 decoded now, 6 were there" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
+
+
+def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monkeypatch):
+    usage = type("Usage", (), {"free": 5000})
+    monkeypatch.setattr("slipstream.cli.data_cache.shutil.disk_usage", lambda path: usage)
+    assert main(["data", "cache", "recipe.yaml"]) == 1
+    printed = capsys.readouterr()
+    assert "5.0 kB are free" in printed.out
+    assert "not enough room" in printed.err
+    assert not (folder / "data.cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot go with --split"),
+        (["cache", "street_scenes_pp_lite_t"], "give --folder"),
+        (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (its splits: train, val)"),
+        (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
+        (["show", "recipe.yaml", "--epoch", "-1"], "--epoch must be 0 or more"),
+        (["cache", "recipe.yaml", "--folder", "recipe.yaml"], "cannot write to"),
+    ],
+)
+def test_wrong_words_are_one_line(folder, capsys, words, expected):
+    error = ran(capsys, *words, status=2)
+    assert expected in error
+    assert error.count("\n") == 1
+
+
+def test_the_sheet_shows_the_samples_of_that_epoch_of_the_training(folder, capsys, monkeypatch):
+    shown = []
+    monkeypatch.setattr(
+        "slipstream.cli.data_show.contact_sheet", lambda *a: shown.append(a) or Image.new("L", (1, 1))
+    )
+    printed = ran(capsys, "show", "recipe.yaml", "--count", "6", "--epoch", "2", "--out", "new/sheet.png")
+    assert "new/sheet.png: 6 samples of train" in printed
+    assert (folder / "new/sheet.png").is_file()
+    ((rows, titles, captions, legend),) = shown
+    assert titles == ("image", "mask", "both")
+    assert [name for name, _ in legend] == ["road", "tree", "car", "ghost", "(ignored)"]
+    inputs, targets = what_the_network_gets(epoch=2)
+    for (image, mask, _), caption, seen, target in zip(rows, captions, inputs, targets, strict=True):
+        assert caption.endswith(", epoch 2, seed 4")
+        assert np.abs(image - (127.5 * seen + 127.5)).max() < 0.51
+        ignored = target == 255
+        assert (mask[ignored] == mask[ignored][0]).all()
+        assert not (mask[~ignored] == mask[ignored][0]).all(-1).any()
+
+
+class Recorder(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen = []
+
+    def forward(self, inputs, targets, mode):
+        self.seen.append((inputs.permute(0, 2, 3, 1).numpy(), targets.numpy()))
+        return {"loss": self.weight.sum()}
+
+
+def what_the_network_gets(epoch):
+    """Return inputs and targets, (N, H, W, C) and (N, H, W), of an epoch of a real training."""
+    model = Recorder()
+    cfg = Config.fromfile("recipe.yaml")
+    Runner(
+        model,
+        work_dir="run",
+        train_dataloader={**cfg.train_dataloader, "num_workers": 0},
+        train_cfg=dict(by_epoch=True, max_epochs=epoch + 1),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)),
+        randomness=cfg.randomness,
+        visualizer=dict(type="Visualizer", vis_backends=[]),
+    ).train()
+    batches = model.seen[-2:]  # of three samples each, of seven
+    return [np.concatenate(part) for part in zip(*batches, strict=True)]
+
+
+def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    short = [f"dataset_params.{split}_dataset_params.length=2" for split in ("train", "val")]
+    printed = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, "--folder", "c")
+    words = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
+    assert len(words) == 2
+    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
+    assert again.count("0 decoded now, 2 were there") == 2
+    assert "To train with it" not in again
