@@ -92,21 +92,6 @@ class Reference:
         return [self.head("seg_head", x, 8), *aux]
 
 
-@pytest.mark.parametrize(
-    ("name", "use_aux_heads", "count"),
-    [
-        ("pp_lite_t_seg", True, 8_197_056),
-        ("pp_lite_t_seg", False, 8_027_808),
-        ("pp_lite_b_seg", True, 12_412_704),
-        ("pp_lite_b_seg", False, 12_234_240),
-    ],
-)
-def test_parameter_count_is_that_of_the_recipes(name, use_aux_heads, count):
-    with torch.device("meta"):
-        network = BUILDERS[name](num_classes=19, use_aux_heads=use_aux_heads)
-    assert sum(p.numel() for p in network.parameters()) == count
-
-
 @pytest.mark.parametrize("name", BUILDERS)
 def test_forward_computes_what_super_gradients_weights_mean(name):
     torch.manual_seed(0)

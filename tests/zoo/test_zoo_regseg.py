@@ -102,12 +102,6 @@ class Reference:
         return F.interpolate(x4, scale_factor=4, mode="bilinear", align_corners=False)
 
 
-def test_parameter_count_is_that_of_the_recipe():
-    with torch.device("meta"):
-        network = regseg48(num_classes=19)
-    assert sum(p.numel() for p in network.parameters()) == 3_334_983
-
-
 def test_forward_computes_the_network_of_the_paper():
     torch.manual_seed(0)
     network = regseg48(num_classes=5).double().eval()

@@ -6,17 +6,8 @@ from torch.nn import functional as F
 
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
-from slipstream.zoo import segformer
 from slipstream.zoo.segformer import EncoderBlock, SegFormer, segformer_b0
 
-COUNTS = {
-    "segformer_b0": 3_719_027,
-    "segformer_b1": 13_682_131,
-    "segformer_b2": 27_361_235,
-    "segformer_b3": 47_237_075,
-    "segformer_b4": 64_007_635,
-    "segformer_b5": 84_607_955,
-}
 HEADS, REDUCTIONS, STRIDES = (1, 2, 5, 8), (8, 4, 2, 1), (4, 2, 2, 2)
 
 
@@ -94,13 +85,6 @@ class Reference:
         norm = [self.state[f"{fuse}.bn.{n}"] for n in ("running_mean", "running_var", "weight", "bias")]
         x = F.conv2d(F.relu(F.batch_norm(x, *norm)), *self.get("decode_head.linear_pred"))
         return F.interpolate(x, image.shape[2:], mode="bilinear", align_corners=False)
-
-
-@pytest.mark.parametrize(("name", "count"), COUNTS.items())
-def test_parameter_count_is_that_of_the_recipes(name, count):
-    with torch.device("meta"):
-        network = getattr(segformer, name)(num_classes=19)
-    assert sum(p.numel() for p in network.parameters()) == count
 
 
 @pytest.mark.parametrize("size", [(64, 96), (45, 67)])

@@ -35,7 +35,7 @@ def reference_ohem(logits, targets, threshold=0.7, share=1 / 16):
     return hard.mean() if hard.size >= keep else losses[:keep].mean()
 
 
-def reference_details(targets, classes):
+def reference_details(targets, classes, threshold=1):
     """The paper's pyramid, step by step: one-hot masks, Laplacians with three strides, fused with weights."""
     t = targets.long()
     kernel = -torch.ones(classes, 1, 3, 3, dtype=torch.float64)
@@ -44,7 +44,7 @@ def reference_details(targets, classes):
     maps = []
     for stride in (1, 2, 4):
         found = F.conv2d(masks, kernel, stride=stride, padding=1, groups=classes).amax(1, keepdim=True)
-        maps.append(F.interpolate((found >= 1).double(), size=t.shape[-2:], mode="nearest"))
+        maps.append(F.interpolate((found >= threshold).double(), size=t.shape[-2:], mode="nearest"))
     return 0.6 * maps[0] + 0.3 * maps[1] + 0.1 * maps[2] >= 0.3 - 1e-9
 
 
@@ -166,10 +166,11 @@ def test_ignored_pixels_are_never_kept_however_few_count():
     st.sampled_from([1, 2, 4]),
     st.floats(0, 1.1),
     st.sampled_from([torch.uint8, torch.int64]),
+    st.sampled_from([1, 2.5, 8]),
 )
-def test_details_equal_the_pyramid_of_laplacians(seed, size, blocks, ignored, dtype):
+def test_details_equal_the_pyramid_of_laplacians(seed, size, blocks, ignored, dtype, threshold):
     targets = labels(seed, size, blocks=blocks, ignored=ignored, dtype=dtype)
-    assert torch.equal(detail_target(targets, IGNORE), reference_details(targets, 5))
+    assert torch.equal(detail_target(targets, IGNORE, threshold), reference_details(targets, 5, threshold))
 
 
 def test_details_of_an_odd_size_are_edges_and_blocks_cut_at_the_border():
@@ -216,6 +217,36 @@ def test_the_recipe_weights_are_the_default():
     default, even = (STDCLoss(ignore_index=IGNORE, **o) for o in ({}, {"weights": (1, 1, 1, 1)}))
     default, even = default(outputs, targets), even(outputs, targets)
     assert [(default[name] / even[name]).item() for name in even] == pytest.approx([1, 0.6, 0.4, 1])
+
+
+def test_several_detail_heads_have_each_their_weighted_cross_entropy_and_dice():
+    outputs, targets = stdc_batch()
+    outputs = (*outputs, scores(9, 1))
+    weights, parts = (1.0, 0.6, 0.4, 1.0, 0.5), {}
+    for pair in ((1.0, 0.0), (0.0, 1.0), (2.0, 3.0)):
+        options = dict(num_detail_heads=2, detail_weights=pair, detail_threshold=3)
+        parts[pair] = STDCLoss(5, weights, ignore_index=IGNORE, **options)(outputs, targets)
+    details = reference_details(targets, 5, 3)
+    for name, weight, logits in zip(("loss_detail0", "loss_detail1"), weights[3:], outputs[3:], strict=True):
+        whole = sum(parts[pair][name] for pair in ((1.0, 0.0), (0.0, 1.0))).item()
+        assert whole == pytest.approx(weight * reference_detail_loss(logits, details), rel=1e-5)
+        mixed = 2 * parts[1.0, 0.0][name] + 3 * parts[0.0, 1.0][name]
+        torch.testing.assert_close(parts[2.0, 3.0][name], mixed)
+
+
+def test_without_a_detail_head_there_are_classifiers_alone():
+    outputs, targets = stdc_batch()
+    found = STDCLoss(5, (1.0, 0.6, 0.4), ignore_index=IGNORE, num_detail_heads=0)(outputs[:3], targets)
+    assert list(found) == ["loss_main", "loss_aux0", "loss_aux1"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"weights": ()}, {"detail_weights": (1.0,)}, {"detail_threshold": 0}, {"detail_threshold": 9}]
+)
+def test_options_of_the_details_that_cannot_be_are_refused_by_name(options):
+    with pytest.raises(ConfigError) as error:
+        STDCLoss(**options)
+    assert error.value.path == next(iter(options))
 
 
 def test_main_logits_alone_have_the_main_loss_alone():

@@ -32,7 +32,7 @@ class Accuracy(CountingMetric):
             of range.
     """
 
-    default_prefix = "accuracy"
+    default_prefix: str | None = "accuracy"
 
     def __init__(
         self,

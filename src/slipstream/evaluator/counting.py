@@ -58,6 +58,14 @@ class CountingMetric(BaseMetric):
         """
         counts = self._zeros(torch.device("cpu")) if self._counts is None else self._counts
         self._counts = None
+        return self.read(counts)
+
+    def read(self, counts: Tensor) -> dict[str, Any]:
+        """Return the metric's values from every rank's counts, which are summed in place; waits for the device.
+
+        Raises:
+            DataError: labels out of range were counted.
+        """
         all_reduce(counts)
         return self._named(self.compute_metrics(counts.tolist()))
 

@@ -127,15 +127,7 @@ class IoUMetric(CountingMetric):
         Raises:
             DataError: targets or predictions out of range were counted.
         """
-        classes = self.num_classes
-        bad_targets, bad_preds = results[-2:]
-        if bad_targets or bad_preds:
-            raise DataError(
-                f"IoUMetric met {bad_targets} target pixels and {bad_preds} predicted pixels outside "
-                f"0..{classes - 1}; map the data set's labels into that range or to the ignore_index "
-                f"({self.ignore_index}), and let num_classes be the model's number of classes"
-            )
-        matrix = np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
+        matrix = self.matrix(results)
         hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
         iou = _percent(hit, truth + guess - hit)
         recall = _mean(_percent(hit, truth))
@@ -150,6 +142,22 @@ class IoUMetric(CountingMetric):
         if self.per_class:
             metrics.update(zip((f"IoU/{name}" for name in self._class_names()), iou.tolist(), strict=True))
         return metrics
+
+    def matrix(self, results: list[Any]) -> npt.NDArray[np.float64]:
+        """Return the confusion matrix from the counts, row by target, column by prediction.
+
+        Raises:
+            DataError: targets or predictions out of range were counted.
+        """
+        classes = self.num_classes
+        bad_targets, bad_preds = results[-2:]
+        if bad_targets or bad_preds:
+            raise DataError(
+                f"{type(self).__name__} met {bad_targets} target pixels and {bad_preds} predicted pixels outside "
+                f"0..{classes - 1}; map the data set's labels into that range or to the ignore_index "
+                f"({self.ignore_index}), and let num_classes be the model's number of classes"
+            )
+        return np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
 
     def _class_names(self) -> list[str]:
         names = list((self.dataset_meta or {}).get("classes") or ())

@@ -2,10 +2,10 @@
 
 from slipstream.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39
 from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
-from slipstream.zoo.losses import MultiHeadCrossEntropy
+from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
 from slipstream.zoo.pp_liteseg import PPLiteSeg, pp_lite_b_seg, pp_lite_t_seg
 from slipstream.zoo.regseg import RegSeg, regseg48
-from slipstream.zoo.resnet import ResNet, resnet18, resnet34, resnet50
+from slipstream.zoo.resnet import ResNet, resnet18, resnet18_cifar, resnet34, resnet50
 from slipstream.zoo.segformer import (
     SegFormer,
     segformer_b0,
@@ -19,6 +19,7 @@ from slipstream.zoo.stdc_loss import OhemCELoss, STDCLoss
 from slipstream.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
 
 __all__ = [
+    "CrossEntropy",
     "DDRNet",
     "DiceCEEdgeLoss",
     "MultiHeadCrossEntropy",
@@ -36,6 +37,7 @@ __all__ = [
     "pp_lite_t_seg",
     "regseg48",
     "resnet18",
+    "resnet18_cifar",
     "resnet34",
     "resnet50",
     "segformer_b0",

@@ -2,14 +2,79 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slipstream.errors import ModelError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
-__all__ = ["MultiHeadCrossEntropy", "at_least_float32"]
+__all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
+
+
+@MODELS.register_module()
+class CrossEntropy(nn.Module):
+    """Cross-entropy of classes or pixels: `nn.CrossEntropyLoss`, but 0 with gradient 0 where no target counts.
+
+    Half-precision logits are summed in float32.
+
+    Args:
+        ignore_index: targets of this value do not count.
+        label_smoothing: the share of each target that is spread over all classes (arXiv 1512.00567), from 0 to 1.
+        weight: a factor of each class; the mean is divided by the sum of the targets' factors.
+
+    Raises:
+        ConfigError: `label_smoothing` is out of its range.
+    """
+
+    weight: Tensor | None
+
+    def __init__(
+        self, ignore_index: int = -100, label_smoothing: float = 0.0, weight: Sequence[float] | None = None
+    ) -> None:
+        super().__init__()
+        if not 0 <= label_smoothing <= 1:
+            raise ConfigError(f"a share from 0 to 1 is needed, not {label_smoothing}", "label_smoothing")
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        factors = None if weight is None else torch.as_tensor(weight, dtype=torch.float32)
+        self.register_buffer("weight", factors, persistent=False)
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, 0-dim.
+
+        Args:
+            outputs: logits (N, classes) or (N, classes, H, W).
+            targets: class ids (N,) or (N, H, W) of any integer dtype; or shares of the classes in the shape of the
+                logits, all of which count.
+
+        Raises:
+            ModelError: the network has several outputs.
+        """
+        if not isinstance(outputs, Tensor):
+            raise ModelError(
+                f"CrossEntropy is the loss of one output, and the network has {len(outputs)} in training: switch its "
+                "auxiliary heads off (use_aux_heads=False), or take a loss of several heads, such as DiceCEEdgeLoss"
+            )
+        logits, smoothing = at_least_float32(outputs), self.label_smoothing
+        if targets.is_floating_point():
+            return F.cross_entropy(logits, targets, self.weight, label_smoothing=smoothing)
+        targets = targets.long()
+        total = F.cross_entropy(
+            logits,
+            targets,
+            self.weight,
+            ignore_index=self.ignore_index,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
+        counts = targets != self.ignore_index
+        if self.weight is None:
+            return total / counts.sum().clamp_min(1)
+        share = (self.weight[targets.where(counts, 0)] * counts).sum()
+        return total / share.where(share > 0, 1)
 
 
 @MODELS.register_module()

@@ -144,13 +144,13 @@ class PPLiteSeg(nn.Module):
         return (main, *aux)
 
 
-@MODELS.register_module()
+@MODELS.register_module(["pp_lite_t_seg", "pp_lite_t_seg50", "pp_lite_t_seg75"])
 def pp_lite_t_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.0) -> PPLiteSeg:
     """Return PP-LiteSeg-T (STDC1 backbone, 8.0 million parameters at inference); see `PPLiteSeg`."""
     return PPLiteSeg(num_classes, STDC1_BLOCKS, (64, 128, 128), 32, use_aux_heads, dropout)
 
 
-@MODELS.register_module()
+@MODELS.register_module(["pp_lite_b_seg", "pp_lite_b_seg50", "pp_lite_b_seg75"])
 def pp_lite_b_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.0) -> PPLiteSeg:
     """Return PP-LiteSeg-B (STDC2 backbone, 12.2 million parameters at inference); see `PPLiteSeg`."""
     return PPLiteSeg(num_classes, STDC2_BLOCKS, (96, 128, 128), 64, use_aux_heads, dropout)

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from slipstream.registry import MODELS
 from slipstream.zoo.layers import check_num_classes, init_weights
 
-__all__ = ["ResNet", "resnet18", "resnet34", "resnet50"]
+__all__ = ["ResNet", "resnet18", "resnet18_cifar", "resnet34", "resnet50"]
 
 
 def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
@@ -132,6 +132,12 @@ def _stage(
 def resnet18(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
     """Return ResNet-18 (11.7 million parameters for 1000 classes); see `ResNet`."""
     return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input)
+
+
+@MODELS.register_module()
+def resnet18_cifar(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """Return ResNet-18 for images of 32x32 pixels (11.2 million parameters for 10 classes); see `ResNet`."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input=True)
 
 
 @MODELS.register_module()

@@ -65,22 +65,23 @@ class OhemCELoss(nn.Module):
         return (above + level * (places / level.sum().clamp_min(1))) / torch.maximum(keep, hard)
 
 
-def detail_target(targets: Tensor, ignore_index: int) -> Tensor:
+def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
     """Return where the details of class ids (N, H, W) are: a bool map (N, 1, H, W).
 
-    A pixel that counts is an edge when one of its eight neighbours has another class, does not count or
-    lies outside the image. Details are the edges, and every pixel whose 2x2 block begins with an edge.
+    A pixel that counts is an edge when at least `threshold` of its eight neighbours have another class, do not count
+    or lie outside the image. Details are the edges, and every pixel whose 2x2 block begins with an edge.
 
     This is what the paper's pyramid amounts to: a Laplacian (8 in the middle, -1 around) of each class's
-    mask, with strides 1, 2 and 4, each map 1 where it is at least 1; enlarged, weighted by 0.6, 0.3 and 0.1,
-    and 1 where the sum is at least 0.3. The third map decides nothing, and no gradient reaches the weights.
+    mask, with strides 1, 2 and 4, each map 1 where it is at least `threshold`; enlarged, weighted by 0.6, 0.3 and
+    0.1, and 1 where the sum is at least 0.3. The third map decides nothing, and no gradient reaches the weights.
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)
     counts = labels != ignore_index
     padded = F.pad(labels.masked_fill(~counts, -1), (1, 1, 1, 1), value=-1)
     windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)
-    edges = counts & (windows.amax((-2, -1)) != windows.amin((-2, -1)))
+    differing = (windows != labels[..., None, None]).sum((-2, -1), dtype=torch.int16)
+    edges = counts & (differing >= threshold)
     halved = edges[:, ::2, ::2].repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
     return (edges | halved[:, :height, :width])[:, None]
 
@@ -89,7 +90,7 @@ def detail_target(targets: Tensor, ignore_index: int) -> Tensor:
 class STDCLoss(nn.Module):
     """`OhemCELoss` of the main and the auxiliary classifiers, plus the loss of the details.
 
-    The detail loss is binary cross-entropy, a mean over all pixels, plus 1 - Dice, with
+    The detail loss is, times `detail_weights`, binary cross-entropy, a mean over all pixels, plus 1 - Dice, with
     Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the batch.
     Half-precision outputs are summed in float32.
 
@@ -99,6 +100,9 @@ class STDCLoss(nn.Module):
         threshold: see `OhemCELoss`.
         mining_percent: see `OhemCELoss`.
         ignore_index: targets of this value do not count.
+        num_detail_heads: how many of the outputs, the last ones, are details.
+        detail_weights: factors of cross-entropy and of Dice, in this order.
+        detail_threshold: see `detail_target`, from 1 to 8.
 
     Raises:
         ConfigError: an option is out of its range.
@@ -111,20 +115,36 @@ class STDCLoss(nn.Module):
         threshold: float = 0.7,
         mining_percent: float = 1 / 16,
         ignore_index: int = 255,
+        num_detail_heads: int = 1,
+        detail_weights: tuple[float, float] = (1.0, 1.0),
+        detail_threshold: float = 1.0,
     ) -> None:
         super().__init__()
-        if len(weights) < 2:
+        if len(weights) < 1 + num_detail_heads:
             raise ConfigError(
                 f"factors of the main output, any auxiliary ones and the details are needed, not {weights!r}",
                 "weights",
             )
+        if len(detail_weights) != 2:
+            raise ConfigError(
+                f"factors of cross-entropy and Dice are needed, not {detail_weights!r}", "detail_weights"
+            )
+        if not 1 <= detail_threshold <= 8:
+            raise ConfigError(
+                f"a number of neighbours from 1 to 8 is needed, not {detail_threshold}", "detail_threshold"
+            )
         self.num_classes = num_classes
+        self.num_detail_heads = num_detail_heads
+        self.detail_weights = tuple(detail_weights)
+        self.detail_threshold = detail_threshold
         self.weights = tuple(weights)
         self.ohem = OhemCELoss(threshold, mining_percent, ignore_index)
         self.ignore_index = ignore_index
 
     def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main", "loss_aux0", ..., "loss_detail"}`, 0-dim tensors whose sum is the loss.
+
+        Several detail heads are `loss_detail0`, `loss_detail1`, ...
 
         Args:
             outputs: (main, auxiliary..., details), as `STDCSeg` gives them in training: logits
@@ -137,14 +157,17 @@ class STDCLoss(nn.Module):
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         self._check(outputs)
-        *factors, detail_factor = self.weights
-        names = ["loss_main", *(f"loss_aux{index}" for index in range(len(factors) - 1))]
+        classifiers = len(self.weights) - self.num_detail_heads
+        names = ["loss_main", *(f"loss_aux{index}" for index in range(classifiers - 1))]
         losses = {
             name: factor * self.ohem(logits, targets)
-            for name, factor, logits in zip(names, factors, outputs, strict=False)
+            for name, factor, logits in zip(names, self.weights, outputs, strict=False)
         }
-        if len(outputs) > 1:
-            losses["loss_detail"] = detail_factor * self._detail(outputs[-1], targets)
+        if details := outputs[classifiers:]:
+            truth = detail_target(targets, self.ignore_index, self.detail_threshold)
+            for index, (factor, logits) in enumerate(zip(self.weights[classifiers:], details, strict=True)):
+                name = "loss_detail" if len(details) == 1 else f"loss_detail{index}"
+                losses[name] = factor * self._detail(logits, truth)
         return losses
 
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
@@ -159,9 +182,10 @@ class STDCLoss(nn.Module):
                 "give both the same num_classes"
             )
 
-    def _detail(self, logits: Tensor, targets: Tensor) -> Tensor:
+    def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:
         logits = at_least_float32(logits)
-        details = detail_target(targets, self.ignore_index).to(logits.dtype)
+        details = truth.to(logits.dtype)
         found = torch.sigmoid(logits)
         overlap = (2 * (found * details).sum() + 1) / (found.sum() + details.sum() + 1)
-        return F.binary_cross_entropy_with_logits(logits, details) + 1 - overlap
+        cross_entropy, dice = self.detail_weights
+        return cross_entropy * F.binary_cross_entropy_with_logits(logits, details) + dice * (1 - overlap)

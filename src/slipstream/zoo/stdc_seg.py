@@ -163,13 +163,13 @@ def _enlarge(logits: Tensor, like: Tensor) -> Tensor:
     return resize(logits, like, align_corners=True)
 
 
-@MODELS.register_module()
+@MODELS.register_module(["stdc1_seg", "stdc1_seg50", "stdc1_seg75"])
 def stdc1_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.2) -> STDCSeg:
     """Return STDC1-Seg (8.3 million parameters at inference); see `STDCSeg`."""
     return STDCSeg(num_classes, STDC1_BLOCKS, use_aux_heads, dropout)
 
 
-@MODELS.register_module()
+@MODELS.register_module(["stdc2_seg", "stdc2_seg50", "stdc2_seg75"])
 def stdc2_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.2) -> STDCSeg:
     """Return STDC2-Seg (12.3 million parameters at inference); see `STDCSeg`."""
     return STDCSeg(num_classes, STDC2_BLOCKS, use_aux_heads, dropout)
