@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
 from slipstream.runner import Runner
 from tiny_runs import Scripted, assert_same, loader, run, training, validation, weights
 
@@ -64,6 +65,36 @@ def test_the_name_is_a_template(tmp_path):
     assert files(tmp_path) == {"after_5.pth"}
 
 
+def test_a_name_without_a_number_is_one_file_that_is_replaced(tmp_path):
+    runner = trained(tmp_path, interval=2, filename_tmpl="ckpt_latest.pth")
+    assert files(tmp_path) == {"ckpt_latest.pth"}
+    assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == 5
+    assert runner.message_hub.get_info("kept_ckpts") == ["ckpt_latest.pth"]
+    again = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=5))
+    assert_same(weights(runner), weights(again))
+
+
+def test_chosen_epochs_stay_beside_the_others(tmp_path):
+    names = dict(filename_tmpl="ckpt_latest.pth", max_keep_ckpts=1)
+    trained(tmp_path, interval=1, save_epochs=[0, 3], **names)
+    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_epoch_0.pth", "ckpt_epoch_3.pth"}
+    meta = torch.load(tmp_path / "ckpt_epoch_3.pth", weights_only=True)["meta"]
+    assert (meta["epoch"], meta["iter"]) == (4, 8)
+    assert (tmp_path / "last_checkpoint").read_text().endswith("ckpt_latest.pth")
+
+
+def test_a_run_goes_on_from_a_chosen_epoch_as_from_any_other(tmp_path):
+    whole = trained(tmp_path, interval=1, save_epochs=[1])
+    path = tmp_path / "ckpt_epoch_1.pth"
+    again = run(
+        tmp_path / "b",
+        resume=path,
+        train_cfg=dict(by_epoch=True, max_epochs=5),
+        train_dataloader=loader(batch_size=20),
+    )
+    assert_same(weights(whole), weights(again))
+
+
 def test_what_a_checkpoint_holds_can_be_reduced(tmp_path):
     trained(tmp_path, interval=5, save_optimizer=False, save_param_scheduler=False)
     assert {"optimizer", "param_schedulers"}.isdisjoint(
@@ -115,6 +146,78 @@ def test_in_an_iteration_based_run_the_best_is_called_by_its_iteration(tmp_path)
     assert torch.load(tmp_path / "best_acc_iter_4.pth", weights_only=True)["meta"]["iter"] == 4
 
 
+NAMES = dict(interval=1, filename_tmpl="ckpt_latest.pth", save_best="acc", best_filename="ckpt_best.pth")
+
+
+def best(folder):
+    saved = torch.load(folder / "ckpt_best.pth", weights_only=True)
+    return saved["meta"]["epoch"], saved["message_hub"]["runtime_info"]["best_score/acc"]
+
+
+def test_the_best_may_have_one_name_and_replaces_the_one_before(tmp_path):
+    trained(tmp_path, [0.3, 0.9, 0.9, 0.1, 0.5], **NAMES)
+    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
+    assert best(tmp_path) == (2, 0.9)
+
+
+class Killed(Hook):
+    """Raises as a kill would end it, before a validation of the training or after its best was written."""
+
+    priority = "LOWEST"
+
+    def __init__(self, epoch, stage):
+        self.epoch, self.stage = epoch, stage
+
+    def before_val(self, runner):
+        self.end(runner, "before_val")
+
+    def after_val(self, runner):
+        self.end(runner, "after_val")
+
+    def end(self, runner, stage):
+        if (runner.epoch, stage) == (self.epoch, self.stage):
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("stage", ["before_val", "after_val"])
+@pytest.mark.parametrize("epoch", [2, 3])
+def test_the_best_score_survives_a_kill_between_the_latest_and_the_best(tmp_path, epoch, stage):
+    values = [0.3, 0.9, 0.5, 0.7, 0.95]
+    done = values[: epoch if stage == "after_val" else epoch - 1]
+    with pytest.raises(KeyboardInterrupt):
+        killed(tmp_path, done, [Killed(epoch, stage)])
+    assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == epoch
+    runner = killed(tmp_path, values[epoch - 1 : 4], epochs=4, resume=True)
+    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
+    assert best(tmp_path) == (2, 0.9), "a worse epoch after the resume does not replace it"
+    assert runner.message_hub.get_info("best_score/acc") == 0.9
+    killed(tmp_path, values[3:], resume=True)
+    assert best(tmp_path) == (5, 0.95), "a better one does"
+
+
+def killed(folder, values, hooks=(), epochs=5, **changes):
+    return run(
+        folder,
+        train_cfg=dict(by_epoch=True, max_epochs=epochs),
+        train_dataloader=loader(batch_size=20),
+        default_hooks=dict(checkpoint=dict(type="CheckpointHook", **NAMES)),
+        custom_hooks=hooks,
+        **validation(Scripted(values)),
+        **changes,
+    )
+
+
+def test_whoever_wants_to_know_of_a_new_best_is_told_once_it_is_written(tmp_path):
+    told = []
+
+    class Told(Hook):
+        def after_new_best(self, runner, metrics):
+            told.append((metrics["acc"], best(tmp_path)))
+
+    killed(tmp_path, [0.3, 0.2, 0.9, 0.9, 0.5], [Told()])
+    assert told == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
+
+
 def test_a_validation_outside_of_training_writes_nothing(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     runner = Runner(**training(tmp_path, default_hooks=hooks, **validation(Scripted([0.9]))))
@@ -129,3 +232,28 @@ def test_a_name_that_tells_no_rule_is_an_error(tmp_path):
         trained(tmp_path, [0.1], "score", save_best="auto")
     with pytest.raises(ConfigError, match="'greater' or 'less', not 'more'"):
         trained(tmp_path, [0.1], "score", save_best="score", rule="more")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(filename_tmpl="epoch_{number}.pth"), r"checkpoint\.filename_tmpl: takes one {}"),
+        (dict(filename_tmpl="{}_{}.pth"), r"checkpoint\.filename_tmpl: takes one {}"),
+        (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best has 0"),
+        (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*has 2"),
+        (dict(save_epochs=[3, -1]), r"checkpoint\.save_epochs: .*-1"),
+    ],
+)
+def test_names_that_cannot_be_are_refused_before_anything_runs(tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(**training(tmp_path, default_hooks=dict(checkpoint=dict(type="CheckpointHook", **options))))
+
+
+def test_chosen_epochs_of_a_training_by_iterations_are_refused_and_those_that_never_come_are_named(
+    tmp_path, capsys
+):
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_epochs=[0, 7]))
+    with pytest.raises(ConfigError, match=r"checkpoint\.save_epochs: lists epochs"):
+        run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=hooks)
+    run(tmp_path, default_hooks=hooks, log_level="WARNING")
+    assert "No checkpoint of the epochs [7]: the last of the training is 1" in "".join(capsys.readouterr())

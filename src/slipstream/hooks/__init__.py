@@ -1,5 +1,6 @@
 """What happens around steps."""
 
+from slipstream.hooks.average_best import AverageBestHook
 from slipstream.hooks.checkpoint import CheckpointHook
 from slipstream.hooks.ema import EMAHook
 from slipstream.hooks.gc import GcHook
@@ -8,12 +9,14 @@ from slipstream.hooks.hook_list import HookList
 from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
 from slipstream.hooks.nan_guard import NanGuardHook
 from slipstream.hooks.pictures import SegVisualizationHook
+from slipstream.hooks.precise_bn import PreciseBNHook
 from slipstream.hooks.profiler import ProfilerHook
 from slipstream.hooks.runtime_info import RuntimeInfoHook
 from slipstream.hooks.schedule import EarlyStoppingHook, EmptyCacheHook, ParamSchedulerHook, SyncBuffersHook
 from slipstream.hooks.timing import DistSamplerSeedHook, IterTimerHook
 
 __all__ = [
+    "AverageBestHook",
     "CheckpointHook",
     "DistSamplerSeedHook",
     "EMAHook",
@@ -26,6 +29,7 @@ __all__ = [
     "LoggerHook",
     "NanGuardHook",
     "ParamSchedulerHook",
+    "PreciseBNHook",
     "Priority",
     "ProfilerHook",
     "ProgressBarHook",

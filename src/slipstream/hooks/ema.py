@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +20,7 @@ from slipstream.speed.ema import check_begin
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EMAHook"]
+__all__ = ["EMAHook", "as_validated"]
 
 
 @HOOKS.register_module()
@@ -172,6 +174,19 @@ class EMAHook(Hook):
         if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
             self._swapped = average
+
+
+@contextmanager
+def as_validated(runner: Runner) -> Iterator[nn.Module]:
+    """Give the bare model as a validation sees it: with the average of the run's `EMAHook`, if it has one."""
+    before = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
+    try:
+        for hook, _ in before:
+            hook._show(average=True)
+        yield unwrap_model(runner.model)
+    finally:
+        for hook, shown in before:
+            hook._show(average=shown)
 
 
 def _window(runner: Runner) -> int:
