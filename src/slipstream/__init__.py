@@ -13,21 +13,23 @@ if TYPE_CHECKING:
     from slipstream.dataset.feed import feed as feed
     from slipstream.runner import Runner as Runner
     from slipstream.speed.accelerate import accelerate as accelerate
+    from slipstream.training.trainer import Trainer as Trainer
     from slipstream.version import __version__ as __version__
 
 _HOMES = {
     "Config": "slipstream.config",
     "Runner": "slipstream.runner",
+    "Trainer": "slipstream.training.trainer",
     "accelerate": "slipstream.speed.accelerate",
     "feed": "slipstream.dataset.feed",
     "__version__": "slipstream.version",
 }
 _ROOMS = (
     "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
-    "recipes", "registry", "runner", "speed", "step", "visualization", "zoo",
+    "recipes", "registry", "runner", "speed", "step", "training", "visualization", "zoo",
 )  # fmt: skip
 
-__all__ = ["Config", "Runner", "__version__", "accelerate", "feed"]
+__all__ = ["Config", "Runner", "Trainer", "__version__", "accelerate", "feed"]
 
 
 def __getattr__(name: str) -> Any:

@@ -259,3 +259,30 @@ def test_cudnn_benchmark_is_on_while_the_run_lasts_and_no_longer(tmp_path, words
     run(tmp_path, custom_hooks=[hook], **validation(), **words)
     assert hook.seen == {on}
     assert not torch.backends.cudnn.benchmark
+
+
+# ---- SuperGradients' words in a Runner's configuration -----------------------------------------------------------
+
+
+def test_levers_may_stand_in_training_params(tmp_path):
+    cfg = Config(dict(training_params=dict(ema=True, batch_accumulate=2, speed=dict(gc=3))))
+    runner = Runner(**training(tmp_path), cfg=cfg)
+    assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)
+    assert any(isinstance(hook, EMAHook) for hook in runner.hooks)
+    with pytest.raises(
+        ConfigError, match=r"training_params\.batch_accumulate: 2 contradicts speed\.accumulate=4"
+    ):
+        Runner(**training(tmp_path), cfg=cfg, speed=dict(accumulate=4))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (dict(max_epochs=3), r"training_params\.max_epochs: a Runner reads the levers .*slipstream\.Trainer"),
+        (dict(batch_acumulate=2), r"training_params\.batch_acumulate: .*did you mean 'batch_accumulate'"),
+        ("fast", r"training_params: must be a dict, not 'fast'"),
+    ],
+)
+def test_a_runner_refuses_training_params_that_it_would_not_read(tmp_path, params, message):
+    with pytest.raises(ConfigError, match=message):
+        Runner(**training(tmp_path), cfg=dict(training_params=params))

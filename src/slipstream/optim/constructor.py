@@ -17,9 +17,9 @@ from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
 from slipstream.typecheck import matches
 
-__all__ = ["DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
+__all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
-_NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norms
+NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norms
 _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name: they live in libraries we do not need
 
 
@@ -172,7 +172,7 @@ class DefaultOptimWrapperConstructor:
         ):
             return {"lr": self.base_lr * offset_mult}
         bias_mult = self.paramwise.bias_lr_mult
-        if bias_mult is not None and name == "bias" and not isinstance(module, _NORMS) and not is_dcn_module:
+        if bias_mult is not None and name == "bias" and not isinstance(module, NORMS) and not is_dcn_module:
             return {"lr": self.base_lr * bias_mult}
         return {}
 
@@ -182,7 +182,7 @@ class DefaultOptimWrapperConstructor:
         depthwise = isinstance(module, nn.Conv2d) and module.in_channels == module.groups
         options = self.paramwise
         rules = (
-            (options.norm_decay_mult, isinstance(module, _NORMS)),
+            (options.norm_decay_mult, isinstance(module, NORMS)),
             (options.bias_decay_mult, name == "bias" and not is_dcn_module),
             (options.dwconv_decay_mult, depthwise),
             (options.flat_decay_mult, parameter.ndim == 1 and not is_dcn_module),

@@ -51,7 +51,14 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
 RUNNERS = _root("runner", "slipstream.runner")
 RUNNER_CONSTRUCTORS = _root("runner constructor")
 LOOPS = _root("loop", "slipstream.runner.loops")
-HOOKS = _root("hook", "slipstream.hooks")
+HOOKS = _root(
+    "hook",
+    "slipstream.training.network",
+    "slipstream.training.hooks",
+    "slipstream.training.callbacks",
+    "slipstream.training.plot",
+    "slipstream.hooks",
+)
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
@@ -61,7 +68,12 @@ TRANSFORMS = _root("transform", "slipstream.dataset")
 FUNCTIONS = _root("function", "slipstream.dataset")
 
 MODELS = _root(
-    "model", "slipstream.zoo", "slipstream.model", build_func=_build_model, namespaces=["torch.nn"]
+    "model",
+    "slipstream.training.network",
+    "slipstream.zoo",
+    "slipstream.model",
+    build_func=_build_model,
+    namespaces=["torch.nn"],
 )
 MODEL_WRAPPERS = _root("model wrapper", "slipstream.model.wrappers")
 WEIGHT_INITIALIZERS = _root("weight initializer", "slipstream.model.weight_init")
@@ -72,13 +84,19 @@ OPTIMIZERS = _root(
     namespaces=["torch.optim", "torch.distributed.optim", "pytorch_optimizer.optimizer"],
 )
 OPTIM_WRAPPERS = _root("optimizer wrapper", "slipstream.optim")
-OPTIM_WRAPPER_CONSTRUCTORS = _root("optimizer wrapper constructor", "slipstream.optim")
+OPTIM_WRAPPER_CONSTRUCTORS = _root(
+    "optimizer wrapper constructor", "slipstream.training.optimizers", "slipstream.optim"
+)
 PARAM_SCHEDULERS = _root(
-    "parameter scheduler", "slipstream.optim.scheduler", namespaces=["torch.optim.lr_scheduler"]
+    "parameter scheduler",
+    "slipstream.training.schedules",
+    "slipstream.optim.scheduler",
+    namespaces=["torch.optim.lr_scheduler"],
 )
 
 METRICS = _root(
     "metric",
+    "slipstream.training.metrics",
     "slipstream.evaluator",
     namespaces=["torchmetrics", "torchmetrics.classification", "torchmetrics.segmentation"],
 )

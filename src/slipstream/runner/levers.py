@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import get_world_size
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
 from slipstream.runner.environment import device_type
-from slipstream.speed import Facts, SpeedPlan, compile_model
+from slipstream.speed import PARAMS_LEVERS, Facts, SpeedPlan, compile_model
 from slipstream.speed.apply import overrides_train_step
 from slipstream.speed.doors import is_plain_wrapper
 from slipstream.speed.ema import EmaOptions
@@ -35,7 +35,20 @@ def read_plan(given: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
     """
     speed = cfg.get("speed") if given.get("speed") is None else given["speed"]
     words = {name: given.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
-    return SpeedPlan.read(speed, cfg=cfg, **words, device=device_type())
+    params = cfg.get("training_params")
+    _check_params(params)
+    return SpeedPlan.read(speed, cfg=cfg, **words, training_params=params, device=device_type())
+
+
+def _check_params(params: Any) -> None:
+    """Refuse the keys of SuperGradients' `training_params` that are no levers: a Runner would not read them."""
+    for key in params if isinstance(params, Mapping) else ():
+        if key not in PARAMS_LEVERS:
+            raise UnknownNameError(
+                f"a Runner reads the levers of training_params alone{did_you_mean(str(key), PARAMS_LEVERS)} "
+                "(slipstream.Trainer reads all of its keys)",
+                f"training_params.{key}",
+            )
 
 
 def facts_for(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Facts:

@@ -154,6 +154,8 @@ def _torch_compile(params: Door) -> Any:
             )
         return params.get("torch_compile")
     options = {**(params.get("torch_compile_options") or {})}
+    if options.pop("disable", False):
+        return False
     mode = params.get("torch_compile_mode")
     if mode is not None and options.setdefault("mode", mode) != mode:
         raise ConfigError(
@@ -167,6 +169,9 @@ def _ema(params: Door) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     given = dict(params.get("ema_params") or {})
+    if "exp_activation" in given:  # its older word for the type
+        exponential = given.pop("exp_activation")
+        given.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in given:
         given["type"] = given.pop("decay_type")
         if given["type"] != "exp":

@@ -27,7 +27,7 @@ from slipstream.speed.process import read_gc, read_switch
 from slipstream.speed.refused import check
 from slipstream.speed.words import read_accumulate, read_clip_grad, read_sync_bn
 
-__all__ = ["CFG_LEVERS", "SpeedPlan"]
+__all__ = ["CFG_LEVERS", "PARAMS_LEVERS", "SpeedPlan"]
 
 CFG_LEVERS = (
     "compile",
@@ -36,8 +36,25 @@ CFG_LEVERS = (
     "model_wrapper_cfg",
     "find_unused_parameters",
     "activation_checkpointing",
+    "training_params",
 )
 """The keys that a Runner reads from its `cfg` alone."""
+
+PARAMS_LEVERS = (
+    "speed",
+    "mixed_precision",
+    "torch_compile",
+    "torch_compile_loss",
+    "torch_compile_options",
+    "torch_compile_mode",
+    "ema",
+    "ema_params",
+    "sync_bn",
+    "multi_gpu",
+    "batch_accumulate",
+    "clip_grad_norm",
+)
+"""The keys of SuperGradients' `training_params` that say something about levers."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,38 @@
+"""SuperGradients' door: its `Trainer`, models, loaders and callbacks, over the Runner."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.training import dataloaders as dataloaders
+    from slipstream.training.callbacks import Callback as Callback
+    from slipstream.training.callbacks import Phase as Phase
+    from slipstream.training.callbacks import PhaseCallback as PhaseCallback
+    from slipstream.training.callbacks import PhaseContext as PhaseContext
+    from slipstream.training.trainer import Trainer as Trainer
+    from slipstream.zoo import models as models
+
+_HOMES = {
+    "Callback": "slipstream.training.callbacks",
+    "Phase": "slipstream.training.callbacks",
+    "PhaseCallback": "slipstream.training.callbacks",
+    "PhaseContext": "slipstream.training.callbacks",
+    "Trainer": "slipstream.training.trainer",
+}
+_MODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.zoo.models"}
+
+__all__ = ["Callback", "Phase", "PhaseCallback", "PhaseContext", "Trainer", "dataloaders", "models"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(_MODULES[name])
+    raise AttributeError(f"module 'slipstream.training' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,308 @@
+"""SuperGradients' phase callbacks as hooks of the Runner."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from inspect import isclass
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from slipstream.dataset.base import SegmentationDataset
+from slipstream.dataset.loader import SeededDataset
+from slipstream.dataset.pipeline import check_transforms
+from slipstream.dataset.transforms import Affine, SegConvertToTensor
+from slipstream.errors import ConfigError
+from slipstream.hooks import EarlyStoppingHook, Hook
+from slipstream.model import unwrap_model
+from slipstream.model.sliding import SlidingWindow
+from slipstream.registry import HOOKS, TRANSFORMS
+from slipstream.training.factories import read_factory
+from slipstream.training.phases import EVENT_OF, Callback, ContextError, Phase, PhaseCallback, PhaseContext
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = [
+    "Callback",
+    "CallbackHook",
+    "ContextError",
+    "EarlyStop",
+    "Phase",
+    "PhaseCallback",
+    "PhaseContext",
+    "SlidingWindowValidationCallback",
+    "callback_hooks",
+]
+
+_EVENTS_AT = {
+    "before_train": ("on_training_start",),
+    "before_train_epoch": ("on_train_loader_start",),
+    "before_train_iter": ("on_train_batch_start",),
+    "after_train_iter": ("on_train_batch_loss_end", "on_train_batch_gradient_step_end", "on_train_batch_end"),
+    "after_train_epoch": ("on_train_loader_end",),
+    "before_val_epoch": ("on_validation_loader_start",),
+    "before_val_iter": ("on_validation_batch_start",),
+    "after_val_iter": ("on_validation_batch_end",),
+    "after_val_epoch": ("on_validation_loader_end",),
+    "after_new_best": ("on_validation_end_best_epoch",),
+    "before_average_val": ("on_average_best_models_validation_start",),
+    "after_average_val": ("on_average_best_models_validation_end",),
+    "before_test_epoch": ("on_test_loader_start",),
+    "before_test_iter": ("on_test_batch_start",),
+    "after_test_iter": ("on_test_batch_end",),
+    "after_test_epoch": ("on_test_loader_end",),
+    "after_train": ("on_training_end",),
+}
+
+_STEPPED = "on_train_batch_gradient_step_end"
+_INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+
+_STEPPED = "on_train_batch_gradient_step_end"
+_INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
+
+
+def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
+    """Return `phase_callbacks` as hooks: objects as hooks, and what is named as the configurations of hooks.
+
+    Args:
+        entries: `Callback` and `Hook` objects, or names of such classes registered in HOOKS, in the forms of
+            SuperGradients' factories.
+
+    Raises:
+        UnknownNameError: nobody registered that name.
+        ConfigError: an entry is no callback.
+    """
+    return [_hook(entry, f"training_params.phase_callbacks[{i}]") for i, entry in enumerate(entries)]
+
+
+def _hook(entry: Any, place: str) -> Hook | dict[str, Any]:
+    if isinstance(entry, Hook):
+        return entry
+    try:
+        if not isinstance(entry, str | Mapping):
+            return CallbackHook(entry)
+        name, arguments = read_factory(entry, "")
+        kind, cfg = HOOKS.resolve(name), {"type": name, **arguments}
+    except ConfigError as error:
+        error.path = place + (f".{error.path}" if error.path else "")
+        raise
+    if isclass(kind) and issubclass(kind, Hook):
+        return cfg
+    return {"type": "CallbackHook", "callback": cfg}
+
+
+@HOOKS.register_module()
+class CallbackHook(Hook):
+    """Call a callback at its events, and stages at which it has none not at all.
+
+    Args:
+        callback: a `Callback`, or the configuration of one whose class is registered in HOOKS.
+
+    Raises:
+        ConfigError: it is no callback, or wants to be called in the middle of a step.
+    """
+
+    priority = "ABOVE_NORMAL"  # after a validation, before an EMAHook takes the average out of the model
+
+    def __init__(self, callback: Callback | Mapping[str, Any]) -> None:
+        built: Any = HOOKS.build(callback) if isinstance(callback, Mapping) else callback
+        if not isinstance(built, Callback):
+            raise ConfigError(f"a phase callback is a Callback, a PhaseCallback or a Hook, not {built!r}")
+        for event in _INSIDE_THE_STEP:
+            if hasattr(built, event):
+                raise ConfigError(
+                    f"{type(built).__name__}.{event} would never be called, since a training step is one call: clip "
+                    "gradients with clip_grad_norm, and for the rest override a hook of slipstream.step or the "
+                    "optimizer wrapper"
+                )
+        self.callback = built
+        events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
+        self._handlers = {event: found for event in events if (found := _handler(built, event)) is not None}
+        self._context: PhaseContext | None = None
+
+    def method_at(self, stage: str) -> Callable[..., None] | None:
+        """Return what calls the callback's events of that stage, None if it has none."""
+        events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
+        return partial(self._call, events) if events else None
+
+    def _call(self, events: Sequence[str], runner: Runner, **given: Any) -> None:
+        if self._context is None or self._context.runner is not runner:
+            self._context = PhaseContext(runner)
+        for event in events:
+            if event != _STEPPED or _has_stepped(runner):
+                self._context.enter(event, _values(event, **given))
+                self._handlers[event](self._context)
+        if self._context.stop_training and runner.is_training:
+            runner.train_loop.stop_training = True
+
+
+def _handler(callback: Callback, event: str) -> Callable[[PhaseContext], None] | None:
+    if isinstance(callback, PhaseCallback) and EVENT_OF[callback.phase] == event:
+        return callback
+    method: Callable[[PhaseContext], None] = getattr(callback, event)
+    return None if getattr(method, "__func__", None) is getattr(Callback, event) else method
+
+
+def _has_stepped(runner: Runner) -> bool:
+    """Say whether the batch that has just been trained on moved the weights."""
+    assert runner.optim_wrapper is not None, "a training has one"
+    step = runner.iter + 1
+    return step % runner.optim_wrapper.accumulative_counts == 0 or step == runner.max_iters
+
+
+def _values(
+    event: str,
+    batch_idx: int | None = None,
+    data_batch: Any = None,
+    outputs: Any = None,
+    metrics: Mapping[str, float] | None = None,
+) -> dict[str, Any]:
+    """Return what is known at an event alone, by SuperGradients' names."""
+    values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
+    if batch_idx is not None:
+        named = isinstance(data_batch, Mapping)
+        parts = {"inputs": "inputs", "target": "targets"} if named else {"inputs": 0, "target": 1}
+        values |= {"batch_idx": batch_idx} | {name: data_batch[key] for name, key in parts.items()}
+    if outputs is not None and "train" in event:
+        values["loss_log_items"] = outputs
+    elif outputs is not None:
+        values["preds"] = outputs.get("preds", outputs) if isinstance(outputs, Mapping) else outputs
+    return values
+
+
+# ---- SuperGradients' own callbacks --------------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class EarlyStop(EarlyStoppingHook):
+    """End the training when a metric of the validation has not improved for a while, in SuperGradients' words.
+
+    Args:
+        phase: `VALIDATION_EPOCH_END`; there is no other.
+        monitor: the metric's name.
+        mode: `min` or `max`, whichever is better.
+        min_delta: what counts as an improvement.
+        patience: validations without improvement before the end.
+        check_finite: stop as soon as the metric is NaN or infinite.
+        threshold: stop as soon as the metric is this good.
+        verbose: log each validation how long the metric has not improved.
+        strict: whether a missing metric is an error, or else a warning.
+    """
+
+    def __init__(
+        self,
+        phase: Phase | str,
+        monitor: str,
+        mode: str = "min",
+        min_delta: float = 0.0,
+        patience: int = 3,
+        check_finite: bool = True,
+        threshold: float | None = None,
+        verbose: bool = False,
+        strict: bool = True,
+    ) -> None:
+        if phase not in (Phase.VALIDATION_EPOCH_END, Phase.VALIDATION_EPOCH_END.value):
+            raise ConfigError(f"EarlyStop watches validations: VALIDATION_EPOCH_END, not {phase}", "phase")
+        if mode not in ("min", "max"):
+            raise ConfigError(f"must be 'min' or 'max', not {mode!r}", "mode")
+        rule = "less" if mode == "min" else "greater"
+        super().__init__(monitor, rule, min_delta, strict, check_finite, patience, threshold)
+        self.verbose = verbose
+
+    def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
+        """Compare the metric with the best so far."""
+        super().after_val_epoch(runner, metrics)
+        if self.verbose and runner.is_training:
+            best = self._sign * self._best
+            runner.logger.info(
+                f"EarlyStop: the best {self.monitor} is {best:.4g}, {self._waited} validations ago"
+            )
+
+
+@HOOKS.register_module()
+class SlidingWindowValidationCallback(Hook):
+    """Validate whole images by sliding windows: after the last epoch of a training, and outside of trainings.
+
+    Earlier validations are the data set's own, since windows take a multiple of their time. This one runs eagerly: it
+    would not earn the compilation of its own that it needs.
+
+    Args:
+        transforms_for_sliding_window: what is done with the validation's images then; if empty, only what its own
+            transforms end in (SegStandardize, SegNormalize, SegConvertToTensor), so that whole images come.
+        crop_size, stride: those of `SlidingWindow`; by default as SuperGradients' SegFormer has them.
+    """
+
+    def __init__(
+        self,
+        transforms_for_sliding_window: Sequence[Any] = (),
+        crop_size: Sequence[int] = SlidingWindow.crop_size,
+        stride: Sequence[int] = SlidingWindow.stride,
+    ) -> None:
+        entries = enumerate(transforms_for_sliding_window or ())
+        self.transforms = [_transform(entry, f"transforms_for_sliding_window[{i}]") for i, entry in entries]
+        check_transforms(self.transforms)
+        self.window = SlidingWindow(tuple(crop_size), tuple(stride))  # type: ignore[arg-type]
+        self._undo = ExitStack()
+
+    def before_val(self, runner: Runner) -> None:
+        """Bring in windows and whole images, if it is time."""
+        if runner.is_training and runner.iter < runner.max_iters:
+            return
+        model, loop = unwrap_model(runner.model), runner.val_loop
+        if not hasattr(model, "sliding_window"):
+            raise ConfigError(
+                f"SlidingWindowValidationCallback needs a SupervisedModel, not {type(model).__name__}"
+            )
+        changes = {"sliding_window": self.window, "_compiled_call_impl": None}
+        for owner, name, value in (
+            *((model, name, value) for name, value in changes.items()),
+            (loop, "dataloader", _reloaded(loop.dataloader, self.transforms)),
+        ):
+            self._undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+    def after_val(self, runner: Runner) -> None:
+        """Put back what there was."""
+        self._undo.close()
+
+
+def _transform(entry: Any, place: str) -> Any:
+    if not isinstance(entry, str | Mapping):
+        return entry
+    if isinstance(entry, Mapping) and "type" in entry:
+        return TRANSFORMS.build(entry)
+    name, arguments = read_factory(entry, place)
+    return TRANSFORMS.build({"type": name, **arguments})
+
+
+def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
+    """Return a loader like `loader` whose data set has other transforms: workers keep those they started with."""
+    return DataLoader(
+        _transformed(loader.dataset, transforms),
+        batch_sampler=loader.batch_sampler,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+    )
+
+
+def _transformed(dataset: Any, transforms: Sequence[Any]) -> Any:
+    changed = copy.copy(dataset)
+    if isinstance(dataset, SeededDataset):
+        changed.dataset = _transformed(dataset.dataset, transforms)
+        return changed
+    if not isinstance(dataset, SegmentationDataset):
+        raise ConfigError(
+            f"SlidingWindowValidationCallback knows no transforms of {type(dataset).__name__}: derive the "
+            "validation's data set from slipstream.dataset.SegmentationDataset"
+        )
+    own = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
+    changed.transforms = list(transforms) or own
+    return changed

@@ -1,0 +1,198 @@
+"""SuperGradients' `training_params`, network and loaders as the configuration of a Runner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.speed import PARAMS_LEVERS
+from slipstream.training.callbacks import callback_hooks
+from slipstream.training.factories import read_factory
+from slipstream.training.hooks import PrePredictionHook
+from slipstream.training.losses import loss_config
+from slipstream.training.metrics import metric_config
+from slipstream.training.optimizers import optim_wrapper
+from slipstream.training.params import TrainingParams
+from slipstream.training.schedules import lr_schedules
+from slipstream.training.trackers import visualizer
+
+__all__ = ["runner_config", "work_dir"]
+
+_PRECISE = 1024
+"""Samples for precise BatchNorm statistics, unless `precise_bn_batch_size` says otherwise."""
+
+
+def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`, by default in `work_dirs`."""
+    return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
+
+
+def runner_config(
+    *,
+    experiment_name: str,
+    ckpt_root_dir: str | Path | None,
+    network: nn.Module | Mapping[str, Any],
+    training_params: Mapping[str, Any],
+    train_dataloader: Any,
+    val_dataloader: Any,
+    test_dataloader: Any = None,
+    pretrained: Mapping[str, Any] | None = None,
+    num_classes: int | None = None,
+    launcher: str = "none",
+) -> dict[str, Any]:
+    """Return the configuration for `Runner.from_cfg`: plain data, but for the objects that were given.
+
+    Args:
+        experiment_name, ckpt_root_dir: the folder of the run, see `work_dir`.
+        network: a module, or its configuration.
+        training_params: by SuperGradients' keys (`TrainingParams`).
+        train_dataloader, val_dataloader, test_dataloader: loaders, or their configurations.
+        pretrained: the weights that the network starts from: arguments of `zoo.models.load`.
+        num_classes: what the network is made for, if that is known.
+        launcher: as of a Runner.
+
+    Raises:
+        UnknownNameError, ConfigError: a key or value that cannot be honoured, at its place in `training_params`.
+    """
+    params = TrainingParams.read(training_params)
+    if params.max_epochs is None:
+        raise ConfigError("is needed: how many epochs to train", "training_params.max_epochs")
+    return {
+        "experiment_name": experiment_name,
+        "work_dir": work_dir(experiment_name, ckpt_root_dir),
+        "model": _model(params, network, pretrained, num_classes),
+        "train_dataloader": _cut(train_dataloader, params.max_train_batches),
+        "train_cfg": {
+            "by_epoch": True,
+            "max_epochs": params.max_epochs,
+            "val_interval": params.run_validation_freq,
+        },
+        "optim_wrapper": optim_wrapper(params),
+        "param_scheduler": lr_schedules(params),
+        **_evaluation("val", _cut(val_dataloader, params.max_valid_batches), params),
+        **_evaluation("test", test_dataloader, params),
+        "default_hooks": {"checkpoint": _checkpoint(params)},
+        "custom_hooks": _hooks(params),
+        "randomness": {"seed": params.seed},
+        "resume": _resume(params, work_dir(experiment_name, ckpt_root_dir)),
+        "launcher": launcher,
+        "log_level": "WARNING" if params.silent_mode else "INFO",
+        "visualizer": visualizer(params, experiment_name),
+        "training_params": _levers(params),
+    }
+
+
+def _model(
+    params: TrainingParams,
+    network: nn.Module | Mapping[str, Any],
+    pretrained: Mapping[str, Any] | None,
+    num_classes: int | None,
+) -> dict[str, Any]:
+    if params.loss is None:
+        raise ConfigError("is needed: a name such as 'CrossEntropyLoss', or a module", "training_params.loss")
+    given = {
+        "pretrained": dict(pretrained) if pretrained else None,
+        "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
+        "num_classes": num_classes,
+    }
+    return {
+        "type": "SupervisedModel",
+        "network": network,
+        "loss": loss_config(params.loss, params.criterion_params),
+        **{key: value for key, value in given.items() if value},
+    }
+
+
+def _cut(loader: Any, batches: int | None) -> Any:
+    """Return the loader, or its configuration, with no more than so many batches an epoch."""
+    if batches is None or loader is None:
+        return loader
+    if isinstance(loader, Mapping):
+        return {**loader, "num_batch_per_epoch": batches}
+    return {"dataloader": loader, "num_batch_per_epoch": batches}
+
+
+def _evaluation(mode: str, loader: Any, params: TrainingParams) -> dict[str, Any]:
+    if loader is None:
+        return {}
+    evaluator = metric_config(params.valid_metrics_list)
+    return {f"{mode}_dataloader": loader, f"{mode}_cfg": {}, f"{mode}_evaluator": evaluator}
+
+
+def _levers(params: TrainingParams) -> dict[str, Any]:
+    """Return what the plan reads. A default says nothing, since recipes write all of them down."""
+    return {key: value for key, value in params.given().items() if key in PARAMS_LEVERS}
+
+
+def _resume(params: TrainingParams, folder: str) -> bool | str:
+    if params.resume_path is not None:
+        return params.resume_path
+    if not params.resume or params.ckpt_name == TrainingParams.ckpt_name:
+        return params.resume
+    return str(Path(folder) / params.ckpt_name)
+
+
+# ---- hooks ------------------------------------------------------------------------------------------------
+
+
+def _hooks(params: TrainingParams) -> list[Any]:
+    hooks: list[Any] = [{"type": "ClassCountHook"}, {"type": "LrPlotHook"}]
+    if params.train_metrics_list:
+        hooks.append({"type": "TrainMetricsHook"})
+    if params.pre_prediction_callback is not None:
+        hooks.append(PrePredictionHook(params.pre_prediction_callback))
+    if params.precise_bn:
+        hooks.append({"type": "PreciseBNHook", "num_samples": params.precise_bn_batch_size or _PRECISE})
+    watched = _watched(params)
+    if params.average_best_models and params.save_model and watched:
+        hooks.append({"type": "AverageBestHook", "metric": watched, "rule": _rule(params)})
+    return [*hooks, *callback_hooks(params.phase_callbacks)]
+
+
+def _checkpoint(params: TrainingParams) -> dict[str, Any] | None:
+    if not params.save_model:
+        return None
+    watched = _watched(params)
+    best = {"save_best": watched, "rule": _rule(params), "best_filename": params.ckpt_best_name}
+    return {
+        "type": "CheckpointHook",
+        "interval": params.run_validation_freq,
+        "filename_tmpl": TrainingParams.ckpt_name,
+        "save_epochs": params.save_ckpt_epoch_list,
+        **(best if watched else {}),
+    }
+
+
+def _rule(params: TrainingParams) -> str:
+    return "greater" if params.greater_metric_to_watch_is_better else "less"
+
+
+def _watched(params: TrainingParams) -> str | None:
+    """Return the name of the metric to watch as its metric spells it, None without metrics.
+
+    Raises:
+        UnknownNameError: no metric of the validation has that name.
+    """
+    entries, wanted = params.valid_metrics_list, params.metric_to_watch
+    if wanted is None or not entries:
+        return None
+    if not all(isinstance(entry, str | Mapping) for entry in entries):
+        return wanted  # the names that a ready metric gives are known after the first validation
+    names = [read_factory(entry, "training_params.valid_metrics_list")[0] for entry in entries]
+    for name in names:
+        if _letters(name) == _letters(wanted):
+            return name
+    raise UnknownNameError(
+        f"no metric of valid_metrics_list is called '{wanted}'{did_you_mean(wanted, names)} "
+        f"(there are: {', '.join(names)})",
+        "training_params.metric_to_watch",
+    )
+
+
+def _letters(name: str) -> str:
+    """Return the name as SuperGradients compares it: `pixel_accuracy` is `PixelAccuracy`."""
+    return "".join(filter(str.isalnum, name)).lower()

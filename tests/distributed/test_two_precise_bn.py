@@ -1,0 +1,117 @@
+"""Precise BatchNorm statistics and the mean of the best epochs on two processes are those of one."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from sharded_runs import FSDP, SGD, Net, Samples, full, make
+from two_processes import run_in_two
+
+from slipstream.hooks import Hook
+from slipstream.model import unwrap_model
+
+STATISTICS = ("norm.running_mean", "norm.running_var")
+STILL = dict(optimizer=dict(type="SGD", lr=0.0))
+
+
+class OwnStatistics(Hook):
+    """Keeps what this rank's own model holds after each epoch, before anything is averaged over the ranks."""
+
+    priority = "LOW"
+
+    def __init__(self):
+        self.epochs = []
+
+    def after_train_epoch(self, runner):
+        state = unwrap_model(runner.model).state_dict()
+        self.epochs.append(full({name: state[name] for name in (*STATISTICS, "stem.weight", "stem.bias")}))
+
+
+def precise(folder, world, samples=20, optim=STILL, **cfg):
+    """Train two epochs; return the statistics after each, and what they are of."""
+    record, hook = OwnStatistics(), dict(type="PreciseBNHook", num_samples=samples)
+    model = Net(norm=True)
+    make(
+        folder, world=world, model=model, optim=optim, cfg=cfg, custom_hooks=[hook, record], epochs=2
+    ).train()
+    return record.epochs
+
+
+def plain(folder, world=2):
+    return precise(folder, world, parallel="ddp" if world > 1 else None)
+
+
+def a_share(folder, world=2):
+    return precise(folder, world, samples=8)
+
+
+def synced(folder, world=2):
+    return precise(folder, world, optim=SGD, sync_bn=world > 1)
+
+
+def sharded(folder, world=2):
+    return precise(folder, world, parallel=FSDP if world > 1 else None)
+
+
+def averaged(folder, world, parallel=None):
+    """Train three epochs; return the mean of the best two, its metric, and the weights at the end."""
+    hook = dict(type="AverageBestHook", metric="error", count=2)
+    cfg = dict(parallel=parallel, sync_bn=world > 1)
+    runner = make(folder, world=world, model=Net(norm=True), cfg=cfg, custom_hooks=[hook], epochs=3)
+    runner.train()
+    saved = torch.load(folder / "average_model.pth", weights_only=True)
+    kept = [
+        torch.load(folder / "average_best" / name, weights_only=True) for name in saved["meta"]["averaged"]
+    ]
+    return {
+        "mean": saved["state_dict"],
+        "kept": [dict(snapshot["state_dict"]) for snapshot in kept],
+        "error": runner.message_hub.get_scalar("average_model/error").current(),
+        "weights": full(dict(unwrap_model(runner.model).state_dict())),
+    }
+
+
+def averaged_ddp(folder, world=2):
+    return averaged(folder, world, "ddp" if world > 1 else None)
+
+
+def averaged_fsdp(folder, world=2):
+    return averaged(folder, world, FSDP if world > 1 else None)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    functions = [plain, a_share, synced, sharded, averaged_ddp, averaged_fsdp]
+    return run_in_two(functions, tmp_path_factory.mktemp("two"))
+
+
+@pytest.mark.parametrize("function", [plain, a_share, synced, sharded])
+def test_two_processes_have_the_statistics_of_one(answers, tmp_path, function):
+    one = function(tmp_path, world=1)
+    for two in answers[function.__name__]:
+        assert isinstance(two, list), two
+        torch.testing.assert_close(two, one, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["plain", "synced", "sharded"])
+def test_they_are_those_of_all_samples_and_bit_by_bit_the_same_on_both(answers, name):
+    mine, theirs = answers[name]
+    for own, other in zip(mine, theirs, strict=True):
+        values = F.linear(Samples().x.double(), own["stem.weight"].double(), own["stem.bias"].double())
+        for key, expected in zip(STATISTICS, (values.mean(0), values.var(0, correction=0)), strict=True):
+            torch.testing.assert_close(own[key].double(), expected, rtol=1e-5, atol=1e-6)
+            assert torch.equal(own[key], other[key])
+
+
+@pytest.mark.parametrize("function", [averaged_ddp, averaged_fsdp])
+def test_two_processes_write_one_mean_of_the_best_and_validate_it(answers, tmp_path, function):
+    one = function(tmp_path, world=1)
+    mine, theirs = answers[function.__name__]
+    assert isinstance(mine, dict), mine
+    for name, value in mine["mean"].items():
+        parts = [snapshot[name].double() for snapshot in mine["kept"]]
+        assert len(parts) == 2
+        if value.is_floating_point():
+            assert torch.equal(value, (sum(parts) / 2).to(value.dtype)), name
+            assert torch.equal(mine["weights"][name], theirs["weights"][name]), name
+    torch.testing.assert_close(mine["mean"], one["mean"], rtol=1e-4, atol=1e-6)
+    assert mine["error"] == theirs["error"] == pytest.approx(one["error"], rel=1e-4)

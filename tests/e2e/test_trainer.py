@@ -1,0 +1,146 @@
+"""What SuperGradients' guide to faster training shows runs as it is written there, with the package renamed."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream import Trainer
+from slipstream.model import unwrap_model
+
+# The guide leaves these out ("..."). Graphs are made by another compiler, which takes seconds less.
+OTHERS = dict(
+    max_epochs=1,
+    initial_lr=0.1,
+    loss="CrossEntropyLoss",
+    valid_metrics_list=["Accuracy"],
+    torch_compile_options=dict(backend="aot_eager"),
+    silent_mode=True,
+)
+
+
+@pytest.fixture
+def parts():
+    inputs = torch.randn(16, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    data = TensorDataset(inputs, inputs.mean((1, 2, 3)).gt(0).long())
+    body = (
+        nn.Conv2d(3, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(4, 2),
+    )
+    return dict(
+        model=nn.Sequential(*body), train_loader=DataLoader(data, 8), valid_loader=DataLoader(data, 8)
+    )
+
+
+def test_mixed_precision_as_written(tmp_path, monkeypatch, parts):
+    monkeypatch.chdir(tmp_path)
+    from slipstream import Trainer
+
+    trainer = Trainer("experiment_name")
+    model = parts.pop("model")
+
+    training_params = {"mixed_precision": True, **OTHERS}
+
+    history = trainer.train(model=model, training_params=training_params, **parts)
+    assert trainer.runner.speed.precision.name == "bf16"  # the CPU's own
+    assert 0 <= history[0]["Accuracy"] <= 1
+    assert Path("work_dirs/experiment_name/ckpt_best.pth").is_file()
+
+
+def test_torch_compile_as_written(tmp_path, parts):
+    from slipstream.training import Trainer
+
+    trainer = Trainer(
+        "experiment_name",
+        tmp_path,
+        training_params={
+            "torch_compile": True,
+            **OTHERS,
+        },
+    )
+    trainer.train(**parts)
+    assert trainer.runner.speed.compile.backend == "aot_eager"
+    assert "_orig_mod" not in " ".join(unwrap_model(trainer.runner.model).state_dict())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "torch_compile: True\nema: False",
+        "torch_compile: True\nmixed_precision: True",
+        "mixed_precision: True",
+    ],
+)
+def test_the_yaml_of_the_guide_as_written(tmp_path, parts, words):
+    from omegaconf import OmegaConf
+
+    recipe = OmegaConf.create("training_params:\n" + textwrap.indent(words, "  "))
+    trainer = Trainer("experiment_name", tmp_path)
+    trainer.train(training_params={**OTHERS, **recipe.training_params}, **parts)
+    asked = set(re.findall(r"(\w+): True", words))
+    assert (trainer.runner.speed.compile is not None) == ("torch_compile" in asked)
+    assert (trainer.runner.speed.precision is not None) == ("mixed_precision" in asked)
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_the_mode_of_the_guide_reaches_the_compiler(tmp_path, parts, mode):
+    params = dict(torch_compile=True, torch_compile_mode=mode, **OTHERS)
+    trainer = Trainer("experiment_name", tmp_path)
+    trainer.train(training_params=params, **parts)
+    assert trainer.runner.speed.compile.mode == mode
+
+
+def test_the_average_that_the_guide_warns_of_works_with_a_compiled_model(tmp_path, parts):
+    trained = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        parts["model"][0].reset_parameters()
+        parts["model"][5].reset_parameters()
+        parts["model"][1].reset_running_stats()
+        parts["model"][1].reset_parameters()
+        trainer = Trainer(f"compiled_{compiled}", tmp_path)
+        params = {**OTHERS, "max_epochs": 2, "torch_compile": compiled, "ema": True}
+        history = trainer.train(training_params=params, **parts)
+        trained.append((history, parts["model"][0].weight.detach().clone()))
+    assert trained[0][0] == trained[1][0]
+    torch.testing.assert_close(trained[0][1], trained[1][1], rtol=1e-4, atol=1e-5)
+
+
+SCRIPT = """
+import sys, torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from slipstream import Trainer
+from slipstream.dist import get_rank, get_world_size
+
+inputs = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+data = TensorDataset(inputs, inputs.mean(1).gt(0).long())
+torch.manual_seed(0)
+net = nn.Linear(4, 2)
+params = dict(
+    max_epochs=3, initial_lr=0.5, loss="CrossEntropyLoss", valid_metrics_list=["Accuracy"], multi_gpu="DDP",
+    lr_mode="poly", silent_mode=True, optimizer_params=dict(weight_decay=0.0, momentum=0.9),
+)
+batch = int(sys.argv[1])
+history = Trainer("exp", sys.argv[2]).train(net, params, DataLoader(data, batch), DataLoader(data, 4))
+torch.save(dict(net=net.state_dict(), accuracy=history[-1]["Accuracy"]), f"{sys.argv[2]}/rank{get_rank()}.pt")
+"""
+
+
+def test_under_torchrun_the_processes_train_one_network(tmp_path, run):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    run("train.py", "16", "one")
+    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "8", "two")
+    one = torch.load(tmp_path / "one" / "rank0.pt")
+    for rank in range(2):
+        two = torch.load(tmp_path / "two" / f"rank{rank}.pt")
+        torch.testing.assert_close(two["net"], one["net"])
+        assert two["accuracy"] == pytest.approx(one["accuracy"])

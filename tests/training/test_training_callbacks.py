@@ -1,0 +1,368 @@
+"""Phase callbacks: called at their events, told what is there, and silent about nothing that is not."""
+
+import json
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.hooks import EMAHook, Hook
+from slipstream.registry import HOOKS
+from slipstream.runner import Runner
+from slipstream.training.callbacks import (
+    Callback,
+    CallbackHook,
+    ContextError,
+    EarlyStop,
+    Phase,
+    PhaseCallback,
+    callback_hooks,
+)
+from tiny_runs import Accuracy, Net, Scripted, assert_same, loader, run, training, validation, weights
+
+EVENTS = [name for name in dir(Callback) if name.startswith("on_")]
+
+
+class Recording(Callback):
+    """Notes each event with what `look(context)` returns."""
+
+    def __init__(self, look=lambda context: None):
+        self.look, self.seen = look, []
+
+
+def _note(event):
+    return lambda self, context: self.seen.append((event, self.look(context)))
+
+
+for _event in EVENTS:
+    setattr(Recording, _event, _note(_event))
+
+
+class At(PhaseCallback):
+    """Notes what `look(context)` returns at one phase."""
+
+    def __init__(self, phase, look):
+        super().__init__(phase)
+        self.look, self.seen = look, []
+
+    def __call__(self, context):
+        self.seen.append(self.look(context))
+
+
+def called(folder, *callbacks, epochs=1, **changes):
+    """Train for epochs of two steps, validated in two batches; return the Runner."""
+    arguments = {
+        "train_cfg": dict(by_epoch=True, max_epochs=epochs),
+        "train_dataloader": loader(batch_size=20),
+        **validation(),
+        "val_dataloader": loader(batch_size=20, shuffle=False),
+        "custom_hooks": callback_hooks(callbacks),
+        **changes,
+    }
+    return run(folder, **arguments)
+
+
+def names(callback):
+    return [event for event, _ in callback.seen]
+
+
+STEP = [
+    "on_train_batch_start",
+    "on_train_batch_loss_end",
+    "on_train_batch_gradient_step_end",
+    "on_train_batch_end",
+]
+PASS = ["on_validation_batch_start", "on_validation_batch_end"] * 2
+EPOCH = ["on_train_loader_start", *STEP, *STEP, "on_train_loader_end"]
+CHECK = ["on_validation_loader_start", *PASS, "on_validation_loader_end"]
+
+
+def test_the_events_come_in_supergradients_order(tmp_path):
+    callback = Recording()
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
+    called(
+        tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
+        **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
+    )  # fmt: skip
+    mean = ["on_average_best_models_validation_start", *CHECK, "on_average_best_models_validation_end"]
+    first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
+    assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
+
+
+def test_a_test_has_its_events(tmp_path):
+    callback = Recording(lambda context: getattr(context, "metrics_dict", None))
+    test = dict(test_dataloader=loader(batch_size=20), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
+    runner = Runner(**training(tmp_path, custom_hooks=callback_hooks([callback]), **test))
+    metrics = runner.test()
+    batches = ["on_test_batch_start", "on_test_batch_end"] * 2
+    assert names(callback) == ["on_test_loader_start", *batches, "on_test_loader_end"]
+    assert callback.seen[-1][1] == metrics
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_a_phase_callback_is_called_at_its_phase_alone(tmp_path, phase):
+    counts = dict(PRE_TRAINING=1, POST_TRAINING=1, TRAIN_EPOCH_START=2, TRAIN_EPOCH_END=2, TRAIN_BATCH_END=4)
+    counts |= dict(
+        TRAIN_BATCH_STEP=4, VALIDATION_BATCH_END=4, VALIDATION_EPOCH_END=2, VALIDATION_END_BEST_EPOCH=1
+    )
+    counts |= dict(TEST_BATCH_END=0, TEST_END=0)
+    callback = At(phase, lambda context: None)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
+    evaluation = {**validation(Scripted([0.5, 0.4])), "val_dataloader": loader(batch_size=20, shuffle=False)}
+    called(tmp_path, callback, epochs=2, default_hooks=hooks, **evaluation)
+    assert len(callback.seen) == counts[phase.value]
+    assert At(phase.value, None).phase is phase, "a recipe gives its name"
+
+
+def test_stages_without_an_event_do_not_know_the_callback(tmp_path):
+    class Ends(Callback):
+        def on_validation_loader_end(self, context):
+            pass
+
+    for callback in (Ends(), At(Phase.VALIDATION_EPOCH_END, None)):
+        hook = CallbackHook(callback)
+        stages = [*Hook.stages, "after_new_best", "before_average_val", "after_average_val"]
+        assert [stage for stage in stages if hook.method_at(stage)] == ["after_val_epoch"]
+
+
+def test_with_accumulation_weights_move_at_the_end_of_a_window(tmp_path):
+    callback = At(Phase.TRAIN_BATCH_STEP, lambda context: context.batch_idx)
+    optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2)
+    called(tmp_path, callback, optim_wrapper=optim, train_dataloader=loader(batch_size=8))
+    assert callback.seen == [1, 3, 4], "the last window of the training has one batch"
+
+
+# ---- what it is told ----------------------------------------------------------------------------------
+
+
+def test_the_context_knows_the_run(tmp_path):
+    def look(context):
+        return (
+            context.epoch, context.net, context.optimizer, context.device, context.experiment_name,
+            context.ckpt_dir, context.metric_to_watch, context.ddp_silent_mode, context.ema_model,
+            len(context.train_loader), len(context.valid_loader), context.stop_training,
+        )  # fmt: skip
+
+    callback = At(Phase.TRAIN_EPOCH_START, look)
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
+    runner = called(tmp_path, callback, epochs=2, default_hooks=hooks)
+    facts = (
+        runner.model, runner.optim_wrapper.optimizer, torch.device("cpu"), runner.experiment_name, str(tmp_path),
+        "acc", False, None, 2, 2, False,
+    )  # fmt: skip
+    assert callback.seen == [(0, *facts), (1, *facts)]
+
+
+def test_an_epoch_keeps_its_number_while_it_is_validated(tmp_path):
+    callback = Recording(lambda context: context.epoch)
+    called(tmp_path, callback, epochs=2)
+    assert [epoch for event, epoch in callback.seen if event.startswith("on_validation")] == [0] * 6 + [1] * 6
+    assert callback.seen[0] == ("on_training_start", 0)
+    assert callback.seen[-1] == ("on_training_end", 1)
+
+
+def test_batches_losses_and_predictions_are_there_as_they_are(tmp_path):
+    trained = At(
+        "TRAIN_BATCH_END", lambda c: (c.batch_idx, c.inputs, c.target, c.loss_log_items["loss"].clone())
+    )
+    validated = At("VALIDATION_BATCH_END", lambda c: (c.batch_idx, c.inputs, c.target, c.preds))
+    runner = called(tmp_path, trained, validated)
+    assert [entry[0] for entry in trained.seen] == [0, 1]
+    assert all(
+        x.shape == (20, 4) and y.shape == (20,) and not loss.requires_grad for _, x, y, loss in trained.seen
+    )
+    for number, (index, inputs, target, (scores, targets)) in enumerate(validated.seen):
+        assert index == number
+        assert torch.equal(target, targets)
+        with torch.no_grad():
+            torch.testing.assert_close(scores, runner.model(inputs, target, "tensor"))
+
+
+def test_an_epochs_losses_are_means_and_its_metrics_those_of_the_validation(tmp_path):
+    losses = At(Phase.TRAIN_BATCH_END, lambda context: context.loss_log_items["loss"].clone())
+    trained = At(Phase.TRAIN_EPOCH_END, lambda context: dict(context.metrics_dict))
+    validated = At(Phase.VALIDATION_EPOCH_END, lambda context: dict(context.metrics_dict))
+    called(tmp_path, losses, trained, validated, epochs=2, **validation(Scripted([0.5, 0.4])))
+    assert validated.seen == [{"acc": 0.5}, {"acc": 0.4}]
+    for epoch, metrics in enumerate(trained.seen):
+        mean = torch.stack(losses.seen[2 * epoch : 2 * epoch + 2]).double().mean().item()
+        assert metrics == {"loss": pytest.approx(mean, rel=1e-6)}
+
+
+def test_at_the_end_of_a_validation_the_average_is_still_in_the_model(tmp_path):
+    def look(context):
+        return {name: value.clone() for name, value in context.net.state_dict().items()}
+
+    callback = At(Phase.VALIDATION_EPOCH_END, look)
+    entries = [dict(EMAHook=dict(momentum=0.1)), dict(AverageBestHook=dict(metric="acc")), callback]
+    runner = called(tmp_path, *entries)
+    average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.module
+    assert_same(callback.seen[0], dict(average.state_dict()))
+    assert not torch.equal(callback.seen[0]["first.weight"], weights(runner)["first.weight"])
+
+
+@pytest.mark.parametrize(
+    ("phase", "name", "reason"),
+    [
+        ("TRAIN_BATCH_END", "preds", "a training step gives its losses only"),
+        ("TRAIN_BATCH_END", "metrics_dict", "metrics are computed when"),
+        ("TRAIN_EPOCH_START", "batch_idx", "there is no batch"),
+        ("TRAIN_EPOCH_END", "inputs", "there is no batch"),
+        ("VALIDATION_EPOCH_END", "loss_log_items", "after a training step"),
+        ("PRE_TRAINING", "sg_logger", "context.runner.visualizer"),
+        ("PRE_TRAINING", "criterion", "the run has none"),
+        ("PRE_TRAINING", "metric_to_watch", "the run has none"),
+        ("PRE_TRAINING", "optimiser", "did you mean 'optimizer'"),
+    ],
+)
+def test_what_is_not_there_says_so(tmp_path, phase, name, reason):
+    event = dict(
+        TRAIN_BATCH_END="on_train_batch_loss_end", TRAIN_EPOCH_START="on_train_loader_start",
+        TRAIN_EPOCH_END="on_train_loader_end", VALIDATION_EPOCH_END="on_validation_loader_end",
+        PRE_TRAINING="on_training_start",
+    )[phase]  # fmt: skip
+    with pytest.raises(ContextError, match=f"context.{name} is not there at {event}: .*{reason}"):
+        called(tmp_path, At(phase, lambda context: getattr(context, name)))
+    asked = At(phase, lambda context: (hasattr(context, name), getattr(context, name, 7)))
+    called(tmp_path / "b", asked)
+    assert asked.seen[0] == (False, 7)
+
+
+def test_attributes_of_ones_own_stay(tmp_path):
+    def count(context):
+        context.update_context(mine=getattr(context, "mine", 0) + 1)
+        return context.mine
+
+    callback = At(Phase.TRAIN_BATCH_END, count)
+    called(tmp_path, callback, epochs=2)
+    assert callback.seen == [1, 2, 3, 4]
+
+
+def test_a_callback_changes_nothing_of_the_training(tmp_path):
+    plain = run(tmp_path / "a", model=dict(type=Net, dropout=0.3, norm=True))
+    watched = run(
+        tmp_path / "b",
+        model=dict(type=Net, dropout=0.3, norm=True),
+        custom_hooks=callback_hooks([Recording()]),
+    )
+    assert_same(weights(plain), weights(watched))
+
+
+# ---- stopping -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["TRAIN_BATCH_END", "TRAIN_EPOCH_END", "VALIDATION_EPOCH_END"])
+def test_a_callback_ends_the_training_after_its_epoch_is_validated_and_saved(tmp_path, phase):
+    def stop(context):
+        if context.epoch == 1:
+            context.stop_training = True
+
+    told = At(Phase.POST_TRAINING, lambda context: context.epoch)
+    runner = called(tmp_path, At(phase, stop), told, epochs=5)
+    assert (runner.epoch, runner.iter) == (2, 4)
+    assert told.seen == [1]
+    assert {path.name for path in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth"}
+    assert len(runner.message_hub.get_scalar("val/acc").data[0]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "epochs"),
+    [
+        (dict(monitor="acc", mode="max", patience=2), [0.5, 0.6, 0.6, 0.55, 0.9], 4),
+        (dict(monitor="loss", patience=1), [0.5, 0.4, 0.45, 0.1], 3),
+        (dict(monitor="loss", patience=1, min_delta=0.2), [0.5, 0.4, 0.1], 2),
+        (dict(monitor="acc", mode="max", threshold=0.7), [0.5, 0.8, 0.9], 2),
+        (dict(monitor="acc", mode="max", check_finite=True), [0.5, float("nan"), 0.9], 2),
+    ],
+)
+@pytest.mark.parametrize("form", ["object", "recipe"])
+def test_early_stopping_in_supergradients_words(tmp_path, options, values, epochs, form):
+    options = dict(phase="VALIDATION_EPOCH_END", **options)
+    entry = EarlyStop(**options) if form == "object" else dict(EarlyStop=options)
+    evaluation = validation(Scripted(values, options["monitor"]))
+    assert called(tmp_path, entry, epochs=len(values), **evaluation).epoch == epochs
+
+
+def test_early_stopping_tells_how_it_stands_if_asked(tmp_path, capsys):
+    entry = dict(EarlyStop=dict(phase="VALIDATION_EPOCH_END", monitor="loss", verbose=True))
+    called(tmp_path, entry, epochs=2, log_level="INFO", **validation(Scripted([0.5, 0.6], "loss")))
+    assert "the best loss is 0.5, 1 validations ago" in "".join(capsys.readouterr())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop watches validations"),
+        (dict(mode="less"), r"mode: must be 'min' or 'max'"),
+        (dict(patience=-1), r"patience: must not be negative"),
+    ],
+)
+def test_early_stopping_refuses_what_makes_no_sense(tmp_path, options, message):
+    entry = dict(EarlyStop=dict(dict(phase="VALIDATION_EPOCH_END", monitor="acc"), **options))
+    with pytest.raises(ConfigError, match=rf"^custom_hooks\[0\]\.{message}"):
+        called(tmp_path, entry)
+
+
+# ---- the list of callbacks ----------------------------------------------------------------------------
+
+
+@HOOKS.register_module()
+class CountsSteps(Callback):
+    steps = 0
+
+    def __init__(self, by=1):
+        self.by = by
+
+    def on_train_batch_end(self, context):
+        CountsSteps.steps += self.by
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "CountsSteps",
+        dict(CountsSteps=dict(by=1)),
+        dict(_target_="super_gradients.some.where.CountsSteps", by=1),
+        CountsSteps(),
+        CallbackHook(CountsSteps()),
+    ],
+)
+def test_a_callback_may_be_named_or_given(tmp_path, monkeypatch, entry):
+    monkeypatch.setattr(CountsSteps, "steps", 0)
+    called(tmp_path, entry)
+    assert CountsSteps.steps == 2
+
+
+def test_what_is_named_becomes_plain_data():
+    named = callback_hooks(["CountsSteps", dict(ProfilerHook=dict(json_trace_path="x"))])
+    assert json.loads(json.dumps(named)) == [
+        dict(type="CallbackHook", callback=dict(type="CountsSteps")),
+        dict(type="ProfilerHook", json_trace_path="x"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        ("EarlyStopp", UnknownNameError, "did you mean 'EarlyStop'"),
+        (dict(a=1, b=2), ConfigError, "must be a name, {Name: {arguments}}"),
+        (7, ConfigError, "a phase callback is a Callback, a PhaseCallback or a Hook, not 7"),
+    ],
+)
+def test_an_entry_that_is_no_callback_is_refused_at_its_place(entry, error, message):
+    with pytest.raises(error, match=rf"^training_params\.phase_callbacks\[1\]: .*{message}"):
+        callback_hooks(["EarlyStop", entry])
+
+
+@pytest.mark.parametrize("event", ["on_train_batch_backward_end", "on_train_batch_gradient_step_start"])
+def test_what_would_have_to_happen_inside_the_step_is_refused(event):
+    late = type("Late", (Callback,), {event: lambda self, context: None})
+    with pytest.raises(
+        ConfigError, match=rf"phase_callbacks\[0\]: Late.{event} would never be called.*clip_grad_norm"
+    ):
+        callback_hooks([late()])
+
+
+def test_an_unknown_phase_names_the_nearest():
+    with pytest.raises(ConfigError, match="phase: there is no phase 'TEST_ENDS'; did you mean 'TEST_END'"):
+        At("TEST_ENDS", None)

@@ -1,0 +1,253 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
+
+from slipstream.dataset import AtLeast, build_dataloader
+from slipstream.dataset.street_folder import write_street_folder
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.training import dataloaders
+
+SMALL = {"size": [32, 64], "length": 5, "cache_in_memory": False}
+CROP = [
+    {"SegRandomFlip": {"prob": 0.5}},
+    {"SegPadShortToCropSize": {"crop_size": [32, 32], "fill_mask": 19}},
+    {"SegCropImageAndMask": {"crop_size": [32, 32], "mode": "random"}},
+]
+
+
+@pytest.fixture(scope="module")
+def street(tmp_path_factory):
+    root = tmp_path_factory.mktemp("street")
+    write_street_folder(root, train=5, val=2, size=(32, 64))
+    return str(root)
+
+
+def tensors(count=5):
+    return TensorDataset(torch.arange(count))
+
+
+def test_a_name_stands_for_its_data_set_and_defaults():
+    found = dataloaders.config("cityscapes_stdc_seg75_train", {"root_dir": "some/where"})
+    assert found["dataset"]["type"] == "CityscapesDataset"
+    assert found["dataset"]["root_dir"] == "some/where"
+    assert found["dataset"]["split"] == "train"
+    kinds = [transform["type"] for transform in found["dataset"]["transforms"]]
+    assert kinds[:3] == ["SegColorJitter", "SegRandomFlip", "SegRandomRescale"]
+    assert found["dataset"]["transforms"][2]["scales"] == [0.125, 1.5]
+    assert found["sampler"] == {"type": "DefaultSampler", "shuffle": True}
+    assert (found["batch_size"], found["drop_last"]) == (4, True)
+
+
+def test_training_shuffles_and_drops_the_last_batch_and_validation_does_not():
+    for name in dataloaders._NAMES:
+        found = dataloaders.config(name)
+        assert found["sampler"]["shuffle"] == name.endswith("_train"), name
+        # SuperGradients' CIFAR-10 keeps the last batch.
+        assert found["drop_last"] == (name.endswith("_train") and not name.startswith("cifar10")), name
+
+
+def test_what_is_given_goes_before_the_defaults():
+    loader = {"batch_size": 3, "num_workers": 2, "shuffle": False, "drop_last": False, "pin_memory": False}
+    found = dataloaders.config("street_scenes_train", {"length": 7, "transforms": []}, loader)
+    assert found["dataset"]["length"] == 7
+    assert found["dataset"]["transforms"] == []
+    assert found["dataset"]["size"] == [128, 256]
+    assert found["sampler"]["shuffle"] is False
+    assert {k: found[k] for k in ("batch_size", "num_workers", "drop_last", "pin_memory")} == {
+        "batch_size": 3,
+        "num_workers": 2,
+        "drop_last": False,
+        "pin_memory": False,
+    }
+
+
+def test_none_counts_as_not_given():
+    found = dataloaders.config("cifar10_train", {"target_transform": None}, {"collate_fn": None})
+    assert "target_transform" not in found["dataset"]
+    assert "collate_fn" not in found
+
+
+def test_a_list_file_takes_the_place_of_the_default_split(street):
+    words = {"root_dir": street, "list_file": "lists/val.lst", "labels_csv_path": "lists/labels.csv"}
+    assert len(dataloaders.get("cityscapes_val", words, {"num_workers": 0}).dataset) == 2
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "SegRandomFlip",
+        {"SegRandomFlip": {}},
+        {"SegRandomFlip": None},
+        {"_target_": "super_gradients.training.transforms.transforms.SegRandomFlip"},
+        {"type": "SegRandomFlip"},
+    ],
+)
+def test_transforms_are_read_in_every_spelling(entry):
+    found = dataloaders.config("street_scenes_train", {"transforms": [entry]})
+    assert found["dataset"]["transforms"] == [{"type": "SegRandomFlip"}]
+
+
+def test_a_transform_may_be_an_object():
+    def mirrored(sample, rng):
+        return {key: np.ascontiguousarray(value[:, ::-1]) for key, value in sample.items()}
+
+    plain, turned = (
+        dataloaders.get("street_scenes_val", {**SMALL, "transforms": t}, {}) for t in ([], [mirrored])
+    )
+    assert torch.equal(plain.dataset[0]["targets"].flip(1), turned.dataset[0]["targets"])
+
+
+def test_a_transform_in_no_known_form_is_named_with_its_place():
+    with pytest.raises(ConfigError, match=r"dataset_params\.transforms\[1\]: must be a name"):
+        dataloaders.config("street_scenes_val", {"transforms": ["SegRandomFlip", {"a": {}, "b": {}}]})
+
+
+def test_omegaconf_containers_are_taken_with_their_interpolations_resolved():
+    whole = OmegaConf.create(
+        {"n": 6, "data": {"length": "${n}", "size": [32, 64]}, "loader": {"batch_size": 2}}
+    )
+    found = dataloaders.config("street_scenes_val", whole.data, whole.loader)
+    assert found["dataset"]["length"] == 6
+    assert type(found["dataset"]["size"]) is list
+    assert found["batch_size"] == 2
+
+
+def test_a_loader_of_the_real_layout_gives_batches(street):
+    loader = dataloaders.cityscapes_train(
+        dataset_params={"root_dir": street, "transforms": CROP},
+        dataloader_params={"batch_size": 2, "num_workers": 0},
+    )
+    assert type(loader.sampler) is RandomSampler
+    assert len(loader) == 2
+    batch = next(iter(loader))
+    assert batch["inputs"].shape == (2, 3, 32, 32)
+    assert batch["targets"].shape == (2, 32, 32)
+
+
+@pytest.mark.parametrize("name", sorted(set(dataloaders.__all__) - {"config", "get"}))
+def test_every_function_is_get_of_its_name(name):
+    function = getattr(dataloaders, name)
+    assert function.func is dataloaders.get
+    assert function.args == (name,)
+
+
+def test_every_name_has_a_function():
+    assert sorted({*dataloaders._NAMES, "config", "get"}) == sorted(dataloaders.__all__)
+
+
+def test_the_runner_builds_the_configuration(street):
+    cfg = dataloaders.config("cityscapes_val", {"root_dir": street}, {"batch_size": 2, "num_workers": 0})
+    loader = build_dataloader(cfg, seed=0, name="val_dataloader", training=False)
+    (batch,) = loader
+    assert batch["inputs"].shape == (2, 3, 32, 64)
+    assert batch["finish"].shape[0] == 2
+
+
+def test_the_runner_takes_a_loader_over_and_fixes_its_order():
+    def order(seed):
+        loader = dataloaders.get("street_scenes_train", {**SMALL, "transforms": []}, {"batch_size": 2})
+        ours = build_dataloader(loader, seed=seed, name="train_dataloader", training=True)
+        return torch.cat([batch["inputs"] for batch in ours])
+
+    assert torch.equal(order(1), order(1))
+    assert not torch.equal(order(1), order(2))
+
+
+def test_a_data_set_is_named_by_its_class_or_given_ready(street):
+    words = {"dataset": "StreetScenes", "batch_size": 2}
+    loader = dataloaders.get(dataset_params={"size": [32, 64], "length": 3}, dataloader_params=words)
+    assert [len(batch["inputs"]) for batch in loader] == [2, 1]
+    assert type(loader.sampler) is SequentialSampler
+    assert words["dataset"] == "StreetScenes"  # what was given stays as it is
+    ready = tensors()
+    assert dataloaders.get(dataset=ready, dataloader_params={"batch_size": 2}).dataset is ready
+    assert dataloaders.config(dataset=ready)["dataset"] is ready
+
+
+def test_a_ready_loader_is_given_back():
+    ready = dataloaders.get(dataset=tensors())
+    assert dataloaders.get(dataloader=ready) is ready
+    with pytest.raises(ConfigError, match="leave the others out"):
+        dataloaders.get("cifar10_train", dataloader=ready)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "needs one of a name, dataloader_params.dataset and a ready dataset"),
+        ({"name": "cifar10_val", "dataset": tensors()}, "got 'cifar10_val', None and TensorDataset"),
+        ({"name": "cifar10_val", "dataloader_params": {"dataset": "CIFAR10"}}, "needs one of"),
+        ({"dataset": tensors(), "dataset_params": {"train": True}}, "has its parameters already"),
+    ],
+)
+def test_a_data_set_must_be_named_exactly_once(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        dataloaders.config(**arguments)
+
+
+def test_unknown_names_are_errors_with_a_suggestion():
+    with pytest.raises(
+        UnknownNameError, match="no data loader 'citscapes_train'; did you mean 'cityscapes_train'"
+    ):
+        dataloaders.config("citscapes_train")
+    with pytest.raises(UnknownNameError, match=r"dataloader_params\.batchsize: .*did you mean 'batch_size'"):
+        dataloaders.config("cifar10_val", {}, {"batchsize": 3})
+
+
+def test_a_small_data_set_is_repeated_to_the_fewest_samples_with_other_augmentation():
+    words = {**SMALL, "transforms": [{"SegCropImageAndMask": {"crop_size": [32, 16], "mode": "random"}}]}
+    loader = dataloaders.get("street_scenes_train", words, {"min_samples": 11, "batch_size": 4})
+    assert isinstance(loader.dataset, AtLeast)
+    assert len(loader.dataset) == 15
+    assert len({loader.dataset[i]["inputs"].numpy().tobytes() for i in (0, 5, 10)}) > 1
+    assert len(dataloaders.get("street_scenes_train", words, {"min_samples": 3}).dataset) == 5
+    with pytest.raises(ConfigError, match="min_samples: must be at least 1"):
+        AtLeast(tensors(), 0)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "shuffle", "expected"),
+    [
+        ("SequentialSampler", True, {"type": "SequentialSampler"}),
+        ({"DistributedSampler": {}}, True, {"type": "DefaultSampler", "shuffle": True}),
+        ({"DistributedSampler": {"shuffle": False}}, True, {"type": "DefaultSampler", "shuffle": False}),
+        ({"InfiniteSampler": {}}, False, {"type": "InfiniteSampler", "shuffle": False}),
+        ({"RandomSampler": {"replacement": True}}, True, {"type": "RandomSampler", "replacement": True}),
+    ],
+)
+def test_samplers_are_read_in_supergradients_words(sampler, shuffle, expected):
+    words = {"sampler": sampler, "shuffle": shuffle}
+    assert dataloaders.config("street_scenes_val", SMALL, words)["sampler"] == expected
+
+
+def test_a_named_sampler_draws_in_a_ready_loader():
+    words = {"sampler": {"RandomSampler": {"replacement": True, "num_samples": 9}}, "batch_size": 1}
+    loader = dataloaders.get(dataset=tensors(), dataloader_params=words)
+    assert type(loader.sampler) is RandomSampler
+    assert len(list(loader)) == 9
+
+
+@pytest.mark.parametrize("collate", ["pseudo_collate", {"pseudo_collate": {}}])
+def test_a_collate_function_is_found_by_its_name(collate):
+    words = {"dataset": "StreetScenes", "collate_fn": collate, "batch_size": 2}
+    data = {"size": [32, 64], "length": 2}
+    (batch,) = dataloaders.get(dataset_params=data, dataloader_params=words)
+    assert type(batch["inputs"]) is list
+    cfg = dataloaders.config(None, data, words)
+    (batch,) = build_dataloader(cfg, seed=0, name="loader", training=False)
+    assert type(batch["inputs"]) is list
+
+
+def test_workers_chosen_by_measuring_are_for_the_runner_to_choose():
+    words = {"num_workers": "auto"}
+    assert dataloaders.config("street_scenes_val", SMALL, words)["num_workers"] == "auto"
+    with pytest.raises(ConfigError, match=r"num_workers: 'auto' is measured when the Runner builds"):
+        dataloaders.get("street_scenes_val", SMALL, words)
+
+
+def test_pinned_memory_is_left_to_the_loader_which_knows_the_machine():
+    assert "pin_memory" not in dataloaders.config("street_scenes_val", SMALL, {"pin_memory": True})

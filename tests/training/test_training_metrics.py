@@ -1,0 +1,174 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
+from slipstream.evaluator import Evaluator, TorchMetric
+from slipstream.training.metrics import Dice, IoU, PixelAccuracy, Top1, Top5, metric_config
+
+IGNORE = 19
+
+
+def plain_means(preds, targets, classes=19):
+    """Loop over the classes of the pixels that count; those that occur nowhere count in no mean."""
+    preds, targets = preds.numpy().reshape(-1), targets.numpy().reshape(-1)
+    preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]
+    ious, dices = [], []
+    for c in range(classes):
+        both, either = ((preds == c) & (targets == c)).sum(), ((preds == c) | (targets == c)).sum()
+        if either:
+            ious.append(both / either)
+            dices.append(2 * both / (both + either))
+    return np.mean(ious), np.mean(dices), (preds == targets).mean()
+
+
+def value(metric, batches):
+    for preds, targets in batches:
+        metric.process(None, {"preds": preds, "targets": targets})
+    (found,) = metric.evaluate(len(batches)).values()
+    return found
+
+
+def pixels(seed, classes=19, count=3, ignored=0.3):
+    generator = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        targets = torch.randint(0, classes, (2, 5, 7), generator=generator)
+        wrong = torch.rand(targets.shape, generator=generator) < 0.4
+        preds = torch.where(wrong, torch.randint(0, classes, targets.shape, generator=generator), targets)
+        targets[torch.rand(targets.shape, generator=generator) < ignored] = IGNORE
+        batches.append((preds, targets))
+    return batches
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.sampled_from([3, 19]),
+    st.sampled_from([0.0, 0.3]),
+    st.sampled_from([19, 20, 35]),
+)
+def test_values_equal_a_plain_loop_however_many_classes_are_announced(seed, classes, ignored, announced):
+    batches = pixels(seed, classes, ignored=ignored)
+    preds, targets = (torch.cat(part) for part in zip(*batches, strict=True))
+    iou, dice, accuracy = plain_means(preds, targets)
+    assert value(IoU(announced, IGNORE), batches) == pytest.approx(iou)
+    assert value(Dice(announced, IGNORE), batches) == pytest.approx(dice)
+    assert value(PixelAccuracy(IGNORE), batches) == pytest.approx(accuracy)
+
+
+def test_iou_agrees_with_torchmetrics_where_every_class_occurs():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    batches = pixels(0, 4, count=5)
+    theirs = torchmetrics.classification.MulticlassJaccardIndex(4, ignore_index=IGNORE)
+    for preds, targets in batches:
+        theirs.update(preds, targets)
+    assert value(IoU(4, IGNORE), batches) == pytest.approx(theirs.compute().item())
+
+
+def test_a_prediction_of_the_ignored_class_is_wrong_but_no_class_of_its_own():
+    preds, targets = torch.tensor([[[0, 2, 1, 1]]]), torch.tensor([[[0, 0, 1, 2]]])
+    assert value(IoU(3, 2), [(preds, targets)]) == pytest.approx((1 / 2 + 1) / 2)
+
+
+def test_without_a_pixel_that_counts_the_value_is_nan():
+    nothing = [(torch.zeros(1, 2, 2, dtype=torch.long), torch.full((1, 2, 2), IGNORE))]
+    for metric in (IoU(20, IGNORE), Dice(20, IGNORE), PixelAccuracy(IGNORE)):
+        assert np.isnan(value(metric, nothing))
+
+
+def test_scores_serve_as_predictions_too():
+    ((preds, targets),) = pixels(1, 4, count=1)
+    scores = torch.nn.functional.one_hot(preds, 4).movedim(-1, 1).float()
+    for metric in (IoU(4, IGNORE), PixelAccuracy(IGNORE)):
+        assert value(metric, [(scores, targets)]) == value(metric, [(preds, targets)])
+
+
+def test_labels_out_of_range_and_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(DataError, match=r"IoU met 1 target pixels and 1 predicted pixels outside 0\.\.3"):
+        value(IoU(4, IGNORE), [(torch.tensor([[[0, 9]]]), torch.tensor([[[7, 1]]]))])
+    with pytest.raises(DataError, match="PixelAccuracy got a tensor"):
+        value(
+            PixelAccuracy(),
+            [(torch.zeros(1, 2, 2, dtype=torch.long), torch.zeros(1, 3, 3, dtype=torch.long))],
+        )
+    with pytest.raises(ConfigError, match="at least 2, not 1"):
+        IoU(1)
+
+
+def test_accuracy_and_top5_are_shares_of_the_samples():
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        (torch.randn(6, 10, generator=generator), torch.randint(0, 10, (6,), generator=generator))
+        for _ in range(4)
+    ]
+    scores, targets = (torch.cat(part).numpy() for part in zip(*batches, strict=True))
+    ranks = (scores > scores[np.arange(24), targets][:, None]).sum(1)
+    assert Top1().default_prefix is None
+    found = Evaluator([Top1(), Top5()])
+    for preds, labels in batches:
+        found.process({"preds": preds, "targets": labels})
+    assert found.evaluate(24) == pytest.approx({"Accuracy": (ranks < 1).mean(), "Top5": (ranks < 5).mean()})
+
+
+# ---- by name -------------------------------------------------------------------------------------------
+
+
+def test_every_form_of_an_entry_is_read():
+    made = IoU(5)
+    entries = [
+        {"PixelAccuracy": {"ignore_label": 19}},
+        {
+            "IoU": {
+                "num_classes": 35,
+                "ignore_index": 19,
+                "dist_sync_on_step": True,
+                "reduction": "elementwise_mean",
+            }
+        },
+        {"_target_": "super_gradients.training.metrics.Accuracy"},
+        "Top5",
+        {"Dice": {"num_classes": 3}},
+        made,
+    ]
+    configs = metric_config(entries)
+    assert configs == [
+        {"type": "PixelAccuracy", "ignore_label": 19},
+        {"type": "IoU", "num_classes": 35, "ignore_index": 19},
+        {"type": "Top1"},
+        {"type": "Top5"},
+        {"type": "Dice", "num_classes": 3},
+        made,
+    ]
+    kinds = [type(metric) for metric in Evaluator(configs).metrics]
+    assert kinds == [PixelAccuracy, IoU, Top1, Top5, Dice, IoU]
+    assert metric_config(None) == []
+
+
+def test_metrics_of_torchmetrics_are_taken_by_name_and_as_objects():
+    torchmetrics = pytest.importorskip("torchmetrics")
+    made = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
+    evaluator = Evaluator(metric_config([{"MulticlassF1Score": {"num_classes": 3}}, made]))
+    assert [type(metric) for metric in evaluator.metrics] == [TorchMetric, TorchMetric]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ("PixelAcuracy", "no metric 'PixelAcuracy'; did you mean 'PixelAccuracy'"),
+        ({"IoU": {"num_classes": 3, "reduction": "none"}}, "can only be 'elementwise_mean' here"),
+        (3, "must be a metric, a name or a dict, not 3"),
+        ({}, "must be a name"),
+    ],
+)
+def test_an_entry_that_cannot_be_is_refused_at_its_place(entry, message):
+    with pytest.raises((ConfigError, UnknownNameError), match=message) as error:
+        metric_config([IoU(3), entry], "train_metrics_list")
+    assert error.value.path.startswith("training_params.train_metrics_list[1]")
+
+
+def test_an_unknown_argument_is_refused_when_the_metric_is_built():
+    with pytest.raises(BuildError, match="no parameter 'ignore_label'; did you mean 'ignore_index'"):
+        Evaluator(metric_config([{"IoU": {"num_classes": 3, "ignore_label": 2}}]))

@@ -1,0 +1,313 @@
+import logging
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
+from slipstream.evaluator import BaseMetric
+from slipstream.model.sliding import SlidingWindow, slide
+from slipstream.optim import OptimWrapper
+from slipstream.registry import MODELS
+from slipstream.runner import Runner
+from slipstream.step import EagerStep
+from slipstream.step.graph import GraphStep
+from slipstream.step.update import can_trace
+from slipstream.training.metrics import IoU, PixelAccuracy, Top1
+from slipstream.training.network import SupervisedModel
+from slipstream.zoo import models
+
+CLASSES, IGNORE = 4, 4
+
+
+class Pixels(nn.Module):
+    """Logits for each pixel, with an auxiliary output in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, CLASSES, 1)
+
+    def forward(self, x):
+        logits = self.conv(x)
+        return (logits, 2 * logits) if self.training else logits
+
+
+class First(nn.Module):
+    """Cross-entropy of the main output."""
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs[0], targets, ignore_index=IGNORE)
+
+
+def batch(seed=0, size=2):
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "inputs": torch.randn(size, 3, 6, 5, generator=generator),
+        "targets": torch.randint(0, CLASSES + 1, (size, 6, 5), generator=generator, dtype=torch.uint8),
+    }
+
+
+def model(**options):
+    torch.manual_seed(0)
+    return SupervisedModel(Pixels(), First(), **options)
+
+
+def metrics():
+    return [dict(type="IoU", num_classes=CLASSES + 1, ignore_index=IGNORE), PixelAccuracy(IGNORE)]
+
+
+def plain_metrics(pairs):
+    """Loop over classes and pixels in numpy."""
+    preds = np.concatenate([p.numpy().reshape(-1) for p, _ in pairs])
+    targets = np.concatenate([t.numpy().reshape(-1).astype(np.int64) for _, t in pairs])
+    preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]
+    ious = [
+        ((preds == c) & (targets == c)).sum() / ((preds == c) | (targets == c)).sum() for c in range(CLASSES)
+    ]
+    return {"IoU": np.mean(ious), "PixelAccuracy": (preds == targets).mean()}
+
+
+# ---- batches, modes ------------------------------------------------------------------------------------
+
+
+def test_a_tuple_of_images_targets_and_more_trains_as_the_dict_does():
+    data = batch()
+    as_dict = model().loss_step(data)["loss"]
+    as_tuple = model().loss_step((data["inputs"], data["targets"], {"names": ["a", "b"]}))["loss"]
+    assert torch.equal(as_dict, as_tuple)
+    net = model()
+    wanted = F.cross_entropy(net.network.conv(data["inputs"]), data["targets"].long(), ignore_index=IGNORE)
+    torch.testing.assert_close(as_dict, wanted)
+
+
+def test_logits_of_pixels_become_class_ids_and_logits_of_images_stay():
+    data, net = batch(), model().eval()
+    out = net.val_step(data)
+    assert torch.equal(out["preds"], net.network(data["inputs"]).argmax(1))
+    assert out["preds"].dtype == out["targets"].dtype == torch.int64
+    classifier = SupervisedModel(nn.Linear(7, 3)).eval()
+    x, labels = torch.randn(5, 7), torch.tensor([0, 1, 2, 0, 1])
+    out = classifier.val_step((x, labels))
+    assert torch.equal(out["preds"], classifier.network(x))
+    assert torch.equal(out["targets"], labels)
+    torch.testing.assert_close(
+        classifier.loss_step((x, labels))["loss"], F.cross_entropy(classifier.network(x), labels)
+    )
+    assert set(classifier.val_step({"inputs": x})) == {"preds"}
+    assert torch.equal(classifier(x), classifier.network(x))
+
+
+def test_mixed_targets_reach_the_loss_as_shares_and_the_metrics_as_classes():
+    net = SupervisedModel(nn.Linear(7, 3), train_metrics=[Top1()])
+    x, shares = torch.randn(5, 7), torch.rand(5, 3).softmax(1)
+    torch.testing.assert_close(net.loss_step((x, shares))["loss"], F.cross_entropy(net.network(x), shares))
+    right = (net.network(x).argmax(1) == shares.argmax(1)).float().mean()
+    assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
+
+
+def test_a_loss_may_be_a_function_or_give_the_pair_of_supergradients():
+    data = batch()
+
+    def pair(outputs, targets):
+        loss = First()(outputs, targets)
+        return loss, torch.stack([loss.detach(), loss.detach()])
+
+    wanted = model().loss_step(data)["loss"]
+    torch.manual_seed(0)
+    found = SupervisedModel(Pixels(), pair).loss_step(data)
+    assert set(found) == {"loss"}
+    assert torch.equal(found["loss"], wanted)
+
+
+def test_training_without_targets_is_refused():
+    with pytest.raises(DataError, match="no 'targets'"):
+        model(train_metrics=metrics()).loss_step({"inputs": batch()["inputs"]})
+
+
+def test_sliding_windows_see_the_images_of_an_evaluation_only():
+    data, net = batch(), model()
+    net.sliding_window = SlidingWindow(crop_size=(4, 4), stride=(2, 2))
+    calls = []
+    net.network.register_forward_hook(lambda _, args, __: calls.append(args[0].shape[-2:]))
+    net.loss_step(data)
+    assert calls == [(6, 5)]
+    found = net.eval().val_step(data)["preds"]
+    assert set(calls[1:]) == {(4, 4)}
+    assert torch.equal(found, slide(net.network, data["inputs"], net.sliding_window).argmax(1))
+
+
+@pytest.mark.parametrize("step", ["loss_step", "val_step"])
+def test_a_network_of_another_number_of_classes_is_refused_with_both_numbers(step):
+    net = model(num_classes=19)
+    with pytest.raises(
+        ModelError, match=r"4 classes, and the data set has 19: set arch_params.num_classes to 19"
+    ):
+        getattr(net, step)(batch())
+    getattr(model(num_classes=CLASSES), step)(batch())
+
+
+# ---- pretrained weights --------------------------------------------------------------------------------
+
+
+def test_pretrained_weights_are_loaded_when_weights_are_initialised_once(tmp_path):
+    source = models.get("resnet18_cifar", 3)
+    torch.save(source.state_dict(), tmp_path / "weights.pth")
+    config = dict(
+        type="SupervisedModel",
+        network=dict(type="resnet18_cifar", num_classes=3),
+        pretrained=dict(checkpoint_path=str(tmp_path / "weights.pth"), strict_load="no_key_matching"),
+    )
+    net = MODELS.build(config)
+    assert not torch.equal(net.network.fc.weight, source.fc.weight)
+    net.init_weights()
+    assert torch.equal(net.network.fc.weight, source.fc.weight)
+    nn.init.zeros_(net.network.fc.weight)
+    net.init_weights()
+    assert not net.network.fc.weight.any()
+
+
+def test_without_a_file_there_is_nothing_to_load():
+    model(pretrained=dict(checkpoint_path=None, load_backbone=True, strict_load=True)).init_weights()
+
+
+def test_weights_of_another_network_are_refused(tmp_path):
+    torch.save({"net": nn.Linear(2, 2).state_dict()}, tmp_path / "weights.pth")
+    net = model(pretrained=dict(checkpoint_path=tmp_path / "weights.pth"))
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        net.init_weights()
+
+
+def test_the_networks_weights_load_back_from_a_checkpoint_of_the_whole_model(tmp_path):
+    net = SupervisedModel(models.get("resnet18_cifar", 3), train_metrics=[Top1()])
+    torch.save({"state_dict": net.state_dict(), "meta": {}}, tmp_path / "ckpt_best.pth")
+    loaded = models.get("resnet18_cifar", 3, checkpoint_path=tmp_path / "ckpt_best.pth")
+    for key, value in net.network.state_dict().items():
+        assert torch.equal(loaded.state_dict()[key], value)
+
+
+# ---- metrics of training -------------------------------------------------------------------------------
+
+
+def test_metrics_count_every_training_batch_and_start_anew_when_read():
+    net, data = model(train_metrics=metrics()), [batch(seed) for seed in range(3)]
+    with torch.no_grad():
+        pairs = [(net.network.conv(d["inputs"]).argmax(1), d["targets"]) for d in data]
+    for each in data:
+        net.loss_step(each)
+    net.eval().val_step(data[0])
+    assert net.read_train_metrics() == pytest.approx(plain_metrics(pairs))
+    net.train().loss_step(data[0])
+    assert net.read_train_metrics() == pytest.approx(plain_metrics(pairs[:1]))
+    assert not [key for key in net.state_dict() if "count" in key]
+
+
+def train(step_of, data, ema=False, **wrapper):
+    net = model(train_metrics=metrics())
+    optim = OptimWrapper(optimizer=torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), **wrapper)
+    eager = EagerStep(net.loss_step, net, optim)
+    step = eager if step_of is None else step_of(net, optim, eager)
+    if ema:
+        averages = [parameter.detach().clone() for parameter in net.parameters()]
+        step.adopt_average(averages, list(net.parameters()), lambda: 0.5)
+    seen = []
+    for each in data:
+        with torch.no_grad():
+            seen.append((net.network.conv(each["inputs"]).argmax(1), each["targets"]))
+        step(each)
+    return net, seen
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("options", [{}, {"accumulative_counts": 2}, {"ema": True}])
+def test_the_step_as_one_graph_counts_each_batch_once_the_proved_one_too(backend, options):
+    graphs = []
+
+    def one_graph(net, optim, eager):
+        def compiler(function):
+            graphs.append(function)
+            return torch.compile(function, fullgraph=True, backend=backend)
+
+        def refuse(error):
+            raise error
+
+        return GraphStep(
+            net.loss_step,
+            lambda x: x,
+            net,
+            optim,
+            eager,
+            compiler,
+            refuse,
+            updates_inside=can_trace(optim.optimizer),
+        )
+
+    net, seen = train(one_graph, [batch(seed) for seed in range(5)], **options)
+    assert graphs
+    assert net.read_train_metrics() == pytest.approx(plain_metrics(seen))
+    assert net.train_counts1[1] == 0
+
+
+def test_a_metric_that_would_wait_for_the_device_is_refused():
+    class Slow(BaseMetric):
+        def process(self, data_batch, data_samples):
+            pass
+
+        def compute_metrics(self, results):
+            return {}
+
+    with pytest.raises(ConfigError, match="Slow cannot count during training") as error:
+        model(train_metrics=[IoU(5), Slow()])
+    assert error.value.path == "train_metrics[1]"
+
+
+class Samples(torch.utils.data.Dataset):
+    metainfo = {"classes": list("abcd"), "ignore_index": IGNORE}  # noqa: RUF012
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {key: value[0] for key, value in batch(index, 1).items()}
+
+
+def run(folder, **changes):
+    loader = dict(dataset=Samples(), batch_size=2, sampler=dict(type="DefaultSampler", shuffle=False))
+    counted = changes.pop("train_metrics", metrics())
+    config = dict(
+        model=dict(type="SupervisedModel", network=Pixels(), loss=First(), train_metrics=counted),
+        work_dir=str(folder),
+        train_dataloader=loader,
+        train_cfg=dict(by_epoch=True, max_epochs=2),
+        optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.0)),
+        custom_hooks=[dict(type="TrainMetricsHook")],
+        **changes,
+    )
+    runner = Runner(**config)
+    runner.train()
+    return runner
+
+
+@pytest.mark.parametrize(
+    "speed", [None, dict(compile=dict(backend="eager", scope="step"), ema=dict(decay=0.5))]
+)
+def test_a_run_logs_the_metrics_of_each_epoch(tmp_path, caplog, speed):
+    with caplog.at_level(logging.INFO):
+        runner = run(tmp_path, speed=speed)
+    net, data = runner.model, [batch(index, 1) for index in range(8)]
+    with torch.no_grad():
+        pairs = [(net.network.conv(d["inputs"]).argmax(1), d["targets"]) for d in data]
+    wanted = plain_metrics(pairs)
+    assert runner.message_hub.get_info("train/IoU") == pytest.approx(wanted["IoU"])
+    assert runner.message_hub.get_info("train/PixelAccuracy") == pytest.approx(wanted["PixelAccuracy"])
+    log = next(tmp_path.rglob("*.log")).read_text()
+    for epoch in (1, 2):
+        line = f"Epoch(train) [{epoch}]  train/IoU: {wanted['IoU']:.4f}  train/PixelAccuracy: "
+        assert line + f"{wanted['PixelAccuracy']:.4f}" in log
+        assert "cannot be one graph" not in log
+
+
+def test_the_hook_needs_a_model_that_counts(tmp_path):
+    with pytest.raises(ModelError, match="SupervisedModel has no train_metrics"):
+        run(tmp_path, train_metrics=None)

@@ -1,0 +1,309 @@
+"""Learning rates by prefix, weight decay by kind: which parameter gets what, in few groups, also in the one graph."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.hooks import Hook
+from slipstream.model import BaseModel
+from slipstream.optim import OptimWrapper, build_optim_wrapper
+from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
+from slipstream.step.graph import GraphStep
+from slipstream.training.optimizers import optim_wrapper
+from slipstream.training.params import TrainingParams
+from slipstream.training.schedules import lr_schedules
+from slipstream.zoo import models
+from tiny_runs import run
+
+DDRNET_BACKBONE = [
+    "_backbone",
+    "compression3",
+    "compression4",
+    "down3",
+    "down4",
+    "layer3_skip",
+    "layer4_skip",
+    "layer5_skip",
+]
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.stem_extra = nn.Linear(4, 4)
+
+
+class Network(nn.Module):
+    """Names of which one begins another, every kind of norm layer, a plain parameter, and a bias of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+        self.head = nn.Sequential(nn.LayerNorm(4), nn.GroupNorm(2, 4), nn.Linear(4, 3, bias=False))
+        self.scale = nn.Parameter(torch.ones(3))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+
+class Wrapped(BaseModel):
+    """Holds the user's network as `SupervisedModel` does, and a loss with a weight of its own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.loss = nn.Bilinear(1, 1, 1, bias=False)
+
+
+def build(model: nn.Module, **keys: Any) -> OptimWrapper:
+    return build_optim_wrapper(model, optim_wrapper(TrainingParams.read({"max_epochs": 1, **keys})))
+
+
+def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]:
+    """Return an option of every parameter by its name; of none that is not in exactly one group."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = [(names[id(p)], group[key]) for group in wrapper.param_groups for p in group["params"]]
+    assert len(found) == len(dict(found))
+    return dict(found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prefixes=st.sets(
+        st.sampled_from(["backbone", "backbone.stem", "backbone.stem.0", "head.2", "sc", "bias"])
+    ),
+    wrapped=st.booleans(),
+    spared=st.booleans(),
+)
+def test_every_parameter_has_the_rate_of_its_longest_prefix_and_the_decay_of_its_kind(
+    prefixes: set[str], wrapped: bool, spared: bool
+) -> None:
+    model = Wrapped(Network()) if wrapped else Network()
+    rates = {"default": 1.0, **{prefix: 0.5**number for number, prefix in enumerate(sorted(prefixes), 1)}}
+    wrapper = build(
+        model,
+        initial_lr=rates,
+        zero_weight_decay_on_bias_and_bn=spared,
+        optimizer_params={"weight_decay": 0.3},
+    )
+    lr, decay = options(model, wrapper, "lr"), options(model, wrapper, "weight_decay")
+    assert lr.keys() == decay.keys() == dict(model.named_parameters()).keys()
+    for name in lr:
+        own = name.removeprefix("network.")
+        fitting = [prefix for prefix in prefixes if own[: len(prefix)] == prefix]
+        assert lr[name] == rates[sorted(fitting, key=len)[-1] if fitting else "default"]
+        kind = type(model.get_submodule(name.rpartition(".")[0]))
+        bare = name.split(".")[-1] == "bias" or kind in (nn.BatchNorm2d, nn.LayerNorm, nn.GroupNorm)
+        assert decay[name] == (0.0 if spared and bare else 0.3)
+    assert len(wrapper.param_groups) == len({(lr[name], decay[name]) for name in lr})
+
+
+def test_prefixes_of_one_rate_share_a_group_whose_name_tells_them() -> None:
+    rates = {"default": 0.075, "_backbone": 0.0075, "compression3": 0.0075, "layer3_skip": 0.0075}
+    network = models.get("ddrnet_23_slim", num_classes=3)
+    wrapper = build(network, initial_lr=rates, zero_weight_decay_on_bias_and_bn=True)
+    found = [(group["name"], group["lr"], group["weight_decay"]) for group in wrapper.param_groups]
+    shared = "_backbone, compression3, layer3_skip"
+    assert sorted(found) == [
+        (shared, 0.0075, 0.0), (shared, 0.0075, 1e-4), ("default", 0.075, 0.0), ("default", 0.075, 1e-4)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "prefixes"),
+    [
+        ("pp_lite_t_seg75", {"encoder.backbone": 0.01}),
+        ("stdc1_seg75", {"cp": 0.005}),
+        (
+            "ddrnet_23",
+            dict.fromkeys(DDRNET_BACKBONE, 0.0075),
+        ),
+    ],
+)
+def test_the_prefixes_of_the_recipes_name_parts_of_their_networks(
+    name: str, prefixes: dict[str, float]
+) -> None:
+    network = models.get(name, num_classes=2)
+    lr = options(network, build(network, initial_lr={"default": 0.1, **prefixes}), "lr")
+    assert set(lr) == {name for name, _ in network.named_parameters()}
+    assert 0 < sum(rate == 0.1 for rate in lr.values()) < len(lr)
+
+
+def test_frozen_parameters_are_in_no_group_and_need_no_rate() -> None:
+    network = Network()
+    network.backbone.requires_grad_(False)
+    wrapper = build(network, initial_lr={"head": 0.1, "scale": 0.2, "bias": 0.2})
+    assert set(options(network, wrapper, "lr")) == {
+        name for name, _ in network.named_parameters() if not name.startswith("backbone")
+    }
+
+
+def test_a_parameter_of_two_names_goes_by_the_first() -> None:
+    network = nn.ModuleDict({"embed": nn.Linear(2, 2), "out": nn.Linear(2, 2)})
+    network["out"].weight = network["embed"].weight
+    wrapper = build(network, initial_lr={"embed": 0.1, "out": 0.2})
+    assert [(group["lr"], len(group["params"])) for group in wrapper.param_groups] == [(0.1, 2), (0.2, 1)]
+
+
+def test_groups_keep_where_their_warmup_starts() -> None:
+    rates, starts = {"head": 0.1, "default": 0.1}, {"head": 0.01, "default": 0.02}
+    wrapper = build(Network(), initial_lr=rates, warmup_initial_lr=starts)
+    found = {group["name"]: group["warmup_initial_lr"] for group in wrapper.param_groups}
+    assert found == starts  # of one rate, but not of one group
+
+
+# ---- optimizers --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "expected"),
+    [
+        ("SGD", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
+        (
+            "SGD",
+            {"momentum": 0.5, "nesterov": True},
+            {"momentum": 0.5, "weight_decay": 1e-4, "nesterov": True},
+        ),
+        ("Adam", {}, {"weight_decay": 1e-4}),
+        ("RMSprop", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
+        ("RMSpropTF", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
+        ("AdamW", {}, {"weight_decay": 1e-2}),
+        (torch.optim.Adam, {"weight_decay": 0.2}, {"weight_decay": 0.2}),
+    ],
+)
+def test_an_optimizer_has_the_defaults_of_supergradients(
+    optimizer: Any, given: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    wrapper = build(Network(), initial_lr=0.1, optimizer=optimizer, optimizer_params=given)
+    name = optimizer if isinstance(optimizer, str) else optimizer.__name__
+    assert type(wrapper.optimizer).__name__ == name
+    (group,) = wrapper.param_groups
+    assert {key: group[key] for key in expected} == expected
+    assert group["lr"] == 0.1
+
+
+def test_a_ready_optimizer_is_taken_as_it_is_and_leaves_no_room_for_keys() -> None:
+    optimizer = torch.optim.SGD(Network().parameters(), lr=0.3)
+    assert optim_wrapper(TrainingParams.read({"optimizer": optimizer})) == {"optimizer": optimizer}
+    for keys in (
+        {"initial_lr": 0.1},
+        {"optimizer_params": {"lr": 1}},
+        {"zero_weight_decay_on_bias_and_bn": True},
+    ):
+        with pytest.raises(ConfigError, match=f"{next(iter(keys))}: the optimizer is made already"):
+            optim_wrapper(TrainingParams.read({"optimizer": optimizer, **keys}))
+
+
+def test_the_constructor_is_found_by_its_name_alone() -> None:
+    assert "PrefixOptimWrapperConstructor" in OPTIM_WRAPPER_CONSTRUCTORS
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        ({}, ConfigError, "initial_lr: is needed"),
+        ({"initial_lr": {}}, ConfigError, "initial_lr: is needed"),
+        (
+            {"initial_lr": {"default": -0.1}},
+            ConfigError,
+            r"initial_lr\.default: must be a number of at least 0",
+        ),
+        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a number"),
+        (
+            {"initial_lr": {"default": 0.1, "backbon.": 0.1}},
+            ConfigError,
+            "'backbon.'.*did you mean 'backbone'",
+        ),
+        ({"initial_lr": {"backbone": 0.1, "head": 0.1, "scale": 0.1}}, ConfigError, "'default'.*'bias'"),
+        (
+            {"initial_lr": {"default": 0.1}, "warmup_initial_lr": {"default": 0.0, "hea": 0.1}},
+            ConfigError,
+            "warmup_initial_lr: 'hea' is not in initial_lr",
+        ),
+        (
+            {"initial_lr": {"default": 0.1, "head": 0.1}, "warmup_initial_lr": {"default": 0.0}},
+            ConfigError,
+            "warmup_initial_lr: does not say where 'head' starts",
+        ),
+        ({"initial_lr": 0.1, "optimizer": "SDG"}, UnknownNameError, "did you mean 'SGD'"),
+        ({"initial_lr": 0.1, "optimizer": 3}, ConfigError, "optimizer: must be a name"),
+    ],
+)
+def test_keys_that_do_not_fit_are_named(keys: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        build(Network(), **keys)
+
+
+# ---- in training -------------------------------------------------------------------------------------------
+
+
+class Net(BaseModel):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.network = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+
+    def forward(self, inputs: Tensor, targets: Tensor, mode: str) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.network(inputs), targets)}
+
+
+@pytest.mark.parametrize("compile", [None, {"scope": "step", "backend": "eager"}])
+def test_rates_decays_and_schedule_reach_the_weights_also_in_the_one_graph(
+    tmp_path: Path, compile: Any
+) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    rates = {"0": 0.01, "default": 0.1}
+    keys = {"lr_mode": "PolyLRScheduler", "lr_warmup_epochs": 1, "zero_weight_decay_on_bias_and_bn": True}
+    keys |= {"initial_lr": rates, "max_epochs": 3, "optimizer_params": {"weight_decay": 0.1, "momentum": 0.9}}
+    params = TrainingParams.read(keys)
+    batches: list[Any] = []
+    runner = run(
+        tmp_path,
+        model=Net(),
+        optim_wrapper=optim_wrapper(params),
+        param_scheduler=lr_schedules(params),
+        train_cfg=dict(by_epoch=True, max_epochs=3),
+        custom_hooks=[_Batches(batches)],
+        speed=dict(compile=compile),
+    )
+    assert (type(runner.step) is GraphStep) == (compile is not None)
+    if compile:
+        assert runner.step._instead is None
+        assert counters["stats"]["unique_graphs"] == 1
+    expected = _by_hand(batches, rates)
+    for name, value in expected.items():
+        torch.testing.assert_close(runner.model.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+class _Batches(Hook):
+    def __init__(self, kept: list[Any]) -> None:
+        self.kept = kept
+
+    def before_train_iter(self, runner: Any, batch_idx: int, data_batch: Any = None) -> None:
+        self.kept.append([tensor.clone() for tensor in data_batch])
+
+
+def _by_hand(batches: list[Any], rates: dict[str, float]) -> dict[str, Tensor]:
+    """Train by SGD written out, each parameter with the rate and the decay that the keys mean."""
+    net = Net()
+    momenta = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    for step, (inputs, targets) in enumerate(batches):
+        factor = 0.5 if step < 5 else (1 - max(step - 6, 0) / 10) ** 0.9
+        gradients = torch.autograd.grad(net(inputs, targets, "loss")["loss"], list(net.parameters()))
+        with torch.no_grad():
+            for (name, p), gradient in zip(net.named_parameters(), gradients, strict=True):
+                rate = rates["0" if name.startswith("network.0") else "default"] * factor
+                decays = name in ("network.0.weight", "network.3.weight")
+                momenta[name].mul_(0.9).add_(gradient + (0.1 * p if decays else 0))
+                p -= rate * momenta[name]
+    return net.state_dict()

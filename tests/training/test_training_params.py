@@ -1,0 +1,133 @@
+"""The keys of SuperGradients' training_params: all known, typed, and none accepted in silence."""
+
+import dataclasses
+import re
+
+import pytest
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.speed import PARAMS_LEVERS
+from slipstream.training.params import Refused, TrainingParams
+
+# Of the reference, and of SuperGradients' default_train_params.yaml and params.py.
+KEYS = re.findall(
+    r"\w+",
+    """
+max_epochs lr_mode initial_lr lr_warmup_epochs lr_warmup_steps lr_cooldown_epochs warmup_initial_lr warmup_mode
+lr_updates lr_decay_factor cosine_final_lr_ratio optimizer optimizer_params zero_weight_decay_on_bias_and_bn loss
+criterion_params ema ema_params train_metrics_list valid_metrics_list metric_to_watch
+greater_metric_to_watch_is_better precise_bn sync_bn mixed_precision batch_accumulate run_validation_freq save_model
+save_ckpt_epoch_list average_best_models ckpt_best_name resume resume_path seed phase_callbacks clip_grad_norm
+max_train_batches max_valid_batches sg_logger torch_compile torch_compile_loss torch_compile_options
+torch_compile_mode silent_mode finetune launch_tensorboard tensorboard_port tb_files_user_prompt
+save_tensorboard_to_s3 log_installed_packages save_full_train_log dataset_statistics pre_prediction_callback
+loss_logging_items_names load_opt_params sg_logger_params precise_bn_batch_size multiply_head_lr
+step_lr_update_freq lr_schedule_function run_test_freq save_tensorboard_remote enable_qat kill_ddp_pgroup_on_end
+ckpt_name run_id resume_from_remote_sg_logger resume_strict_load speed
+""",
+)
+
+WRONG = {bool: "yes", int: "many", float: "much", str: 3, list: 5, dict: 5}
+
+
+def test_every_key_of_supergradients_is_known_and_says_what_becomes_of_it():
+    table = TrainingParams.table()
+    assert set(KEYS) <= set(table)
+    assert all(isinstance(entry, str | Refused) for entry in table.values())
+
+
+def test_the_levers_are_those_that_the_plan_reads():
+    table = TrainingParams.table()
+    assert {key for key, entry in table.items() if entry == "SpeedPlan"} == set(PARAMS_LEVERS)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_every_key_passes_with_its_default_and_without_a_value(key):
+    default = getattr(TrainingParams(), key)
+    assert TrainingParams.read({key: default}) == TrainingParams()
+    read = TrainingParams.read({key: None})
+    assert getattr(read, key) in (default, None)
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        f.name
+        for f in dataclasses.fields(TrainingParams)
+        if isinstance(TrainingParams.table()[f.name], Refused)
+    ],
+)
+def test_a_key_that_cannot_be_honoured_is_refused_with_its_reason(key):
+    default = getattr(TrainingParams(), key)
+    other = not default if isinstance(default, bool) else 6006
+    with pytest.raises(ConfigError) as refused:
+        TrainingParams.read({key: other})
+    assert str(refused.value) == f"training_params.{key}: {TrainingParams.table()[key].why}"
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        key
+        for key in KEYS
+        if type(getattr(TrainingParams(), key)) in WRONG and key not in ("optimizer", "sg_logger")
+    ],
+)
+def test_every_key_refuses_a_value_of_another_type(key):
+    wrong = WRONG[type(getattr(TrainingParams(), key))]
+    if key in ("mixed_precision",):  # takes a name, too
+        wrong = 3
+    with pytest.raises(ConfigError, match=rf"training_params\.{key}: must be .*, not {wrong!r}"):
+        TrainingParams.read({key: wrong})
+
+
+def test_an_unknown_key_is_an_error_with_the_nearest_one():
+    with pytest.raises(UnknownNameError, match=r"training_params\.max_epoch: .*did you mean 'max_epochs'"):
+        TrainingParams.read(dict(max_epoch=3))
+
+
+def test_what_is_no_dict_is_refused():
+    with pytest.raises(ConfigError, match=r"training_params: must be a dict, not 'fast'"):
+        TrainingParams.read("fast")
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (dict(max_epochs=0), r"max_epochs: must be at least 1, not 0"),
+        (dict(max_epochs=True), r"max_epochs: must be int or None, not True"),
+        (dict(run_validation_freq=-1), r"run_validation_freq: must be at least 1"),
+        (dict(lr_schedule_function="f"), r"lr_schedule_function: must be a function, not 'f'"),
+        (dict(pre_prediction_callback="Multiscale"), r"pre_prediction_callback: must be a function"),
+    ],
+)
+def test_values_out_of_range_name_their_key(given, message):
+    with pytest.raises(ConfigError, match=rf"training_params\.{message}"):
+        TrainingParams.read(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "read"),
+    [
+        (dict(lr_mode="poly"), dict(lr_mode="PolyLRScheduler")),
+        (dict(lr_mode="step"), dict(lr_mode="StepLRScheduler")),
+        (dict(lr_mode="cosine"), dict(lr_mode="CosineLRScheduler")),
+        (dict(lr_mode="exp"), dict(lr_mode="ExponentialLRScheduler")),
+        (dict(lr_mode="function"), dict(lr_mode="FunctionLRScheduler")),
+        (dict(warmup_mode="linear_step"), {}),
+        (dict(warmup_mode="linear_batch_step"), dict(warmup_mode="LinearBatchLRWarmup")),
+        (dict(_convert_="all"), {}),
+        (dict(ema_params=None, seed=None), dict(seed=None)),
+    ],
+)
+def test_old_spellings_mean_the_new_ones(given, read):
+    assert TrainingParams.read(given).given() == read
+
+
+def test_omegaconf_containers_are_read_with_their_interpolations():
+    from omegaconf import OmegaConf
+
+    cfg = OmegaConf.create(dict(max_epochs=4, lr_warmup_epochs="${max_epochs}", ema_params=dict(decay=0.9)))
+    read = TrainingParams.read(cfg).given()
+    assert read == dict(max_epochs=4, lr_warmup_epochs=4, ema_params=dict(decay=0.9))
+    assert type(read["ema_params"]) is dict

@@ -1,0 +1,360 @@
+"""SuperGradients' learning-rate keys: the same numbers at every step, and errors for keys that do not fit."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.optim.scheduler import build_param_scheduler
+from slipstream.registry import PARAM_SCHEDULERS
+from slipstream.training.params import TrainingParams
+from slipstream.training.schedules import lr_schedules
+
+
+class Original:
+    """SuperGradients' training loop as a sequence of events, each of which may set the learning rate."""
+
+    def __init__(self, keys: dict[str, Any], length: int) -> None:
+        defaults = {
+            "lr_warmup_epochs": 0,
+            "lr_warmup_steps": 0,
+            "lr_cooldown_epochs": 0,
+            "batch_accumulate": 1,
+        }
+        self.k = {**defaults, "warmup_initial_lr": None, "cosine_final_lr_ratio": 0.01, **keys}
+        self.length = length
+        self.initial = self.lr = keys["initial_lr"]
+
+    def run(self) -> list[float]:
+        """Return the learning rate of each optimizer step."""
+        used = []
+        for epoch in range(self.k["max_epochs"]):
+            self.epoch_starts(epoch)
+            for batch in range(self.length):
+                number = epoch * self.length + batch
+                self.batch_starts(number)
+                if (number + 1) % self.k["batch_accumulate"] == 0:
+                    used.append(self.lr)
+                    self.stepped(epoch, batch)
+            self.epoch_ends(epoch)
+        return used
+
+    def epoch_starts(self, epoch: int) -> None:
+        warmup = self.k["lr_warmup_epochs"]
+        if self.k.get("warmup_mode", "LinearEpochLRWarmup") == "LinearEpochLRWarmup" and 0 < warmup >= epoch:
+            start = self.k["warmup_initial_lr"]
+            start = self.initial / (1 + warmup) if start is None else start
+            self.lr = start + epoch * ((self.initial - start) / warmup)
+
+    def batch_starts(self, number: int) -> None:
+        if self.k.get("warmup_mode") == "LinearBatchLRWarmup":
+            count = min(self.k["lr_warmup_steps"], self.length)
+            if number < count:
+                points = torch.linspace(self.k["warmup_initial_lr"], self.initial, count, dtype=torch.float64)
+                self.lr = points[number].item()
+
+    def stepped(self, epoch: int, batch: int) -> None:
+        mode, warmup = self.k["lr_mode"], self.k["lr_warmup_epochs"]
+        end = self.k["max_epochs"] - self.k["lr_cooldown_epochs"]
+        passed, whole = self.length * (epoch - warmup) + batch, self.length * (end - warmup)
+        if mode == "StepLRScheduler" or not warmup <= epoch < end:
+            return
+        if mode == "PolyLRScheduler":
+            share = (passed / self.k["batch_accumulate"]) / (whole / self.k["batch_accumulate"])
+            self.lr = self.initial * pow(1.0 - share, 0.9)
+        elif mode == "ExponentialLRScheduler":
+            self.lr = self.initial * self.k["lr_decay_factor"] ** (passed / self.length)
+        elif mode == "CosineLRScheduler":
+            steps, ratio = self.k["lr_warmup_steps"], self.k["cosine_final_lr_ratio"]
+            if self.length * epoch + batch >= steps:
+                angle = max(0, passed - steps) / (whole - steps + 1) * math.pi
+                fallen = 0.5 * self.initial * (1.0 + math.cos(angle))
+                self.lr = fallen * (1 - ratio) + self.initial * ratio
+        elif mode == "FunctionLRScheduler":
+            self.lr = self.k["lr_schedule_function"](
+                initial_lr=self.initial, epoch=epoch - warmup, iter=batch, max_epoch=end - warmup,
+                iters_per_epoch=self.length,
+            )  # fmt: skip
+
+    def epoch_ends(self, epoch: int) -> None:
+        if self.k["lr_mode"] == "StepLRScheduler" and self.k["lr_warmup_epochs"] <= epoch:
+            updates = self.k.get("lr_updates") or []
+            if frequency := self.k.get("step_lr_update_freq"):
+                end = self.k["max_epochs"] - self.k["lr_cooldown_epochs"]
+                updates = [math.ceil(frequency * x) for x in range(1, end)]
+                updates = [x for x in updates if self.k["lr_warmup_epochs"] <= x < end]
+            self.lr = self.initial * self.k["lr_decay_factor"] ** sum(x <= epoch for x in updates)
+
+
+def by_function(initial_lr: float, epoch: int, iter: int, max_epoch: int, iters_per_epoch: int) -> float:
+    """Tell all five arguments apart."""
+    return initial_lr * (0.9**epoch) * (1 - iter / iters_per_epoch / 2) / max_epoch
+
+
+MODES: dict[str, list[dict[str, Any]]] = {
+    "PolyLRScheduler": [{}],
+    "CosineLRScheduler": [{}, {"cosine_final_lr_ratio": 0.3}],
+    "ExponentialLRScheduler": [{"lr_decay_factor": 0.7}],
+    "StepLRScheduler": [
+        {"lr_decay_factor": 0.1, "lr_updates": [1, 3, 3.5]},
+        {"lr_decay_factor": 0.5, "step_lr_update_freq": 1.4},
+    ],
+    "FunctionLRScheduler": [{"lr_schedule_function": by_function}],
+}
+
+
+def one_group(lr: float = 0.2, **options: Any) -> torch.optim.SGD:
+    """Return an optimizer of one parameter."""
+    return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], **options}], lr=lr)
+
+
+def schedulers(params: dict[str, Any], optimizer: torch.optim.Optimizer, length: int) -> list[Any]:
+    """Build the schedulers as a Runner does."""
+    read = TrainingParams.read(params)
+    assert read.max_epochs is not None
+    return [
+        build_param_scheduler(cfg, optimizer, epoch_length=length, max_epochs=read.max_epochs)
+        for cfg in lr_schedules(read)
+    ]
+
+
+def walk(params: dict[str, Any], length: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    """Return the learning rate of each iteration of a run."""
+    optimizer = optimizer or one_group(params["initial_lr"])
+    built, seen = schedulers(params, optimizer, length), []
+    for _ in range(params["max_epochs"]):
+        for _ in range(length):
+            seen.append(float(optimizer.param_groups[0]["lr"]))
+            for scheduler in built:
+                if not scheduler.by_epoch:
+                    scheduler.step()
+        for scheduler in built:
+            if scheduler.by_epoch:
+                scheduler.step()
+    return seen
+
+
+@st.composite
+def keys(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the keys of a schedule: a mode with its own, a warm-up, a cool-down, an accumulation."""
+    mode = draw(st.sampled_from(sorted(MODES)))
+    epochs = draw(st.integers(1, 7))
+    found = {
+        "lr_mode": mode,
+        "initial_lr": draw(st.floats(1e-4, 1.0)),
+        "max_epochs": epochs,
+        "lr_cooldown_epochs": draw(st.integers(0, epochs)),
+        "batch_accumulate": draw(st.integers(1, 4)),
+        **draw(st.sampled_from(MODES[mode])),
+    }
+    kind = draw(st.sampled_from(["epochs", "batches", "none"]))
+    if kind == "epochs":
+        start = draw(st.sampled_from([None, 1e-5, 0.3]))
+        return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
+    if kind == "none":
+        return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
+    # There a cosine rises again in the cool-down after such a warm-up: the difference that is documented.
+    cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
+    batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
+    return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}
+
+
+@settings(max_examples=300, deadline=None)
+@given(keys=keys(), length=st.integers(1, 6))
+def test_each_optimizer_step_has_the_learning_rate_that_supergradients_gives_it(
+    keys: dict[str, Any], length: int
+) -> None:
+    # A line of one point has no end: there the rate stays where the warm-up began until a decay moves it.
+    assume("lr_warmup_steps" not in keys or min(keys["lr_warmup_steps"], length) > 1)
+    every = keys["batch_accumulate"]
+    assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
+
+
+def test_poly_with_a_warmup_has_the_numbers_computed_by_hand() -> None:
+    found = walk({"lr_mode": "poly", "initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=2)
+    assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
+
+
+def test_a_cosine_stands_still_in_the_cool_down_also_after_a_warmup_by_batches() -> None:
+    params = {"lr_mode": "CosineLRScheduler", "initial_lr": 1.0, "max_epochs": 6, "lr_cooldown_epochs": 3}
+    batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": 2, "warmup_initial_lr": 0.1}
+    found = walk({**params, **batches}, length=4)
+    assert min(found) == found[12] == found[-1] < 0.1
+
+
+def test_each_group_follows_its_own_initial_rate_and_its_own_start() -> None:
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
+    starts = [{"lr": 0.4}, {"lr": 0.4, "warmup_initial_lr": 0.2}, {"lr": 0.0}]
+    optimizer = torch.optim.SGD([{"params": [p], **o} for p, o in zip(parameters, starts, strict=True)])
+    params = {"initial_lr": 0.4, "lr_mode": "PolyLRScheduler", "max_epochs": 3, "lr_warmup_epochs": 1}
+    (schedule,) = schedulers({**params, "warmup_initial_lr": 0.1}, optimizer, length=2)
+    assert schedule.get_last_value() == pytest.approx([0.1, 0.2, 0.0])
+    for _ in range(5):
+        schedule.step()
+    assert schedule.get_last_value() == pytest.approx([0.4 * 0.5**0.9, 0.4 * 0.5**0.9, 0.0])
+
+
+@pytest.mark.parametrize("mode", sorted(MODES))
+def test_a_schedule_resumed_at_any_iteration_goes_on_bit_for_bit(mode: str) -> None:
+    params = {"lr_mode": mode, "initial_lr": 0.1, "max_epochs": 4, "lr_warmup_epochs": 1, **MODES[mode][0]}
+    optimizer = one_group(torch.tensor(0.1))  # type: ignore[arg-type]  # as a compiled step holds it
+    (whole,) = schedulers(params, optimizer, length=5)
+    values, states = [], []
+    for _ in range(20):
+        values.append(whole.get_last_value())
+        states.append((copy.deepcopy(optimizer.state_dict()), whole.state_dict()))
+        whole.step()
+    for step, (of_optimizer, of_schedule) in enumerate(states):
+        other = one_group(torch.tensor(0.1))  # type: ignore[arg-type]
+        (resumed,) = schedulers(params, other, length=5)
+        other.load_state_dict(of_optimizer)
+        resumed.load_state_dict(of_schedule)
+        for value in values[step:]:
+            assert resumed.get_last_value() == value
+            resumed.step()
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+    rate = torch.tensor(0.1)
+    optimizer = one_group(rate)  # type: ignore[arg-type]
+    kept = optimizer.param_groups[0]["lr"]
+    found = walk({"lr_mode": "PolyLRScheduler", "initial_lr": 0.1, "max_epochs": 2}, 3, optimizer)
+    assert optimizer.param_groups[0]["lr"] is kept
+    assert found[-1] == pytest.approx(0.1 * (1 - 4 / 6) ** 0.9)
+
+
+# ---- schedulers of torch -----------------------------------------------------------------------------------
+
+
+def test_a_scheduler_of_torch_steps_where_its_phase_says() -> None:
+    arguments = {"gamma": 0.1, "step_size": 2}
+    for phase, expected in (
+        ("TRAIN_EPOCH_END", [1.0] * 6 + [0.1] * 3),
+        ("Phase.TRAIN_BATCH_END", [1, 1, 0.1, 0.1, 0.01, 0.01, 1e-3, 1e-3, 1e-4]),
+    ):
+        params = {"initial_lr": 1.0, "max_epochs": 3, "lr_mode": {"StepLR": {**arguments, "phase": phase}}}
+        assert walk(params, length=3) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("phase", ["TRAIN_EPOCH_END", "TRAIN_BATCH_STEP"])
+def test_a_scheduler_of_torch_waits_for_the_warmup(phase: str) -> None:
+    mode = {"ExponentialLR": {"gamma": 0.5, "phase": phase}}
+    found = walk({"initial_lr": 0.3, "max_epochs": 5, "lr_warmup_epochs": 2, "lr_mode": mode}, length=2)
+    assert found[:5] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
+    by_batch = [0.3 * 0.5**n for n in range(1, 6)]
+    by_epoch = [0.3, 0.15, 0.15, 0.075, 0.075]
+    assert found[5:] == pytest.approx(by_epoch if phase == "TRAIN_EPOCH_END" else by_batch)
+
+
+def test_a_waiting_scheduler_of_torch_is_resumed() -> None:
+    mode = {"CosineAnnealingLR": {"T_max": 7, "phase": "TRAIN_BATCH_END"}}
+    params = {"initial_lr": 0.3, "max_epochs": 5, "lr_warmup_epochs": 2, "lr_mode": mode}
+    optimizer, other = one_group(0.3), one_group(0.3)
+    built, resumed = schedulers(params, optimizer, 2), schedulers(params, other, 2)
+    for _ in range(6):
+        for scheduler in built:
+            scheduler.step()
+    other.load_state_dict(optimizer.state_dict())
+    for scheduler, old in zip(resumed, built, strict=True):
+        scheduler.load_state_dict(old.state_dict())
+    for _ in range(4):
+        for scheduler in (*built, *resumed):
+            scheduler.step()
+        assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+
+
+def test_reduce_on_plateau_watches_the_metric_and_lets_the_warmup_pass() -> None:
+    given = {"mode": "max", "patience": 0, "factor": 0.5, "min_lr": 0.2, "threshold_mode": "abs"}
+    mode = {"ReduceLROnPlateau": {**given, "metric_name": "IoU", "phase": "VALIDATION_EPOCH_END"}}
+    params = {"initial_lr": 1.0, "max_epochs": 9, "lr_warmup_epochs": 1, "lr_mode": mode}
+    optimizer = one_group(1.0)
+    plateau, warmup = schedulers(params, optimizer, length=2)
+    seen = []
+    for value in (0.9, 0.5, 0.6, 0.6, 0.5, 0.5):  # 0.9 in the warm-up does not count
+        for _ in range(2):
+            warmup.step()
+        plateau.step()
+        plateau.step({"IoU": torch.tensor(value)})
+        seen.append(optimizer.param_groups[0]["lr"])
+    assert seen == pytest.approx([1.0, 1.0, 1.0, 0.5, 0.25, 0.2])
+
+
+# ---- configurations ----------------------------------------------------------------------------------------
+
+
+def test_a_configuration_holds_only_what_its_mode_needs() -> None:
+    params = {"initial_lr": 0.1, "max_epochs": 9, "lr_mode": "poly", "lr_warmup_epochs": 2, "lr_updates": [3]}
+    assert lr_schedules(TrainingParams.read(params)) == [
+        {
+            "type": "RecipeLR",
+            "convert_to_iter_based": True,
+            "lr_mode": "PolyLRScheduler",
+            "warmup_mode": "LinearEpochLRWarmup",
+            "lr_warmup_epochs": 2,
+        }
+    ]
+
+
+def test_without_a_mode_the_rate_stays_and_a_warmup_still_climbs() -> None:
+    assert lr_schedules(TrainingParams.read({"initial_lr": 0.1, "max_epochs": 2})) == []
+    found = walk({"initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=1)
+    assert found == pytest.approx([0.1, 0.2, 0.3, 0.3])
+
+
+def test_a_schedule_is_found_by_its_name_alone() -> None:
+    assert "RecipeLR" in PARAM_SCHEDULERS
+    assert "TorchLR" in PARAM_SCHEDULERS
+
+
+@pytest.mark.parametrize(
+    ("keys", "error", "words"),
+    [
+        ({"lr_mode": "PolyLRSheduler"}, UnknownNameError, "lr_mode.*did you mean 'PolyLRScheduler'"),
+        ({"lr_mode": "poly", "warmup_mode": "LinearLRWarmup"}, UnknownNameError, "warmup_mode"),
+        (
+            {"lr_mode": "StepLRScheduler", "lr_decay_factor": 0.1},
+            ConfigError,
+            "lr_updates or step_lr_update_freq",
+        ),
+        ({"lr_mode": "StepLRScheduler", "lr_updates": [1]}, ConfigError, "lr_decay_factor"),
+        (
+            {"lr_mode": "step", "lr_updates": [1], "step_lr_update_freq": 2.0, "lr_decay_factor": 0.1},
+            ConfigError,
+            "step_lr_update_freq: says the same as lr_updates",
+        ),
+        ({"lr_mode": "ExponentialLRScheduler"}, ConfigError, "lr_decay_factor"),
+        ({"lr_mode": "FunctionLRScheduler"}, ConfigError, "lr_schedule_function"),
+        ({"lr_mode": "poly", "lr_warmup_steps": 5}, ConfigError, "lr_warmup_steps: belongs to"),
+        ({"lr_mode": "poly", "lr_warmup_epochs": -1}, ConfigError, "lr_warmup_epochs"),
+        ({"lr_mode": "StepLR"}, ConfigError, "StepLR.*'phase'"),
+        ({"lr_mode": {"StepLR": {"step_size": 1}}}, ConfigError, r"lr_mode\.StepLR\.phase: must be one of"),
+        ({"lr_mode": {"StpLR": {"phase": "TRAIN_EPOCH_END"}}}, UnknownNameError, "did you mean 'StepLR'"),
+        ({"lr_mode": {"StepLR": 3}}, ConfigError, "lr_mode: must be"),
+        ({"lr_mode": {"ReduceLROnPlateau": {}}}, ConfigError, "metric_name"),
+        (
+            {"lr_mode": {"StepLR": {"phase": "TRAIN_BATCH_STEP"}}, "batch_accumulate": 2},
+            ConfigError,
+            "TRAIN_BATCH_END",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_named(keys: dict[str, Any], error: type[Exception], words: str) -> None:
+    params = TrainingParams.read({"initial_lr": 0.1, "max_epochs": 3, **keys})
+    with pytest.raises(error, match=words):
+        lr_schedules(params)
+
+
+def test_a_run_without_a_number_of_epochs_is_refused() -> None:
+    with pytest.raises(ConfigError, match="known number of epochs"):
+        build_param_scheduler(
+            {"type": "RecipeLR", "convert_to_iter_based": True, "lr_mode": "PolyLRScheduler"},
+            one_group(),
+            epoch_length=3,
+        )

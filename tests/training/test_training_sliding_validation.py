@@ -1,0 +1,186 @@
+"""The last validation, and that of the mean of the best, see whole images through sliding windows."""
+
+from typing import ClassVar
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from slipstream.dataset.base import SegmentationDataset
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.hooks import Hook
+from slipstream.model.sliding import SlidingWindow, slide
+from slipstream.runner import Runner
+from slipstream.training.callbacks import SlidingWindowValidationCallback, callback_hooks
+from slipstream.training.network import SupervisedModel
+from tiny_runs import LOCAL, loader, training
+from tiny_runs import run as run_net
+from tiny_runs import validation as net_validation
+
+COLOURS = [
+    dict(type="SegStandardize", max_value=255),
+    dict(type="SegNormalize", mean=[0.5] * 3, std=[0.2] * 3),
+]
+CENTRE = dict(type="SegCropImageAndMask", crop_size=[16, 8], mode="center")
+WINDOW = dict(crop_size=[16, 8], stride=[8, 8])
+
+
+class Stripes(SegmentationDataset):
+    """Six images of 24 x 12 pixels."""
+
+    metainfo: ClassVar = dict(classes=("a", "b"), palette=[[0, 0, 0], [9, 9, 9]], ignore_index=None)
+
+    def __len__(self):
+        return 6
+
+    def load(self, index):
+        image = np.random.default_rng(index).integers(0, 256, (12, 24, 3), np.uint8)
+        return image, (image[..., 0] > 127).astype(np.uint8)
+
+
+class Wide(nn.Module):
+    """Looks around so far that a window's edge shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 5, padding=2)
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+class Predictions(Hook):
+    """Keeps what each validation predicts, and for which images."""
+
+    def __init__(self):
+        self.passes = []
+
+    def before_val(self, runner):
+        self.passes.append(([], []))
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        images, preds = self.passes[-1]
+        images.append(data_batch["inputs"].clone())
+        preds.append(outputs["preds"])
+
+
+def arguments(folder, entry, hooks=(), transforms=(CENTRE, *COLOURS), workers=0, epochs=2, **changes):
+    data = dict(type=Stripes, transforms=list(transforms))
+    return training(
+        folder,
+        **{
+            "model": SupervisedModel(Wide()),
+            "train_dataloader": loader(data, batch_size=3),
+            "train_cfg": dict(by_epoch=True, max_epochs=epochs),
+            "val_dataloader": loader(
+                data, batch_size=3, shuffle=False, num_workers=workers, persistent_workers=workers > 0
+            ),
+            "val_cfg": {},
+            "val_evaluator": dict(type="IoUMetric"),
+            "custom_hooks": [*hooks, *callback_hooks([entry])],
+            **changes,
+        },
+    )
+
+
+def trained(folder, entry, **changes):
+    seen = Predictions()
+    runner = Runner(**arguments(folder, entry, hooks=[seen, *changes.pop("hooks", ())], **changes))
+    runner.train()
+    return runner, [tuple(map(torch.cat, both)) for both in seen.passes]
+
+
+def by_hand(network, images):
+    """Predictions of windows of whole images that are normalised here."""
+    inputs = (images.float() / 255 - 0.5) / 0.2
+    with torch.no_grad():
+        return slide(network, inputs, SlidingWindow((16, 8), (8, 8))).argmax(1)
+
+
+ENTRY = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=[], **WINDOW))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_only_the_last_validation_slides_over_whole_images(tmp_path, workers):
+    runner, passes = trained(tmp_path, ENTRY, workers=workers, epochs=3)
+    assert [images.shape for images, _ in passes] == [(6, 3, 8, 16), (6, 3, 8, 16), (6, 3, 12, 24)]
+    assert passes[-1][1].shape == (6, 12, 24)
+    assert torch.equal(passes[-1][1], by_hand(runner.model.network, passes[-1][0]))
+    whole = torch.stack([torch.from_numpy(Stripes().load(i)[0]).permute(2, 0, 1) for i in range(6)])
+    assert torch.equal(passes[-1][0], whole)
+    assert runner.model.sliding_window is None
+    assert runner.val_dataloader.dataset[0]["inputs"].shape == (3, 8, 16)
+
+
+def test_transforms_of_ones_own_take_the_place_of_the_data_sets(tmp_path):
+    half = dict(SegCropImageAndMask=dict(crop_size=[20, 10], mode="center"))
+    named = [half, dict(SegStandardize=dict(max_value=255)), "SegConvertToTensor"]
+    entry = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=named, **WINDOW))
+    _, passes = trained(tmp_path, entry)
+    assert [images.shape[2:] for images, _ in passes] == [(8, 16), (10, 20)]
+
+
+def test_the_mean_of_the_best_is_validated_so_too(tmp_path):
+    runner, passes = trained(tmp_path, ENTRY, hooks=[dict(type="AverageBestHook", metric="mIoU")])
+    _, last, mean = passes
+    state = torch.load(tmp_path / "average_model.pth", weights_only=True)["state_dict"]
+    network = Wide()
+    network.load_state_dict({key.removeprefix("network."): value for key, value in state.items()})
+    assert torch.equal(mean[1], by_hand(network, mean[0]))
+    assert torch.equal(last[1], by_hand(runner.model.network, last[0]))
+
+
+def test_outside_of_a_training_a_validation_slides(tmp_path):
+    seen = Predictions()
+    runner = Runner(**arguments(tmp_path, ENTRY, hooks=[seen]))
+    runner.val()
+    ((images, preds),) = seen.passes
+    assert torch.equal(torch.cat(preds), by_hand(runner.model.network, torch.cat(images)))
+
+
+def test_a_compiled_model_is_not_compiled_for_one_validation(tmp_path):
+    torch._dynamo.reset()
+    shapes = []
+
+    def backend(graph, inputs):
+        shapes.append([tuple(x.shape) for x in inputs if isinstance(x, torch.Tensor) and x.ndim == 4])
+        return graph
+
+    cfg = dict(compile=dict(backend=backend, scope="model"))
+    runner, passes = trained(tmp_path, ENTRY, cfg=cfg)
+    assert shapes
+    assert not any((3, 3, 12, 24) in found for found in shapes)
+    assert torch.equal(passes[-1][1], by_hand(runner.model.network, passes[-1][0]))
+    assert runner.model._compiled_call_impl is not None
+
+
+# ---- bad input ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(crop_size=[8, 8], stride=[9, 9]), r"stride: must not exceed the window"),
+        (dict(transforms_for_sliding_window=["SegNormalise"]), "did you mean 'SegNormalize'"),
+        (
+            dict(transforms_for_sliding_window=[dict(a=1, b=2)]),
+            r"transforms_for_sliding_window\[0\]: must be a name",
+        ),
+        (dict(transforms_for_sliding_window=[COLOURS[0], CENTRE]), "stands before"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_before_the_training(tmp_path, options, message):
+    entry = dict(SlidingWindowValidationCallback=options)
+    with pytest.raises((ConfigError, UnknownNameError), match=rf"^custom_hooks\[0\].*{message}"):
+        Runner(**arguments(tmp_path, entry))
+
+
+def test_models_and_data_without_what_it_needs_are_named(tmp_path):
+    hook = SlidingWindowValidationCallback()
+    with pytest.raises(ConfigError, match="needs a SupervisedModel, not Net"):
+        run_net(tmp_path / "a", custom_hooks=[hook], **net_validation())
+    plain = torch.utils.data.TensorDataset(torch.rand(6, 3, 8, 16), torch.zeros(6, 8, 16, dtype=torch.long))
+    evaluation = dict(val_dataloader=loader(plain, shuffle=False))
+    with pytest.raises(ConfigError, match=r"knows no transforms of TensorBatches.*SegmentationDataset"):
+        Runner(**arguments(tmp_path / "b", ENTRY, visualizer=LOCAL, **evaluation)).val()

@@ -1,0 +1,388 @@
+"""The Trainer: SuperGradients' words train what a loop of plain torch trains."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from slipstream import Trainer
+from slipstream.checkpoint import load_checkpoint
+from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError, UnknownNameError
+from slipstream.hooks import Hook
+
+QUIET = dict(silent_mode=True, average_best_models=False)
+SGD = dict(max_epochs=2, initial_lr=0.1, loss="CrossEntropyLoss", **QUIET)
+
+
+def images(count=40):
+    inputs = torch.randn(count, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+    return inputs, (inputs.mean((1, 2, 3)) > 0).long()
+
+
+def network(classes=2, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return nn.Sequential(
+            nn.Conv2d(3, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(4, classes),
+        )
+
+
+def loader(batch_size=8, **options):
+    return DataLoader(TensorDataset(*images()), batch_size, **options)
+
+
+def weights(module):
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def assert_close(one, other):
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        torch.testing.assert_close(value, other[name], rtol=1e-5, atol=1e-6)
+
+
+class Named(Dataset):
+    """Samples as dicts, of a data set that says its classes."""
+
+    def __init__(self, classes=("dark", "light")):
+        self.metainfo = dict(classes=classes)
+        self.inputs, self.targets = images()
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, index):
+        return dict(inputs=self.inputs[index], targets=self.targets[index])
+
+
+# ---- the numbers -----------------------------------------------------------------------------------------
+
+
+def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
+    """Train as the guide of SuperGradients describes it, in plain torch; the loss of a window is the mean."""
+    groups = [
+        dict(params=[p], start=rates[n[0] == "0"], weight_decay=decay * (p.ndim > 1), lr=0.0)
+        for n, p in net.named_parameters()
+    ]
+    optimizer = torch.optim.SGD(groups, momentum=0.9)
+    length, steps = len(batches), 0
+
+    def set_rates(factor):
+        for group in optimizer.param_groups:
+            group["lr"] = group["start"] * factor
+
+    for epoch in range(epochs):
+        if epoch <= warmup:
+            start = 1 / (warmup + 1)
+            set_rates(start + (1 - start) * epoch / max(warmup, 1) if epoch < warmup else 1.0)
+        for number, (inputs, targets) in enumerate(batches):
+            (F.cross_entropy(net(inputs), targets) / accumulate).backward()
+            steps += 1
+            if steps % accumulate:
+                continue
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
+            if epoch >= warmup:
+                done = (epoch - warmup) * length + number
+                set_rates((1 - done / ((epochs - warmup) * length)) ** 0.9)
+
+
+def test_a_training_equals_a_loop_of_plain_torch(tmp_path):
+    mine, theirs = network(), network()
+    theirs.train()
+    by_hand(theirs, 4, 1, list(loader()), 2, {True: 0.01, False: 0.1}, 0.05, 0.5)
+    Trainer("exp", tmp_path).train(
+        model=mine,
+        training_params=dict(
+            max_epochs=4,
+            lr_mode="PolyLRScheduler",
+            initial_lr={"0": 0.01, "default": 0.1},
+            lr_warmup_epochs=1,
+            optimizer="SGD",
+            optimizer_params=dict(momentum=0.9, weight_decay=0.05),
+            zero_weight_decay_on_bias_and_bn=True,
+            loss="CrossEntropyLoss",
+            clip_grad_norm=0.5,
+            batch_accumulate=2,
+            **QUIET,
+        ),
+        train_loader=loader(),
+    )
+    assert_close(weights(mine), weights(theirs))
+    assert (mine[0].weight - network()[0].weight).abs().max() > 1e-3  # it did learn
+
+
+def test_the_users_own_module_holds_the_trained_weights(tmp_path):
+    net = network()
+    trainer = Trainer("exp", tmp_path)
+    trainer.train(net, SGD, loader())
+    saved = load_checkpoint(Path(trainer.checkpoints_dir_path) / "ckpt_latest.pth")["state_dict"]
+    assert trainer.net is net
+    assert_close({f"network.{name}": value for name, value in weights(net).items()}, saved)
+
+
+def test_dicts_and_pairs_train_the_same(tmp_path):
+    trained = []
+    for name, data in (("dicts", DataLoader(Named(), 8)), ("pairs", loader())):
+        trained.append(network())
+        Trainer(name, tmp_path).train(trained[-1], SGD, data)
+    assert_close(weights(trained[0]), weights(trained[1]))
+
+
+def test_the_seed_decides_the_order(tmp_path):
+    trained = [network() for _ in range(3)]
+    for number, (net, seed) in enumerate(zip(trained, (1, 1, 2), strict=True)):
+        Trainer(f"exp{number}", tmp_path).train(net, {**SGD, "seed": seed}, loader(shuffle=True))
+    assert torch.equal(trained[0][0].weight, trained[1][0].weight)
+    assert not torch.equal(trained[0][0].weight, trained[2][0].weight)
+
+
+def test_parameters_of_the_constructor_hold_unless_train_changes_them(tmp_path):
+    trainer = Trainer("exp", tmp_path, training_params={**SGD, "max_epochs": 9, "batch_accumulate": 2})
+    trainer.train(network(), dict(max_epochs=1), loader())
+    assert (trainer.runner.max_epochs, trainer.runner.speed.accumulate) == (1, 2)
+
+
+def test_a_resumed_training_ends_with_the_same_weights(tmp_path):
+    whole, parts = network(), network()
+    Trainer("whole", tmp_path).train(whole, {**SGD, "max_epochs": 3}, loader(shuffle=True))
+    Trainer("parts", tmp_path).train(parts, {**SGD, "max_epochs": 1}, loader(shuffle=True))
+    other = network(seed=5)
+    again = Trainer("parts", tmp_path)
+    again.train(other, {**SGD, "max_epochs": 3, "resume": True}, loader(shuffle=True))
+    assert again.runner.iter == 15
+    assert_close(weights(whole), weights(other))
+
+
+def test_batches_of_an_epoch_are_limited(tmp_path):
+    trainer = Trainer("exp", tmp_path)
+    params = {**SGD, "max_train_batches": 2, "max_valid_batches": 3, "valid_metrics_list": ["Accuracy"]}
+    trainer.train(network(), params, loader(shuffle=True), loader())
+    assert trainer.runner.iter == 4
+    assert trainer.runner.val_loop.batches == 3
+
+
+# ---- validation, checkpoints, tests ----------------------------------------------------------------------
+
+
+def test_the_metrics_of_every_validation_come_back(tmp_path):
+    params = {**SGD, "max_epochs": 3, "run_validation_freq": 2, "valid_metrics_list": ["Accuracy"]}
+    trainer = Trainer("exp", tmp_path)
+    history = trainer.train(net := network(), params, loader(), loader())
+    assert [entry["epoch"] for entry in history] == [2, 3]
+    net.eval()
+    inputs, targets = images()
+    right = (net(inputs).argmax(1) == targets).float().mean().item()
+    assert history[-1]["Accuracy"] == pytest.approx(right)
+    names = {path.name for path in Path(trainer.checkpoints_dir_path).iterdir()}
+    assert {"ckpt_latest.pth", "ckpt_best.pth"} <= names
+
+
+def test_the_mean_of_the_best_is_written(tmp_path):
+    trainer = Trainer("exp", tmp_path)
+    params = {**SGD, "valid_metrics_list": ["Accuracy"], "average_best_models": True}
+    trainer.train(network(), params, loader(), loader())
+    assert (Path(trainer.checkpoints_dir_path) / "average_model.pth").is_file()
+
+
+def test_without_save_model_nothing_is_written_but_logs(tmp_path):
+    trainer = Trainer("exp", tmp_path)
+    trainer.train(network(), {**SGD, "save_model": False}, loader())
+    assert not list(Path(trainer.checkpoints_dir_path).glob("*.pth"))
+
+
+def accuracy(net):
+    inputs, targets = images()
+    return pytest.approx((net.eval()(inputs).argmax(1) == targets).float().mean().item())
+
+
+def test_a_network_is_tested_before_after_and_with_its_average(tmp_path):
+    trainer = Trainer("exp", tmp_path)
+    net = network(seed=3)
+    test = dict(test_loader=loader(), test_metrics_list=["Accuracy"], silent_mode=True)
+    assert trainer.test(net, **test) == dict(Accuracy=accuracy(net))
+    average = dict(ema=True, ema_params=dict(decay=0.999, decay_type="constant"))
+    trainer.train(net, {**SGD, **average, "initial_lr": 1.0}, loader())
+    saved = load_checkpoint(Path(trainer.checkpoints_dir_path) / "ckpt_latest.pth")["state_dict"]
+    averaged = network()
+    averaged.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
+    assert accuracy(averaged) != accuracy(net).expected  # else this would show nothing
+    assert trainer.test(**test) == trainer.test(net, **test) == dict(Accuracy=accuracy(averaged))
+    assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
+
+
+def test_further_data_sets_are_tested_in_the_training_under_their_names(tmp_path):
+    seen = []
+
+    class Watch(Hook):
+        def after_test_epoch(self, runner, metrics=None):
+            seen.append((runner.epoch + 1, metrics))
+
+    trainer = Trainer("exp", tmp_path)
+    params = {
+        **SGD,
+        "max_epochs": 4,
+        "run_test_freq": 2,
+        "valid_metrics_list": ["Accuracy"],
+        "phase_callbacks": [Watch()],
+    }
+    tests = dict(all=loader(), few=DataLoader(TensorDataset(*images(8)), 4))
+    history = trainer.train(network(), params, loader(), loader(), test_loaders=tests)
+    assert [(epoch, list(metrics)) for epoch, metrics in seen] == [
+        (2, ["all/Accuracy"]),
+        (2, ["few/Accuracy"]),
+        (4, ["all/Accuracy"]),
+        (4, ["few/Accuracy"]),
+    ]
+    assert seen[2][1]["all/Accuracy"] == history[-1]["Accuracy"]
+    assert list(trainer.test()) == ["Accuracy"]
+
+
+# ---- the batch on its way --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("data", [loader(), DataLoader(Named(), 8)], ids=["pairs", "dicts"])
+def test_a_callback_may_change_the_batches(tmp_path, data):
+    numbers = []
+
+    def darken(inputs, targets, batch_idx):
+        numbers.append(batch_idx)
+        return inputs - 1, 1 - targets
+
+    mine, theirs = network(), network()
+    Trainer("mine", tmp_path).train(mine, {**SGD, "pre_prediction_callback": darken}, data)
+    inputs, targets = images()
+    changed = DataLoader(TensorDataset(inputs - 1, 1 - targets), 8)
+    Trainer("theirs", tmp_path).train(theirs, SGD, changed)
+    assert numbers == [0, 1, 2, 3, 4] * 2
+    assert_close(weights(mine), weights(theirs))
+
+
+def test_a_callback_needs_a_batch_that_can_be_changed(tmp_path):
+    def collate(samples):
+        return tuple(torch.stack(column) for column in zip(*samples, strict=True))
+
+    params = {**SGD, "pre_prediction_callback": lambda inputs, targets, number: (inputs, targets)}
+    with pytest.raises(
+        DataError, match="pre_prediction_callback needs batches that are dicts or lists, not tuple"
+    ):
+        Trainer("exp", tmp_path).train(network(), params, loader(collate_fn=collate))
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def test_a_head_of_another_number_of_classes_is_found_before_the_first_step(tmp_path):
+    net, data = network(classes=4), DataLoader(Named(("a", "b", "c")), 8)
+    before = weights(net)
+    trainer = Trainer("exp", tmp_path)
+    with pytest.raises(ModelError, match="4 classes, and the data set has 3"):
+        trainer.train(net, SGD, data)
+    after = weights(net)
+    assert all(torch.equal(after[name], before[name]) for name, _ in net.named_parameters())
+    with pytest.raises(ModelError, match="4 classes, and the data set has 3"):
+        trainer.test(net, data, ["Accuracy"], silent_mode=True)
+
+
+def test_two_data_sets_of_other_classes_do_not_go_together(tmp_path):
+    params = {**SGD, "valid_metrics_list": ["Accuracy"]}
+    with pytest.raises(
+        ModelError, match=r"the data set has 3 classes \(a, b, \.\.\.\), and the network is made for 2"
+    ):
+        Trainer("exp", tmp_path).train(
+            network(), params, DataLoader(Named(), 8), DataLoader(Named(("a", "b", "c")), 8)
+        )
+
+
+def test_a_misspelt_key_is_found_before_anything_is_written(tmp_path):
+    with pytest.raises(UnknownNameError, match=r"training_params\.inital_lr: .*did you mean 'initial_lr'"):
+        Trainer("exp", tmp_path).train(network(), {**SGD, "inital_lr": 1}, loader())
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lever_that_contradicts_itself_names_its_key(tmp_path):
+    with pytest.raises(ConfigError, match=r"training_params\.batch_accumulate"):
+        Trainer("exp", tmp_path).train(network(), {**SGD, "batch_accumulate": 0}, loader())
+    with pytest.raises(ConfigError, match=r"training_params\.speed\.emma: no such lever"):
+        Trainer("exp", tmp_path).train(network(), {**SGD, "speed": dict(emma=True)}, loader())
+
+
+def test_what_is_missing_is_named(tmp_path):
+    trainer = Trainer("exp", tmp_path)
+    with pytest.raises(ConfigError, match="train_loader: is needed"):
+        trainer.train(network(), SGD)
+    with pytest.raises(ConfigError, match="test: needs test_loader and test_metrics_list: no training"):
+        trainer.test(network())
+    with pytest.raises(ConfigError, match="test: needs model: no training"):
+        trainer.test(test_loader=loader(), test_metrics_list=["Accuracy"])
+    trainer.train(network(), SGD, loader())
+    with pytest.raises(ConfigError, match="test: needs test_loader and test_metrics_list"):
+        trainer.test()
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
+        Trainer.resume_experiment("nothing", tmp_path)
+    with pytest.raises(CheckpointError, match="was made of Python objects"):
+        Trainer.resume_experiment("exp", tmp_path)
+
+
+# ---- recipes ---------------------------------------------------------------------------------------------
+
+
+def recipe(tmp_path, **params):
+    data = dict(
+        train_dataset_params=dict(length=4, size=[32, 64]),
+        val_dataset_params=dict(length=2, size=[32, 64]),
+        train_dataloader_params=dict(batch_size=2, num_workers=0),
+        val_dataloader_params=dict(batch_size=2, num_workers=0),
+    )
+    hyperparams = dict(
+        max_epochs=1,
+        initial_lr=0.01,
+        loss=dict(CrossEntropyLoss=dict(ignore_index=255)),
+        valid_metrics_list=[dict(IoU=dict(num_classes=20, ignore_index=255))],
+        metric_to_watch="IoU",
+        **QUIET,
+    )
+    return dict(
+        experiment_name="exp",
+        ckpt_root_dir=str(tmp_path),
+        architecture="regseg48",
+        arch_params=dict(num_classes=19),
+        train_dataloader="street_scenes_train",
+        val_dataloader="street_scenes_val",
+        dataset_params=data,
+        training_hyperparams={**hyperparams, **params},
+    )
+
+
+def test_a_recipe_is_trained_resumed_and_evaluated(tmp_path):
+    from omegaconf import OmegaConf
+
+    net, history = Trainer.train_from_config(OmegaConf.create(recipe(tmp_path)))
+    assert [entry["epoch"] for entry in history] == [1]
+    evaluated, metrics = Trainer.evaluate_from_recipe(recipe(tmp_path))
+    assert metrics["IoU"] == pytest.approx(history[-1]["IoU"])
+    assert_close(weights(evaluated), weights(net))
+    with pytest.raises(CheckpointError, match=r"ckpt_worst\.pth does not exist"):
+        Trainer.evaluate_from_recipe(recipe(tmp_path, ckpt_name="ckpt_worst.pth"))
+    # It had come to its end; its last validation came after the checkpoint, and is made once more.
+    again, last = Trainer.resume_experiment("exp", tmp_path)
+    assert [entry["epoch"] for entry in last] == [1]
+    assert last[0]["IoU"] == pytest.approx(history[0]["IoU"])
+    assert_close(weights(again), weights(net))
+
+
+def test_the_weights_of_a_run_start_another_network(tmp_path):
+    from slipstream.training import models
+
+    net, _ = Trainer.train_from_config(recipe(tmp_path))
+    again = models.get("regseg48", num_classes=19, checkpoint_path=tmp_path / "exp" / "ckpt_best.pth")
+    assert_close(weights(again), weights(net))
