@@ -2,11 +2,14 @@
 
 import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+
+from slipstream.config import Config
 
 SMALL = [
     "train_dataloader.dataset.size=[64, 128]",
@@ -89,6 +92,27 @@ def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained
         assert mask.size == (160, 96)
     assert colours <= {tuple(c) for c in CITYSCAPES_PALETTE}
     assert (tmp_path / "masks" / "street_overlay.png").is_file()
+
+
+def test_predict_cuts_off_what_the_transforms_pad():
+    from slipstream.cli.predict import _predictor
+
+    class Brightness(torch.nn.Module):
+        def forward(self, images):
+            bright = images.mean(1, keepdim=True)
+            return torch.cat([50 - bright, bright - 50], 1)
+
+    transforms = [
+        dict(type="SegRescale", long_size=64),
+        dict(type="SegPadShortToCropSize", crop_size=(96, 96), fill_mask=255),
+        dict(type="SegStandardize", max_value=2),
+    ]
+    model = dict(type="Segmentor", network=dict(type=Brightness))
+    cfg = Config(dict(model=model, val_dataloader=dict(dataset=dict(transforms=transforms))))
+    image = np.full((40, 128, 3), 200, np.uint8)
+    image[:, 100:] = 10
+    mask = _predictor(cfg, {"state_dict": {}}, Path("none"))(image)
+    np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 
 def test_predict_of_a_broken_image_names_the_file(trained, slipstream, tmp_path):

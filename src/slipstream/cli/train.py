@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slipstream.cli.configure import configure
+from slipstream.cli.configure import read_config
 from slipstream.cli.processes import launch, restarted_with_progress, wants_processes
 
 if TYPE_CHECKING:
@@ -20,8 +21,11 @@ def run(args: argparse.Namespace) -> int:
     """Train, and print where everything lies."""
     from slipstream.runner import Runner
 
-    cfg = configure(args)
+    cfg, gpus = read_config(args)
     if wants_processes(args):
+        return launch(args, cfg.work_dir)
+    if args.launcher is None and cfg.get("launcher", "none") == "none" and (count := _devices(cfg, gpus)) > 1:
+        args.nproc = str(count)
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
     runner = Runner.from_cfg(cfg)
@@ -29,6 +33,25 @@ def run(args: argparse.Namespace) -> int:
     if runner.rank == 0:
         print(summary(runner))
     return 0
+
+
+def _devices(cfg: Config, wanted: int | None) -> int:
+    """Return on how many devices of this machine to train; if they are fewer than wanted, say what comes of it."""
+    if wanted == 1:
+        return 1
+    import torch
+
+    count = torch.accelerator.device_count()
+    if wanted is None or count >= wanted:
+        return wanted or count
+    there, batch = max(count, 1), cfg.train_dataloader.batch_size
+    print(
+        f"slipstream: warning: the recipe trains on {wanted} GPUs, and this machine has {count}: the batch is "
+        f"{there} x {batch}, not {wanted} x {batch}. training_params.batch_accumulate={-(-wanted // there)} makes up "
+        f"for it; num_gpus={there} says that it is meant",
+        file=sys.stderr,
+    )
+    return there
 
 
 def _resume(args: argparse.Namespace, cfg: Config) -> None:
@@ -46,7 +69,7 @@ def summary(runner: Runner) -> str:
     """Return one line: the last metrics, the speed, and where checkpoints, picture and logs lie."""
     hub, folder = runner.message_hub, Path(runner.work_dir)
     metrics = [
-        f"{name.removeprefix('val/')} {history.current():.2f}"
+        f"{name.removeprefix('val/')} {_shown(history.current())}"
         for name, history in hub.log_scalars.items()
         if name.startswith("val/") and not name.endswith("time")
     ]
@@ -55,3 +78,7 @@ def summary(runner: Runner) -> str:
     files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
     return f"Done: {', '.join(facts)}. In {folder}: {', '.join(files)}; logs in {logs}/"
+
+
+def _shown(value: float) -> str:
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a share, or percent

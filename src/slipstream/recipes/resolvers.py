@@ -1,0 +1,38 @@
+"""The functions that recipes may call in `${...}`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["output_dir", "register_resolvers"]
+
+
+def output_dir(ckpt_root_dir: str | None, experiment_name: str) -> str:
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`, by default under `work_dirs`."""
+    return str(Path(ckpt_root_dir or "work_dirs") / experiment_name)
+
+
+def register_resolvers() -> None:
+    """Make SuperGradients' functions known to OmegaConf; a second call changes nothing."""
+    from omegaconf import OmegaConf
+
+    functions: dict[str, Callable[..., Any]] = {
+        "hydra_output_dir": output_dir,
+        "add": lambda *numbers: sum(numbers),
+        "cond": lambda condition, yes, no: yes if condition else no,
+        "getitem": lambda container, key: container[key],
+        "first": lambda items: items[0],
+        "last": lambda items: items[-1],
+        "class": lambda path: path,  # a name: whoever builds the part looks it up
+        "roboflow_dataset_num_classes": _no_roboflow,
+    }
+    for name, function in functions.items():
+        OmegaConf.register_new_resolver(name, function, replace=True)
+
+
+def _no_roboflow(*_: Any) -> Any:
+    raise ConfigError("there are no Roboflow data sets here: write num_classes as a number")

@@ -1,0 +1,307 @@
+"""Every recipe runs from its name: small data in Cityscapes' own layout, few batches, small crops."""
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from slipstream.cli.configure import load_config
+from slipstream.cli.main import main
+from slipstream.dataset.street_folder import write_street_folder
+from slipstream.recipes import recipes
+from slipstream.registry import MODELS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
+from predecessor_recipes import RECIPES
+
+DOCS = Path(__file__).resolve().parents[2] / "docs/recipes"
+FEW = [
+    "num_gpus=1", "epochs=1", "batch_size=2", "val_batch_size=1", "num_workers=0", "training_params.lr_warmup_epochs=0",
+    "training_params.max_train_batches=2", "training_params.max_valid_batches=1",
+    "training_params.run_validation_freq=1",
+]  # fmt: skip
+TRANSFORMS = "dataset_params.train_dataset_params.transforms"
+SMALL_CROPS = [f"{TRANSFORMS}.{i}.{name}.crop_size=[64,64]" for i, name in (
+    (3, "SegPadShortToCropSize"), (4, "SegCropImageAndMask"),
+)]  # fmt: skip
+SMALL_VALIDATION = [
+    "dataset_params.val_dataset_params.transforms.0.SegRescale.long_size=128",
+    "dataset_params.val_dataset_params.transforms.1.SegPadShortToCropSize.crop_size=[128,128]",
+]
+NETWORKS = {
+    "cityscapes_pplite_seg50": ["pp_lite_t_seg", "pp_lite_b_seg"],
+    "cityscapes_pplite_seg75": ["pp_lite_t_seg", "pp_lite_b_seg"],
+    "cityscapes_stdc_seg50": ["stdc1_seg", "stdc2_seg"],
+    "cityscapes_stdc_seg75": ["stdc1_seg", "stdc2_seg"],
+    "cityscapes_ddrnet": ["ddrnet_23", "ddrnet_23_slim", "ddrnet_39"],
+    "cityscapes_regseg48": ["regseg48"],
+    "cityscapes_segformer": ["segformer_b0"],
+    **{f"cityscapes_segformer_b{size}": [f"segformer_b{size}"] for size in range(6)},
+}
+TRAINED = [
+    ("cityscapes_pplite_seg50", "pp_lite_t_seg"), ("cityscapes_pplite_seg75", "pp_lite_t_seg"),
+    ("cityscapes_stdc_seg50", "stdc1_seg"), ("cityscapes_stdc_seg75", "stdc1_seg"),
+    ("cityscapes_regseg48", "regseg48"), ("cityscapes_ddrnet", "ddrnet_23_slim"),
+    ("cityscapes_segformer", "segformer_b0"), ("cityscapes_segformer_b0", "segformer_b0"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cityscapes(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cityscapes")
+    write_street_folder(folder, train=4, val=2, size=(128, 256))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def run(*words):
+    assert main(list(words)) == 0
+
+
+def checkpoint(name):
+    return torch.load(Path("work_dirs") / name / "ckpt_latest.pth", weights_only=True)
+
+
+@pytest.mark.parametrize(("recipe", "architecture"), TRAINED)
+def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architecture, cityscapes, capsys):
+    words = [
+        f"architecture={architecture}",
+        "experiment_name=run",
+        f"data_root_dir={cityscapes}",
+        *FEW,
+        *SMALL_CROPS,
+    ]
+    if "segformer" in recipe:
+        words += SMALL_VALIDATION
+    run("train", recipe, *words)
+    out = capsys.readouterr().out
+    assert re.search(r"IoU 0\.\d+", out)
+    saved = checkpoint("run")
+    assert all(
+        tensor.isfinite().all() for tensor in saved["state_dict"].values() if tensor.is_floating_point()
+    )
+    assert {path.name for path in Path("work_dirs/run").glob("*.p*")} >= {
+        "ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png",
+    }  # fmt: skip
+
+
+def test_validation_and_predictions_follow_from_what_was_written(cityscapes, capsys):
+    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *words)
+    run("val", "cityscapes_regseg48", *words)
+    assert re.search(r"IoU 0\.\d+", capsys.readouterr().out)
+    photo = next(cityscapes.glob("leftImg8bit/val/*/*.png"))
+    run("predict", str(photo), "--out", "masks")
+    mask = np.asarray(Image.open(f"masks/{photo.stem}_mask.png"))
+    assert mask.shape[:2] == (128, 256)
+    run("explain", "cityscapes_regseg48", *words)
+    explained = capsys.readouterr().out
+    assert "training_params.ema" in explained
+    assert "training_params.sync_bn" in explained
+    run("data", "stats", "cityscapes_regseg48", *words)
+    run("submit", "cityscapes_regseg48", *words, "--dry-run")
+    assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
+
+
+def test_a_run_goes_on_where_it_ended(cityscapes, capsys):
+    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *words)
+    run("train", "cityscapes_regseg48", *words, "epochs=2", "resume=True")
+    assert checkpoint("run")["meta"]["epoch"] == 2
+    assert "Resumed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("recipe", "architecture"), [(r, a) for r, names in NETWORKS.items() for a in names])
+def test_each_recipe_builds_its_network_and_loss(recipe, architecture):
+    cfg = load_config(recipe, [f"architecture={architecture}"]).cfg
+    with torch.device("meta"):
+        model = MODELS.build(cfg.model)
+    assert sum(p.numel() for p in model.network.parameters()) > 1e6
+    assert cfg.model.network.type == architecture
+    assert cfg.train_dataloader.dataset.type == "CityscapesDataset"
+    assert cfg.work_dir.startswith("work_dirs/")
+
+
+@pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("street_scenes")])
+def test_street_scenes_recipes_need_no_data(name):
+    if name == "street_scenes_pp_lite_t":  # in the Runner's words
+        sizes = [f"{split}_dataloader.dataset.size=[64,128]" for split in ("train", "val")]
+        lengths = ["train_dataloader.dataset.length=4", "val_dataloader.dataset.length=2"]
+        run(
+            "train",
+            name,
+            *sizes,
+            *lengths,
+            "train_cfg.max_epochs=1",
+            "train_cfg.val_interval=1",
+            "param_scheduler=null",
+        )
+        return
+    data = [
+        f"dataset_params.{split}_dataset_params.{key}"
+        for split, length in (("train", 4), ("val", 2))
+        for key in ("size=[64,128]", f"length={length}")
+    ]
+    run("train", name, *FEW, *data)
+    assert checkpoint(name)["meta"]["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in recipes() if name.startswith("camvid") and "pp_lite" not in name]
+)
+def test_camvid_recipes_train_on_a_folder_of_photos_and_masks(name):
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for folder, shape, top in ((split, (96, 128, 3), 255), (f"{split}annot", (96, 128), 12)):
+            Path("data/camvid", folder).mkdir(parents=True)
+            for i in range(4):
+                pixels = rng.integers(0, top, shape, np.uint8)
+                Image.fromarray(pixels).save(Path("data/camvid", folder, f"{i}.png"))
+    crops = [f"{TRANSFORMS}.{i}.{step}.crop_size=[64,64]" for i, step in (
+        (1, "SegPadShortToCropSize"), (2, "SegCropImageAndMask"),
+    )]  # fmt: skip
+    run("train", name, *FEW, *crops)
+    assert checkpoint(name)["meta"]["epoch"] == 1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_written_for_the_predecessor_trains_unchanged(name, cityscapes):
+    Path("mine.yaml").write_text(RECIPES[name])
+    words = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
+    run("train", "mine.yaml", *words)
+    assert checkpoint("mine")["meta"]["epoch"] == 1
+
+
+def test_lists_of_files_in_place_of_a_split(cityscapes):
+    Path("mine.yaml").write_text(
+        RECIPES["regseg48"]
+        + "\ndataset_params:\n"
+        + "".join(
+            f"  {split}_dataset_params:\n    root_dir: {cityscapes}\n    list_file: lists/{split}.lst\n"
+            "    labels_csv_path: lists/labels.csv\n"
+            for split in ("train", "val")
+        )
+    )
+    run("train", "mine.yaml", *FEW, *SMALL_CROPS, "experiment_name=mine")
+    assert checkpoint("mine")["meta"]["epoch"] == 1
+
+
+def test_cifar10_trains_on_the_binary_version():
+    folder = Path("data/cifar10/cifar-10-batches-bin")
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]:
+        records = rng.integers(0, 256, (10_000, 3073), np.uint8)
+        records[:, 0] %= 10
+        records.tofile(folder / name)
+    (folder / "batches.meta.txt").write_text(
+        "airplane\nautomobile\nbird\ncat\ndeer\ndog\nfrog\nhorse\nship\ntruck\n"
+    )
+    run("train", "cifar10_resnet", *FEW)
+    assert checkpoint("resnet18_cifar")["meta"]["epoch"] == 1
+
+
+def test_fewer_gpus_than_the_recipe_asks_for_are_said_with_the_batch_that_results(
+    cityscapes, capsys, monkeypatch
+):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
+    few = [word for word in FEW if not word.startswith("num_gpus")]
+    run(
+        "train",
+        "cityscapes_regseg48",
+        "experiment_name=run",
+        f"data_root_dir={cityscapes}",
+        *few,
+        *SMALL_CROPS,
+    )
+    (warning,) = [line for line in capsys.readouterr().err.splitlines() if "GPUs" in line]
+    assert "1 x 2, not 4 x 2" in warning
+    assert "batch_accumulate=4" in warning
+
+
+@pytest.mark.parametrize(("found", "started"), [(8, "4"), (3, "3")])
+def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, monkeypatch):
+    from slipstream.cli import train
+
+    asked = []
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: found)
+    monkeypatch.setattr(train, "launch", lambda args, work_dir: asked.append((args.nproc, work_dir)) or 0)
+    run("train", "cityscapes_regseg48")
+    run("train", "cityscapes_regseg48", "num_gpus=-1")
+    assert asked == [(n, "work_dirs/regseg48_cityscapes") for n in (started, str(found))]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["training_params.max_epoch=3"], ["training_params.max_epoch", "did you mean 'max_epochs'"]),
+        (["architecture=regseg4"], ["regseg4", "did you mean 'regseg48'"]),
+        (["checkpoint_params.checkpoint_pth=x"], ["checkpoint_params.checkpoint_pth", "'checkpoint_path'"]),
+        (["checkpoint_params.pretrained_weights=imagenet"], ["nothing is downloaded", "checkpoint_path"]),
+        (["multi_gpu=DPP"], ["multi_gpu", "'DPP'"]),
+        (["num_gpus=many"], ["num_gpus", "'many'"]),
+        (["train_dataloader=cityscape_train"], ["train_dataloader", "'cityscapes_train'"]),
+        (["architecture=null"], ["architecture", "missing"]),
+        (["data_root_dir=nowhere"], ["nowhere"]),
+        (["arch_params.num_classes=18"], ["18", "19"]),
+    ],
+)
+def test_a_wrong_word_is_one_line_that_names_the_place(words, expected, cityscapes, capsys):
+    data = [] if any("data_root" in word for word in words) else [f"data_root_dir={cityscapes}"]
+    assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *words]) in (1, 2)
+    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slipstream: error")]
+    assert len(lines) == 1
+    for part in expected:
+        assert part in lines[0]
+
+
+def test_a_variable_of_a_recipes_own_is_no_error_and_a_near_miss_is_said(caplog):
+    from slipstream.recipes import compose
+    from slipstream.training.recipe import recipe_config
+
+    recipe = compose("street_scenes_regseg48")
+    recipe_config({**recipe, "my_colour": 3, "multi_gpus": "DDP"})
+    said = [record.message for record in caplog.records if "recipe's key" in record.message]
+    assert len(said) == 1
+    assert "'multi_gpus'" in said[0]
+    assert "'multi_gpu'" in said[0]
+
+
+COMMANDS = [
+    line.split("#")[0]
+    for page in sorted(DOCS.glob("*.md"))
+    for block in re.findall(
+        r"^```bash\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    for line in block.splitlines()
+    if "train" in line
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_of_the_pages_names_a_recipe_and_keys_that_there_are(command):
+    words = [word for word in shlex.split(command) if not word.startswith("--multirun")]
+    if "slipstream.train_from_recipe" in words:
+        name, *overrides = words[words.index("slipstream.train_from_recipe") + 1 :]
+        name = name.removeprefix("--config-name=")
+    else:
+        assert words[:2] == ["slipstream", "train"]
+        name, *overrides = words[2:]
+    assert load_config(name, [word for word in overrides if "," not in word]).cfg.model
+
+
+def test_the_pages_are_short_and_name_every_family():
+    text = " ".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
+    assert all(len(page.read_text(encoding="utf-8").splitlines()) <= 70 for page in DOCS.glob("*.md"))
+    for name in recipes():
+        if name.startswith("cityscapes") and not re.search(r"segformer_b\d", name):
+            assert name in text or name.replace("seg75", "seg50") in text

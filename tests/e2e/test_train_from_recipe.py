@@ -1,0 +1,123 @@
+"""`python -m slipstream.train_from_recipe`: SuperGradients' command, with Hydra's options."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+SIZES = [
+    f"dataset_params.{split}_dataset_params.{word}"
+    for split in ("train", "val")
+    for word in ("size=[64,128]", "length=2")
+]
+SMALL = [
+    "num_gpus=1", "epochs=1", "batch_size=2", "val_batch_size=2", "num_workers=0", *SIZES,
+    *(f"training_params.{word}=1" for word in ("max_train_batches", "max_valid_batches", "run_validation_freq")),
+]  # fmt: skip
+
+
+@pytest.fixture
+def from_recipe(run):
+    """Run `python -m slipstream.train_from_recipe ARGS`."""
+    return lambda *args, **kwargs: run("-m", "slipstream.train_from_recipe", *args, **kwargs)
+
+
+def everything(folder):
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*")}
+
+
+def test_it_trains_a_recipe_and_leaves_nothing_of_hydras_behind(from_recipe, tmp_path):
+    done = from_recipe("--config-name=street_scenes_regseg48", *SMALL, "training_params.torch_compile=False")
+    assert "Done: " in done.stdout
+    written = everything(tmp_path)
+    assert "work_dirs/street_scenes_regseg48/ckpt_latest.pth" in written
+    assert all(name.startswith("work_dirs") for name in written)
+    assert not any(".hydra" in name or "multirun" in name for name in written)
+
+
+def test_a_users_folder_holds_recipes_and_groups(from_recipe, tmp_path):
+    folder = tmp_path / "mine"
+    (folder / "training_hyperparams").mkdir(parents=True)
+    (folder / "training_hyperparams/quick.yaml").write_text(
+        "defaults: [street_scenes_train_params]\nseed: 7\n"
+    )
+    (folder / "my_run.yaml").write_text(
+        "defaults: [street_scenes_regseg48, override training_hyperparams: quick, _self_]\n"
+        "training_params: {loss: CrossEntropyLoss, criterion_params: {ignore_index: 255}}\nexperiment_name: my_run\n"
+    )
+    from_recipe("--config-name=my_run", "--config-dir=mine", *SMALL)
+    saved = torch.load(tmp_path / "work_dirs/my_run/ckpt_latest.pth", weights_only=True)
+    assert yaml.safe_load(saved["meta"]["cfg"])["randomness"]["seed"] == 7
+
+
+def test_a_multirun_gives_each_run_a_folder_of_its_own(from_recipe, tmp_path):
+    done = from_recipe("--config-name=street_scenes_regseg48", "--multirun", "lr=0.001,0.002", *SMALL)
+    assert done.stdout.count("Done: ") == 2
+    (sweep,) = (tmp_path / "work_dirs/street_scenes_regseg48").iterdir()
+    rates = []
+    for run in ("0", "1"):
+        saved = torch.load(sweep / run / "ckpt_latest.pth", weights_only=True)
+        rates.append(yaml.safe_load(saved["meta"]["cfg"])["optim_wrapper"]["optimizer"]["lr"])
+    assert rates == [0.001, 0.002]
+    assert all(name.startswith("work_dirs") for name in everything(tmp_path))
+
+
+def test_a_failed_run_of_several_does_not_keep_the_others_from_running(from_recipe, tmp_path):
+    word = "dataset_params.train_dataset_params.length"
+    words = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
+    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *words, status=1)
+    assert done.stdout.count("Done: ") == 1
+    assert "run 0 failed" in done.stderr
+
+
+def test_the_recipe_is_shown_and_nothing_runs(from_recipe, tmp_path):
+    words = ["--config-name=cityscapes_pplite_seg75", "--cfg", "job"]
+    shown = yaml.safe_load(from_recipe(*words, "training_params.torch_compile=True").stdout)
+    assert shown["training_hyperparams"]["torch_compile"] is True
+    assert shown["training_hyperparams"]["initial_lr"] == {"encoder.backbone": 0.01, "default": 0.1}
+    assert shown["experiment_name"] == "${architecture}75_cityscapes"
+    assert (
+        yaml.safe_load(from_recipe(*words, "--resolve").stdout)["experiment_name"]
+        == "pp_lite_t_seg75_cityscapes"
+    )
+    assert everything(tmp_path) == set()
+
+
+def test_a_predecessors_recipe_is_shown_though_its_callback_cannot_be_imported(from_recipe, tmp_path):
+    from test_recipes import RECIPES
+
+    (tmp_path / "mine.yaml").write_text(RECIPES["regseg48"])
+    done = from_recipe("--config-name=mine", "--config-dir=.", "--cfg", "job", "--resolve")
+    assert yaml.safe_load(done.stdout)["architecture"] == "regseg48"
+    assert "not available" not in done.stderr
+
+
+def test_recipes_in_the_runners_words_run_too(from_recipe, tmp_path):
+    sizes = [
+        f"{split}_dataloader.dataset.{word}"
+        for split in ("train", "val")
+        for word in ("size=[64,128]", "length=4")
+    ]
+    few = ["train_cfg.max_epochs=1", "train_cfg.val_interval=1", "param_scheduler=null", "+compile=false"]
+    from_recipe("--config-name=street_scenes_pp_lite_t", *sizes, *few)
+    assert "work_dirs/street_scenes_pp_lite_t" in everything(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--config-name=cityscapes_ddrnett"], "did you mean 'cityscapes_ddrnet'"),
+        ([], "--config-name"),
+        (["--config-name=cityscapes_ddrnet", "--cfg", "job", "archtecture=x"], "archtecture"),
+        (["--config-name=cityscapes_ddrnet", "lrr=1"], "lrr"),
+        (["--config-name=cityscapes_ddrnet", "-m", "lrr=1,2"], "lrr"),
+        (["--config-name=cityscapes_ddrnet", "--config-dir=none", "-m", "lr=1,2"], "none"),
+        (["--config-name=nowhere.py", "--cfg", "job"], "nowhere.py"),
+    ],
+)
+def test_a_wrong_word_is_said_without_a_traceback(from_recipe, words, expected):
+    done = from_recipe(*words, status=None)
+    assert done.returncode in (1, 2)
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr

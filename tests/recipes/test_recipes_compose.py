@@ -1,0 +1,355 @@
+"""Recipes are composed as SuperGradients composes them, and what is wrong is said in one line."""
+
+import subprocess
+import sys
+
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+from predecessor_recipes import RECIPES
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.recipes import compose, find_recipe, is_composed, recipes
+
+COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
+CITYSCAPES = {
+    # architecture, jitter, rescale, crop, validation's first transform, batches, epochs, lr, warm-up, optimizer,
+    # zero decay, EMA
+    "cityscapes_pplite_seg75": (
+        "pp_lite_t_seg", 0.5, [0.25, 1.75], [768, 768], {"SegRescale": {"scale_factor": 0.75}}, (8, 4), 800,
+        {"encoder.backbone": 0.01, "default": 0.1}, 10, "SGD", True, True,
+    ),
+    "cityscapes_stdc_seg75": (
+        "stdc1_seg", 0.5, [0.125, 1.5], [1536, 768], {"SegRescale": {"scale_factor": 0.75}}, (4, 4), 800,
+        {"cp": 0.005, "default": 0.05}, 10, "SGD", True, True,
+    ),
+    "cityscapes_ddrnet": (
+        "ddrnet_23", 0.5, [0.5, 2], [1024, 1024], None, (6, 6), 500,
+        {
+            **dict.fromkeys(
+                ["_backbone", "compression3", "compression4", "down3", "down4", "layer3_skip", "layer4_skip",
+                 "layer5_skip"], 0.0075,
+            ),
+            "default": 0.075,
+        }, 10, "SGD", True, True,
+    ),
+    "cityscapes_regseg48": (
+        "regseg48", 0.1, [0.4, 1.6], [1024, 1024], None, (4, 4), 800, 0.02, 0, "SGD", False, True,
+    ),
+    "cityscapes_segformer": (
+        "segformer_b0", 0.5, [0.5, 2], [1024, 1024], {"SegRescale": {"long_size": 1024}}, (2, 2),
+        160000 * 8 // 2975, 6e-5, 0, "AdamW", True, False,
+    ),
+}  # fmt: skip
+
+
+def only(transforms, name):
+    (found,) = [t[name] for t in transforms if isinstance(t, dict) and name in t]
+    return found
+
+
+@pytest.mark.parametrize("name", CITYSCAPES)
+def test_the_numbers_are_those_of_the_published_recipes(name):
+    (architecture, jitter, scales, crop, first, batches, epochs, lr, warmup, optimizer, zero, ema) = (
+        CITYSCAPES[name]
+    )
+    recipe = compose(name)
+    data, params = recipe["dataset_params"], recipe["training_hyperparams"]
+    train = data["train_dataset_params"]["transforms"]
+    assert recipe["architecture"] == architecture
+    assert [next(iter(t)) for t in train] == [
+        "SegColorJitter", "SegRandomFlip", "SegRandomRescale", "SegPadShortToCropSize", "SegCropImageAndMask",
+        "SegStandardize", "SegNormalize", "SegConvertToTensor",
+    ]  # fmt: skip
+    assert set(only(train, "SegColorJitter").values()) == {jitter}
+    assert only(train, "SegRandomRescale")["scales"] == scales
+    assert only(train, "SegPadShortToCropSize") == {"crop_size": crop, "fill_mask": 19}
+    assert only(train, "SegCropImageAndMask") == {"crop_size": crop, "mode": "random"}
+    val = data["val_dataset_params"]["transforms"]
+    assert val[0] == first or (first is None and "SegStandardize" in val[0])
+    loaders = [data[f"{split}_dataloader_params"] for split in ("train", "val")]
+    assert tuple(loader["batch_size"] for loader in loaders) == batches
+    assert loaders[0]["shuffle"]
+    assert loaders[0]["drop_last"]
+    assert params["max_epochs"] == epochs
+    assert params["initial_lr"] == lr
+    assert params["lr_mode"] == "PolyLRScheduler"
+    assert params.get("lr_warmup_epochs", 0) == warmup
+    assert params["optimizer"] == optimizer
+    if optimizer == "SGD":
+        assert params["optimizer_params"] == {"momentum": 0.9, "weight_decay": 5e-4}
+    assert params["zero_weight_decay_on_bias_and_bn"] == zero
+    assert params["ema"] == ema
+    assert params["ema_params"] == {"decay": 0.9999, "decay_type": "exp", "beta": 15}
+    assert params["sync_bn"] is True
+    assert params["mixed_precision"] is False
+    assert {"IoU": {"num_classes": 20, "ignore_index": 19}} in params["valid_metrics_list"]
+    assert params["metric_to_watch"] == "IoU"
+    assert recipe["multi_gpu"] == "DDP"
+
+
+@pytest.mark.parametrize("size", range(6))
+def test_segformer_comes_in_six_sizes(size):
+    recipe, smallest = compose(f"cityscapes_segformer_b{size}"), compose("cityscapes_segformer")
+    assert recipe["architecture"] == f"segformer_b{size}"
+    assert recipe["experiment_name"] == f"segformer_b{size}_cityscapes"
+    assert recipe["training_hyperparams"] == smallest["training_hyperparams"]
+
+
+def test_every_model_has_a_small_recipe_on_both_small_data_sets():
+    for data in ("street_scenes", "camvid"):
+        for model in ("pp_lite_t", "stdc1_seg", "regseg48", "ddrnet_23_slim", "segformer_b0"):
+            assert f"{data}_{model}" in recipes()
+
+
+def test_the_small_recipes_have_the_settings_of_the_one_in_the_runners_words():
+    recipe = compose("camvid_regseg48")
+    params, data = recipe["training_hyperparams"], recipe["dataset_params"]
+    assert (params["max_epochs"], params["optimizer"], params["initial_lr"]) == (30, "AdamW", 0.002)
+    assert only(data["train_dataset_params"]["transforms"], "SegCropImageAndMask")["crop_size"] == [224, 160]
+    assert only(data["val_dataset_params"]["transforms"], "SegRescale") == {"scale_factor": 0.5}
+    assert data["val_dataset_params"]["masks"] == "valannot"
+    assert data["train_dataset_params"]["ignore_index"] == 11
+
+
+@pytest.mark.parametrize("name", COMPOSED)
+def test_each_recipe_is_plain_data_and_says_what_it_does(name):
+    def check(value):
+        if isinstance(value, dict):
+            assert all(isinstance(key, str) for key in value)
+            for item in value.values():
+                check(item)
+        elif isinstance(value, list):
+            for item in value:
+                check(item)
+        else:
+            assert value is None or type(value) in (str, int, float, bool)
+            assert "${" not in str(value)
+
+    recipe = compose(name)
+    check(recipe)
+    assert "hydra" not in recipe
+    assert recipes()[name]
+
+
+@pytest.mark.parametrize("word", ["training_params.torch_compile", "training_hyperparams.torch_compile"])
+def test_both_spellings_reach_the_training_parameters_and_new_keys_need_no_plus(word):
+    params = compose("cityscapes_pplite_seg75", [f"{word}=True", f"{word}_options.mode=default"])[
+        "training_hyperparams"
+    ]
+    assert params["torch_compile"] is True
+    assert params["torch_compile_options"] == {"mode": "default"}
+
+
+def test_shortcuts_are_carried_out_also_where_a_recipe_does_not_include_them(tmp_path):
+    words = [
+        "lr=0.5",
+        "batch_size=3",
+        "val_batch_size=5",
+        "ema=False",
+        "epochs=7",
+        "resume=True",
+        "num_workers=1",
+    ]
+    (tmp_path / "bare.yaml").write_text(RECIPES["stdc_seg75"])
+    for name in ("cityscapes_ddrnet", "bare"):
+        recipe = compose(name, words, tmp_path)
+        params, data = recipe["training_hyperparams"], recipe["dataset_params"]
+        assert (params["initial_lr"], params["ema"], params["max_epochs"], params["resume"]) == (
+            0.5,
+            False,
+            7,
+            True,
+        )
+        assert data["train_dataloader_params"]["batch_size"] == 3
+        assert data["val_dataloader_params"]["batch_size"] == 5
+        assert {data[f"{split}_dataloader_params"]["num_workers"] for split in ("train", "val")} == {1}
+        assert "lr" not in recipe
+
+
+def test_groups_of_a_users_folder_are_chosen_by_name_and_go_before_ours(tmp_path):
+    (tmp_path / "training_hyperparams").mkdir()
+    (tmp_path / "training_hyperparams/mine.yaml").write_text(
+        "defaults: [cityscapes_default_train_params]\nmax_epochs: 3\n"
+    )
+    (tmp_path / "checkpoint_params").mkdir()
+    (tmp_path / "checkpoint_params/default_checkpoint_params.yaml").write_text("checkpoint_path: mine.pth\n")
+    (tmp_path / "own.yaml").write_text("defaults: [cityscapes_regseg48, _self_]\nexperiment_name: own\n")
+    recipe = compose("own", ["training_hyperparams=mine"], tmp_path)
+    assert recipe["experiment_name"] == "own"
+    assert recipe["checkpoint_params"]["checkpoint_path"] == "mine.pth"
+    assert recipe["training_hyperparams"]["lr_mode"] == "PolyLRScheduler"
+    assert (
+        compose("cityscapes_ddrnet", ["training_hyperparams=mine"], tmp_path)["dataset_params"]
+        == (compose("cityscapes_ddrnet")["dataset_params"])
+    )
+
+
+def test_a_path_is_a_recipe_and_its_own_folder_holds_its_groups(tmp_path):
+    (tmp_path / "dataset_params").mkdir()
+    (tmp_path / "dataset_params/mine.yaml").write_text("train_dataset_params: {root_dir: here}\n")
+    path = tmp_path / "my.yaml"
+    path.write_text("defaults: [cityscapes_regseg48, override dataset_params: mine, _self_]\n")
+    assert compose(str(path))["dataset_params"] == {"train_dataset_params": {"root_dir": "here"}}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_recipes_of_the_predecessor_compose_as_they_stand(name, tmp_path, recwarn):
+    (tmp_path / f"{name}.yaml").write_text(RECIPES[name])
+    recipe = compose(name, config_dir=tmp_path)
+    assert recipe["experiment_name"].endswith("_cityscapes")
+    assert recipe["dataset_params"]["train_dataset_params"]["transforms"]
+    assert recipe["checkpoint_params"]["strict_load"] in (True, "no_key_matching")
+    assert not recwarn.list, [str(w.message) for w in recwarn]
+    assert "super_gradients" not in sys.modules
+    if name == "stdc_seg75":
+        assert recipe["training_hyperparams"]["lr_updates"] == []
+    if name == "regseg48":
+        assert recipe["training_hyperparams"]["criterion_params"] == {"ignore_index": 19}
+
+
+def test_training_params_in_a_file_prevail_and_the_command_line_prevails_over_them(tmp_path):
+    (tmp_path / "guide.yaml").write_text(
+        "defaults: [cityscapes_regseg48, _self_]\ntraining_params: {torch_compile: true, seed: 3}\n"
+    )
+    params = compose("guide", ["training_params.seed=5"], tmp_path)["training_hyperparams"]
+    assert (params["torch_compile"], params["seed"], params["max_epochs"]) == (True, 5, 800)
+
+
+def test_the_predecessors_functions_are_known_in_interpolations(tmp_path):
+    (tmp_path / "sums.yaml").write_text(
+        "architecture: x\nmany: [4, 5, 6]\nsum: ${add:1,2,3}\nchosen: ${cond:true,yes_,no_}\nfirst: ${first:${many}}\n"
+        "last: ${last:${many}}\nitem: ${getitem:${many},1}\nfolder: ${hydra_output_dir:out,run}\n"
+        "default: ${hydra_output_dir:null,run}\nname: ${class:torch.optim.Adam}\n"
+    )
+    recipe = compose("sums", config_dir=tmp_path)
+    assert recipe | {"many": 0} == {
+        "architecture": "x", "many": 0, "sum": 6, "chosen": "yes_", "first": 4, "last": 6, "item": 5,
+        "folder": "out/run", "default": "work_dirs/run", "name": "torch.optim.Adam",
+    }  # fmt: skip
+
+
+def test_an_item_of_a_list_can_be_overridden():
+    word = "dataset_params.train_dataset_params.transforms.4.SegCropImageAndMask.crop_size=[64,32]"
+    transforms = compose("cityscapes_ddrnet", [word])["dataset_params"]["train_dataset_params"]["transforms"]
+    assert only(transforms, "SegCropImageAndMask") == {"crop_size": [64, 32], "mode": "random"}
+    assert len(transforms) == 8
+
+
+def test_the_data_folder_is_one_word():
+    data = compose("cityscapes_segformer", ["data_root_dir=/my/data"])["dataset_params"]
+    assert {data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")} == {"/my/data"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["archtecture=x"], ["archtecture", "did you mean 'architecture'"]),
+        (["dataset_params.train_dataset_parms.x=1"], ["did you mean 'dataset_params.train_dataset_params"]),
+        (
+            ["dataset_params=cityscapes_ddrnet_dataset_param"],
+            ["did you mean 'cityscapes_ddrnet_dataset_params'"],
+        ),
+        (["training_params=mine"], ["training_hyperparams 'mine'", "default_train_params"]),
+        (["lr=[1"], ["lr=[1", "key=value"]),
+        (["lr"], ["'lr'", "key=value"]),
+        (["lr=1,2"], ["lr=1,2", "--multirun"]),
+        (["experiment_name=${nope}"], ["experiment_name", "nope"]),
+        (["~nothing"], ["nothing"]),
+        (["~dataset_params.train_dataset_params.transforms.0"], ["list"]),
+        (["architecture.x=1"], ["architecture"]),
+        (["+mine.a=???"], ["mine.a"]),
+    ],
+)
+def test_a_wrong_override_is_one_line_that_names_it(words, expected):
+    with pytest.raises(ConfigError) as caught:
+        compose("cityscapes_ddrnet", words)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "defaults:\n  - training_hyperparams: default_train_param\n",
+            ["did you mean 'default_train_params'"],
+        ),
+        ("defaults:\n  - cityscapes_regsegg48\n", ["cityscapes_regsegg48"]),
+        ("defaults: [_self_]\narchitecture: ${mine\n", ["broken.yaml"]),
+        ("architecture: x\nother: ${missing.key}\n", ["other", "missing.key"]),
+        ("architecture: x\nother: ${roboflow_dataset_num_classes:a}\n", ["other", "Roboflow"]),
+        ("architecture: [\n", ["broken.yaml", "line"]),
+    ],
+)
+def test_a_wrong_file_is_one_line_that_names_it(text, expected, tmp_path):
+    (tmp_path / "broken.yaml").write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        compose("broken", config_dir=tmp_path)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in expected:
+        assert part in message
+
+
+def test_a_file_that_is_no_yaml_is_said_when_it_is_looked_at(tmp_path):
+    (tmp_path / "broken.yaml").write_text("architecture: [\n")
+    with pytest.raises(ConfigError, match=r"broken\.yaml.*line"):
+        is_composed(tmp_path / "broken.yaml")
+
+
+def test_an_unknown_recipe_names_the_nearest_of_ours_and_of_the_users(tmp_path):
+    with pytest.raises(UnknownNameError, match="did you mean 'cityscapes_ddrnet'"):
+        compose("cityscapes_ddrnett")
+    (tmp_path / "my_own_net.yaml").write_text("architecture: x\n")
+    with pytest.raises(UnknownNameError, match="did you mean 'my_own_net'"):
+        compose("my_own_nett", config_dir=tmp_path)
+    with pytest.raises(ConfigError, match="there is no folder"):
+        compose("cityscapes_ddrnet", config_dir=tmp_path / "none")
+
+
+def test_a_composition_leaves_no_trace_in_hydra():
+    OmegaConf.register_new_resolver("add", lambda *_: "the user's own", replace=True)
+    try:
+        first = compose("cityscapes_ddrnet", ["lr=0.1"])
+        assert not GlobalHydra.instance().is_initialized()
+        assert compose("cityscapes_ddrnet", ["lr=0.1"]) == first
+        assert OmegaConf.to_container(OmegaConf.create({"x": "${add:1,2}"}), resolve=True) == {
+            "x": "the user's own"
+        }
+        assert not OmegaConf.has_resolver("hydra_output_dir")
+    finally:
+        OmegaConf.clear_resolver("add")
+
+
+def test_a_composition_inside_a_hydra_job_leaves_the_job_alone(tmp_path):
+    (tmp_path / "job.yaml").write_text("value: 3\n")
+    (tmp_path / "job.py").write_text(
+        "import hydra\n"
+        "from hydra.core.hydra_config import HydraConfig\n"
+        "from slipstream.recipes import compose\n"
+        f"@hydra.main(version_base='1.3', config_path={str(tmp_path)!r}, config_name='job')\n"
+        "def main(cfg):\n"
+        "    before = HydraConfig.get().job.name\n"
+        "    assert compose('cityscapes_ddrnet')['architecture'] == 'ddrnet_23'\n"
+        "    assert HydraConfig.get().job.name == before and cfg.value == 3\n"
+        "    print('composed')\n"
+        "main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "job.py", "hydra.run.dir=."],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout == "composed\n", done.stderr
+
+
+def test_recipes_in_the_runners_words_are_told_apart(tmp_path):
+    assert not is_composed(find_recipe("street_scenes_pp_lite_t"))
+    assert is_composed(find_recipe("cityscapes_segformer_b3"))
+    (tmp_path / "inherits.yaml").write_text("_base_: other.yaml\n")
+    assert not is_composed(tmp_path / "inherits.yaml")
