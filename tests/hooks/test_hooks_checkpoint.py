@@ -76,16 +76,16 @@ def test_a_name_without_a_number_is_one_file_that_is_replaced(tmp_path):
 
 def test_chosen_epochs_stay_beside_the_others(tmp_path):
     names = dict(filename_tmpl="ckpt_latest.pth", max_keep_ckpts=1)
-    trained(tmp_path, interval=1, save_epochs=[0, 3], **names)
-    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_epoch_0.pth", "ckpt_epoch_3.pth"}
-    meta = torch.load(tmp_path / "ckpt_epoch_3.pth", weights_only=True)["meta"]
+    trained(tmp_path, interval=1, save_epochs=[1, 4], **names)
+    assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_epoch_1.pth", "ckpt_epoch_4.pth"}
+    meta = torch.load(tmp_path / "ckpt_epoch_4.pth", weights_only=True)["meta"]
     assert (meta["epoch"], meta["iter"]) == (4, 8)
     assert (tmp_path / "last_checkpoint").read_text().endswith("ckpt_latest.pth")
 
 
 def test_a_run_goes_on_from_a_chosen_epoch_as_from_any_other(tmp_path):
-    whole = trained(tmp_path, interval=1, save_epochs=[1])
-    path = tmp_path / "ckpt_epoch_1.pth"
+    whole = trained(tmp_path, interval=1, save_epochs=[2])
+    path = tmp_path / "ckpt_epoch_2.pth"
     again = run(
         tmp_path / "b",
         resume=path,
@@ -241,7 +241,7 @@ def test_a_name_that_tells_no_rule_is_an_error(tmp_path):
         (dict(filename_tmpl="{}_{}.pth"), r"checkpoint\.filename_tmpl: takes one {}"),
         (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best has 0"),
         (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*has 2"),
-        (dict(save_epochs=[3, -1]), r"checkpoint\.save_epochs: .*-1"),
+        (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*none 0"),
     ],
 )
 def test_names_that_cannot_be_are_refused_before_anything_runs(tmp_path, options, message):
@@ -252,8 +252,8 @@ def test_names_that_cannot_be_are_refused_before_anything_runs(tmp_path, options
 def test_chosen_epochs_of_a_training_by_iterations_are_refused_and_those_that_never_come_are_named(
     tmp_path, capsys
 ):
-    hooks = dict(checkpoint=dict(type="CheckpointHook", save_epochs=[0, 7]))
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_epochs=[1, 7]))
     with pytest.raises(ConfigError, match=r"checkpoint\.save_epochs: lists epochs"):
         run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=hooks)
     run(tmp_path, default_hooks=hooks, log_level="WARNING")
-    assert "No checkpoint of the epochs [7]: the last of the training is 1" in "".join(capsys.readouterr())
+    assert "No checkpoint of the epochs [7]: the last of the training is 2" in "".join(capsys.readouterr())

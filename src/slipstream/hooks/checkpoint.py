@@ -40,8 +40,8 @@ class CheckpointHook(Hook):
             `epoch_{}.pth` or `iter_{}.pth` by default.
         save_begin: write none before that many epochs or steps.
         best_filename: what the best is called, for one metric; by default by metric and number.
-        save_epochs: epochs, counted from 0 as in SuperGradients' `save_ckpt_epoch_list`, whose checkpoints
-            `ckpt_epoch_0.pth` stay beside the others.
+        save_epochs: epochs (the first is 1), as in SuperGradients' `save_ckpt_epoch_list`, whose checkpoints
+            `ckpt_epoch_1.pth` stay beside the others.
         consolidate: of a sharded model, too, write one file, gathered by rank 0, instead of a folder of parts.
     """
 
@@ -98,8 +98,8 @@ class CheckpointHook(Hook):
             raise ConfigError(
                 f"names the best by one metric, but save_best has {len(self.monitors)}", "best_filename"
             )
-        if any(epoch < 0 for epoch in self.save_epochs):
-            raise ConfigError(f"epochs count from 0; there is none {min(self.save_epochs)}", "save_epochs")
+        if any(epoch < 1 for epoch in self.save_epochs):
+            raise ConfigError(f"epochs count from 1; there is none {min(self.save_epochs)}", "save_epochs")
 
     # ---- regular checkpoints ----------------------------------------------------------------------
 
@@ -111,9 +111,9 @@ class CheckpointHook(Hook):
             raise self.wrong("counts epochs, but the training counts iterations: leave it out", "by_epoch")
         if self.save_epochs and not self.by_epoch:
             raise self.wrong("lists epochs, but the checkpoints count iterations", "save_epochs")
-        if never := sorted(epoch for epoch in self.save_epochs if epoch >= runner.max_epochs):
+        if never := sorted(epoch for epoch in self.save_epochs if epoch > runner.max_epochs):
             runner.logger.warning(
-                f"No checkpoint of the epochs {never}: the last of the training is {runner.max_epochs - 1}"
+                f"No checkpoint of the epochs {never}: the last of the training is {runner.max_epochs}"
             )
         work_dir = Path(runner.work_dir)
         out_dir = self.out_dir and Path(self.out_dir).expanduser().absolute()
@@ -125,8 +125,8 @@ class CheckpointHook(Hook):
         last = self.save_last and self.is_last_train_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval, self.save_begin) or last):
             self._save_regular(runner, runner.epoch + 1)
-        if runner.epoch in self.save_epochs:
-            self._save(runner, f"ckpt_epoch_{runner.epoch}.pth")
+        if runner.epoch + 1 in self.save_epochs:
+            self._save(runner, f"ckpt_epoch_{runner.epoch + 1}.pth")
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
