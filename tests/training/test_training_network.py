@@ -121,6 +121,12 @@ def test_a_loss_may_be_a_function_or_give_the_pair_of_supergradients():
     assert torch.equal(found["loss"], wanted)
 
 
+def test_pixels_that_nothing_normalises_reach_the_network_as_floats():
+    pixels = torch.randint(0, 256, (2, 3, 6, 5), dtype=torch.uint8)
+    net = model().eval()
+    assert torch.equal(net(pixels), net(pixels.float()))
+
+
 def test_training_without_targets_is_refused():
     with pytest.raises(DataError, match="no 'targets'"):
         model(train_metrics=metrics()).loss_step({"inputs": batch()["inputs"]})

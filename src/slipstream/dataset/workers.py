@@ -52,8 +52,8 @@ def with_workers(
 
     One, two, four, ... workers are watched while they deliver as fast as they can, up to the cores of this process
     (of its share, if there are several on the machine), and the fewest within 5 % of the best are taken; none, where
-    handing batches over costs more than making them. After five seconds no further trial begins. Samples are read
-    in worker processes alone: no generator and no cache of this process moves.
+    this process alone is half as fast again, since then handing batches over is most of the work. After five seconds
+    no further trial begins. Samples are read in worker processes only: no generator and no cache of this one moves.
 
     Args:
         options: of the `DataLoader`, with its `collate_fn`.
@@ -74,7 +74,7 @@ def with_workers(
     if counting:
         limit = max(cores() // get_local_size(), 1)
         rates = trials.rates(limit)
-        chosen["num_workers"] = _fewest(rates, limit, torch.accelerator.is_available())
+        chosen["num_workers"] = _fewest(rates, limit)
         shown = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
         said.append(f"num_workers={chosen['num_workers']} of at most {limit} (samples/s: {shown})")
     if deepening and chosen["num_workers"]:
@@ -187,12 +187,12 @@ def _numbers(limit: int) -> list[int]:
     return sorted({*(2**power for power in range(limit.bit_length())), limit})
 
 
-def _fewest(rates: Mapping[int, float], limit: int, beside: bool) -> int:
-    """Return the number of workers to take; `beside`: an accelerator computes while this process would load."""
+def _fewest(rates: Mapping[int, float], limit: int) -> int:
+    """Return the number of workers to take, from the samples/s of each."""
     own = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(own.values()), max(own)
-    # Beside an accelerator a worker is worth its hand-over, unless that is most of the work.
-    if rates[0] > best * (2 if beside else 1):
+    # What this process loads, the step waits for: only a hand-over that costs half of the work is worse.
+    if rates[0] > 1.5 * best:
         return 0
     # The time was over while each doubling still helped.
     if last < limit and all(own[last] >= 1.05 * own[n] for n in own if n != last):

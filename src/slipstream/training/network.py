@@ -84,11 +84,13 @@ class SupervisedModel(Segmentor):
         """Return losses, `{"preds", "targets"}` or the network's output.
 
         Args:
-            inputs: float images (N, C, H, W).
+            inputs: images (N, C, H, W), float or uint8, which is taken as float 0 to 255.
             targets: class ids (N,) or (N, H, W) of any integer type, or shares of the classes (N, classes).
             others: what else the batch holds.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
+        if inputs.dtype == torch.uint8:  # pixels that no transform normalises
+            inputs = inputs.float()
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)
         else:
