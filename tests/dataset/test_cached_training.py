@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -101,6 +103,16 @@ def test_another_label_map_does_not_find_the_old_masks(root, tmp_path):
     assert not (merged == 2).any()
 
 
+def test_a_subclass_that_reads_other_pixels_does_not_find_those_of_its_base(root, tmp_path):
+    class Inverted(ImageMaskFolder):
+        def load_image(self, index):
+            return 255 - super().load_image(index)
+
+    options = {"data_root": root, "images": "img", "masks": "ann", "classes": ["a", "b", "c"]}
+    plain = ImageMaskFolder(**options, cache=tmp_path / "cache")[0]["inputs"]
+    assert torch.equal(Inverted(**options, cache=tmp_path / "cache")[0]["inputs"], 255 - plain)
+
+
 def test_a_flipped_byte_changes_no_training(root, tmp_path):
     plain = trained(root, tmp_path / "cache", 0)
     path = next((tmp_path / "cache").glob("*/*.decoded"))
@@ -160,3 +172,15 @@ class WithoutKey(SegmentationDataset):
 def test_a_data_set_that_cannot_say_what_its_samples_are_is_not_cached(tmp_path):
     with pytest.raises(ConfigError, match="WithoutKey cannot be cached on disk"):
         WithoutKey(cache=tmp_path)[0]
+
+
+def test_samples_kept_in_memory_leave_no_file_of_the_cache_open(root, tmp_path):
+    def descriptors():
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    first = make(root, tmp_path / "cache")
+    samples = [first[i] for i in range(len(first))]
+    dataset = make(root, tmp_path / "cache", cache_in_memory=True)
+    before = descriptors()
+    assert all(torch.equal(dataset[i]["inputs"], samples[i]["inputs"]) for i in range(len(dataset)))
+    assert descriptors() == before

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from slipstream.dataset import CIFAR10, SampleIndex, cifar10
+from slipstream.dataset import CIFAR10, ConcatDataset, SampleIndex, build_dataloader, cifar10
 from slipstream.dataset.finish import finish_batch
+from slipstream.dataset.loader import SeededDataset
 from slipstream.errors import DataError
 from slipstream.registry import DATASETS
 
@@ -199,3 +200,22 @@ def test_a_failed_download_names_the_address_and_the_remedy(tmp_path, monkeypatc
     with pytest.raises(DataError, match=r"cannot fetch https://www\.cs\.toronto.*no route.*by other means"):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_draws_nothing_global_is_read_without_seeding(tmp_path):
+    make(tmp_path / FOLDER)
+
+    class Subclass(CIFAR10):
+        pass
+
+    def noise(image, rng):
+        return image
+
+    def loaded(dataset, **options):
+        return build_dataloader({"dataset": dataset, **options}, 0, "train_dataloader", True).dataset
+
+    own = CIFAR10(tmp_path, transforms=TRANSFORMS)
+    assert loaded(own) is own
+    assert isinstance(loaded(own, collate_fn="pseudo_collate"), SeededDataset)
+    for dataset in (Subclass(tmp_path), CIFAR10(tmp_path, transforms=[noise]), ConcatDataset([own])):
+        assert isinstance(loaded(dataset), SeededDataset)

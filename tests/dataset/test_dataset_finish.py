@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
 from slipstream.dataset import (
+    ConcatDataset,
     SampleIndex,
     SegColorJitter,
     SegConvertToTensor,
@@ -21,10 +22,12 @@ from slipstream.dataset import (
     SegRandomRescale,
     SegRescale,
     SegStandardize,
+    StreetScenes,
     apply_transforms,
+    build_dataloader,
     finish_batch,
 )
-from slipstream.dataset.finish import finish
+from slipstream.dataset.finish import check_alike, finish
 from slipstream.errors import BuildError, ConfigError, DataError
 from slipstream.registry import TRANSFORMS
 
@@ -217,6 +220,25 @@ def test_on_cuda_nothing_waits_and_the_numbers_are_the_cpus():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.cpu(), finish_batch(batch)["inputs"], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("collate", ["default_collate", "pseudo_collate"])
+@pytest.mark.parametrize("first", [[], ["SegStandardize"], ["SegColorJitter"]])
+def test_samples_that_are_to_be_finished_differently_are_no_batch(first, collate):
+    def scenes(names):
+        return StreetScenes((32, 64), 2, transforms=[{"type": name} for name in names])
+
+    mixed = ConcatDataset([scenes(first), scenes(["SegColorJitter", "SegStandardize"])])
+    cfg = {"dataset": mixed, "batch_size": 4, "collate_fn": collate}
+    loader = build_dataloader(cfg, 0, "train_dataloader", True)
+    with pytest.raises(
+        DataError, match=r"some change colours or normalise .* end all their transforms alike"
+    ):
+        next(iter(loader))
+
+
+def test_a_word_of_the_users_own_that_is_no_program_is_no_matter():
+    check_alike([{"finish": 3, "inputs": 0}, {"finish": "line", "inputs": 0}, (1, 2)])
 
 
 # ---- which transforms may stand where -------------------------------------------------------------------

@@ -202,8 +202,10 @@ def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
 def test_an_error_in_a_worker_still_names_the_file(tmp_path):
     make(tmp_path)
     (tmp_path / "img/a.png").write_bytes(b"")
+    samples = iter(DataLoader(folder(tmp_path), num_workers=1))
     with pytest.raises(DataError, match=r"cannot read '.*img/a\.png'"):
-        list(DataLoader(folder(tmp_path), num_workers=1))
+        next(samples)
+    samples._shutdown_workers()
 
 
 def test_colour_masks_are_refused_with_the_remedy(tmp_path):

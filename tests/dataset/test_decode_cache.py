@@ -190,6 +190,14 @@ def test_pruning_removes_what_no_sample_needs_and_nothing_else(tmp_path):
     assert_same(cache.read(("a", "1")), make_pair())
 
 
+def test_pruning_bears_that_a_writer_renames_its_file(tmp_path):
+    cache = DecodeCache(tmp_path)
+    cache.write(("a", "1"), *make_pair())
+    # What a listing shows and a look at it does not find: as a temporary file whose writer has just finished.
+    (cache.path("a").parent / ".b.decoded.1.tmp").symlink_to("gone")
+    assert cache.prune(keep=["a"]) == (0, 0)
+
+
 def test_pruning_a_folder_that_is_not_there_removes_nothing(tmp_path):
     assert DecodeCache(tmp_path / "none").prune([]) == (0, 0)
 
@@ -206,7 +214,7 @@ def fill(folder, start, samples, versions):
 
 
 def test_processes_that_fill_at_once_never_see_half_a_file(tmp_path):
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     start = context.Barrier(3)
     workers = [context.Process(target=fill, args=(tmp_path, start, 12, 6)) for _ in range(3)]
     for worker in workers:
@@ -233,7 +241,7 @@ def write_and_stop_before_the_rename(folder, half_way):
 def test_a_writer_that_is_killed_leaves_the_old_sample(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write((KEY[0], "version 0"), *make_pair(0))
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     half_way = context.Event()
     writer = context.Process(target=write_and_stop_before_the_rename, args=(tmp_path, half_way))
     writer.start()

@@ -74,23 +74,23 @@ def test_processes_write_what_one_alone_writes(tmp_path, monkeypatch):
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
-def run(*arguments):
-    command = [sys.executable, "-m", "slipstream.dataset.street_folder", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
 def test_the_command_writes_the_same_folder(tmp_path):
     write_street_folder(tmp_path / "python", train=2, val=1, size=SIZE)
-    done = run(tmp_path / "command", "--train", 2, "--val", 1, "--size", "32x64")
+    words = [str(tmp_path / "command"), "--train", "2", "--val", "1", "--size", "32x64"]
+    command = [sys.executable, "-m", "slipstream.dataset.street_folder", *words]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert digests(tmp_path / "python") == digests(tmp_path / "command")
 
 
-def test_a_wrong_size_is_refused_in_one_line(tmp_path):
-    assert "HEIGHTxWIDTH" in run(tmp_path / "a", "--size", "32").stderr
-    done = run(tmp_path / "b", "--size", "8x64")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: size: a street scene needs at least 32 pixels")
+def test_a_wrong_size_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["street_folder", str(tmp_path / "a"), "--size", "32"])
+    with pytest.raises(SystemExit):
+        street_folder._main()
+    assert "HEIGHTxWIDTH" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["street_folder", str(tmp_path / "b"), "--size", "8x64"])
+    assert street_folder._main() == 1
+    assert capsys.readouterr().err.startswith("error: size: a street scene needs at least 32 pixels")
     assert not (tmp_path / "b").exists()
 
 

@@ -6,10 +6,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torch.utils.data import IterableDataset
 
 from slipstream.cli.main import main
 from slipstream.config import Config
 from slipstream.model import BaseModel
+from slipstream.registry import DATASETS
 from slipstream.runner import Runner
 
 RECIPE = """
@@ -266,3 +268,20 @@ def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsy
     again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
     assert again.count("0 decoded now, 2 were there") == 2
     assert "To train with it" not in again
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+@pytest.mark.parametrize("action", ["stats", "cache", "show"])
+def test_a_stream_is_refused_in_one_line(folder, capsys, monkeypatch, action):
+    DATASETS.get("ConcatDataset")
+    monkeypatch.setitem(DATASETS.module_dict, "Stream", Stream)
+    (folder / "stream.yaml").write_text(
+        "{model: {type: Segmentor}, train_dataloader: {dataset: {type: Stream}}}"
+    )
+    said = ran(capsys, action, "stream.yaml", status=2).strip()
+    assert "\n" not in said
+    assert "train_dataloader.dataset: Stream is a stream, of which no sample can be asked for" in said

@@ -94,7 +94,14 @@ def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained
     assert (tmp_path / "masks" / "street_overlay.png").is_file()
 
 
-def test_predict_cuts_off_what_the_transforms_pad():
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda dataset: dataset,
+        lambda dataset: dict(type="AtLeast", dataset=dict(type="ConcatDataset", datasets=[dataset])),
+    ],
+)
+def test_predict_applies_the_transforms_and_cuts_off_what_they_pad(wrap):
     from slipstream.cli.predict import _predictor
 
     class Brightness(torch.nn.Module):
@@ -108,7 +115,8 @@ def test_predict_cuts_off_what_the_transforms_pad():
         dict(type="SegStandardize", max_value=2),
     ]
     model = dict(type="Segmentor", network=dict(type=Brightness))
-    cfg = Config(dict(model=model, val_dataloader=dict(dataset=dict(transforms=transforms))))
+    dataset = wrap(dict(transforms=transforms))
+    cfg = Config(dict(model=model, val_dataloader=dict(dataset=dataset)))
     image = np.full((40, 128, 3), 200, np.uint8)
     image[:, 100:] = 10
     mask = _predictor(cfg, {"state_dict": {}}, Path("none"))(image)

@@ -145,3 +145,22 @@ def test_images_are_not_normalised_twice():
     _, batch = with_program()
     with pytest.raises(ConfigError, match="normalise its images already: give mean and std here, or Seg"):
         ImgDataPreprocessor(MEAN, STD)(batch)
+
+
+class Halved(BaseDataPreprocessor):
+    """One of a user's own, as MMEngine's are written: it begins with `cast_data`."""
+
+    def forward(self, data, training=False):
+        return {"inputs": self.cast_data(data)["inputs"] / 2}
+
+
+def test_ones_own_preprocessor_gets_finished_images_from_cast_data():
+    pixels, batch = with_program()
+    np.testing.assert_allclose(Halved()(batch)["inputs"].numpy(), (pixels / 2 - 10) / 40, atol=1e-5)
+
+
+def test_batches_inside_a_batch_are_finished_too():
+    pixels, batch = with_program()
+    labelled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a word of the user's"}])
+    np.testing.assert_allclose(labelled["a"]["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
+    assert plain == {"finish": "a word of the user's"}

@@ -9,15 +9,24 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from slipstream.cli.processes import cores
 from slipstream.config import Config
+from slipstream.dataset.workers import cores
 from slipstream.errors import ConfigError, SlipstreamError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.given import placing
 
-__all__ = ["Part", "each", "image_and_target", "loader_batch", "parts_of", "reading", "split_names"]
+__all__ = [
+    "Part",
+    "check_numbered",
+    "each",
+    "image_and_target",
+    "loader_batch",
+    "parts_of",
+    "reading",
+    "split_names",
+]
 
 T = TypeVar("T")
 
@@ -58,7 +67,7 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     """Return the data sets of a split.
 
     Raises:
-        SlipstreamError: a data set cannot be built; it says where.
+        SlipstreamError: a data set cannot be built, or is a stream; it says where.
     """
     loader = cfg[f"{split}_dataloader"]
     dataset = loader.dataset if isinstance(loader, DataLoader) else loader.get("dataset")
@@ -68,6 +77,14 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
         with reading(cfg):
             dataset = DATASETS.build(dataset)
     return list(_leaves(split, f"{split}_dataloader.dataset", dataset))
+
+
+def check_numbered(dataset: Any, place: str) -> None:
+    """Raise ConfigError if the data set is a stream."""
+    if isinstance(dataset, IterableDataset):
+        raise ConfigError(
+            f"{type(dataset).__name__} is a stream, of which no sample can be asked for by its number", place
+        )
 
 
 @contextmanager
@@ -155,4 +172,5 @@ def _leaves(split: str, place: str, dataset: Any) -> Iterator[Part]:
     elif hasattr(dataset, "dataset"):
         yield from _leaves(split, f"{place}.dataset", dataset.dataset)
     else:
+        check_numbered(dataset, place)
         yield Part(split, place, dataset)

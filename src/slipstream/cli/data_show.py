@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import image_and_target, reading, split_names
+from slipstream.cli.data_parts import check_numbered, image_and_target, reading, split_names
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.finish import COLOURS, finish
@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     (split,) = split_names(cfg, args.split or "train")
     out = Path(args.out or f"{split}_epoch_{args.epoch}.png")
     loader = _loader(cfg, split)
+    check_numbered(loader.dataset, f"{split}_dataloader.dataset")
     set_epoch(loader, args.epoch)
     indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
     if not indices:

@@ -23,7 +23,14 @@ __all__ = ["run"]
 
 Row = tuple[str, str, str]  # mark, name, what about it
 _OK, _NO, _WARN = "ok", "--", "!!"
-_EXTRAS = {"metrics": "torchmetrics", "wandb": "wandb", "mlflow": "mlflow", "toml": "tomli_w"}
+_EXTRAS = {
+    "metrics": "torchmetrics",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
+    "toml": "tomli_w",
+    "png": "pywuffs",
+}
+_GAINS = {"png": ", which decodes PNGs in a third of the time"}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -55,7 +62,7 @@ def _packages() -> Iterator[Row]:
         yield (
             (_OK, module, "installed")
             if there
-            else (_NO, module, f"optional: pip install 'slipstream[{extra}]'")
+            else (_NO, module, f"optional: pip install 'slipstream[{extra}]'{_GAINS.get(extra, '')}")
         )
 
 

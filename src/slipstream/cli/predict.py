@@ -72,6 +72,10 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
     model = MODELS.build(cfg.model).to(device).eval()
     load_weights(model, checkpoint["state_dict"], strict=True, source=str(path))
     dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
+    while inner := dataset.get("dataset") or dataset.get(
+        "datasets"
+    ):  # a set made of others has their transforms
+        dataset = inner[0] if isinstance(inner, list) else inner
     transforms = [TRANSFORMS.build(t) for t in dataset.get("transforms", ())]
 
     @torch.no_grad()

@@ -1,6 +1,5 @@
 """Where samples come from: data sets, augmentations, and how samples become batches."""
 
-from slipstream.dataset.at_least import AtLeast
 from slipstream.dataset.base import Sample, SegmentationDataset, Transform, default_palette
 from slipstream.dataset.cache import DecodeCache
 from slipstream.dataset.cifar10 import CIFAR10
@@ -15,7 +14,7 @@ from slipstream.dataset.fashion_mnist import FashionMNIST
 from slipstream.dataset.finish import finish_batch
 from slipstream.dataset.image_folder import ImageMaskFolder
 from slipstream.dataset.image_transforms import Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
-from slipstream.dataset.loader import build_dataloader
+from slipstream.dataset.loader import build_dataloader, set_epoch
 from slipstream.dataset.pipeline import apply_transforms
 from slipstream.dataset.sample_index import SampleIndex, sample_rng
 from slipstream.dataset.samplers import DefaultSampler, InfiniteSampler
@@ -31,7 +30,7 @@ from slipstream.dataset.transforms import (
     SegRescale,
     SegStandardize,
 )
-from slipstream.dataset.wrappers import ClassBalancedDataset, ConcatDataset, RepeatDataset
+from slipstream.dataset.wrappers import AtLeast, ClassBalancedDataset, ConcatDataset, RepeatDataset
 
 __all__ = [
     "CIFAR10",
@@ -74,4 +73,5 @@ __all__ = [
     "finish_batch",
     "pseudo_collate",
     "sample_rng",
+    "set_epoch",
 ]

@@ -87,6 +87,8 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             image, mask = self.load(index)
         else:
             image, mask = self.cache.get(self.cache_key(index), partial(self.load, index))
+            if self._cache is not None:  # a mapped file stays open, and a process may have about a thousand
+                image, mask = image.copy(), mask.copy()
         if self._cache is not None:
             # A transform that wrote into the cache would change every later epoch.
             image.flags.writeable = mask.flags.writeable = False

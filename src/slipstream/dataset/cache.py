@@ -135,7 +135,10 @@ class DecodeCache:
         kept = {self.path(which) for which in keep}
         count = size = 0
         for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
-            facts = path.stat()
+            try:
+                facts = path.stat()
+            except FileNotFoundError:
+                continue  # its writer has just given it its name
             left = path.name.endswith(".tmp") and time.time() - facts.st_mtime > _ABANDONED
             if left or (path.name.endswith(_ENDING) and path not in kept):
                 path.unlink()

@@ -19,7 +19,14 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from slipstream.dataset.base import default_palette
-from slipstream.dataset.image_transforms import ImageTransform, Normalize, ToTensor, read_transforms
+from slipstream.dataset.image_transforms import (
+    ImageTransform,
+    Normalize,
+    RandomCrop,
+    RandomHorizontalFlip,
+    ToTensor,
+    read_transforms,
+)
 from slipstream.dataset.sample_index import sample_rng
 from slipstream.errors import DataError
 from slipstream.registry import DATASETS
@@ -85,6 +92,12 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
                 image = transform(image, rng)
         sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
         return sample if self._finish is None else {**sample, "finish": self._finish}
+
+    @property
+    def draws_nothing_global(self) -> bool:
+        """Whether samples use no global random generator, so that a loader need not seed them."""
+        own = (RandomCrop, RandomHorizontalFlip)
+        return type(self) is CIFAR10 and all(type(transform) in own for transform in self.transforms)
 
     def get_cat_ids(self, index: int) -> list[int]:
         """Return the class id of sample `index`, as a list of one."""

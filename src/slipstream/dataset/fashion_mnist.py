@@ -100,6 +100,11 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
             "targets": self.targets[int(index)],
         }
 
+    @property
+    def draws_nothing_global(self) -> bool:
+        """Whether samples use no global random generator, so that a loader need not seed them."""
+        return type(self) is FashionMNIST
+
     def get_cat_ids(self, index: int) -> list[int]:
         """Return the class id of sample `index`, as a list of one."""
         return [int(self.targets[index])]

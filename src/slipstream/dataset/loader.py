@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from slipstream.dataset.collate import default_collate
-from slipstream.dataset.fashion_mnist import FashionMNIST
+from slipstream.dataset.finish import check_alike
 from slipstream.dataset.generators import OwnGenerators, seed_generators
 from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
 from slipstream.dataset.workers import check_workers, with_workers
@@ -126,7 +126,9 @@ class SeededDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         with self._generators:
-            return self.collate([self._get(index) for index in indices])
+            samples = [self._get(index) for index in indices]
+            check_alike(samples)
+            return self.collate(samples)
 
     def _get(self, index: Any) -> Any:
         if hasattr(index, "__index__"):  # a key of another kind has no number to seed from
@@ -247,7 +249,7 @@ def _loader(
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only the CPU's memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _as_it_is
-    elif type(dataset) is not FashionMNIST or collate is not default_collate:  # that one draws nothing global
+    elif collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
         dataset, options["collate_fn"] = SeededDataset(dataset, collate), _as_it_is
     options = with_workers(options, dataset, batches, name)
     return DataLoader(dataset, batch_sampler=batches, **_defaults(options, seed))

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
-from PIL import Image
+
+from slipstream.dataset.resize import Box, Pair, Pixels, bilinear, nearest
 
 __all__ = ["Geometric", "Pixels", "Sample", "Window"]
 
-Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 # {"image": uint8 (H, W, 3) RGB, "mask": uint8 (H, W)}
 Sample: TypeAlias = dict[str, Pixels]
-Pair: TypeAlias = tuple[int, int]
-Box: TypeAlias = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ class Window:
     @property
     def untouched(self) -> bool:
         """Whether the whole source is seen, unresized and unpadded, if perhaps mirrored."""
-        return self.part == (0, 0, *self.source) and self.canvas == self.source
+        return self.scaled == self.canvas == self.source and self.part == (0, 0, *self.source)
 
     @property
     def picture(self) -> Box:
@@ -104,8 +101,8 @@ class Window:
         """Return new arrays with what is seen: the image's channels, uint8 (3, H, W), and the mask, uint8 (H, W).
 
         Of the sample's arrays, which may be memory-mapped, only what will be seen is read. The image is resampled
-        bilinearly, with antialiasing where it shrinks, as Pillow would the whole (but for one grey level, where it
-        was mirrored before); the mask takes nearest neighbours, exactly as Pillow would.
+        bilinearly, with antialiasing where it shrinks, as Pillow would the whole, but for rounding (see `bilinear`);
+        the mask takes nearest neighbours, exactly as Pillow would.
         """
         width, height = self.canvas
         left, top, right, bottom = self.part
@@ -120,33 +117,10 @@ class Window:
         if right > left and bottom > top:
             step = -1 if self.mirrored else 1
             shown_planes, shown_mask = planes[:, :, ::step], mask[:, ::step]
-            for channel, plane in zip(shown_planes, self._image(sample["image"]), strict=True):
-                channel[inside] = plane
-            shown_mask[inside] = self._mask(sample["mask"])
+            part = bilinear(sample["image"], self.scaled, self.part)
+            shown_planes[:, *inside] = part.transpose(2, 0, 1)
+            shown_mask[inside] = nearest(sample["mask"], self.scaled, self.part, self.mirrored_first)
         return planes, mask
-
-    def _image(self, image: Pixels) -> list[Pixels]:
-        """Return the three channels of the part."""
-        left, top, right, bottom = self.part
-        if self.scaled == self.source:
-            return list(image[top:bottom, left:right].transpose(2, 0, 1))
-        columns, x0, x1 = _needed(left, right, self.source[0], self.scaled[0])
-        rows, y0, y1 = _needed(top, bottom, self.source[1], self.scaled[1])
-        source = Image.fromarray(image[rows, columns])
-        resized = source.resize((right - left, bottom - top), Image.Resampling.BILINEAR, (x0, y0, x1, y1))
-        return [np.asarray(resized.getchannel(channel)) for channel in range(3)]
-
-    def _mask(self, mask: Pixels) -> Pixels:
-        left, top, right, bottom = self.part
-        if self.scaled == self.source:
-            return mask[top:bottom, left:right]
-        columns, rows = _nearest(self.source[0], self.scaled[0]), _nearest(self.source[1], self.scaled[1])
-        if self.mirrored_first:
-            columns = self.source[0] - 1 - columns[::-1]
-        columns, rows = columns[left:right], rows[top:bottom]
-        needed = mask[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        result: Pixels = needed.take(rows - rows[0], axis=0).take(columns - columns[0], axis=1)
-        return result
 
 
 class Geometric(ABC):
@@ -173,26 +147,3 @@ def _cut(at: int, first: int, last: int, start: int, length: int) -> tuple[int, 
     at = max(0, at - start)
     first = min(first + hidden, last)
     return min(at, length), first, max(first, min(last, first + length - at))
-
-
-def _needed(first: int, last: int, source: int, scaled: int) -> tuple[slice, float, float]:
-    """Return which source pixels the resized ones [first, last) depend on, and where among them they begin and end.
-
-    The filter reaches one pixel to each side, of the source or of the result, whichever is larger; one more is for
-    what rounding may do.
-    """
-    reach = max(1.0, source / scaled) + 1
-    begin, end = first * source / scaled, last * source / scaled
-    low, high = max(0, math.floor(begin - reach)), min(source, math.ceil(end + reach))
-    return slice(low, high), begin - low, min(end, high) - low
-
-
-def _nearest(source: int, scaled: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the source pixel that Pillow takes for each resized one.
-
-    It adds up the pixels' distance rather than to multiply it, and which neighbour a pixel in the middle between two
-    gets depends on the rounding in that sum.
-    """
-    distances = np.full(scaled, source / scaled)
-    distances[0] /= 2
-    return np.add.accumulate(distances).astype(np.intp)

@@ -21,7 +21,7 @@ from slipstream.dist import get_local_size
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 
-__all__ = ["check_workers", "cores", "with_workers"]
+__all__ = ["check_workers", "cores", "end_workers", "with_workers"]
 
 _AUTO = "auto"
 _SECONDS = 5.0
@@ -43,6 +43,15 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
             raise ConfigError(f"must be a number or '{_AUTO}', not '{value}'", f"{name}.{key}")
         if value == _AUTO and streamed:
             raise ConfigError("an iterable data set cannot be tried out: give a number", f"{name}.{key}")
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """End the processes that a loader keeps for its next epoch; that starts new ones.
+
+    Left to the garbage collector, which closes their queues before they are told, each would take five seconds.
+    """
+    if getattr(loader, "_iterator", None) is not None:
+        loader._iterator = None
 
 
 def with_workers(
@@ -159,7 +168,11 @@ class _Trials:
         sampler = (list(islice(self._indices, size)) for _ in iter(int, 1))
         generator = torch.Generator()  # else the workers' seeds would be drawn from the run's
         own = {"num_workers": workers, "collate_fn": collate, "generator": generator}
-        return iter(DataLoader(dataset, batch_sampler=sampler, **own, **self.options))
+        batches: Any = iter(DataLoader(dataset, batch_sampler=sampler, **own, **self.options))
+        try:
+            yield from batches
+        finally:  # the traceback of a sample's error would keep them, and their end would take five seconds
+            batches._shutdown_workers()
 
 
 class _Probe(Dataset[Any]):

@@ -16,7 +16,7 @@ from slipstream.dataset.sample_index import SampleIndex
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-__all__ = ["ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
+__all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 
 @DATASETS.register_module()
@@ -89,6 +89,22 @@ class RepeatDataset(Dataset[Any]):
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
         return _cat_ids(self.dataset, int(idx) % len(self.dataset))
+
+
+@DATASETS.register_module()
+class AtLeast(RepeatDataset):
+    """A data set as many whole times over as an epoch of at least `min_samples` samples takes.
+
+    Args:
+        dataset: a data set, or a dict that DATASETS builds.
+        min_samples: the fewest samples of an epoch.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
+        if min_samples < 1:
+            raise ConfigError(f"must be at least 1, not {min_samples}", "min_samples")
+        built = _built(dataset)
+        super().__init__(built, math.ceil(min_samples / max(1, len(built))))
 
 
 @DATASETS.register_module()

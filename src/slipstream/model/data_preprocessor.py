@@ -19,10 +19,10 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 @MODELS.register_module()
 class BaseDataPreprocessor(nn.Module):
-    """Move a batch (nested dicts, lists and tuples of tensors) to the module's device.
+    """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and finish its images there.
 
-    Images that come with a program of what remains to be done to them (`finish`, see `slipstream.dataset.finish_batch`)
-    are finished there.
+    Finished are images, `inputs`, that come with a program of what remains to be done to them, `finish` (see
+    `slipstream.dataset.finish_batch`). Subclasses that begin with `cast_data` get them so.
 
     Args:
         non_blocking: let copies from pinned memory overlap with computation.
@@ -39,19 +39,18 @@ class BaseDataPreprocessor(nn.Module):
         return self._device
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return the batch on the device."""
-        data = self.cast_data(data)
-        return finish_batch(data) if isinstance(data, Mapping) else data
+        """Return the batch on the device, its images finished."""
+        return self.cast_data(data)
 
     def cast_data(self, data: Any) -> Any:
-        """Move every tensor inside `data`; anything else passes through."""
+        """Move every tensor inside `data`, and finish images; anything else passes through."""
         if isinstance(data, Tensor):
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
             moved = [self.cast_data(value) for value in data]
             return moved if type(data) is list else _like(data, moved)
         if isinstance(data, Mapping):
-            return {key: self.cast_data(value) for key, value in data.items()}
+            return finish_batch({key: self.cast_data(value) for key, value in data.items()})
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
@@ -110,23 +109,21 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     def forward(self, data: Any, training: bool = False) -> Any:
         """Return the batch on the device, with its images ready for the network."""
-        data = self.cast_data(data)
-        if isinstance(data, Mapping):
-            if "inputs" not in data:
-                raise DataError(
-                    f"the batch has no 'inputs', only {sorted(data)}: the data set must name them so"
-                )
-            if self.normalizes and normalizes(data):
-                raise ConfigError(
-                    "the data set's transforms normalise its images already: give mean and std here, or SegStandardize "
-                    "and SegNormalize there",
-                    "data_preprocessor",
-                )
-            data = finish_batch(data)
-            return {**data, "inputs": self._images(data["inputs"])}
         if isinstance(data, list | tuple):
-            return [self._images(data[0]), *data[1:]]
-        raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}: check collate_fn")
+            images, *rest = self.cast_data(data)
+            return [self._images(images), *rest]
+        if not isinstance(data, Mapping):
+            raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}: check collate_fn")
+        if "inputs" not in data:
+            raise DataError(f"the batch has no 'inputs', only {sorted(data)}: the data set must name them so")
+        if self.normalizes and normalizes(data):
+            raise ConfigError(
+                "the data set's transforms normalise its images already: give mean and std here, or SegStandardize "
+                "and SegNormalize there",
+                "data_preprocessor",
+            )
+        data = self.cast_data(data)
+        return {**data, "inputs": self._images(data["inputs"])}
 
     def _images(self, images: Tensor | Sequence[Tensor]) -> Tensor:
         if isinstance(images, Tensor):

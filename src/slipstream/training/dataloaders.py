@@ -15,27 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
-from slipstream.training.factories import read_factory
+from slipstream.training.factories import configuration, read_factory
 from slipstream.training.params import plain
 
-__all__ = [
-    "cifar10_train",
-    "cifar10_val",
-    "cityscapes_ddrnet_train",
-    "cityscapes_ddrnet_val",
-    "cityscapes_regseg48_train",
-    "cityscapes_regseg48_val",
-    "cityscapes_stdc_seg50_train",
-    "cityscapes_stdc_seg50_val",
-    "cityscapes_stdc_seg75_train",
-    "cityscapes_stdc_seg75_val",
-    "cityscapes_train",
-    "cityscapes_val",
-    "config",
-    "get",
-    "street_scenes_train",
-    "street_scenes_val",
-]
+__all__ = ["config", "get"]
 
 # The data set of each name; its defaults lie in NAME_dataset_params.yaml.
 _DATASETS = {
@@ -182,29 +165,20 @@ def _check_words(loader: Mapping[str, Any]) -> None:
 
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(transforms := data.get("transforms"), list | tuple):
-        places = (f"dataset_params.transforms[{i}]" for i in range(len(transforms)))
-        data["transforms"] = [_part(entry, place) for entry, place in zip(transforms, places, strict=True)]
+        data["transforms"] = [
+            configuration(entry, f"dataset_params.transforms[{i}]") for i, entry in enumerate(transforms)
+        ]
     return data
-
-
-def _part(entry: Any, place: str) -> Any:
-    """Return an entry of SuperGradients' as a configuration with `type`; what is one, or an object, as it is."""
-    if not isinstance(entry, str | Mapping) or (isinstance(entry, Mapping) and "type" in entry):
-        return entry
-    name, arguments = read_factory(entry, place)
-    return {"type": name, **arguments}
 
 
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     shuffle, sampler = loader.pop("shuffle", None), loader.pop("sampler", None)
     if isinstance(loader.get("batch_sampler"), bool):
-        del loader[
-            "batch_sampler"
-        ]  # SuperGradients' word for torch's BatchSampler, which is the usual one here
+        del loader["batch_sampler"]  # SuperGradients' word for torch's BatchSampler, the usual one here
     if loader.get("pin_memory") is True:
         del loader["pin_memory"]  # done anyway where there is a device to pin for
     if "collate_fn" in loader:
-        loader["collate_fn"] = _part(loader["collate_fn"], "dataloader_params.collate_fn")
+        loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {
         "sampler": _sampler(sampler, training if shuffle is None else shuffle, shuffle),
         "batch_size": 1,
@@ -218,7 +192,7 @@ def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
 def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
     if sampler is None:
         return {"type": "DefaultSampler", "shuffle": shuffles}
-    cfg = _part(sampler, "dataloader_params.sampler")
+    cfg = configuration(sampler, "dataloader_params.sampler")
     if not isinstance(cfg, Mapping):
         return cfg
     # Torch's needs several processes; ours parts the samples among as many as there are.
@@ -228,17 +202,12 @@ def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
     return {**cfg, "type": kind}
 
 
-cityscapes_train, cityscapes_val = partial(get, "cityscapes_train"), partial(get, "cityscapes_val")
-cityscapes_stdc_seg50_train = partial(get, "cityscapes_stdc_seg50_train")
-cityscapes_stdc_seg50_val = partial(get, "cityscapes_stdc_seg50_val")
-cityscapes_stdc_seg75_train = partial(get, "cityscapes_stdc_seg75_train")
-cityscapes_stdc_seg75_val = partial(get, "cityscapes_stdc_seg75_val")
-cityscapes_regseg48_train = partial(get, "cityscapes_regseg48_train")
-cityscapes_regseg48_val = partial(get, "cityscapes_regseg48_val")
-cityscapes_ddrnet_train = partial(get, "cityscapes_ddrnet_train")
-cityscapes_ddrnet_val = partial(get, "cityscapes_ddrnet_val")
-cifar10_train, cifar10_val = partial(get, "cifar10_train"), partial(get, "cifar10_val")
-street_scenes_train, street_scenes_val = (
-    partial(get, "street_scenes_train"),
-    partial(get, "street_scenes_val"),
-)
+def __getattr__(name: str) -> Any:
+    """Return `get` of a name: `dataloaders.cityscapes_train(dataset_params={...})`."""
+    if name in _NAMES:
+        return partial(get, name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, _NAMES)}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_NAMES])

@@ -1,0 +1,286 @@
+"""Images per second of one core: 2048 x 1024 PNG pairs through the transforms of the recipe cityscapes_pplite_seg75.
+
+python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
+
+Ways to the same batch of 8 crops of 768 x 768, each in a process of its own with one thread, in turns:
+
+- PIL: every transform on the whole image with Pillow, one after the other, as training code of 2020 did;
+- albumentations: the same list with albumentations on OpenCV, which enlarges and shrinks without antialiasing;
+- slipstream: one crop-resize of the window that is needed; colours and normalisation batched at the end; its PNGs
+  decoded by Pillow, by pywuffs, or taken from the decode-once cache.
+
+Slipstream leaves colours and normalisation to the training device. It is measured twice: what a loader's worker does
+(`worker`), and with that rest done by the same core (`all`), which is what a machine without an accelerator pays. The
+others have no such rest. What is not installed is left out.
+
+Speed is per second of CPU time, so that other programs on the machine count only in so far as they take caches and the
+core's other thread; `waited` is the share of the time in which the core was theirs. Files are in the page cache, and
+the cache's checksums, which a process checks when it first opens a file, have been checked. `adds` is the memory of its
+own that a process has more after the batches than before the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageEnhance, ImageOps
+from report import circumstances, table, write_result
+from torch.utils.data import default_collate
+
+from slipstream.dataset import SampleIndex, decode
+from slipstream.dataset.cityscapes import CityscapesDataset
+from slipstream.dataset.finish import finish_batch
+from slipstream.dataset.street_folder import write_street_folder
+
+CROP, SCALES, JITTER, IGNORED, BATCH = 768, (0.25, 1.75), 0.5, 19, 8
+MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+TRANSFORMS = [
+    {"type": "SegColorJitter", "brightness": JITTER, "contrast": JITTER, "saturation": JITTER},
+    {"type": "SegRandomFlip", "prob": 0.5},
+    {"type": "SegRandomRescale", "scales": list(SCALES)},
+    {"type": "SegPadShortToCropSize", "crop_size": [CROP, CROP], "fill_mask": IGNORED},
+    {"type": "SegCropImageAndMask", "crop_size": [CROP, CROP], "mode": "random"},
+    {"type": "SegStandardize", "max_value": 255},
+    {"type": "SegNormalize", "mean": MEAN, "std": STD},
+    {"type": "SegConvertToTensor"},
+]
+Pipeline = Callable[[int, int], Any]
+"""Of a sample's index and the epoch."""
+
+
+def pil(root: Path) -> Pipeline:
+    """Return the pipeline of one Pillow call a transform."""
+    data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
+    table = label_table()
+
+    def get(index: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rng = np.random.default_rng((epoch, index))
+        image = Image.open(data.image_paths[index]).convert("RGB")
+        mask = Image.fromarray(table[np.asarray(Image.open(data.mask_paths[index]))])
+        enhancers = [ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color]
+        for i in rng.permutation(3):
+            image = enhancers[i](image).enhance(rng.uniform(1 - JITTER, 1 + JITTER))
+        if rng.random() < 0.5:
+            image, mask = ImageOps.mirror(image), ImageOps.mirror(mask)
+        scale = rng.uniform(*SCALES)
+        size = (round(image.width * scale), round(image.height * scale))
+        image = image.resize(size, Image.Resampling.BILINEAR)
+        mask = mask.resize(size, Image.Resampling.NEAREST)
+        right, down = max(0, CROP - size[0]), max(0, CROP - size[1])
+        if right or down:
+            border = ((right + 1) // 2, (down + 1) // 2, right // 2, down // 2)
+            image, mask = ImageOps.expand(image, border, 0), ImageOps.expand(mask, border, IGNORED)
+        left = int(rng.integers(image.width - CROP + 1))
+        top = int(rng.integers(image.height - CROP + 1))
+        box = (left, top, left + CROP, top + CROP)
+        pixels = torch.from_numpy(np.array(image.crop(box))).permute(2, 0, 1).float().div_(255)
+        pixels.sub_(torch.tensor(MEAN).view(3, 1, 1)).div_(torch.tensor(STD).view(3, 1, 1))
+        return pixels, torch.from_numpy(np.array(mask.crop(box))).long()
+
+    return get
+
+
+def albumentations(root: Path) -> Pipeline:
+    """Return the pipeline of albumentations on OpenCV."""
+    import albumentations as A
+    import cv2
+    from albumentations.pytorch import ToTensorV2
+
+    cv2.setNumThreads(0)
+    data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
+    table = label_table()
+    around = (1 - JITTER, 1 + JITTER)
+    compose = A.Compose(
+        [
+            A.ColorJitter(brightness=around, contrast=around, saturation=around, hue=(0, 0), p=1),
+            A.HorizontalFlip(p=0.5),
+            A.RandomScale((SCALES[0] - 1, SCALES[1] - 1), interpolation=cv2.INTER_LINEAR, p=1),
+            A.PadIfNeeded(CROP, CROP, border_mode=cv2.BORDER_CONSTANT, fill=0, fill_mask=IGNORED),
+            A.RandomCrop(CROP, CROP),
+            A.Normalize(MEAN, STD),
+            ToTensorV2(),
+        ],
+        seed=0,
+    )
+
+    def get(index: int, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        image = cv2.cvtColor(cv2.imread(str(data.image_paths[index])), cv2.COLOR_BGR2RGB)
+        mask = cv2.LUT(cv2.imread(str(data.mask_paths[index]), cv2.IMREAD_UNCHANGED), table)
+        out = compose(image=image, mask=mask)
+        return out["image"], out["mask"].long()
+
+    return get
+
+
+def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
+    """Return a worker's part of ours."""
+    data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
+    return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
+
+
+def by_pillow(root: Path) -> Pipeline:
+    """Return a worker's part of ours, with every file decoded by Pillow."""
+    decode._formats = lambda: None
+    return slipstream(root)
+
+
+def by_pywuffs(root: Path) -> Pipeline:
+    """Return a worker's part of ours, with PNGs decoded by pywuffs."""
+    import pywuffs  # noqa: F401  (the contender is left out where it is missing)
+
+    return slipstream(root)
+
+
+def cached(root: Path) -> Pipeline:
+    """Return a worker's part of ours, with the cache filled and its files checked."""
+    get = slipstream(root, root / "cache")
+    for index in [*range(image_count(root))] * 2:
+        get(index, 0)
+    return get
+
+
+CONTENDERS: dict[str, Callable[[Path], Pipeline]] = {
+    "PIL": pil,
+    "albumentations": albumentations,
+    "slipstream, Pillow": by_pillow,
+    "slipstream, pywuffs": by_pywuffs,
+    "slipstream, cached": cached,
+}
+WHOLE = ("PIL", "albumentations")
+"""Those that leave nothing to the device."""
+
+
+def image_count(root: Path) -> int:
+    return len(list(root.glob("leftImg8bit/train/*/*.png")))
+
+
+def label_table() -> np.ndarray[Any, Any]:
+    """Return the training id of each of Cityscapes' label ids."""
+    names = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
+    table = np.full(256, IGNORED, np.uint8)
+    table[list(names)] = np.arange(len(names))
+    return table
+
+
+def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]:
+    """Return CPU seconds per image of the worker and in all, the share of waiting, and memory in MB."""
+    torch.set_num_threads(1)
+    images, get = image_count(root), CONTENDERS[name](root)
+    before, worker, rest = private_mb(), 0.0, 0.0
+    for batch in range(batches + 1):
+        if batch == 1:  # the first is for what is made once
+            worker, rest, began, used = 0.0, 0.0, perf_counter(), process_time()
+        start = process_time()
+        samples = default_collate([get((batch * BATCH + i) % images, epoch) for i in range(BATCH)])
+        middle = process_time()
+        if name not in WHOLE:
+            samples = finish_batch(samples)
+            samples["targets"] = samples["targets"].long()
+        worker, rest = worker + middle - start, rest + process_time() - middle
+    return {
+        "worker": worker / (batches * BATCH),
+        "all": (worker + rest) / (batches * BATCH),
+        "waited": 1 - (process_time() - used) / (perf_counter() - began),
+        "adds_mb": private_mb() - before,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+def private_mb() -> float:
+    """Return the memory that this process shares with no other."""
+    found = re.findall(r"Private_\w+:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"))
+    return sum(map(int, found)) / 1024
+
+
+def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, float] | None:
+    """Measure in a fresh process with one thread; None if the contender is not installed."""
+    words = [
+        sys.executable,
+        __file__,
+        "--measure",
+        name,
+        "--folder",
+        root,
+        "--epoch",
+        epoch,
+        "--batches",
+        batches,
+    ]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "NO_ALBUMENTATIONS_UPDATE": "1"}
+    done = subprocess.run([str(w) for w in words], env=env, capture_output=True, text=True, check=False)
+    if "ModuleNotFoundError" in done.stderr:
+        return None
+    if done.returncode:
+        raise RuntimeError(f"{name} failed:\n{done.stderr}")
+    result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return result
+
+
+def rounds(root: Path, count: int, batches: int) -> Iterator[dict[str, dict[str, float]]]:
+    """Yield what each round measured, by contender."""
+    for epoch in range(1, count + 1):
+        found = {name: in_a_process(name, root, epoch, batches) for name in CONTENDERS}
+        yield {name: result for name, result in found.items() if result is not None}
+
+
+def summary(results: list[dict[str, dict[str, float]]]) -> str:
+    """Return the table: medians over the rounds, ratios of each round to its own PIL."""
+    rows = []
+    for name in results[0]:
+        for part in ("worker", "all"):
+            if name in WHOLE and part == "worker":
+                continue
+            speed = median(1 / r[name][part] for r in results)
+            ratio = median(r["PIL"]["all"] / r[name][part] for r in results)
+            memory = (f"{median(r[name][key] for r in results):.0f}" for key in ("adds_mb", "peak_mb"))
+            waited = f"{median(r[name]['waited'] for r in results):.0%}"
+            label = name if name in WHOLE else f"{name}: {part}"
+            rows.append([label, f"{speed:.1f}", f"{ratio:.1f}", waited, *memory])
+    return table(["", "images/s per core", "over PIL", "waited", "adds MB", "peak MB"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--images", type=int, default=24, help="pairs that are drawn")
+    parser.add_argument("--batches", type=int, default=6, help="batches of 8 a measurement")
+    parser.add_argument("--size", default="1024x2048", help="HxW of the images")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.measure:
+        print(json.dumps(measure(args.measure, args.folder, args.epoch, args.batches)))
+        return
+    facts = circumstances(["pillow", "pywuffs", "albumentations", "opencv-python-headless", "numpy"])
+    height, width = map(int, args.size.split("x"))
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        write_street_folder(root, train=args.images, val=1, size=(height, width))
+        results = list(rounds(root, args.rounds, args.batches))
+    text = summary(results)
+    print(text)
+    if args.out:
+        title = f"Images per second of one core, {width} x {height} PNG pairs, cityscapes_pplite_seg75"
+        write_result(args.out, title, facts, text, {"rounds": results})
+
+
+if __name__ == "__main__":
+    main()

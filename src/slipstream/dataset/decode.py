@@ -1,0 +1,129 @@
+"""From image files to pixels."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from slipstream.errors import DataError
+
+__all__ = ["check_readable", "read_image", "read_mask"]
+
+_GREY, _RGB = 0, 2  # colour types of PNG
+
+
+def read_image(path: Path) -> NDArray[np.uint8]:
+    """Return an image as uint8 (H, W, 3) RGB.
+
+    Plain PNGs (8 bits a channel, no transparency, no animation) are decoded by pywuffs where it is installed (the extra
+    `png`), in a third of the time. Everything else, and what pywuffs finds a fault with, is read by Pillow. Pixels and
+    faults are the same, except that pywuffs does not mind broken metadata, such as a colour profile.
+
+    Raises:
+        DataError: the file cannot be read, or has more than 8 bits a channel.
+    """
+    pixels = _plain_png(path, _RGB)
+    if pixels is not None:
+        return pixels
+    image = _by_pillow(path)
+    if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
+        raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits a channel")
+    return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
+
+
+def read_mask(path: Path) -> NDArray[np.uint8]:
+    """Return the values of an 8-bit file with one channel, greyscale or palette, as uint8 (H, W); as `read_image`.
+
+    Raises:
+        DataError: the file cannot be read, or is not such.
+    """
+    pixels = _plain_png(path, _GREY)
+    if pixels is not None:
+        return pixels[..., 0]
+    image = _by_pillow(path)
+    if image.mode not in ("L", "P"):
+        raise DataError(
+            f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
+            "(Pillow mode 'L' or 'P'): convert colours to ids once, before training"
+        )
+    return np.asarray(image)
+
+
+def check_readable(path: Path) -> None:
+    """Raise DataError if the file cannot be decoded, whatever kind of image it holds."""
+    if _plain_png(path, _GREY, _RGB) is None:
+        _by_pillow(path)
+
+
+def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
+    """Return the pixels of a plain PNG of one of these colour types, uint8 (H, W, 1 or 3); None if it is none.
+
+    None, too, if the fast decoder is not there, or finds anything wrong: Pillow decides, and says what it is.
+    """
+    formats = _formats()
+    if formats is None:
+        return None
+    try:
+        with path.open("rb") as file:
+            start = file.read(29)
+            if not _is_plain(start, kinds):
+                return None
+            file.seek(0)
+            data = file.read()
+    except OSError:
+        return None
+    if not {b"tRNS", b"acTL"}.isdisjoint(_chunks_before_pixels(data)):
+        return None
+    from pywuffs.aux import ImageDecoder
+
+    result = ImageDecoder(formats[start[25]]).decode(data)
+    return None if result.error_message else result.pixbuf
+
+
+@functools.cache
+def _formats() -> dict[int, Any] | None:
+    """Return the decoder's settings for each colour type, or None if it is not installed."""
+    if importlib.util.find_spec("pywuffs") is None:
+        return None
+    from pywuffs import ImageDecoderQuirks, ImageDecoderType, PixelFormat
+    from pywuffs.aux import ImageDecoderConfig
+
+    configs = {}
+    for kind, pixel_format in ((_GREY, PixelFormat.Y), (_RGB, PixelFormat.RGB)):
+        configs[kind] = ImageDecoderConfig()
+        configs[kind].enabled_decoders = [ImageDecoderType.PNG]
+        configs[kind].pixel_format = pixel_format
+        configs[kind].quirks = {ImageDecoderQuirks.IGNORE_CHECKSUM: 0}  # it does so unless told not to
+    return configs
+
+
+def _is_plain(start: bytes, kinds: tuple[int, ...]) -> bool:
+    """Say whether a file begins as a PNG of 8 bits, one of these colour types, and no more pixels than usual."""
+    if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
+        return False
+    width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
+    limit = Image.MAX_IMAGE_PIXELS  # above it Pillow warns, or refuses to be made to fill the memory
+    return start[24] == 8 and start[25] in kinds and (limit is None or width * height <= limit)
+
+
+def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
+    at = 8
+    while (kind := data[at + 4 : at + 8]) not in (b"", b"IDAT"):
+        yield kind
+        at += 12 + int.from_bytes(data[at : at + 4], "big")
+
+
+def _by_pillow(path: Path) -> Image.Image:
+    try:
+        with Image.open(path) as image:
+            image.load()
+            return image
+    except Exception as error:  # Pillow's decoders raise almost anything on broken files
+        raise DataError(f"cannot read '{path}': {error}") from error
