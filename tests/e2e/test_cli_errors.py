@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from slipstream.cli.parser import parse
+from slipstream.dataset.street_folder import write_street_folder
 
 RECIPE = "street_scenes_pp_lite_t"
 
@@ -138,3 +139,21 @@ def test_an_override_behind_resume_is_no_checkpoint():
     args = parse(["train", "street_scenes_pp_lite_t", "--resume", "train_cfg.max_epochs=2", "a=1"])
     assert args.resume is True
     assert sorted(args.overrides) == ["a=1", "train_cfg.max_epochs=2"]
+
+
+def test_a_broken_image_that_a_worker_meets_is_one_line_with_its_name(slipstream, tmp_path):
+    write_street_folder(tmp_path / "data", train=2, val=1, size=(64, 128))
+    broken = next((tmp_path / "data/leftImg8bit/train").rglob("*.png"))
+    broken.write_bytes(broken.read_bytes()[:500])
+    done = slipstream(
+        "train",
+        "cityscapes_regseg48",
+        f"data_root_dir={tmp_path / 'data'}",
+        "batch_size=2",
+        "num_workers=1",
+        "num_gpus=1",
+        status=1,
+    )
+    (line,) = [text for text in done.stderr.splitlines() if "INFO" not in text]
+    assert line.startswith("slipstream: error: cannot read")
+    assert broken.name in line
