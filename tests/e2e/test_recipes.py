@@ -47,7 +47,7 @@ TRAINED = [
     ("cityscapes_pplite_seg50", "pp_lite_t_seg"), ("cityscapes_pplite_seg75", "pp_lite_t_seg"),
     ("cityscapes_stdc_seg50", "stdc1_seg"), ("cityscapes_stdc_seg75", "stdc1_seg"),
     ("cityscapes_regseg48", "regseg48"), ("cityscapes_ddrnet", "ddrnet_23_slim"),
-    ("cityscapes_segformer", "segformer_b0"), ("cityscapes_segformer_b0", "segformer_b0"),
+    ("cityscapes_segformer", "segformer_b0"),
 ]  # fmt: skip
 
 

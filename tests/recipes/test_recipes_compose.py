@@ -10,6 +10,8 @@ from predecessor_recipes import RECIPES
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
+from slipstream.speed import SpeedPlan
+from slipstream.training.recipe import recipe_config
 
 COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
 CITYSCAPES = {
@@ -353,3 +355,12 @@ def test_recipes_in_the_runners_words_are_told_apart(tmp_path):
     assert is_composed(find_recipe("cityscapes_segformer_b3"))
     (tmp_path / "inherits.yaml").write_text("_base_: other.yaml\n")
     assert not is_composed(tmp_path / "inherits.yaml")
+
+
+def test_a_recipe_for_several_gpus_leaves_open_how_they_share_the_model():
+    words = ["+training_params.speed.parallel=fsdp2", "multi_gpu=DDP", "num_gpus=4"]
+    cfg = recipe_config(compose("street_scenes_regseg48", words))
+    assert cfg["training_params"]["speed"] == {"parallel": "fsdp2"}
+    assert SpeedPlan.read(training_params=cfg["training_params"]).parallel.kind == "fsdp2"
+    with pytest.raises(ConfigError, match="multi_gpu: must be DDP, AUTO or Off, not 'DPP'"):
+        recipe_config(compose("street_scenes_regseg48", ["multi_gpu=DPP"]))

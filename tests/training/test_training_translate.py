@@ -195,7 +195,7 @@ def test_the_loggers_by_name_and_as_objects():
             dict(sg_logger_params=dict(save_logs_remote=True)),
             r"sg_logger_params\.save_logs_remote: logs stay",
         ),
-        (dict(loss=None), r"loss: is needed"),
+        (dict(loss=None), r"loss: a loss is needed: one of CrossEntropyLoss"),
         (dict(max_epochs=None), r"max_epochs: is needed"),
         (dict(max_epoch=3), r"max_epoch: .*did you mean 'max_epochs'"),
     ],

@@ -10,13 +10,14 @@ from torch import nn
 
 from slipstream.config import Config
 from slipstream.dataset.loader import batch_size
+from slipstream.dataset.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, is_distributed
 from slipstream.errors import ConfigError
 from slipstream.model import unwrap_model
 from slipstream.registry import LOOPS
 from slipstream.runner.given import place_in_loop
 from slipstream.runner.logs import config_text
-from slipstream.runner.loops import IterBasedTrainLoop
+from slipstream.runner.loops import BaseLoop, IterBasedTrainLoop
 
 __all__ = ["RunFacts"]
 
@@ -39,6 +40,11 @@ class RunFacts:
                 place_in_loop(error, mode)
                 raise
         return loop
+
+    def _end_workers(self) -> None:
+        for loop in self._loops.values():
+            if isinstance(loop, BaseLoop):
+                end_workers(loop.dataloader)
 
     @property
     def train_loop(self) -> Any:

@@ -113,9 +113,7 @@ class Runner(RunFacts):
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
         self.resumed_random_state: dict[str, Any] | None = None
-        self.is_training = False
-        self.resuming = False
-        self._loaded = self._compiled = False
+        self.is_training = self.resuming = self._loaded = self._compiled = False
         with self._reading():
             self._init_parts(given)
         # Each Runner has its own stream of random numbers, whatever others draw in the meantime.
@@ -251,6 +249,7 @@ class Runner(RunFacts):
             for hook in self._hooks:
                 if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook):
                     hook.close()
+            self._end_workers()
             self.visualizer.flush()
             self.logger.close()
 

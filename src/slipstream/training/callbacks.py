@@ -20,7 +20,7 @@ from slipstream.hooks import EarlyStoppingHook, Hook
 from slipstream.model import unwrap_model
 from slipstream.model.sliding import SlidingWindow
 from slipstream.registry import HOOKS, TRANSFORMS
-from slipstream.training.factories import read_factory
+from slipstream.training.factories import configuration, read_factory
 from slipstream.training.phases import EVENT_OF, Callback, ContextError, Phase, PhaseCallback, PhaseContext
 
 if TYPE_CHECKING:
@@ -257,9 +257,9 @@ class SlidingWindowValidationCallback(Hook):
             raise ConfigError(
                 f"SlidingWindowValidationCallback needs a SupervisedModel, not {type(model).__name__}"
             )
-        changes = {"sliding_window": self.window, "_compiled_call_impl": None}
         for owner, name, value in (
-            *((model, name, value) for name, value in changes.items()),
+            (model, "sliding_window", self.window),
+            (model, "_compiled_call_impl", None),
             (loop, "dataloader", _reloaded(loop.dataloader, self.transforms)),
         ):
             self._undo.callback(setattr, owner, name, getattr(owner, name))
@@ -271,12 +271,8 @@ class SlidingWindowValidationCallback(Hook):
 
 
 def _transform(entry: Any, place: str) -> Any:
-    if not isinstance(entry, str | Mapping):
-        return entry
-    if isinstance(entry, Mapping) and "type" in entry:
-        return TRANSFORMS.build(entry)
-    name, arguments = read_factory(entry, place)
-    return TRANSFORMS.build({"type": name, **arguments})
+    cfg = configuration(entry, place)
+    return TRANSFORMS.build(cfg) if isinstance(cfg, Mapping) else cfg
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError
 
-__all__ = ["read_factory"]
+__all__ = ["configuration", "read_factory"]
 
 _FOR_HYDRA = ("_convert_", "_partial_", "_recursive_")
 
@@ -39,3 +39,15 @@ def read_factory(entry: str | Mapping[str, Any], place: str) -> tuple[str, dict[
         f"must be a name, {{Name: {{arguments}}}} or {{_target_: path.to.Name, arguments}}, not {entry!r}",
         place,
     )
+
+
+def configuration(entry: Any, place: str) -> Any:
+    """Return an entry as a configuration with `type`; what is one already, or an object, as it is.
+
+    Raises:
+        ConfigError: see `read_factory`.
+    """
+    if not isinstance(entry, str | Mapping) or (isinstance(entry, Mapping) and "type" in entry):
+        return entry
+    name, arguments = read_factory(entry, place)
+    return {"type": name, **arguments}

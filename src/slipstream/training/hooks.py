@@ -1,4 +1,4 @@
-"""Hooks of SuperGradients' ways: a callback on the batch, test sets during training, the number of classes."""
+"""Hooks of SuperGradients' ways: a callback on the batch, test sets during training, what resuming leaves out."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from slipstream.dataset.loader import build_dataloader
+from slipstream.dataset.workers import end_workers
 from slipstream.errors import DataError, ModelError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from slipstream.runner import Runner
 
-__all__ = ["ClassCountHook", "HistoryHook", "PrePredictionHook", "TestLoadersHook"]
+__all__ = ["ClassCountHook", "HistoryHook", "NewOptimizerHook", "PrePredictionHook", "TestLoadersHook"]
 
 
 @HOOKS.register_module()
@@ -46,10 +47,26 @@ class ClassCountHook(Hook):
         model: Any = unwrap_model(runner.model)
         if model.num_classes not in (None, len(classes)):
             raise ModelError(
-                f"the data set has {len(classes)} classes ({classes[0]}, {classes[1]}, ...), and the network is made "
+                f"the data set has {len(classes)} classes ({', '.join(classes[:2])}, ...), and the network is made "
                 f"for {model.num_classes}: set its num_classes (arch_params.num_classes) to {len(classes)}"
             )
         model.num_classes = len(classes)
+
+
+@HOOKS.register_module()
+class NewOptimizerHook(Hook):
+    """Let a resumed run go on with its weights, epoch and learning rates, but with an optimizer that begins anew."""
+
+    def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
+        """Put what the optimizer is at the start in the place of its state, at the learning rates of the schedule."""
+        if not runner.resuming or "optimizer" not in checkpoint:
+            return
+        assert runner.optim_wrapper is not None, "a training has one"
+        anew = runner.optim_wrapper.state_dict()
+        groups = checkpoint["optimizer"]["param_groups"]
+        for own, saved in zip(anew["param_groups"], groups, strict=False):  # schedules compare how many
+            own["lr"] = saved["lr"]
+        checkpoint["optimizer"] = anew
 
 
 class PrePredictionHook(Hook):
@@ -116,6 +133,11 @@ class TestLoadersHook(Hook):
         loop.dataloader = own
         for metric, prefix in zip(metrics, prefixes, strict=True):
             metric.prefix = prefix
+
+    def after_train(self, runner: Runner) -> None:
+        """End the loaders' processes."""
+        for loader in self.loaders.values():
+            end_workers(loader)
 
 
 class HistoryHook(Hook):

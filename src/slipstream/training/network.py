@@ -15,6 +15,7 @@ from slipstream.model import Segmentor, unwrap_model
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
+from slipstream.training.optimizers import freeze
 from slipstream.zoo import models
 
 if TYPE_CHECKING:
@@ -43,9 +44,10 @@ class SupervisedModel(Segmentor):
         train_metrics: `CountingMetric`s or their configurations, which count during training; `TrainMetricsHook`
             reads them.
         num_classes: classes of the data set; the main output must have as many channels.
+        paramwise_cfg: of a `PrefixOptimWrapperConstructor`; what has the learning rate 0 in it is frozen.
 
     Raises:
-        ConfigError: a metric of training does not count on the device.
+        ConfigError: a metric of training does not count on the device; or `paramwise_cfg` does not fit the network.
         ModelError: in forward: the network has not as many classes as the data set.
     """
 
@@ -60,8 +62,11 @@ class SupervisedModel(Segmentor):
         pretrained: Mapping[str, Any] | None = None,
         train_metrics: Sequence[Any] | None = None,
         num_classes: int | None = None,
+        paramwise_cfg: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(network, loss, data_preprocessor)
+        if paramwise_cfg is not None:
+            freeze(self, paramwise_cfg)
         self.pretrained = dict(pretrained or {})
         self.num_classes = num_classes
         self.train_metrics = [_counting(metric, place) for place, metric in enumerate(train_metrics or ())]

@@ -17,7 +17,7 @@ from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS
 from slipstream.training.params import TrainingParams
 from slipstream.typecheck import matches
 
-__all__ = ["PrefixOptimWrapperConstructor", "optim_wrapper"]
+__all__ = ["PrefixOptimWrapperConstructor", "freeze", "optim_wrapper"]
 
 _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "SGD": {"weight_decay": 1e-4, "momentum": 0.9},
@@ -39,7 +39,7 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
     """
     optimizer = params.optimizer
     if isinstance(optimizer, Optimizer):
-        for key in ("initial_lr", "optimizer_params", "zero_weight_decay_on_bias_and_bn"):
+        for key in ("initial_lr", "optimizer_params", "zero_weight_decay_on_bias_and_bn", "finetune"):
             if key in params.given():
                 raise ConfigError("the optimizer is made already: leave this out", f"training_params.{key}")
         return {"optimizer": optimizer}
@@ -52,6 +52,9 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
     if isinstance(params.warmup_initial_lr, Mapping):
         rules["warmup_initial_lr"] = _rates(params.warmup_initial_lr, "warmup_initial_lr")
         _check_same_prefixes(rules["warmup_initial_lr"], rates)
+    if params.finetune:
+        _check_finetune(params)
+        rules["finetune"] = True
     if params.zero_weight_decay_on_bias_and_bn:
         rules[_SPARED] = True
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
@@ -68,26 +71,29 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """Give each parameter the learning rate of the longest prefix that its name begins with.
 
     Names are those inside the model's `network`, if it has one; of the others, the model's own. Parameters of one
-    learning rate and one decay share a group, whose `name` tells their prefixes. A rate of 0 keeps them as they are.
+    learning rate and one decay share a group, whose `name` tells their prefixes. A rate of 0 keeps them as they are;
+    `freeze` sees to it that they cost nothing.
 
     `paramwise_cfg` holds `initial_lr`, the learning rate of each prefix, and of `default`, for the rest;
-    `warmup_initial_lr` alike, which the groups keep for the schedule; and `zero_weight_decay_on_bias_and_bn`, which
-    takes the weight decay from all biases and all norm layers.
+    `warmup_initial_lr` alike, which the groups keep for the schedule; `finetune`, with which the network itself gives
+    the rates: its `get_finetune_lr_dict(lr)`, lr being that of `default`; and `zero_weight_decay_on_bias_and_bn`,
+    which takes the weight decay from all biases and all norm layers.
 
     Raises:
         ConfigError: when called: no name begins with a prefix, or a trainable parameter has none, and there is no
-            `default`.
+            `default`; or `finetune`, and the network has no such method.
     """
 
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
         """Append `{"params": [parameter], **its options}` for every parameter of the model."""
-        rates: Mapping[str, float] = self.paramwise_cfg["initial_lr"]
+        rates = _rates_of(module, self.paramwise_cfg)
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         spared = _biases_and_norms(module) if self.paramwise_cfg.get(_SPARED) else set()
         named = _named_parameters(module)
-        _check_prefixes(rates, named)
+        if "finetune" not in self.paramwise_cfg:  # a network may name heads that it was built without
+            _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
         for key, rate in rates.items():
             labels.setdefault((rate, starts.get(key)), []).append(key)
@@ -106,6 +112,49 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             if id(parameter) in spared:
                 options["weight_decay"] = 0.0
             params.append({"params": [parameter], **options})
+
+
+def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
+    """Take the gradient from all parameters to which a `PrefixOptimWrapperConstructor` would give the rate 0.
+
+    To be called before the model is wrapped for several processes. As in SuperGradients, the frozen parts' BatchNorm
+    statistics go on following the data.
+
+    Args:
+        model: holds the user's network as `network`.
+        paramwise_cfg: that of the constructor.
+
+    Raises:
+        ConfigError: see the constructor.
+    """
+    rates = _rates_of(model, paramwise_cfg)
+    for name, parameter in _named_parameters(model).items():
+        if rates.get(_prefix(name, rates)) == 0:
+            parameter.requires_grad_(False)
+
+
+def _rates_of(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]:
+    """Return the learning rates by prefix: those that are given, or those by which the network is fine-tuned."""
+    rates: Mapping[str, float] = rules["initial_lr"]
+    if not rules.get("finetune"):
+        return rates
+    network: Any = getattr(model, "network", model)
+    if not hasattr(network, "get_finetune_lr_dict"):
+        raise ConfigError(
+            f"{type(network).__name__} does not say what to fine-tune: give it a method get_finetune_lr_dict(lr) that "
+            "returns {'head': lr, 'default': 0}, or give initial_lr as such a map",
+            "training_params.finetune",
+        )
+    return _rates(network.get_finetune_lr_dict(rates["default"]), "finetune")
+
+
+def _check_finetune(params: TrainingParams) -> None:
+    for key in ("initial_lr", "warmup_initial_lr"):
+        if isinstance(getattr(params, key), Mapping):
+            raise ConfigError(
+                "must be a number with finetune, which lets the network say what learns",
+                f"training_params.{key}",
+            )
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -66,11 +66,9 @@ class TrainingParams:
         bool, Refused("nothing is downloaded: fetch the checkpoint and give resume_path")
     ] = False
     resume_strict_load: Annotated[bool, "nothing: a resumed run always needs all of its weights"] = False
-    load_opt_params: Annotated[
-        bool, Refused("a resumed run goes on with its optimizer: to begin anew load weights (models.get)")
-    ] = True
+    load_opt_params: Annotated[bool, "a hook: False lets a resumed run's optimizer begin anew"] = True
     finetune: Annotated[
-        bool, Refused("give initial_lr for parts of the network instead, 0 for those to keep")
+        bool, "initial_lr, by the network's get_finetune_lr_dict: its heads learn, the rest is frozen"
     ] = False
 
     # Learning rates.
@@ -86,7 +84,9 @@ class TrainingParams:
     lr_decay_factor: Annotated[float | None, "param_scheduler"] = None
     step_lr_update_freq: Annotated[float | None, "param_scheduler"] = None
     cosine_final_lr_ratio: Annotated[float, "param_scheduler"] = 0.01
-    multiply_head_lr: Annotated[float, Refused("give initial_lr as a map of name prefixes and `default`")] = 1
+    multiply_head_lr: Annotated[
+        float, Refused("no network reads it since SuperGradients 3.4: give initial_lr by name prefixes")
+    ] = 1
 
     # Optimizer, loss, metrics.
     optimizer: Annotated[Any, "optim_wrapper"] = "SGD"

@@ -43,6 +43,7 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     from slipstream.training.translate import runner_config
 
     _check_keys(recipe)
+    gpus(recipe)  # refuses wrong words; what wraps the model in several processes is left to the plan
     network = _network(recipe)
     return runner_config(
         experiment_name=_required(recipe, "experiment_name", str),
@@ -116,8 +117,6 @@ def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
         params["resume"] = True
     if "sync_bn" not in params and "sync_bn" in (options := _section(recipe, "arch_params")):
         params["sync_bn"] = options["sync_bn"]
-    if gpus(recipe) != 1:
-        params["multi_gpu"] = "DDP"
     return params
 
 
@@ -159,13 +158,8 @@ def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     given = recipe.get("test_dataloaders")
     if not given:
         return None
-    names = (
-        list(given.values())
-        if isinstance(given, Mapping)
-        else [given]
-        if isinstance(given, str)
-        else list(given)
-    )
+    several = given.values() if isinstance(given, Mapping) else given
+    names = [given] if isinstance(given, str) else list(several)
     if len(names) != 1:
         raise ConfigError(
             f"one data set is evaluated as the test set, not {len(names)}: {names}", "test_dataloaders"

@@ -65,7 +65,7 @@ class Trainer:
         test_loaders: Mapping[str, Any] | None = None,
         additional_configs_to_log: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model`, which holds the trained weights afterwards.
+        """Train `model`, which holds the trained weights afterwards; what the training froze is free again.
 
         Args:
             model: a module that returns logits, or a tuple that begins with them.
@@ -103,7 +103,12 @@ class Trainer:
         self.net = model
         needs = {"test_loader": unseen is None, "test_metrics_list": not params.get("valid_metrics_list")}
         self._test_needs = tuple(name for name, missing in needs.items() if missing)
-        return self._run(cfg)
+        learns = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        try:
+            return self._run(cfg)
+        finally:
+            for parameter, flag in learns:
+                parameter.requires_grad_(flag)
 
     def _run(self, cfg: Mapping[str, Any]) -> list[dict[str, float]]:
         self.runner = Runner.from_cfg(cfg)

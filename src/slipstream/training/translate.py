@@ -61,17 +61,18 @@ def runner_config(
     params = TrainingParams.read(training_params)
     if params.max_epochs is None:
         raise ConfigError("is needed: how many epochs to train", "training_params.max_epochs")
+    optim = optim_wrapper(params)
     return {
         "experiment_name": experiment_name,
         "work_dir": work_dir(experiment_name, ckpt_root_dir),
-        "model": _model(params, network, pretrained, num_classes),
+        "model": _model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
         "train_dataloader": _cut(train_dataloader, params.max_train_batches),
         "train_cfg": {
             "by_epoch": True,
             "max_epochs": params.max_epochs,
             "val_interval": params.run_validation_freq,
         },
-        "optim_wrapper": optim_wrapper(params),
+        "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
         **_evaluation("val", _cut(val_dataloader, params.max_valid_batches), params),
         **_evaluation("test", test_dataloader, params),
@@ -91,13 +92,14 @@ def _model(
     network: nn.Module | Mapping[str, Any],
     pretrained: Mapping[str, Any] | None,
     num_classes: int | None,
+    rules: Mapping[str, Any],
 ) -> dict[str, Any]:
-    if params.loss is None:
-        raise ConfigError("is needed: a name such as 'CrossEntropyLoss', or a module", "training_params.loss")
+    freezes = params.finetune or 0 in rules.get("initial_lr", {}).values()
     given = {
         "pretrained": dict(pretrained) if pretrained else None,
         "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
         "num_classes": num_classes,
+        "paramwise_cfg": rules if freezes else None,
     }
     return {
         "type": "SupervisedModel",
@@ -143,6 +145,8 @@ def _hooks(params: TrainingParams) -> list[Any]:
     hooks: list[Any] = [{"type": "ClassCountHook"}, {"type": "LrPlotHook"}]
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
+    if not params.load_opt_params:
+        hooks.append({"type": "NewOptimizerHook"})
     if params.pre_prediction_callback is not None:
         hooks.append(PrePredictionHook(params.pre_prediction_callback))
     if params.precise_bn:

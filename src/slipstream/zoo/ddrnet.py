@@ -213,6 +213,10 @@ class DDRNet(nn.Module):
         self.seghead_extra = Head(high_width, head_width, num_classes) if use_aux_heads else None
         init_weights(self)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 

@@ -130,6 +130,10 @@ class PPLiteSeg(nn.Module):
         )
         init_weights(self)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 

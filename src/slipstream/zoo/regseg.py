@@ -175,6 +175,10 @@ class RegSeg(nn.Module):
         init_weights(self)
         self.register_load_state_dict_pre_hook(_rename)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the head learns, the rest is frozen."""
+        return {"head": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size."""
         conv, classifier = self.head

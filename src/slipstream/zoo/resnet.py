@@ -113,6 +113,10 @@ class ResNet(nn.Module):
         self.fc = nn.Linear(512 * block.expansion, num_classes)
         init_weights(self)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the classifier learns, the rest is frozen."""
+        return {"fc": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))

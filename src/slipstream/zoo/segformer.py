@@ -224,6 +224,10 @@ class SegFormer(nn.Module):
         self.decode_head = DecodeHead(widths, head_width, num_classes, dropout)
         _init_weights(self)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the decoder learns, the rest is frozen."""
+        return {"decode_head": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32.
 

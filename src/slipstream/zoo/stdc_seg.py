@@ -139,6 +139,10 @@ class STDCSeg(nn.Module):
             self.detail_head8 = _head(width8, _HIDDEN_CHANNELS, 1, dropout)
         init_weights(self)
 
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
+
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 
