@@ -9,17 +9,30 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from slipstream.dataset.street_folder import write_street_folder
+
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
-# What makes a command of the README small enough for a test.
-SMALL = {
-    "train": ["train_cfg.max_epochs=1", "train_dataloader.batch_size=2", "param_scheduler=null"],
-    "val": [],
-}
+# What makes a training of the README small enough for a test.
+SMALL = [
+    "epochs=1",
+    "batch_size=2",
+    "num_workers=0",
+    "training_params.lr_warmup_epochs=0",
+    "training_params.average_best_models=False",
+    "training_params.max_train_batches=1",
+    "training_params.max_valid_batches=1",
+]
+SMALL_CITYSCAPES = [
+    "num_gpus=1",
+    "training_params.torch_compile_options.backend=eager",
+    "dataset_params.train_dataset_params.transforms.3.SegPadShortToCropSize.crop_size=[64,64]",
+    "dataset_params.train_dataset_params.transforms.4.SegCropImageAndMask.crop_size=[64,64]",
+]
 
 
 def blocks(kind: str) -> list[str]:
@@ -28,17 +41,27 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder with a small data/camvid, in which all commands run one after the other."""
+    """A folder with a small data/camvid and data/cityscapes, in which all commands run one after the other."""
     folder = tmp_path_factory.mktemp("readme")
+    write_street_folder(folder / "data/cityscapes", train=2, val=1, size=(64, 128))
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
         images, masks = folder / f"data/camvid/{split}", folder / f"data/camvid/{split}annot"
         images.mkdir(parents=True)
         masks.mkdir()
-        for i in range(2):
+        for i in range(8):
             Image.fromarray(rng.integers(0, 255, (90, 120, 3), np.uint8)).save(images / f"{i}.jpg")
             Image.fromarray(rng.integers(0, 12, (90, 120), np.uint8)).save(masks / f"{i}.png")
     return folder
+
+
+def small(words: list[str]) -> list[str]:
+    """Return the words that make this command small enough for a test."""
+    if not any(word in words for word in ("train", "slipstream.train_from_recipe")):
+        return []
+    given = {word.partition("=")[0] for word in words}
+    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in words) else [])
+    return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
 @pytest.mark.parametrize("diff", blocks("diff"), ids=["a Runner", "your own loop"])
@@ -86,15 +109,21 @@ def test_commands_run(command, photos, run, slipstream):
         )
         assert "Slipstream" in (photos / "overhead.md").read_text()
     elif words[:2] == ["python", "benchmarks/one_graph.py"]:
-        small = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
-        run(str(ROOT / words[1]), *small.split(), cwd=photos)
+        short = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
+        run(str(ROOT / words[1]), *short.split(), cwd=photos)
         assert "Slipstream, one graph" in (photos / "one_graph.md").read_text()
+    elif words[:2] == ["python", "benchmarks/data.py"]:
+        short = "--rounds 1 --images 2 --batches 1 --size 64x128 --out data.md"
+        run(str(ROOT / words[1]), *short.split(), cwd=photos)
+        assert "over PIL" in (photos / "data.md").read_text()
+    elif words[0] == "python":
+        run(*words[1:], *small(words), cwd=photos)
     else:
         assert words[0] == "slipstream"
         images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
         words = [word for word in words[1:] if "*" not in word] + images
         # What doctor finds wrong (one thread, here) is its exit status.
-        slipstream(*words, *SMALL.get(words[0], []), cwd=photos, status=None if words == ["doctor"] else 0)
+        slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 
 def test_the_error_that_it_shows_is_the_error_that_comes(slipstream):

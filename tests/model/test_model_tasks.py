@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import DataError
+from slipstream.errors import DataError, ModelError
 from slipstream.model import Classifier, ImgDataPreprocessor, Segmentor
 from slipstream.registry import MODELS
 
@@ -116,3 +116,15 @@ def test_network_loss_and_preprocessor_are_built_from_their_configurations():
     )
     assert model.network.out_features == 3
     assert model.loss.label_smoothing == 0.5
+
+
+@pytest.mark.parametrize("task", [Segmentor, Classifier])
+def test_a_network_of_another_number_of_classes_than_the_data_is_refused_with_both_numbers(task):
+    model = task(
+        nn.Sequential(nn.Conv2d(3, 4, 1), *([nn.AdaptiveAvgPool2d(1), nn.Flatten()] * (task is Classifier)))
+    )
+    model.num_classes = 4
+    model(torch.zeros(1, 3, 2, 2))
+    model.num_classes = 5
+    with pytest.raises(ModelError, match=r"4 classes, and the data set has 5.*num_classes"):
+        model(torch.zeros(1, 3, 2, 2))

@@ -126,8 +126,8 @@ def test_hooks_run_by_priority_and_equals_in_the_order_of_registration(tmp_path)
     assert calls == ["first", "early", "a", "b", "c", "low", "late"]
     kinds = [type(hook).__name__ for hook in runner.hooks]
     assert kinds == [
-        "Named", "RuntimeInfoHook", "Named", "IterTimerHook", "DistSamplerSeedHook", "Named", "Named", "Named",
-        "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named",
+        "Named", "RuntimeInfoHook", "Named", "IterTimerHook", "ClassCountHook", "DistSamplerSeedHook", "Named", "Named",
+        "Named", "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named",
     ]  # fmt: skip
 
 
@@ -135,8 +135,10 @@ def test_none_takes_a_default_hook_away_and_another_replaces_one(tmp_path):
     hooks = dict(checkpoint=None, timer=None, logger=dict(type="LoggerHook", interval=3))
     runner = run(tmp_path, default_hooks=hooks)
     kinds = [type(hook).__name__ for hook in runner.hooks]
-    assert kinds == ["RuntimeInfoHook", "DistSamplerSeedHook", "LoggerHook", "ParamSchedulerHook"]
-    assert runner.hooks[2].interval == 3
+    assert kinds == [
+        "RuntimeInfoHook", "ClassCountHook", "DistSamplerSeedHook", "LoggerHook", "ParamSchedulerHook",
+    ]  # fmt: skip
+    assert runner.hooks[3].interval == 3
     assert list(tmp_path.glob("*.pth")) == []
 
 
@@ -238,7 +240,7 @@ def test_the_files_of_a_run(tmp_path):
     from slipstream.registry import DATASETS
 
     class FilesOfARun(torch.utils.data.Dataset):
-        metainfo: ClassVar = dict(classes=("a", "b"))
+        metainfo: ClassVar = dict(classes=("a", "b", "c"))
 
         def __len__(self):
             return 40
@@ -262,7 +264,7 @@ def test_the_files_of_a_run(tmp_path):
     meta = checkpoint["meta"]
     assert (meta["epoch"], meta["iter"], meta["seed"]) == (2, 4, 3)
     assert meta["experiment_name"] == runner.experiment_name
-    assert meta["dataset_meta"] == {"classes": ("a", "b")}
+    assert meta["dataset_meta"] == {"classes": ("a", "b", "c")}
     assert "max_epochs: 2" in meta["cfg"]
     assert_same(checkpoint["state_dict"], weights(runner))
 

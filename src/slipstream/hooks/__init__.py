@@ -2,6 +2,7 @@
 
 from slipstream.hooks.average_best import AverageBestHook
 from slipstream.hooks.checkpoint import CheckpointHook
+from slipstream.hooks.class_count import ClassCountHook
 from slipstream.hooks.ema import EMAHook
 from slipstream.hooks.gc import GcHook
 from slipstream.hooks.hook import Hook, Priority, get_priority
@@ -18,6 +19,7 @@ from slipstream.hooks.timing import DistSamplerSeedHook, IterTimerHook
 __all__ = [
     "AverageBestHook",
     "CheckpointHook",
+    "ClassCountHook",
     "DistSamplerSeedHook",
     "EMAHook",
     "EarlyStoppingHook",

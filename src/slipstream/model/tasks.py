@@ -10,17 +10,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.errors import DataError
+from slipstream.errors import DataError, ModelError
 from slipstream.model.base_model import BaseModel
 from slipstream.registry import MODELS
 
-__all__ = ["Classifier", "Segmentor", "main_output"]
+__all__ = ["Classifier", "Segmentor", "Task", "main_output"]
 
 Configured = nn.Module | Mapping[str, Any]
 
 
-class _Task(BaseModel):
-    """Build network and loss from modules or configurations."""
+class Task(BaseModel):
+    """A network and a loss, built from modules or configurations."""
+
+    num_classes: int | None = None
+    """Classes of the data set, if known: the network must have as many outputs."""
 
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
         super().__init__(data_preprocessor)
@@ -36,9 +39,23 @@ class _Task(BaseModel):
         loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
         return loss if isinstance(loss, dict) else {"loss": loss}
 
+    def check_classes(self, scores: Any) -> None:
+        """Compare the channels of the main output with the classes of the data set.
+
+        Raises:
+            ModelError: there are more or fewer.
+        """
+        if self.num_classes is None or not isinstance(scores, Tensor):
+            return
+        if scores.shape[1] != self.num_classes:
+            raise ModelError(
+                f"the network puts out {scores.shape[1]} classes, and the data set has {self.num_classes}: set "
+                f"its num_classes (arch_params.num_classes in a recipe) to {self.num_classes}"
+            )
+
 
 @MODELS.register_module()
-class Segmentor(_Task):
+class Segmentor(Task):
     """Semantic segmentation: `network` gives logits (N, classes, H, W), or a tuple with auxiliary ones in training.
 
     Args:
@@ -61,6 +78,7 @@ class Segmentor(_Task):
             mode: `loss`, `predict` or `tensor`.
         """
         outputs = self.network(inputs)
+        self.check_classes(main_output(outputs))
         if mode == "loss":
             return self.losses(self.without_margin(outputs, inputs, targets), targets)
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
@@ -108,7 +126,7 @@ def _cut(outputs: Any, targets: Tensor) -> Any:
 
 
 @MODELS.register_module()
-class Classifier(_Task):
+class Classifier(Task):
     """Image classification: `network` gives logits (N, classes).
 
     Args:
@@ -131,6 +149,7 @@ class Classifier(_Task):
             mode: `loss`, `predict` or `tensor`.
         """
         logits: torch.Tensor = self.network(inputs)
+        self.check_classes(logits)
         if mode == "loss":
             return self.losses(logits, targets)
         if mode == "predict":

@@ -26,6 +26,7 @@ __all__ = [
 DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "runtime_info": {"type": "RuntimeInfoHook"},
     "timer": {"type": "IterTimerHook"},
+    "class_count": {"type": "ClassCountHook"},
     "sampler_seed": {"type": "DistSamplerSeedHook"},
     "logger": {"type": "LoggerHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},

@@ -1,0 +1,54 @@
+"""Every Runner tells its model how many classes the data set has."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from slipstream.errors import ModelError
+from slipstream.model import Segmentor
+from slipstream.runner import Runner
+
+
+class Scenes(Dataset):
+    def __init__(self, classes):
+        self.metainfo = dict(classes=tuple(classes), palette=[[0, 0, 0]] * len(classes), ignore_index=255)
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return {"inputs": torch.zeros(3, 4, 4), "targets": torch.full((4, 4), 2, dtype=torch.uint8)}
+
+
+def runner(folder, **sets):
+    parts = {}
+    for mode, classes in sets.items():
+        parts[f"{mode}_dataloader"] = dict(batch_size=2, dataset=Scenes(classes))
+    if "val" in sets:
+        parts |= dict(val_cfg={}, val_evaluator=dict(type="IoUMetric"))
+    if "train" in sets:
+        parts |= dict(
+            train_cfg=dict(by_epoch=True, max_epochs=1),
+            optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+        )
+    return Runner(model=Segmentor(nn.Conv2d(3, 3, 1)), work_dir=folder, **parts)
+
+
+def test_a_head_that_fits_trains(tmp_path):
+    runner(tmp_path, train="abc", val="abc").train()
+
+
+def test_a_head_of_another_size_is_found_before_the_loss_indexes_beyond_it(tmp_path):
+    with pytest.raises(ModelError, match="3 classes, and the data set has 5: set its num_classes"):
+        runner(tmp_path, train="abcde").train()
+
+
+def test_a_head_of_another_size_is_found_in_a_validation(tmp_path):
+    with pytest.raises(ModelError, match="3 classes, and the data set has 2"):
+        runner(tmp_path, val="ab").val()
+
+
+def test_training_and_validation_data_must_have_as_many_classes(tmp_path):
+    with pytest.raises(ModelError, match=r"4 classes \(a, b, \.\.\.\), and the network is made for 3"):
+        runner(tmp_path, train="abc", val="abcd").train()
