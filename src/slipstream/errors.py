@@ -7,6 +7,7 @@ semantics, the class derives from those too.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 __all__ = [
@@ -26,6 +27,14 @@ __all__ = [
 
 class SlipstreamError(Exception):
     """Base class of every error raised by Slipstream on purpose."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        # torch raises the error of a loader's worker anew, with the text of its whole traceback for a message.
+        name, text = type(self).__name__, str(args[0]) if args else ""
+        if text.startswith(f"Caught {name} in "):
+            self.args = (re.split(rf"^(?:\S+\.)?{name}: ", text, flags=re.MULTILINE)[-1].strip(),)
+            self.__cause__ = Exception(text)
 
     def __str__(self) -> str:
         # KeyError among the bases would print the repr of the message.

@@ -211,7 +211,11 @@ def test_a_list_file_of_another_form_is_refused(tmp_path, text, message):
     ("root", "split", "message"),
     [
         ("nothing", "train", r"no folder 'nothing'.* leftImg8bit/<split>/<city>/.*gtFine"),
-        ("data", "trian", r"no folder 'trian'; did you mean 'train'\?.* leftImg8bit/<split>"),
+        (
+            "data",
+            "trian",
+            r"no folder 'trian'; did you mean 'train'\? Cityscapes lies in left.*data_root_dir=",
+        ),
         ("data", "empty", r"no image files in .*leftImg8bit\.png.* leftImg8bit/<split>"),
     ],
 )

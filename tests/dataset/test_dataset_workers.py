@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialS
 
 from slipstream.dataset import workers
 from slipstream.dataset.loader import build_dataloader, set_epoch
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, DataError
 from tiny_runs import Noisy, assert_same, loader, run, weights
 
 # torch counts the cores of this machine; these tests pretend to have four.
@@ -127,8 +127,11 @@ def test_the_errors_of_a_sample_are_its_own() -> None:
         build(Broken(0), num_workers="auto")
 
 
-def test_a_data_set_smaller_than_a_batch_is_left_to_the_run() -> None:
-    assert build(Sleeping(0, size=3), num_workers="auto", drop_last=True).num_workers == 0
+def test_a_data_set_smaller_than_a_batch_is_no_matter_of_the_measuring() -> None:
+    cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
+    assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
+    with pytest.raises(DataError, match="fewer than batch_size=4"):
+        build_dataloader(cfg, 1, "train_dataloader", training=True)
 
 
 def test_ones_own_batch_sampler_says_what_is_tried() -> None:

@@ -231,6 +231,10 @@ def test_a_data_set_is_built_from_its_configuration():
         (dict(sampler=dict(type="DefaultSampler", shufle=True)), ConfigError, "'shufle'; did you mean 'shuffle'"),
         (dict(sampler=dict(type="DefaultSampeler")), UnknownNameError, "did you mean 'DefaultSampler'"),
         (dict(sampler=dict(shuffle=True)), ConfigError, "needs a 'type'"),
+        (
+            dict(batch_size=99, drop_last=True), DataError,
+            "train_dataloader gives no batch: its samples, 10, are fewer than batch_size=99, and drop_last=True",
+        ),
     ],
 )  # fmt: skip
 def test_wrong_options_are_errors_that_name_the_place_and_the_remedy(change, error, message):
@@ -246,6 +250,57 @@ def test_a_loader_without_data_set_or_of_another_kind_is_refused():
         build([1])
     with pytest.raises(DataError, match="no samples"):
         build(DataLoader(TensorDataset(torch.zeros(0))))
+
+
+def test_a_loader_that_drops_its_only_batch_is_refused_for_training_alone():
+    ready = DataLoader(Draws(), batch_size=11, drop_last=True)
+    with pytest.raises(DataError, match="samples, 10, are fewer than batch_size=11"):
+        build(ready)
+    assert content(build(ready, training=False)) == []
+    endless = build(
+        dict(dataset=Draws(), batch_size=11, drop_last=True, sampler=dict(type="InfiniteSampler"))
+    )
+    assert len(next(iter(endless))[0]) == 11
+
+
+# ---- errors of workers -----------------------------------------------------------------------------
+
+
+class Failing(Dataset):
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        raise self.error
+
+
+def failure(error):
+    batches = iter(build(dict(dataset=Failing(error), num_workers=1)))
+    with pytest.raises(type(error)) as caught:
+        next(batches)
+    batches._shutdown_workers()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("'a.png' is broken:\n  'b.png', too"),
+        ConfigError("must be 1: DataError: x, not 2", "transforms"),
+        UnknownNameError("nobody knows 'it'"),
+    ],
+)
+def test_a_workers_error_says_its_own_sentence_and_keeps_the_workers_traceback(error):
+    caught = failure(error)
+    assert str(caught) == str(error)
+    assert "in __getitem__" in str(caught.__cause__)
+
+
+def test_a_users_error_in_a_worker_keeps_torchs_text_with_the_traceback():
+    assert "in __getitem__" in str(failure(ValueError("the user's own")))
 
 
 # ---- ready loaders ---------------------------------------------------------------------------------

@@ -80,6 +80,9 @@ def test_the_command_writes_the_same_folder(tmp_path):
     command = [sys.executable, "-m", "slipstream.dataset.street_folder", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+    (line,) = done.stdout.splitlines()
+    assert "2 training and 1 validation scenes" in line
+    assert f"slipstream train cityscapes_regseg48 data_root_dir={tmp_path / 'command'}" in line
     assert digests(tmp_path / "python") == digests(tmp_path / "command")
 
 

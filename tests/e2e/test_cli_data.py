@@ -111,7 +111,9 @@ def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
         "without a mask: 'data/val/1.png'",
     ):
         assert len([line for line in printed.splitlines() if named in line]) == 1, named
-    assert "Broken (5)" in printed
+    assert "Splits that cannot be read (1)" in printed
+    assert "Broken files (4)" in printed
+    assert "skip_corrupt" not in printed
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", status=1))
     assert len(found["faults"]) == 5
     (train,) = found["data"]

@@ -157,3 +157,4 @@ def test_a_broken_image_that_a_worker_meets_is_one_line_with_its_name(slipstream
     (line,) = [text for text in done.stderr.splitlines() if "INFO" not in text]
     assert line.startswith("slipstream: error: cannot read")
     assert broken.name in line
+    assert "skip_corrupt=True" in line

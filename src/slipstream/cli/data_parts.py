@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.config import Config
 from slipstream.dataset.workers import cores
-from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.given import placing
 
@@ -140,10 +140,7 @@ def each(function: Callable[[Any, int], T], dataset: Any, workers: int | None, t
     )
     console = Console(stderr=True)
     hidden = not console.is_terminal
-    for result in track(calls, title, len(dataset), console=console, transient=True, disable=hidden):
-        if isinstance(result, SlipstreamError):
-            raise result
-        yield result
+    yield from track(calls, title, len(dataset), console=console, transient=True, disable=hidden)
 
 
 class _Calls(Dataset[Any]):
@@ -155,10 +152,7 @@ class _Calls(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> Any:
-        try:
-            return self.function(self.dataset, index)
-        except SlipstreamError as error:
-            return error  # a worker would put its traceback into the message
+        return self.function(self.dataset, index)
 
 
 def _as_it_is(result: Any) -> Any:

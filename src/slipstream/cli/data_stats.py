@@ -39,25 +39,27 @@ class _Sample(NamedTuple):
 def run(args: argparse.Namespace) -> int:
     """Print the statistics of each split; return 1 if anything in the data is broken."""
     cfg = configure(args)
-    found, faults = [], []
+    found, splits, files = [], [], []
     for split in split_names(cfg, args.split):
         try:
             parts = parts_of(cfg, split)
         except DataError as error:  # such as files without a partner; the other splits have their own
-            faults.append(f"{split}: {error}")
+            splits.append(f"{split}: {error}")
             continue
         for part in parts:
             samples = []
             for sample in each(_look_at, part.dataset, args.workers, f"{part.title}: reading"):
-                samples.append(sample) if isinstance(sample, _Sample) else faults.extend(sample)
+                samples.append(sample) if isinstance(sample, _Sample) else files.extend(sample)
             found.append({**_content(part, samples), **_costs(part, loader_batch(cfg, split))})
             if not args.json:
                 print_statistics(found[-1])
     if args.json:
-        print(json.dumps({"data": found, "faults": faults}, indent=1))
-    elif faults:
-        print(f"Broken ({len(faults)}):", *faults, sep="\n  ")
-    return 1 if faults else 0
+        print(json.dumps({"data": found, "faults": splits + files}, indent=1))
+        return 1 if splits or files else 0
+    for title, faults in (("Splits that cannot be read", splits), ("Broken files", files)):
+        if faults:
+            print(f"{title} ({len(faults)}):", *faults, sep="\n  ")
+    return 1 if splits or files else 0
 
 
 def _look_at(dataset: Any, index: int) -> _Sample | list[str]:

@@ -44,19 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: SlipstreamError, status: int) -> int:
-    message = _message(error)
-    announce(f"{type(error).__name__}: {message}")
+    announce(f"{type(error).__name__}: {error}")
     notes = " ".join(getattr(error, "__notes__", ()))
     with speaking() as first:
         if first:
-            print(f"slipstream: error: {message}{' ' + notes if notes else ''}", file=sys.stderr)
+            print(f"slipstream: error: {error}{' ' + notes if notes else ''}", file=sys.stderr)
     return status
-
-
-def _message(error: SlipstreamError) -> str:
-    """Return what the error says; a loader's worker sends the text of its whole traceback, which ends with it."""
-    text = str(error)
-    return text.rpartition(f"{type(error).__name__}: ")[2].strip() if text.startswith("Caught ") else text
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ __all__ = ["run", "summary"]
 def run(args: argparse.Namespace) -> int:
     """Train, and print where everything lies."""
     from slipstream.runner import Runner
+    from slipstream.training.places import in_given_words
 
     cfg, gpus = read_config(args)
     if wants_processes(args):
@@ -28,8 +29,9 @@ def run(args: argparse.Namespace) -> int:
         args.nproc = str(count)
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
-    runner = Runner.from_cfg(cfg)
-    runner.train()
+    with in_given_words(cfg):
+        runner = Runner.from_cfg(cfg)
+        runner.train()
     if runner.rank == 0:
         print(summary(runner))
     return 0

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from slipstream.dataset.base import Transform
 from slipstream.dataset.cityscapes_classes import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
 from slipstream.dataset.cityscapes_labels import CITYSCAPES_LABELS
-from slipstream.dataset.image_pairs import ImageMaskPairs, MaskIds, check_pairs, files_by_name
+from slipstream.dataset.image_pairs import ImageMaskPairs, MaskIds, check_pairs, files_by_name, with_remedy
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
@@ -22,7 +22,8 @@ __all__ = ["CityscapesDataset"]
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
     "Cityscapes lies in leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
-    f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) below root_dir; splits are train, val, test"
+    f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) below root_dir (in recipes data_root_dir=FOLDER); "
+    "splits are train, val, test"
 )
 _CLASSES = len(CITYSCAPES_CLASSES)
 
@@ -125,7 +126,7 @@ def _of_split(root: Path, split: str | None) -> list[tuple[Path, Path]]:
         has_train_ids = all((folder / f"{name}{_TRAIN_IDS}").is_file() for name in images)
         masks = files_by_name(folder, _TRAIN_IDS if has_train_ids else _LABEL_IDS, "mask")
     except DataError as error:
-        raise DataError(f"{error}. {_LAYOUT}") from error
+        raise with_remedy(error, _LAYOUT) from error
     check_pairs(images, masks, f"images end in {_IMAGE}, masks in {_LABEL_IDS} or {_TRAIN_IDS}")
     return [(images[name], masks[name]) for name in sorted(images)]
 

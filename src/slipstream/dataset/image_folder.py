@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 
 from slipstream.dataset.base import Transform, default_palette
-from slipstream.dataset.image_pairs import ImageMaskPairs, MaskIds, check_pairs, files_by_name
-from slipstream.errors import ConfigError
+from slipstream.dataset.image_pairs import ImageMaskPairs, MaskIds, check_pairs, files_by_name, with_remedy
+from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
 __all__ = ["ImageMaskFolder"]
+
+
+_WHERE = "data_root (in SuperGradients' recipes data_root_dir=FOLDER) says where the data are"
 
 
 @DATASETS.register_module()
@@ -62,8 +65,13 @@ class ImageMaskFolder(ImageMaskPairs):
     ) -> None:
         metainfo = _metainfo(classes, palette, ignore_index)
         table = _label_table(label_map or {}, len(classes), ignore_index)
-        image_files = files_by_name(Path(data_root) / images, image_suffix, "image")
-        mask_files = files_by_name(Path(data_root) / masks, mask_suffix, "mask")
+        image_root, mask_root = Path(data_root) / images, Path(data_root) / masks
+        try:
+            image_files = files_by_name(image_root, image_suffix, "image")
+            mask_files = files_by_name(mask_root, mask_suffix, "mask")
+        except DataError as error:
+            places = f"Images are looked for in '{image_root}', masks in '{mask_root}'"
+            raise with_remedy(error, f"{places}; {_WHERE}") from error
         check_pairs(
             image_files, mask_files, "set image_suffix and mask_suffix if the names differ in how they end"
         )

@@ -17,13 +17,20 @@ from numpy.typing import NDArray
 
 from slipstream.dataset.base import SegmentationDataset, Transform
 from slipstream.dataset.decode import check_readable, read_image, read_mask
+from slipstream.dataset.window import Sample
 from slipstream.errors import DataError, did_you_mean
 
-__all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name"]
+__all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
 
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
 # A mask that went through JPEG has label ids that nobody drew, so those extensions must be asked for.
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
+
+
+_REMEDY = (
+    "Mend or replace it (`slipstream data stats RECIPE` lists every broken file), or leave out what cannot be read: "
+    "skip_corrupt=True of the data set"
+)
 
 
 @dataclass(frozen=True)
@@ -126,6 +133,12 @@ class ImageMaskPairs(SegmentationDataset):
             [reader, *(str(path.absolute()) for path in files)]
         ), f"{version}-{digest.hexdigest()}"
 
+    def _loaded(self, index: int) -> Sample:
+        try:
+            return super()._loaded(index)
+        except DataError as error:
+            raise with_remedy(error, _REMEDY) from error
+
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
         """Return where the mask has neither a class nor the ignored id, or None if that is nowhere."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
@@ -175,13 +188,20 @@ def check_folder(folder: Path, what: str) -> None:
     )
 
 
+def with_remedy(error: DataError, remedy: str) -> DataError:
+    """Return the error with one more sentence."""
+    text = str(error)
+    return DataError(f"{text}{'' if text.endswith('?') else '.'} {remedy}")
+
+
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
     """Raise DataError with every file that has no partner of the same name in the other mapping."""
     lonely = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     lonely += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if lonely:
         raise DataError(
-            f"{len(lonely)} files have no partner of the same name ({remedy}):\n  " + "\n  ".join(lonely)
+            f"{len(lonely)} files have no partner of the same name ({remedy}; "
+            "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(lonely)
         )
 
 

@@ -26,7 +26,7 @@ from slipstream.dataset.generators import OwnGenerators, seed_generators
 from slipstream.dataset.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler, check_not_empty
 from slipstream.dataset.workers import check_workers, with_workers
 from slipstream.dist import get_world_size
-from slipstream.errors import BuildError, ConfigError, did_you_mean
+from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 
 __all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "length", "set_epoch"]
@@ -48,14 +48,14 @@ def build_dataloader(
 
     Raises:
         ConfigError: an unknown or missing key.
-        DataError: the data set is empty.
+        DataError: the data set is empty, or smaller than a batch where `drop_last` leaves that out.
     """
     limit = None
     if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
         limit, cfg = _limit(cfg, name), ready
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
-        return _take_over(cfg, seed, training, limit)
+        return _with_batches(_take_over(cfg, seed, training, limit), name, training)
     if not isinstance(cfg, Mapping):
         raise ConfigError(f"must be a DataLoader or a dict, not {type(cfg).__name__}", name)
     options = dict(cfg)
@@ -65,7 +65,7 @@ def build_dataloader(
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, **_defaults(_collate(options, name), seed))
     batches = _batch_sampler(options, dataset, seed, training)
-    return _loader(dataset, batches, seed, _collate(options, name), name)
+    return _with_batches(_loader(dataset, batches, seed, _collate(options, name), name), name, training)
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
@@ -253,6 +253,20 @@ def _loader(
         dataset, options["collate_fn"] = SeededDataset(dataset, collate), _as_it_is
     options = with_workers(options, dataset, batches, name)
     return DataLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
+
+
+def _with_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
+    """Return the loader; raise DataError if it is for training and drops its only batch."""
+    batches = loader.batch_sampler
+    if not training or not isinstance(batches, EpochBatchSampler) or batches.endless:
+        return loader
+    if getattr(batches.batch_sampler, "drop_last", False) and length(loader) == 0:
+        whose = "its samples" if get_world_size() == 1 else "the samples of each process"
+        raise DataError(
+            f"{name} gives no batch: {whose}, {batches.samples}, are fewer than batch_size={batch_size(loader)}, and "
+            f"drop_last=True leaves the smaller batch out; lower its batch_size, or set its drop_last=False"
+        )
+    return loader
 
 
 def _pass_length(dataset: Any, batch_sampler: Any) -> int:

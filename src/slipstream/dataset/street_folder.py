@@ -7,6 +7,7 @@ import csv
 import multiprocessing
 import os
 import re
+import shlex
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -131,6 +132,11 @@ def _main() -> int:
     except (SlipstreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    words = f"data_root_dir={shlex.quote(str(options.root))} num_gpus=1 batch_size=2 epochs=1"
+    print(
+        f"{options.root}: {options.train} training and {options.val} validation scenes in Cityscapes' layout; "
+        f"to train on them: slipstream train cityscapes_regseg48 {words}"
+    )
     return 0
 
 
