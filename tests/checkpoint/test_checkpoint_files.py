@@ -199,6 +199,14 @@ def test_a_file_with_pickled_objects_is_refused_with_the_remedy(tmp_path):
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize("content", [b"", b"epochs: 30\n", b"just a text"])
+def test_a_file_of_another_kind_is_called_no_checkpoint(tmp_path, content):
+    path = tmp_path / "notes.pth"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"notes\.pth is no checkpoint"):
+        load_checkpoint(path)
+
+
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 def test_nothing_in_a_hostile_file_is_executed(tmp_path):
     target = tmp_path / "executed"

@@ -13,7 +13,7 @@ def test_the_script_of_the_page_runs_and_leaves_the_files_it_names(tmp_path, mon
     (script,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(script, str(PAGE), "exec"), {})
     validated, tested = map(float, capsys.readouterr().out.splitlines()[-1].split())
-    assert 0 <= validated <= 1
+    assert validated > 0.8, "what the page trains is learnt: guessing gives 0.33"
     assert abs(tested - validated) < 1e-6
     files = {path.name for path in (tmp_path / "checkpoints/my_experiment").iterdir()}
     assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png"} <= files

@@ -17,6 +17,7 @@ from ema_runs import (
     scheduled,
 )
 
+from slipstream.registry import MODELS
 from tiny_runs import Net, assert_same, run, validation, weights
 
 
@@ -130,3 +131,47 @@ def test_a_run_stopped_in_mid_epoch_goes_on_with_the_same_average_bit_for_bit(
     parts = run(tmp_path / "b", **changes, **validation(), custom_hooks=[hook], resume=True)
     assert_same(weights(whole), weights(parts))
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
+
+
+# ---- trainings that are too short for their average ---------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "average",
+    [
+        dict(type="ExponentialMovingAverage", momentum=0.02),
+        dict(type="ExponentialMovingAverage", momentum=0.3, interval=3),
+        dict(type="MomentumAnnealingEMA", momentum=0.01, gamma=9),
+        dict(type="ScheduledEMA", decay=0.9, beta=2.0),
+        dict(type="ScheduledEMA", decay=0.99, decay_type="threshold"),
+        dict(type="StochasticWeightAverage"),
+    ],
+)
+@pytest.mark.parametrize("total", [1, 2, 40, 100, 190])
+def test_the_mean_update_of_an_average_is_that_of_averaging_the_numbers_of_the_updates(average, total):
+    number = torch.nn.Linear(1, 1, bias=False)
+    model = MODELS.build(average, default_args={"model": number})
+    model.total_steps = total
+    found = model.mean_update()
+    for step in range(1, total + 1):
+        torch.nn.init.constant_(number.weight, step)
+        model.update_parameters(number)
+    exact = model.module.weight.item()
+    if total * model.weight(total - 1) > 4 * model.interval:  # then a bound of it, which tells no less
+        assert total / 2 < found <= exact + 1e-3 * total
+    else:
+        assert found == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        (dict(decay=0.99, decay_type="constant"), True),
+        (dict(decay=0.99, decay_type="threshold"), False),
+        (dict(decay=0.5, decay_type="constant"), False),
+    ],
+)
+def test_an_average_that_lags_behind_the_middle_of_a_training_is_told_at_its_start(tmp_path, options, warned):
+    ema_run(tmp_path, custom_hooks=[{**SCHEDULED, **options}], log_level="WARNING")
+    (log,) = tmp_path.rglob("*.log")
+    assert ("updates are few for this average" in log.read_text(encoding="utf-8")) == warned

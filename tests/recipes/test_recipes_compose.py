@@ -10,6 +10,7 @@ from predecessor_recipes import RECIPES
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
+from slipstream.recipes.compose import words_for_hydra
 from slipstream.speed import SpeedPlan
 from slipstream.training.recipe import recipe_config
 
@@ -247,6 +248,7 @@ def test_the_data_folder_is_one_word():
     ("words", "expected"),
     [
         (["archtecture=x"], ["archtecture", "did you mean 'architecture'"]),
+        (["learning_rate=0.1"], ["learning_rate", "did you mean 'lr'"]),
         (["dataset_params.train_dataset_parms.x=1"], ["did you mean 'dataset_params.train_dataset_params"]),
         (
             ["dataset_params=cityscapes_ddrnet_dataset_param"],
@@ -364,3 +366,23 @@ def test_a_recipe_for_several_gpus_leaves_open_how_they_share_the_model():
     assert SpeedPlan.read(training_params=cfg["training_params"]).parallel.kind == "fsdp2"
     with pytest.raises(ConfigError, match="multi_gpu: must be DDP, AUTO or Off, not 'DPP'"):
         recipe_config(compose("street_scenes_regseg48", ["multi_gpu=DPP"]))
+
+
+def test_hydra_is_shown_what_shortcuts_stand_for_unless_they_have_several_values():
+    words = words_for_hydra(
+        find_recipe("cityscapes_ddrnet"), ["lr={default: 0.3}", "num_workers=2", "epochs=1,2"]
+    )
+    assert "lr={default: 0.3}" in words[0]
+    shown = [word for word in words if word.startswith("++")]
+    assert "++training_hyperparams.initial_lr={default:0.3}" in shown
+    assert "++dataset_params.train_dataloader_params.num_workers=2" in shown
+    assert "++dataset_params.val_dataloader_params.num_workers=2" in shown
+    assert not any("max_epochs" in word for word in shown)
+    assert words_for_hydra(find_recipe("cityscapes_ddrnet"), ["lr=null"]).count("++lr=null") == 1
+
+
+def test_the_predecessors_word_for_several_gpus_is_its_value(tmp_path):
+    (tmp_path / "mine.yaml").write_text(
+        "multi_gpu:\n  _target_: super_gradients.training.MultiGPUMode\n  value: DDP\n"
+    )
+    assert compose("mine", config_dir=tmp_path)["multi_gpu"] == "DDP"

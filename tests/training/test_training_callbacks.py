@@ -84,7 +84,8 @@ def test_the_events_come_in_supergradients_order(tmp_path):
         tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
         **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
     )  # fmt: skip
-    mean = ["on_average_best_models_validation_start", *CHECK, "on_average_best_models_validation_end"]
+    # Batches, but no validation of its own.
+    mean = ["on_average_best_models_validation_start", *PASS, "on_average_best_models_validation_end"]
     first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
 
@@ -116,13 +117,13 @@ def test_a_phase_callback_is_called_at_its_phase_alone(tmp_path, phase):
 
 def test_stages_without_an_event_do_not_know_the_callback(tmp_path):
     class Ends(Callback):
-        def on_validation_loader_end(self, context):
+        def on_train_loader_end(self, context):
             pass
 
-    for callback in (Ends(), At(Phase.VALIDATION_EPOCH_END, None)):
+    for callback in (Ends(), At(Phase.TRAIN_EPOCH_END, None)):
         hook = CallbackHook(callback)
         stages = [*Hook.stages, "after_new_best", "before_average_val", "after_average_val"]
-        assert [stage for stage in stages if hook.method_at(stage)] == ["after_val_epoch"]
+        assert [stage for stage in stages if hook.method_at(stage)] == ["after_train_epoch"]
 
 
 def test_with_accumulation_weights_move_at_the_end_of_a_window(tmp_path):

@@ -250,3 +250,18 @@ def test_workers_chosen_by_measuring_are_for_the_runner_to_choose():
 
 def test_pinned_memory_is_left_to_the_loader_which_knows_the_machine():
     assert "pin_memory" not in dataloaders.config("street_scenes_val", SMALL, {"pin_memory": True})
+
+
+def test_transforms_by_their_older_names_are_those_of_today():
+    old = ["ColorJitterSeg", "RandomFlipSeg", "RandomRescaleSeg", "RescaleSeg", {"ToTensorSeg": None}]
+    old += [
+        {"PadShortToCropSizeSeg": dict(crop_size=8, fill_mask=1)},
+        {"CropImageAndMaskSeg": dict(crop_size=8)},
+    ]
+    old += [{"NormalizeSeg": dict(mean=[0.5] * 3, std=[1, 1, 1])}]
+    found = dataloaders.config("street_scenes_train", dict(transforms=old))["dataset"]["transforms"]
+    assert [transform["type"] for transform in found] == [
+        "SegColorJitter", "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize", "SegPadShortToCropSize",
+        "SegCropImageAndMask", "SegNormalize",
+    ]  # fmt: skip
+    assert found[5] == dict(type="SegPadShortToCropSize", crop_size=8, fill_mask=1)

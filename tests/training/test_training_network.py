@@ -147,9 +147,7 @@ def test_sliding_windows_see_the_images_of_an_evaluation_only():
 @pytest.mark.parametrize("step", ["loss_step", "val_step"])
 def test_a_network_of_another_number_of_classes_is_refused_with_both_numbers(step):
     net = model(num_classes=19)
-    with pytest.raises(
-        ModelError, match=r"4 classes, and the data set has 19: set arch_params.num_classes to 19"
-    ):
+    with pytest.raises(ModelError, match=r"4 classes, and the data set has 19: set its num_classes .* to 19"):
         getattr(net, step)(batch())
     getattr(model(num_classes=CLASSES), step)(batch())
 
@@ -317,3 +315,38 @@ def test_a_run_logs_the_metrics_of_each_epoch(tmp_path, caplog, speed):
 def test_the_hook_needs_a_model_that_counts(tmp_path):
     with pytest.raises(ModelError, match="SupervisedModel has no train_metrics"):
         run(tmp_path, train_metrics=None)
+
+
+# ---- targets that do not fit ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("targets", "remedy"),
+    [
+        (torch.zeros(2, 6, 5), r"\(2, 6, 5\) of torch.float32 .*\(2, 4, 6, 5\).*\.long\(\)"),
+        (torch.zeros(2, 1, 6, 5, dtype=torch.int64), r"\(2, 1, 6, 5\) of torch.int64 .*squeeze\(1\)"),
+        (
+            torch.zeros(2, dtype=torch.int64),
+            r"\(2,\) of torch.int64 .*class ids \(N, H, W\).*check the data set",
+        ),
+        (torch.zeros(2, 3, 6, 5), r"\(2, 3, 6, 5\) of torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("loss", [None, dict(type="CrossEntropy")])
+def test_targets_that_do_not_fit_are_named_with_both_shapes_and_the_remedy(targets, remedy, loss):
+    net = SupervisedModel(nn.Conv2d(3, CLASSES, 1), loss)
+    with pytest.raises(DataError, match=remedy):
+        net.loss_step((batch()["inputs"], targets))
+
+
+def test_a_loss_of_ones_own_may_take_any_targets():
+    net = SupervisedModel(nn.Conv2d(3, 1, 1), nn.BCEWithLogitsLoss())
+    inputs, masks = batch()["inputs"], torch.ones(2, 1, 6, 5)
+    wanted = F.binary_cross_entropy_with_logits(net.network(inputs), masks)
+    torch.testing.assert_close(net.loss_step((inputs, masks))["loss"], wanted)
+
+
+def test_a_class_too_many_is_told_with_the_number_of_classes():
+    net = SupervisedModel(nn.Linear(7, 3))
+    with pytest.raises(DataError, match=r"has 0 to 2: Target 3 is out of bounds.*num_classes.*ignore_index"):
+        net.loss_step((torch.randn(2, 7), torch.tensor([0, 3])))

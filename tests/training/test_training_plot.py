@@ -16,7 +16,7 @@ from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.plot import LrPlotHook
 from slipstream.training.schedules import lr_schedules
-from tiny_runs import run, training
+from tiny_runs import run, scalars, training
 
 RECIPE = {"initial_lr": {"first": 0.01, "default": 0.1}, "lr_mode": "poly", "lr_warmup_epochs": 1}
 MMENGINE = [
@@ -177,3 +177,46 @@ def test_a_long_row_of_prefixes_is_cut_short() -> None:
         {"name": "f", "lr": 2.0},
     ]
     assert plot._distinct(groups, [[1.0], [1.0], [2.0]]) == {"a, b and 3 more": [1.0], "f": [2.0]}
+
+
+# ---- warm-ups that never end, rates by name -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "warned"),
+    [
+        (dict(lr_warmup_epochs=3), True),
+        (dict(lr_warmup_epochs=2, lr_cooldown_epochs=1), True),
+        (dict(lr_warmup_epochs=2), False),
+        (dict(lr_warmup_epochs=0, lr_cooldown_epochs=1), False),
+        (dict(lr_warmup_epochs=0, lr_warmup_steps=99, warmup_mode="LinearBatchLRWarmup"), False),
+    ],
+)
+def test_a_warm_up_that_takes_the_whole_run_is_told_at_its_start(
+    tmp_path: Path, keys: dict[str, Any], warned: bool
+) -> None:
+    runner, _ = trained(tmp_path, **recipe(**keys), log_level="INFO")
+    assert ("the whole run of 3 epochs: set lr_warmup_epochs=0" in logged(runner)) == warned
+
+
+def logged(runner: Runner) -> str:
+    """Return the log file, as one line."""
+    (path,) = Path(runner.log_dir).glob("*.log")
+    return " ".join(path.read_text(encoding="utf-8").split())
+
+
+def test_each_learning_rate_is_logged_by_the_name_of_its_group(tmp_path: Path) -> None:
+    keys = dict(lr_mode=None, lr_warmup_epochs=0)
+    runner, _ = trained(tmp_path / "two", **recipe(**keys), log_level="INFO")
+    assert {(line["lr/first"], line["lr/default"]) for line in scalars(runner)} == {(0.01, 0.1)}
+    assert {line["lr"] for line in scalars(runner)} <= {0.01, 0.1}, "MMEngine's name is still there"
+    assert " lr/first: 1.0000e-02 lr/default: 1.0000e-01 " in logged(runner)
+    assert " lr: " not in logged(runner)
+
+
+def test_a_single_learning_rate_is_logged_as_ever(tmp_path: Path) -> None:
+    keys = dict(lr_mode=None, lr_warmup_epochs=0, initial_lr=0.1)
+    runner, _ = trained(tmp_path, **recipe(**keys), log_level="INFO")
+    assert {line["lr"] for line in scalars(runner)} == {0.1}
+    assert not any(key.startswith("lr/") for line in scalars(runner) for key in line)
+    assert " lr: 1.0000e-01 " in logged(runner)

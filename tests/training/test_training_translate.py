@@ -135,7 +135,7 @@ def test_every_hook_of_a_translation_exists():
         params=dict(precise_bn=True, train_metrics_list=["Accuracy"], valid_metrics_list=["Accuracy"])
     )
     kinds = [h["type"] for h in [*cfg["custom_hooks"], cfg["default_hooks"]["checkpoint"]]]
-    assert {"ClassCountHook", "TrainMetricsHook", "PreciseBNHook", "AverageBestHook"} <= set(kinds)
+    assert {"TrainMetricsHook", "PreciseBNHook", "AverageBestHook"} <= set(kinds)
     for entry in [*cfg["custom_hooks"], cfg["default_hooks"]["checkpoint"]]:
         HOOKS.build(entry)
 

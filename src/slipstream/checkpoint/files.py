@@ -72,6 +72,8 @@ def load_checkpoint(
         known = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
         siblings = [p.name for p in known] if path.parent.is_dir() else []
         raise CheckpointError(f"there is no checkpoint {path}{did_you_mean(path.name, siblings)}")
+    if not _is_torchs(path):
+        raise CheckpointError(f"{path} is no checkpoint: torch.save did not write it")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -85,6 +87,12 @@ def load_checkpoint(
     if not isinstance(checkpoint, Mapping):
         raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of tensors")
     return dict(checkpoint)
+
+
+def _is_torchs(path: Path) -> bool:
+    """Say whether the file begins as those of `torch.save` do: a zip archive, or a pickle of the old format."""
+    with path.open("rb") as file:
+        return file.read(1) in (b"P", b"\x80")
 
 
 def mark_last_checkpoint(folder: str | Path, path: Path) -> None:

@@ -77,6 +77,12 @@ class EMAHook(Hook):
         average.total_steps = self._updates(runner)
         if average.steps == 0:
             average.module.load_state_dict(self.model.state_dict())
+        if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
+            runner.logger.warning(
+                f"EMAHook: {average.total_steps} updates are few for this average: at the end, what is validated and "
+                f"saved is about where the weights were after update {mean:.0f}. Train longer, take a smaller decay "
+                "(a larger momentum), or the decay_type 'threshold', which begins small"
+            )
         self._in_step = self._hand_over(runner)
 
     def _hand_over(self, runner: Runner) -> bool:

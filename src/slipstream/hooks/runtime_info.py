@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from slipstream.hooks.hook import Hook
+from slipstream.optim import OptimWrapper
 from slipstream.registry import HOOKS
 
 if TYPE_CHECKING:
@@ -17,7 +18,8 @@ __all__ = ["RuntimeInfoHook"]
 class RuntimeInfoHook(Hook):
     """Put seed, name, epoch, iteration and metrics into the message hub.
 
-    Losses and learning rates are not read at every step: `Runner.read_logs` brings them at log intervals.
+    Losses and learning rates are not read at every step: `Runner.read_logs` brings them at log intervals, and here,
+    of parameter groups that have names and different learning rates, the rate of each as `train/lr/NAME`.
     """
 
     priority = "VERY_HIGH"
@@ -42,6 +44,16 @@ class RuntimeInfoHook(Hook):
     def before_train_epoch(self, runner: Runner) -> None:
         """Record the epoch."""
         runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
+
+    def read_logs(self, runner: Runner) -> None:
+        """Record the learning rates of groups by name."""
+        wrapper = runner.optim_wrapper
+        if not isinstance(wrapper, OptimWrapper):
+            return
+        groups = [group for group in wrapper.param_groups if "name" in group]
+        if len({float(group.get("initial_lr", group["lr"])) for group in groups}) > 1:
+            rates = {f"train/lr/{group['name']}": float(group["lr"]) for group in groups}
+            runner.message_hub.update_scalars(rates)
 
     def before_val(self, runner: Runner) -> None:
         """Record the stage."""

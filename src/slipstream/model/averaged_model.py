@@ -78,6 +78,21 @@ class BaseAveragedModel(nn.Module):
             return 0.0
         return self.weight(step) if step else 1.0
 
+    def mean_update(self) -> float:
+        """Return the mean number, from 1, of the updates that the average consists of after `total_steps`.
+
+        Each counts by its share in the end; a plain mean of all weights gives the middle of the training.
+        """
+        assert self.total_steps is not None, "whoever drives it tells"
+        last = self.weight(self.total_steps - 1)
+        if self.total_steps * last > 4 * self.interval:
+            # Shares fall, so that the mean is no further from the end than that of the last share throughout.
+            return self.total_steps - self.interval / last
+        mean = 1.0
+        for step in range(self.interval, self.total_steps, self.interval):
+            mean += self.weight(step) * (step + 1 - mean)
+        return mean
+
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Take the model's current weights into the average; the first call copies them."""

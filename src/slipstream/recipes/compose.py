@@ -33,6 +33,9 @@ _SHORTCUTS = {
         "dataset_params.val_dataloader_params.num_workers",
     ],
 }
+# What users of other tools write for a shortcut.
+_SYNONYMS = {"learning_rate": "lr", "initial_lr": "lr", "max_epochs": "epochs", "num_epochs": "epochs",
+             "workers": "num_workers"}  # fmt: skip
 # Every recipe knows these, though not every one writes them down.
 _TOP = (*_SHORTCUTS, "experiment_name", "ckpt_root_dir", "data_root_dir", "multi_gpu", "num_gpus",
         "load_checkpoint", "test_dataloaders")  # fmt: skip
@@ -134,6 +137,8 @@ def _searchpath(path: Path, words: Sequence[str], config_dir: str | Path | None)
 def words_for_hydra(path: Path, overrides: Iterable[str], config_dir: str | Path | None = None) -> list[str]:
     """Return the overrides with which `hydra.main` itself reads a recipe, and leaves no folders of its own behind.
 
+    A shortcut is followed by the words that it stands for, so that `--cfg job` shows its effect.
+
     Raises:
         ConfigError: the recipe cannot be composed; see `compose`.
     """
@@ -152,10 +157,21 @@ def words_for_hydra(path: Path, overrides: Iterable[str], config_dir: str | Path
     given = {word.partition("=")[0] for word in words}
     return [
         *(word for word in words if not word.startswith("hydra.searchpath=")),
+        *_meanings(words),
         *_searchpath(path, words, config_dir),
         *(f"~hydra.callbacks.{name}" for name in gone),
         *(f"{key}={value}" for key, value in settings.items() if key not in given),
     ]
+
+
+def _meanings(words: Iterable[str]) -> Iterator[str]:
+    """Yield the words that shortcuts stand for; not of several values, which Hydra would combine with themselves."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        places = _SHORTCUTS.get(override.key_or_group, ())
+        if places and not override.is_sweep_override() and override.value() is not None:
+            yield from (f"++{place}={override.get_value_element_as_str()}" for place in places)
 
 
 @contextmanager
@@ -199,6 +215,8 @@ def _without_targets(value: Any) -> Any:
         return []
     if name == "StrictLoad":
         return value.get("value", True)
+    if name == "MultiGPUMode":
+        return value.get("value")
     return {key: _without_targets(item) for key, item in value.items() if key != "_convert_"}
 
 
@@ -249,6 +267,8 @@ def _say_unknown_key(
     if (found := re.match(r"Could not (?:override|delete from config\.) '([^']+)'", str(error))) is None:
         return
     key = found[1]
+    if key in _SYNONYMS:
+        raise UnknownNameError(f"there is no such key; did you mean '{_SYNONYMS[key]}'? (in {path})", key)
     others = [word for word in words if re.split("[=@]", word.lstrip("+~"))[0] != key]
     tree: Any = OmegaConf.to_container(load(path, others, config_dir), resolve=False)
     check_override({k: v for k, v in tree.items() if k != "hydra"}, key.partition("@")[0], _TOP, str(path))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.training import dataloaders as dataloaders
     from slipstream.training.callbacks import Callback as Callback
+    from slipstream.training.callbacks import EarlyStop as EarlyStop
     from slipstream.training.callbacks import Phase as Phase
     from slipstream.training.callbacks import PhaseCallback as PhaseCallback
     from slipstream.training.callbacks import PhaseContext as PhaseContext
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Callback": "slipstream.training.callbacks",
+    "EarlyStop": "slipstream.training.callbacks",
     "Phase": "slipstream.training.callbacks",
     "PhaseCallback": "slipstream.training.callbacks",
     "PhaseContext": "slipstream.training.callbacks",
@@ -23,7 +25,16 @@ _HOMES = {
 }
 _MODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.zoo.models"}
 
-__all__ = ["Callback", "Phase", "PhaseCallback", "PhaseContext", "Trainer", "dataloaders", "models"]
+__all__ = [
+    "Callback",
+    "EarlyStop",
+    "Phase",
+    "PhaseCallback",
+    "PhaseContext",
+    "Trainer",
+    "dataloaders",
+    "models",
+]
 
 
 def __getattr__(name: str) -> Any:

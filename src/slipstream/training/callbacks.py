@@ -59,9 +59,8 @@ _EVENTS_AT = {
 }
 
 _STEPPED = "on_train_batch_gradient_step_end"
-_INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
-
-_STEPPED = "on_train_batch_gradient_step_end"
+_AROUND_VALIDATIONS = ("on_validation_loader_start", "on_validation_loader_end")
+"""SuperGradients does not call them for the mean of the best, which has events of its own."""
 _INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 
@@ -123,16 +122,26 @@ class CallbackHook(Hook):
         events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
         self._handlers = {event: found for event in events if (found := _handler(built, event)) is not None}
         self._context: PhaseContext | None = None
+        self._of_average = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
         """Return what calls the callback's events of that stage, None if it has none."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
+        averages = stage in ("before_average_val", "after_average_val")
+        if averages and (events or any(event in self._handlers for event in _AROUND_VALIDATIONS)):
+            return partial(self._around_average, stage, events)
         return partial(self._call, events) if events else None
+
+    def _around_average(self, stage: str, events: Sequence[str], runner: Runner, **given: Any) -> None:
+        self._of_average = stage == "before_average_val"
+        self._call(events, runner, **given)
 
     def _call(self, events: Sequence[str], runner: Runner, **given: Any) -> None:
         if self._context is None or self._context.runner is not runner:
             self._context = PhaseContext(runner)
         for event in events:
+            if self._of_average and event in _AROUND_VALIDATIONS:
+                continue
             if event != _STEPPED or _has_stepped(runner):
                 self._context.enter(event, _values(event, **given))
                 self._handlers[event](self._context)

@@ -103,6 +103,17 @@ class Course:
         return min(self.lr_warmup_steps, self.epoch_length)
 
     @property
+    def climbing(self) -> int:
+        """Iterations of the warm-up."""
+        return max(self.climbing_epochs * self.epoch_length, self.climbing_steps)
+
+    @property
+    def only_climbs(self) -> bool:
+        """Whether a warm-up and the cool-down leave no iteration of the run to `lr_mode`."""
+        between = self.end_epoch * self.epoch_length - self.climbing
+        return self.climbing > 0 and between <= 0
+
+    @property
     def end_epoch(self) -> int:
         """The first epoch of the cool-down."""
         return self.max_epochs - self.lr_cooldown_epochs

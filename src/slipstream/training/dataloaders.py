@@ -30,6 +30,17 @@ _DATASETS = {
     "cityscapes_stdc_seg75": "CityscapesDataset",
     "street_scenes": "StreetScenes",
 }
+# Names of transforms in older recipes. What makes a tensor there divides by 255 too.
+_OLD_TRANSFORMS = {
+    "ColorJitterSeg": "SegColorJitter",
+    "CropImageAndMaskSeg": "SegCropImageAndMask",
+    "NormalizeSeg": "SegNormalize",
+    "PadShortToCropSizeSeg": "SegPadShortToCropSize",
+    "RandomFlipSeg": "SegRandomFlip",
+    "RandomRescaleSeg": "SegRandomRescale",
+    "RescaleSeg": "SegRescale",
+    "ToTensorSeg": "SegStandardize",
+}
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
 _DEFAULTS = Path(__file__).parents[1] / "recipes" / "dataset_params"
 _WORDS = {*inspect.signature(DataLoader).parameters, "min_samples"}
@@ -166,9 +177,17 @@ def _check_words(loader: Mapping[str, Any]) -> None:
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(transforms := data.get("transforms"), list | tuple):
         data["transforms"] = [
-            configuration(entry, f"dataset_params.transforms[{i}]") for i, entry in enumerate(transforms)
+            _in_new_words(configuration(entry, f"dataset_params.transforms[{i}]"))
+            for i, entry in enumerate(transforms)
         ]
     return data
+
+
+def _in_new_words(transform: Any) -> Any:
+    if not isinstance(transform, Mapping):
+        return transform
+    kind = transform.get("type")
+    return {**transform, "type": _OLD_TRANSFORMS.get(kind, kind) if isinstance(kind, str) else kind}
 
 
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:

@@ -7,50 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from slipstream.dataset.loader import build_dataloader
 from slipstream.dataset.workers import end_workers
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import DataError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model
 from slipstream.registry import HOOKS
 
 if TYPE_CHECKING:
-    from torch.utils.data import DataLoader
-
     from slipstream.runner import Runner
 
-__all__ = ["ClassCountHook", "HistoryHook", "NewOptimizerHook", "PrePredictionHook", "TestLoadersHook"]
-
-
-@HOOKS.register_module()
-class ClassCountHook(Hook):
-    """Tell the model how many classes the data set has, before its first batch.
-
-    Raises:
-        ModelError: the network was made for another number.
-    """
-
-    def before_train(self, runner: Runner) -> None:
-        """Look at the training data."""
-        self._compare(runner, runner.train_dataloader)
-
-    def before_val(self, runner: Runner) -> None:
-        """Look at the validation data."""
-        self._compare(runner, runner.val_dataloader)
-
-    def before_test(self, runner: Runner) -> None:
-        """Look at the test data."""
-        self._compare(runner, runner.test_dataloader)
-
-    def _compare(self, runner: Runner, loader: DataLoader[Any]) -> None:
-        classes = (getattr(loader.dataset, "metainfo", None) or {}).get("classes")
-        if classes is None:
-            return
-        model: Any = unwrap_model(runner.model)
-        if model.num_classes not in (None, len(classes)):
-            raise ModelError(
-                f"the data set has {len(classes)} classes ({', '.join(classes[:2])}, ...), and the network is made "
-                f"for {model.num_classes}: set its num_classes (arch_params.num_classes) to {len(classes)}"
-            )
-        model.num_classes = len(classes)
+__all__ = ["HistoryHook", "NewOptimizerHook", "PrePredictionHook", "TestLoadersHook"]
 
 
 @HOOKS.register_module()

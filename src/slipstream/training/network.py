@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
 from slipstream.model import Segmentor, unwrap_model
@@ -17,6 +17,9 @@ from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
 from slipstream.zoo import models
+from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.zoo.stdc_loss import STDCLoss
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -24,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["SupervisedModel", "TrainMetricsHook"]
 
 Configured = nn.Module | Mapping[str, Any]
+
+_OF_CLASSES = (nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss)
+"""The losses that are known to compare scores of classes with class ids or shares."""
 
 
 @MODELS.register_module()
@@ -49,6 +55,7 @@ class SupervisedModel(Segmentor):
     Raises:
         ConfigError: a metric of training does not count on the device; or `paramwise_cfg` does not fit the network.
         ModelError: in forward: the network has not as many classes as the data set.
+        DataError: in forward, from a loss of classes: the targets do not fit the output, or hold a class too many.
     """
 
     sliding_window: SlidingWindow | None = None
@@ -100,9 +107,11 @@ class SupervisedModel(Segmentor):
             outputs: Any = slide(self.network, inputs, self.sliding_window)
         else:
             outputs = self.network(inputs)
-        self._check_classes(main_output(outputs))
+        self.check_classes(main_output(outputs))
         if mode == "loss":
             if targets is not None:
+                if isinstance(self.loss, _OF_CLASSES):
+                    _check_targets(main_output(outputs), targets)
                 self._count(outputs, inputs, targets)
             if main_output(outputs).ndim == 4:
                 outputs = self.without_margin(outputs, inputs, targets)
@@ -111,7 +120,15 @@ class SupervisedModel(Segmentor):
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name; of SuperGradients' pair, only the first is one."""
-        losses: dict[str, Any] = super().losses(outputs, targets)
+        try:
+            losses: dict[str, Any] = super().losses(outputs, targets)
+        except IndexError as error:  # on the CPU only: a device does not wait to see it
+            if "out of bounds" not in str(error):
+                raise
+            raise DataError(
+                f"a target is no class of the network, which has 0 to {main_output(outputs).shape[1] - 1}: {error} "
+                "Give the network more classes (num_classes), or the loss the ignore_index of the targets"
+            ) from error
         if isinstance(pair := losses.get("loss"), tuple):
             return {"loss": pair[0]}
         return losses
@@ -145,12 +162,21 @@ class SupervisedModel(Segmentor):
     def _counts(self) -> list[Tensor]:
         return [getattr(self, f"train_counts{place}") for place in range(len(self.train_metrics))]
 
-    def _check_classes(self, scores: Tensor) -> None:
-        if self.num_classes is not None and scores.shape[1] != self.num_classes:
-            raise ModelError(
-                f"the network puts out {scores.shape[1]} classes, and the data set has {self.num_classes}: set "
-                f"arch_params.num_classes to {self.num_classes}"
-            )
+
+def _check_targets(scores: Tensor, targets: Tensor) -> None:
+    """Raise a `DataError` unless the targets are class ids or shares of classes; reads no device."""
+    shares = targets.is_floating_point()
+    if targets.shape == scores.shape if shares else targets.ndim == scores.ndim - 1:
+        return
+    ids = "(N,)" if scores.ndim == 2 else "(N, H, W)"
+    one = not shares and targets.ndim == scores.ndim and targets.shape[1] == 1
+    remedy = (
+        "squeeze(1) them" if one else "convert class ids with .long()" if shares else "check the data set"
+    )
+    raise DataError(
+        f"targets {tuple(targets.shape)} of {targets.dtype} do not fit the network's output {tuple(scores.shape)}: "
+        f"they must be class ids {ids} of an integer dtype, or floating-point shares in the output's shape; {remedy}"
+    )
 
 
 def _counting(metric: CountingMetric | Mapping[str, Any], place: int) -> CountingMetric:

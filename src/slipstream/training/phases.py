@@ -141,7 +141,8 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
     runner.read_logs()
     hub, length, prefix = runner.message_hub, runner.train_loop.epoch_length, "train/"
     no_metrics = ("time", "lr", "momentum")
-    means = {key: h.mean(length) for key, h in hub.log_scalars.items() if not key.endswith(no_metrics)}
+    kept = {k: h for k, h in hub.log_scalars.items() if not k.endswith(no_metrics) and "/lr/" not in k}
+    means = {key: history.mean(length) for key, history in kept.items()}
     named = {**means, **hub.runtime_info}
     return {key.removeprefix(prefix): value for key, value in named.items() if key.startswith(prefix)}
 

@@ -40,9 +40,10 @@ class LrPlotHook(Hook):
     filename = "lr_schedule.png"
 
     def before_train(self, runner: Runner) -> None:
-        """Draw, on the main process."""
+        """Draw, on the main process; warn of a warm-up that never ends."""
         if not is_main_process():
             return
+        _warn_of_climbs(runner)
         steps = runner.max_iters
         points = sorted({round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         rates = _rates_ahead(runner, points)
@@ -58,6 +59,18 @@ class LrPlotHook(Hook):
             "epoch" if runner.by_epoch else "iteration",
             runner.iter / unit if runner.iter else None,
         )
+
+
+def _warn_of_climbs(runner: Runner) -> None:
+    courses = [s.course for s in runner.all_param_schedulers if isinstance(s, RecipeLR)]
+    for course in courses:
+        if course.only_climbs:
+            epochs, steps = course.climbing_epochs, course.climbing_steps
+            runner.logger.warning(
+                f"The warm-up of the learning rate ({f'{epochs} epochs' if epochs else f'{steps} iterations'}) and its "
+                f"cool-down ({course.lr_cooldown_epochs} epochs) take the whole run of {course.max_epochs} epochs: "
+                f"set {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}=0, or fewer, for so short a run"
+            )
 
 
 def draw(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
@@ -24,8 +25,17 @@ _CHECKPOINT_KEYS = (
     "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only", "num_workers",
     "pretrained_weights", "strict_load",
 )  # fmt: skip
+# Of SuperGradients 2 and 3: what each may say, and what to write for the rest.
+_OLD_CHECKPOINT_KEYS = {
+    "ckpt_name": ("ckpt_latest.pth", "give the file's path as checkpoint_path"),
+    "external_checkpoint_path": (None, "write checkpoint_path"),
+    "load_ema_as_net": (False, "leave it out: a checkpoint's state_dict is the average where there is one"),
+    "source_ckpt_folder_name": (None, "give the file's path as checkpoint_path"),
+}
 # What older recipes wrote among a network's options, though no network reads it.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
+_MISSPELT = 0.92
+"""A section this like a known one is meant to be that: training_parms, and not my_dataset_params."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
@@ -79,12 +89,15 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
 
 
 def _check_keys(recipe: Mapping[str, Any]) -> None:
-    for key in recipe:
-        if key not in (*_KEYS, *_UNUSED) and (hint := did_you_mean(str(key), _KEYS)):
-            # Recipes keep variables of their own beside the known keys, so that this is no error.
-            logging.getLogger("slipstream").warning(
-                "the recipe's key '%s' has no meaning of its own%s", key, hint
-            )
+    for key, value in recipe.items():
+        if key in (*_KEYS, *_UNUSED) or not (hint := did_you_mean(str(key), _KEYS)):
+            continue
+        if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
+            raise UnknownNameError(f"there is no such section{hint}", str(key))
+        # Recipes keep variables of their own beside the known keys, so that this is no error.
+        logging.getLogger("slipstream").warning(
+            "the recipe's key '%s' has no meaning of its own%s", key, hint
+        )
 
 
 def _required(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -122,6 +135,9 @@ def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 def _pretrained(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
     given = _section(recipe, "checkpoint_params")
+    for key, (default, remedy) in _OLD_CHECKPOINT_KEYS.items():
+        if given.pop(key, None) not in (None, "", default):
+            raise ConfigError(f"is a word of older SuperGradients: {remedy}", f"checkpoint_params.{key}")
     for key in given:
         if key not in _CHECKPOINT_KEYS:
             hint = did_you_mean(str(key), _CHECKPOINT_KEYS)

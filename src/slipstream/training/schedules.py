@@ -41,8 +41,8 @@ class RecipeLR(_ParamScheduler):
 
     def __init__(self, optimizer: Any, course: Course | Mapping[str, Any]) -> None:
         self.course = options(Course, course, "course")
-        warm = max(self.course.climbing_epochs * self.course.epoch_length, self.course.climbing_steps)
-        super().__init__(optimizer, "lr", end=INF if self.course.lr_mode else warm + 1, by_epoch=False)
+        end = INF if self.course.lr_mode else self.course.climbing + 1
+        super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
     @classmethod
     def build_iter_from_epoch(  # type: ignore[override]  # a course knows where it begins

@@ -19,6 +19,7 @@ from slipstream.runner import Runner
 from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
+from slipstream.training.places import in_given_words
 from slipstream.training.recipe import recipe_config
 from slipstream.training.translate import runner_config, work_dir
 
@@ -111,10 +112,11 @@ class Trainer:
                 parameter.requires_grad_(flag)
 
     def _run(self, cfg: Mapping[str, Any]) -> list[dict[str, float]]:
-        self.runner = Runner.from_cfg(cfg)
         history = HistoryHook()
-        self.runner.register_hook(history)
-        self.runner.train()
+        with in_given_words(cfg):
+            self.runner = Runner.from_cfg(cfg)
+            self.runner.register_hook(history)
+            self.runner.train()
         return history.history
 
     def test(
@@ -151,7 +153,6 @@ class Trainer:
             test_dataloader=test_loader,
             test_cfg={},
             test_evaluator=metric_config(test_metrics_list, "test_metrics_list"),
-            custom_hooks=[{"type": "ClassCountHook"}],
             launcher=infer_launcher(),
             log_level="WARNING" if silent_mode else "INFO",
             experiment_name=self.experiment_name,

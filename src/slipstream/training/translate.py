@@ -142,7 +142,7 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
 
 
 def _hooks(params: TrainingParams) -> list[Any]:
-    hooks: list[Any] = [{"type": "ClassCountHook"}, {"type": "LrPlotHook"}]
+    hooks: list[Any] = [{"type": "LrPlotHook"}]
     if params.train_metrics_list:
         hooks.append({"type": "TrainMetricsHook"})
     if not params.load_opt_params:

@@ -1,0 +1,117 @@
+"""A recipe's sections in older words and misspelt, and errors placed at the words that were written."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.training import Trainer
+from slipstream.training.places import in_given_words
+from slipstream.training.recipe import recipe_config
+
+
+def recipe(**sections):
+    return dict(
+        experiment_name="exp",
+        architecture="regseg48",
+        arch_params=dict(num_classes=19),
+        train_dataloader="street_scenes_train",
+        val_dataloader="street_scenes_val",
+        training_hyperparams=dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss"),
+        **sections,
+    )
+
+
+OLD = dict(
+    external_checkpoint_path=None, source_ckpt_folder_name=None, load_ema_as_net=False, load_weights_only=True
+)
+
+
+def test_older_words_about_checkpoints_are_taken_as_they_stood_by_default():
+    given = dict(OLD, ckpt_name="ckpt_latest.pth", checkpoint_path="a.pth", strict_load=False)
+    wanted = dict(checkpoint_path="a.pth", strict_load=False, load_backbone=False)
+    assert recipe_config(recipe(checkpoint_params=given))["model"]["pretrained"] == wanted
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "remedy"),
+    [
+        ("external_checkpoint_path", "a.pth", "write checkpoint_path"),
+        ("source_ckpt_folder_name", "exp1", "as checkpoint_path"),
+        ("load_ema_as_net", True, "leave it out"),
+        ("ckpt_name", "ckpt_best.pth", "as checkpoint_path"),
+    ],
+)
+def test_older_words_that_ask_for_something_say_what_to_write(key, value, remedy):
+    with pytest.raises(ConfigError, match=rf"checkpoint_params\.{key}: .*{remedy}"):
+        recipe_config(recipe(checkpoint_params={**OLD, key: value}))
+
+
+@pytest.mark.parametrize("key", ["training_parms", "dataset_param", "arch_parms"])
+def test_a_misspelt_section_is_an_error(key):
+    with pytest.raises(UnknownNameError, match=rf"{key}: there is no such section; did you mean"):
+        recipe_config(recipe(**{key: dict(max_epochs=3)}))
+
+
+def test_variables_of_ones_own_are_none(caplog):
+    caplog.set_level(logging.WARNING, "slipstream")
+    recipe_config(recipe(my_dataset_params=dict(a=1), training_parms="text", other=dict(a=1)))
+    assert "'my_dataset_params' has no meaning of its own" in caplog.text
+    assert "'other'" not in caplog.text
+
+
+# ---- places ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "place"),
+    [
+        (dict(ema=True, ema_params=dict(decay_type="expo")), "ema_params.decay_type"),
+        (
+            dict(torch_compile=True, torch_compile_options=dict(backend="nope")),
+            "torch_compile_options.backend",
+        ),
+        (dict(optimizer="Adm"), "optimizer"),
+        (dict(optimizer_params=dict(momentm=0.1)), "optimizer_params"),
+        (dict(criterion_params=dict(ignor=1)), "criterion_params"),
+        (dict(valid_metrics_list=["PixelAccuracy", dict(IoU=dict(num_clases=2))]), "valid_metrics_list[1]"),
+        (dict(train_metrics_list=[dict(IoU=dict(num_clases=2))]), "train_metrics_list[0]"),
+        (dict(phase_callbacks=[dict(EarlyStop=dict(patence=3))]), "phase_callbacks[0]"),
+        (
+            dict(
+                precise_bn=True,
+                phase_callbacks=[dict(EarlyStop=dict(phase="VALIDATION_EPOCH_END", monitor="x"))],
+            ),
+            "phase_callbacks[0].monitor",
+        ),
+    ],
+)
+def test_errors_of_the_runner_stand_at_the_words_that_were_written(tmp_path, params, place):
+    data = DataLoader(TensorDataset(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4).long()))
+    given = dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss", metric_to_watch=None)
+    given |= dict(valid_metrics_list=["PixelAccuracy"], silent_mode=True)
+    with pytest.raises(ConfigError) as caught:
+        Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**given, **params}, data, data)
+    assert caught.value.path == f"training_params.{place}"
+
+
+@pytest.mark.parametrize(
+    ("path", "place"),
+    [
+        ("model.network", "architecture"),
+        ("model.network.depth", "arch_params.depth"),
+        ("val_dataloader.dataset.root_dir", "dataset_params.val_dataset_params.root_dir"),
+        ("train_dataloader.batch_size", "dataset_params.train_dataloader_params.batch_size"),
+        ("custom_hooks[0]", "custom_hooks[0]"),
+        ("work_dir", "work_dir"),
+    ],
+)
+def test_places_of_a_recipe_and_of_the_runner_itself(path, place):
+    translated = recipe_config(recipe())
+    for cfg, wanted in ((translated, place), ({**translated, "model": dict(type="Segmentor")}, path)):
+        with pytest.raises(ConfigError) as caught, in_given_words(cfg):
+            raise ConfigError("is wrong", path)
+        assert caught.value.path == wanted
