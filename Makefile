@@ -1,5 +1,5 @@
-# make train: set up .venv and train a network; make test: run the tests, make matrix: the long ones, every lever with
-# every other. Nothing needs root.
+# make train: set up .venv and train a network; make test: run the tests; make matrix: the long ones (every lever with
+# every other, real launchers). Nothing needs root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -10,10 +10,10 @@ train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not matrix"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow)"
 
 matrix: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m matrix
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "matrix or slow"
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -4,6 +4,8 @@ import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained
 from cluster.page import commands
 
+pytestmark = pytest.mark.slow
+
 # Open MPI 4 and 5 want to be told that root may run them, and that two processes may share one core.
 AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -4,6 +4,8 @@ import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
 from cluster.page import blocks, commands
 
+pytestmark = pytest.mark.slow
+
 # Two processes: 1280 images in batches of 32, or 32 scenes in batches of 4.
 STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 

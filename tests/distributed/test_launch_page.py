@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 from cluster.evidence import STUMBLE, words
 from cluster.machines import ROOT
 from cluster.page import CHINESE, ENGLISH, blocks
@@ -39,6 +40,7 @@ def test_links_lead_to_files():
             assert (page.parent / target).is_file(), target
 
 
+@pytest.mark.slow
 def test_the_python_blocks_train_in_two_processes(machine, folder):
     path = f"{ROOT}:{ROOT}/tests/distributed"
     run = machine.run(f"torchrun --nproc-per-node=2 {SNIPPETS}", folder, PYTHONPATH=path).succeeded()
@@ -48,6 +50,7 @@ def test_the_python_blocks_train_in_two_processes(machine, folder):
     assert said.count("wrapped by MMFullyShardedDataParallel") == 2
 
 
+@pytest.mark.slow
 def test_the_messages_of_a_failing_rank_are_those_that_come(machines, folder):
     raised, killed = [block.text for block in blocks() if "rank 0 stops" in block.text]
     for how, expected in (("raise", raised), ("kill", killed)):

@@ -4,6 +4,8 @@ import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
 from cluster.page import commands
 
+pytestmark = pytest.mark.slow
+
 SRUN, SUBMIT, BATCH = commands("Slurm")
 EXAMPLE = "python examples/distributed_training.py --launcher slurm --batches 2"
 

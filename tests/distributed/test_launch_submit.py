@@ -9,6 +9,8 @@ from cluster.evidence import words
 
 from stumbling_parts import CONFIG, FOLDER
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def submit(cluster, folder):

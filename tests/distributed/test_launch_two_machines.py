@@ -5,6 +5,8 @@ from cluster.evidence import STUMBLE, ended_by_rank_1, trained
 from cluster.machines import ADDRESSES
 from cluster.page import commands
 
+pytestmark = pytest.mark.slow
+
 
 def test_the_two_commands_of_the_page_train_as_one_job(machines, folder):
     first, second = commands("Two machines")

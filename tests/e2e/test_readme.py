@@ -64,7 +64,13 @@ def small(words: list[str]) -> list[str]:
     return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
-@pytest.mark.parametrize("diff", blocks("diff"), ids=["a Runner", "your own loop"])
+@pytest.mark.parametrize(
+    "diff",
+    [
+        pytest.param(blocks("diff")[0], id="a Runner"),
+        pytest.param(blocks("diff")[1], id="your own loop", marks=pytest.mark.slow),
+    ],
+)
 def test_both_sides_of_the_diff_run(run, diff):
     for own, other in (("-", "+"), ("+", "-")):
         lines = [line[1:] for line in diff.splitlines() if not line.startswith(other)]

@@ -51,6 +51,7 @@ def test_a_users_folder_holds_recipes_and_groups(from_recipe, tmp_path):
     assert yaml.safe_load(saved["meta"]["cfg"])["randomness"]["seed"] == 7
 
 
+@pytest.mark.slow
 def test_a_multirun_gives_each_run_a_folder_of_its_own(from_recipe, tmp_path):
     done = from_recipe("--config-name=street_scenes_regseg48", "--multirun", "lr=0.001,0.002", *SMALL)
     assert done.stdout.count("Done: ") == 2
