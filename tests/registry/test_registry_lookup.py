@@ -1,5 +1,6 @@
 """Which object a `type=` name means."""
 
+import importlib
 import subprocess
 import sys
 import threading
@@ -316,3 +317,19 @@ def test_an_unknown_optimizer_is_reported_without_torchs_deprecation_warnings():
 
 def test_a_registry_shows_what_it_is(family):
     assert repr(family[1]) == "Registry(name='part', scope='mylib', entries=['Head', 'Plain'])"
+
+
+def test_a_lookup_imports_no_more_locations_than_it_needs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("lookup_first", "lookup_second"):
+        (tmp_path / f"{name}.py").write_text(
+            f"from lookup_home import HOME\n@HOME.register_module(name='{name}')\nclass Thing: ...\n"
+        )
+    (tmp_path / "lookup_home.py").write_text(
+        "from slipstream.registry import Registry\n"
+        "HOME = Registry('home', locations=['lookup_second', 'lookup_first'])\n"
+    )
+    home = importlib.import_module("lookup_home").HOME
+    assert home.get("lookup_first").__module__ == "lookup_first"
+    assert "lookup_second" not in sys.modules
+    assert home.names() == ["lookup_first", "lookup_second"]

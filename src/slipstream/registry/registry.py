@@ -215,14 +215,15 @@ class Registry:
 
     def _own(self, name: str) -> Any | None:
         if name not in self.module_dict:
-            self._import_locations()
+            self._import_locations(name)
         if name in self.module_dict:
             return self.module_dict[name]
         public = (self._public(module, name) for module in self._imported_namespaces())
         return next((obj for obj in public if obj is not None), None)
 
-    def _import_locations(self) -> None:
-        while self._locations:
+    def _import_locations(self, wanted: str | None = None) -> None:
+        """Import them all, from the last, or until one has registered the wanted name."""
+        while self._locations and wanted not in self.module_dict:
             location = self._locations.pop()  # first, since importing it may look names up here
             try:
                 importlib.import_module(location)
