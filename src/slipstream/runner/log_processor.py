@@ -83,7 +83,7 @@ class LogProcessor:
             name: shown.pop(name) for name in list(shown) if name.endswith("lr") or name.startswith("lr/")
         }
         if any(name.startswith("lr/") for name in rates):
-            del rates["lr"]  # is one of them
+            rates.pop("lr", None)  # is one of them
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
         eta = runner.message_hub.get_info("eta")
