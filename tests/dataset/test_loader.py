@@ -263,46 +263,6 @@ def test_a_loader_that_drops_its_only_batch_is_refused_for_training_alone():
     assert len(next(iter(endless))[0]) == 11
 
 
-# ---- errors of workers -----------------------------------------------------------------------------
-
-
-class Failing(Dataset):
-    def __init__(self, error):
-        self.error = error
-
-    def __len__(self):
-        return 2
-
-    def __getitem__(self, index):
-        raise self.error
-
-
-def failure(error):
-    batches = iter(build(dict(dataset=Failing(error), num_workers=1)))
-    with pytest.raises(type(error)) as caught:
-        next(batches)
-    batches._shutdown_workers()
-    return caught.value
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        DataError("'a.png' is broken:\n  'b.png', too"),
-        ConfigError("must be 1: DataError: x, not 2", "transforms"),
-        UnknownNameError("nobody knows 'it'"),
-    ],
-)
-def test_a_workers_error_says_its_own_sentence_and_keeps_the_workers_traceback(error):
-    caught = failure(error)
-    assert str(caught) == str(error)
-    assert "in __getitem__" in str(caught.__cause__)
-
-
-def test_a_users_error_in_a_worker_keeps_torchs_text_with_the_traceback():
-    assert "in __getitem__" in str(failure(ValueError("the user's own")))
-
-
 # ---- ready loaders ---------------------------------------------------------------------------------
 
 
@@ -415,39 +375,3 @@ def test_a_streaming_data_set_passes_through():
 def test_keys_that_are_no_numbers_work_as_in_torch():
     loader = build(DataLoader(Keyed(), batch_sampler=[["b"], ["a", "b"]]))
     assert [batch.tolist() for batch in loader] == [[2], [1, 2]]
-
-
-# ---- some batches of a ready loader ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ours", [False, True])
-def test_a_ready_loader_may_be_cut_and_stays_as_it_is(ours):
-    ready = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2)
-    if ours:
-        ready = build_dataloader(ready, 0, "train_dataloader", training=True)
-    cut = build_dataloader(
-        dict(dataloader=ready, num_batch_per_epoch=3), 0, "train_dataloader", training=True
-    )
-    assert len(cut) == 3
-    assert [batch[0].tolist() for batch in cut] == [[0, 1], [2, 3], [4, 5]]
-    assert len(ready) == 5
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be at least 1"),
-        (dict(batch_size=3), r"train_dataloader: a ready loader keeps its own 'batch_size'"),
-    ],
-)
-def test_a_ready_loader_takes_no_other_options(options, message):
-    ready = DataLoader(TensorDataset(torch.zeros(4)))
-    with pytest.raises(ConfigError, match=message):
-        build_dataloader(dict(dataloader=ready, **options), 0, "train_dataloader", training=True)
-
-
-def test_a_stream_cannot_be_cut():
-    with pytest.raises(ConfigError, match=r"num_batch_per_epoch: only batches that a batch sampler draws"):
-        build_dataloader(
-            dict(dataloader=DataLoader(Stream()), num_batch_per_epoch=2), 0, "train_dataloader", training=True
-        )

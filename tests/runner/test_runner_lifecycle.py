@@ -1,6 +1,5 @@
 """What happens in a run, in which order, and what it leaves behind."""
 
-import multiprocessing
 from typing import ClassVar
 
 import pytest
@@ -53,22 +52,6 @@ def test_stages_of_a_training_with_validation(tmp_path):
     assert recorder.stages == [
         "before_run", "before_train", *(epoch + VALIDATION) * 2, "after_train", "after_run",
     ]  # fmt: skip
-
-
-def test_worker_processes_end_with_the_run_and_are_there_again_in_the_next(tmp_path):
-    workers = dict(num_workers=1, persistent_workers=True)
-    runner = Runner(
-        **training(
-            tmp_path,
-            train_dataloader=small(16, **workers),
-            **{**validation(), "val_dataloader": small(**workers)},
-        )
-    )
-    before = set(multiprocessing.active_children())
-    runner.train()
-    assert set(multiprocessing.active_children()) == before
-    runner.val()
-    assert set(multiprocessing.active_children()) == before
 
 
 def test_stages_of_a_test_and_of_loading(tmp_path):
