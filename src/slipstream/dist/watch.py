@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from slipstream.dist.info import barrier, get_dist_info, is_distributed
 from slipstream.dist.objects import broadcast_object_list
+from slipstream.dist.threads import rest_gloo_threads
 
 __all__ = ["announce_failure", "report_progress", "start_watch", "stop_watch"]
 
@@ -63,6 +64,7 @@ def start_watch() -> None:
     """Watch over the other ranks of the default group; every rank must call this. One process needs none."""
     global _watch
     rank, world_size = get_dist_info()
+    Finalize(None, _end, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
     if world_size == 1:
         return
     stop_watch()
@@ -77,7 +79,6 @@ def start_watch() -> None:
     if listener or connection:
         _watch = Watch(rank, token, listener, connection)
         _install()
-        Finalize(None, _end, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
     else:
         warnings.warn(
             f"rank {rank} cannot reach rank 0 at port {port} of {', '.join(hosts)}: if one of them fails, the "
@@ -346,8 +347,8 @@ def _end() -> None:
     error = sys.exception()
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         announce_failure(f"{type(error).__name__}: {error}")
-    if _watch is None or _watch.failed or _watch.known.is_set():
-        return
-    stop_watch()
-    if is_distributed():
-        dist.destroy_process_group()
+    if _watch is not None and not (_watch.failed or _watch.known.is_set()):
+        stop_watch()
+        if is_distributed():
+            dist.destroy_process_group()
+    rest_gloo_threads()
