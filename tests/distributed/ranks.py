@@ -7,7 +7,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -27,15 +26,11 @@ class Ended:
     seconds: float  # after the first rank of the job that ended
 
 
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def job(script, world=2, **environ):
     """Describe a job of `world` ranks; a variable may be a list, with one value for each rank."""
-    port = environ.pop("MASTER_PORT", free_port())
+    from ports import free_port  # not where this file is a program
+
+    port = environ.pop("MASTER_PORT", None) or free_port()
     ranks = []
     for rank in range(world):
         own = {

@@ -5,7 +5,9 @@ import subprocess
 import sys
 
 import pytest
-from ranks import free_port, job, run_jobs
+from ranks import job, run_jobs
+
+from ports import free_port
 
 JOIN = """
 from slipstream import dist

@@ -1,7 +1,9 @@
 import signal
 
 import pytest
-from ranks import free_port, job, run_jobs
+from ranks import job, run_jobs
+
+from ports import free_port
 
 JOIN = """
 import os, signal, sys, time

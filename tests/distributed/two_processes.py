@@ -2,16 +2,11 @@
 
 import os
 import pickle
-import socket
 import traceback
 
 import torch
 
-
-def _free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
+from ports import free_port
 
 
 def _child(rank, port, folder, functions, world):
@@ -41,7 +36,7 @@ def run_in_two(functions, folder, timeout=60, world=2):
     """
     ranks = range(world)
     context = torch.multiprocessing.get_context("spawn")
-    port = _free_port()
+    port = free_port()
     children = [context.Process(target=_child, args=(rank, port, folder, functions, world)) for rank in ranks]
     try:
         for child in children:

@@ -1,9 +1,10 @@
 """The example of a loop of one's own learns, compiled or not, on one process or two."""
 
 import re
-import socket
 
 import pytest
+
+from ports import free_port
 
 LINE = re.compile(r"epoch (\d)  loss (\S+)  accuracy (\S+)")
 
@@ -31,15 +32,12 @@ def test_it_learns_and_compiled_it_learns_the_same(run, example):
 
 @pytest.mark.slow
 def test_it_learns_on_two_processes(run, example):
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = str(sock.getsockname()[1])
     launch = (
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",
         "--master-addr=127.0.0.1",
-        f"--master-port={port}",
+        f"--master-port={free_port()}",
     )
     found = epochs(run(*launch, example, "--epochs", "6").stdout)
     assert [epoch for epoch, *_ in found] == [1, 2, 3, 4, 5, 6]  # rank 0 alone prints

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 ADDRESSES = {"n1": "10.77.0.1", "n2": "10.77.0.2"}
@@ -130,9 +131,7 @@ class Machine:
 
 def this_machine() -> Machine:
     """Return this machine; torchrun's default port, which another program may use, is a free one."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return Machine(environ={"PET_MASTER_PORT": str(sock.getsockname()[1])})
+    return Machine(environ={"PET_MASTER_PORT": str(free_port())})
 
 
 @contextmanager
