@@ -42,7 +42,7 @@ def test_links_lead_to_files():
 
 @pytest.mark.slow
 def test_the_python_blocks_train_in_two_processes(machine, folder):
-    path = f"{ROOT}:{ROOT}/tests/distributed"
+    path = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed"
     run = machine.run(f"torchrun --nproc-per-node=2 {SNIPPETS}", folder, PYTHONPATH=path).succeeded()
     said = words(run)
     assert said.count("wrapped by MMDistributedDataParallel True") == 2
