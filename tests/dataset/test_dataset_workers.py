@@ -216,24 +216,3 @@ def test_batches_ahead_are_chosen_from_the_spread_of_the_samples() -> None:
         dataset=Uneven(0), batch_size=1, num_workers=1, prefetch_factor="auto", collate_fn="default_collate"
     )
     assert build_dataloader(cfg, 1, "train_dataloader", training=True).prefetch_factor >= 4
-
-
-def test_quotas_of_the_cgroup_and_of_those_around_it_limit_the_cores(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    inner = tmp_path / "sys/fs/cgroup/job/step"
-    inner.mkdir(parents=True)
-    (inner / "cpu.max").write_text("max 100000\n")
-    (inner.parent / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("4:memory:/other\n0::/job/step\n")
-    monkeypatch.setattr(workers, "Path", lambda path: tmp_path / path.lstrip("/"))
-    assert workers._quotas() == [1.5]
-
-
-def test_there_is_at_least_one_core_and_no_more_than_the_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(workers.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
-    for quotas, expected in (([], 3), ([1.5], 2), ([0.2, 9.0], 1), ([64.0], 3)):
-        monkeypatch.setattr(workers, "_quotas", lambda quotas=quotas: quotas)
-        assert workers.cores() == expected

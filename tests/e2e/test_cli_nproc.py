@@ -14,6 +14,7 @@ import torch
 
 from slipstream.cli.configure import command_words
 from slipstream.cli.parser import parse
+from slipstream.cores import cores
 from stumbling_parts import CONFIG, FOLDER
 
 
@@ -60,8 +61,7 @@ def test_two_processes_print_what_one_does_and_nothing_else(trained):
 
 
 def test_the_cores_are_shared_out_to_the_processes(trained):
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert f"cpu_threads {max(1, cores // 2)}," in trained[0].stdout
+    assert f"cpu_threads {max(1, cores() // 2)}," in trained[0].stdout
 
 
 def test_words_reach_the_processes_as_they_were_written(trained):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from slipstream.config import Config
-from slipstream.dataset.workers import cores
+from slipstream.cores import cores
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
 from slipstream.runner.given import placing

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 import torch.distributed as dist
 
-from slipstream.cli.processes import cores
+from slipstream.cores import cores
 from slipstream.dist import infer_launcher
 from slipstream.dist.placement import placement
 from slipstream.errors import DistributedError

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from slipstream.cli.configure import command_words
+from slipstream.cores import cores
 from slipstream.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "announce",
-    "cores",
     "enter_process",
     "in_launch",
     "launch",
@@ -113,11 +113,6 @@ def _count(text: str) -> int:
     if count < 1:
         raise ConfigError(f"--nproc must be 1 or more, not {text}")
     return count
-
-
-def cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _silence_launcher() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from slipstream.cores import cores
 from slipstream.dataset.base import SegmentationDataset, Transform
 from slipstream.dataset.decode import check_readable, read_image, read_mask
 from slipstream.dataset.window import Sample
@@ -207,7 +207,7 @@ def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: s
 
 def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
     # Decoding does without the interpreter's lock.
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(_faults, pairs))
     logger = logging.getLogger("slipstream")
     for fault in (fault for found in faults for fault in found):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import csv
 import multiprocessing
-import os
 import re
 import shlex
 import sys
@@ -17,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from PIL import Image
 
+from slipstream.cores import cores
 from slipstream.dataset.cityscapes_labels import CITYSCAPES_LABELS
 from slipstream.dataset.street_scenes import StreetScenes
 from slipstream.errors import SlipstreamError
@@ -63,7 +63,7 @@ def write_street_folder(
     for split, count in counts.items():
         lines = [" ".join(_names(split, i)) for i in range(count)]
         (root / "lists" / f"{split}.lst").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    workers = max(1, min(os.cpu_count() or 1, (train + val) // _FEWEST))
+    workers = max(1, min(cores(), (train + val) // _FEWEST))
     parts = [
         _Part(root, split, scenes[split], first, workers) for split in counts for first in range(workers)
     ]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -17,11 +16,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
+from slipstream.cores import cores
 from slipstream.dist import get_local_size
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
 
-__all__ = ["check_workers", "cores", "end_workers", "with_workers"]
+__all__ = ["check_workers", "end_workers", "with_workers"]
 
 _AUTO = "auto"
 _SECONDS = 5.0
@@ -95,12 +95,6 @@ def with_workers(
         )
     print_log("; ".join(said), "current")
     return chosen
-
-
-def cores() -> int:
-    """Return how many cores this process may use: by its affinity, and by the quotas of its cgroups (version 2)."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min([found, *map(math.ceil, _quotas())]), 1)
 
 
 class _Trials:
@@ -216,21 +210,6 @@ def _fewest(rates: Mapping[int, float], limit: int) -> int:
 def _depth(ratio: float, room: float) -> int:
     """Return how many batches each worker prepares: while a slow one is made, the others' last; as memory allows."""
     return max(min(1 + math.ceil(ratio), _DEEPEST, int(room)), 1)
-
-
-def _quotas() -> list[float]:
-    """Return the quotas, in cores, of this process's cgroup and of those around it."""
-    root, found = Path("/sys/fs/cgroup"), []
-    try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    inside = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    for folder in (root / inside, *(root / inside).parents):
-        if folder.is_relative_to(root) and (file := folder / "cpu.max").is_file():
-            quota, period = file.read_text().split()
-            found += [] if quota == "max" else [int(quota) / int(period)]
-    return found
 
 
 def _free_bytes() -> int:

@@ -1,0 +1,30 @@
+"""How many cores this process may use, which containers and launchers limit in different ways."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+__all__ = ["cores"]
+
+
+def cores() -> int:
+    """Return how many cores this process may use: by its affinity, and by the quotas of its cgroups (version 2)."""
+    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min([found, *map(math.ceil, _quotas())]), 1)
+
+
+def _quotas() -> list[float]:
+    """Return the quotas, in cores, of this process's cgroup and of those around it."""
+    root, found = Path("/sys/fs/cgroup"), []
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    inside = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    for folder in (root / inside, *(root / inside).parents):
+        if folder.is_relative_to(root) and (file := folder / "cpu.max").is_file():
+            quota, period = file.read_text().split()
+            found += [] if quota == "max" else [int(quota) / int(period)]
+    return found

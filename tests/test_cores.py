@@ -1,0 +1,26 @@
+import pytest
+
+from slipstream import cores
+
+
+def test_quotas_of_the_cgroup_and_of_those_around_it_count(monkeypatch, tmp_path):
+    inner = tmp_path / "sys/fs/cgroup/job/step"
+    inner.mkdir(parents=True)
+    (inner / "cpu.max").write_text("max 100000\n")
+    (inner.parent / "cpu.max").write_text("150000 100000\n")
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("4:memory:/other\n0::/job/step\n")
+    monkeypatch.setattr(cores, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert cores._quotas() == [1.5]
+
+
+def test_without_cgroups_there_are_no_quotas(monkeypatch, tmp_path):
+    monkeypatch.setattr(cores, "Path", lambda path: tmp_path / path.lstrip("/"))
+    assert cores._quotas() == []
+
+
+@pytest.mark.parametrize(("quotas", "expected"), [([], 3), ([1.5], 2), ([0.2, 9.0], 1), ([64.0], 3)])
+def test_there_is_at_least_one_core_and_no_more_than_the_affinity(monkeypatch, quotas, expected):
+    monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
+    monkeypatch.setattr(cores, "_quotas", lambda: quotas)
+    assert cores.cores() == expected
