@@ -99,6 +99,9 @@ def test_validation_and_predictions_follow_from_what_was_written(cityscapes, cap
     run("train", "cityscapes_regseg48", *words)
     run("val", "cityscapes_regseg48", *words)
     assert re.search(r"IoU 0\.\d+", capsys.readouterr().out)
+    misspelt = "training_params.valid_metrics_list=[{IoU: {num_clases: 20}}]"
+    assert main(["val", "cityscapes_regseg48", *words, misspelt]) == 2
+    assert "error: training_params.valid_metrics_list[0]: " in capsys.readouterr().err
     photo = next(cityscapes.glob("leftImg8bit/val/*/*.png"))
     run("predict", str(photo), "--out", "masks")
     mask = np.asarray(Image.open(f"masks/{photo.stem}_mask.png"))

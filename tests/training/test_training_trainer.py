@@ -373,6 +373,9 @@ def test_a_recipe_is_trained_resumed_and_evaluated(tmp_path):
     assert_close(weights(evaluated), weights(net))
     with pytest.raises(CheckpointError, match=r"ckpt_worst\.pth does not exist"):
         Trainer.evaluate_from_recipe(recipe(tmp_path, ckpt_name="ckpt_worst.pth"))
+    with pytest.raises(ConfigError) as misspelt:
+        Trainer.evaluate_from_recipe(recipe(tmp_path, valid_metrics_list=[dict(IoU=dict(num_clases=20))]))
+    assert misspelt.value.path == "training_params.valid_metrics_list[0]"
     # It had come to its end; its last validation came after the checkpoint, and is made once more.
     again, last = Trainer.resume_experiment("exp", tmp_path)
     assert [entry["epoch"] for entry in last] == [1]

@@ -15,6 +15,7 @@ def run(args: argparse.Namespace) -> int:
     """Validate, and print the metrics."""
     from slipstream.checkpoint import find_latest_checkpoint
     from slipstream.runner import Runner
+    from slipstream.training.places import in_given_words
 
     several = wants_processes(args)
     cfg = configure(args)
@@ -24,8 +25,9 @@ def run(args: argparse.Namespace) -> int:
     if several:
         return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = str(checkpoint), False
-    runner = Runner.from_cfg(cfg)
-    metrics = runner.val()
+    with in_given_words(cfg):
+        runner = Runner.from_cfg(cfg)
+        metrics = runner.val()
     if runner.rank == 0:
         print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
     return 0

@@ -206,13 +206,14 @@ class Trainer:
             name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
             weights["load_from"] = _existing(Path(recipe["work_dir"]) / name)
         training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "resume")
-        runner = Runner.from_cfg(
-            {key: value for key, value in recipe.items() if key not in training} | weights
-        )
-        model: Any = unwrap_model(runner.model)
-        if not weights:
-            model.init_weights()
-        return model.network, runner.val()
+        with in_given_words(recipe):
+            runner = Runner.from_cfg(
+                {key: value for key, value in recipe.items() if key not in training} | weights
+            )
+            model: Any = unwrap_model(runner.model)
+            if not weights:
+                model.init_weights()
+            return model.network, runner.val()
 
     @classmethod
     def resume_experiment(
