@@ -123,6 +123,23 @@ def test_predict_applies_the_transforms_and_cuts_off_what_they_pad(wrap):
     np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 
+def test_predict_never_writes_two_images_to_one_file(trained, capsys):
+    from slipstream.cli.main import main
+
+    words = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
+    assert main(words) == 1
+    error = capsys.readouterr().err
+    assert "one/street.png and two/street.png would be written to the same files" in error
+
+
+def test_predict_says_where_no_folder_can_be_made(trained, capsys):
+    from slipstream.cli.main import main
+
+    file = str(trained / "epoch_2.pth")
+    assert main(["predict", "street.png", "--checkpoint", file, "--out", file]) == 2
+    assert capsys.readouterr().err.startswith("slipstream: error: --out: no folder can be made there")
+
+
 def test_predict_of_a_broken_image_names_the_file(trained, slipstream, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
     done = slipstream("predict", "broken.png", "--checkpoint", str(trained / "epoch_2.pth"), status=1)

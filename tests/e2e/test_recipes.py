@@ -15,6 +15,7 @@ from slipstream.cli.main import main
 from slipstream.dataset.street_folder import write_street_folder
 from slipstream.recipes import recipes
 from slipstream.registry import MODELS
+from slipstream.zoo import models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from predecessor_recipes import RECIPES
@@ -113,6 +114,21 @@ def test_validation_and_predictions_follow_from_what_was_written(cityscapes, cap
     run("data", "stats", "cityscapes_regseg48", *words)
     run("submit", "cityscapes_regseg48", *words, "--dry-run")
     assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
+
+
+def test_weights_that_a_recipe_names_are_validated_without_a_training(capsys):
+    weights = models.get("regseg48", num_classes=19).state_dict()
+    torch.save({"net": weights}, "theirs.pth")
+    size = ["dataset_params.val_dataset_params.size=[64,128]", "dataset_params.val_dataset_params.length=2"]
+    words = [*size, "checkpoint_params.checkpoint_path=theirs.pth"]
+    run("val", "street_scenes_regseg48", *words)
+    printed = capsys.readouterr().out.strip().splitlines()[-1]
+    own = Path("ours.pth")
+    torch.save({"state_dict": {f"network.{name}": value for name, value in weights.items()}}, own)
+    run("val", "street_scenes_regseg48", *size, "--checkpoint", str(own))
+    assert capsys.readouterr().out.strip().splitlines()[-1] == printed
+    assert main(["val", "street_scenes_regseg48", *words, "checkpoint_params.load_backbone=true"]) == 1
+    assert "there is no checkpoint in" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_where_it_ended(cityscapes, capsys):

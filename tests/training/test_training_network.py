@@ -330,6 +330,7 @@ def test_the_hook_needs_a_model_that_counts(tmp_path):
             r"\(2,\) of torch.int64 .*class ids \(N, H, W\).*check the data set",
         ),
         (torch.zeros(2, 3, 6, 5), r"\(2, 3, 6, 5\) of torch.float32"),
+        (torch.zeros(2, 3, 5, dtype=torch.int64), r"\(2, 3, 5\) .*\(2, 4, 6, 5\).*the data set's transforms"),
     ],
 )
 @pytest.mark.parametrize("loss", [None, dict(type="CrossEntropy")])

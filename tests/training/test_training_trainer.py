@@ -220,6 +220,14 @@ def test_a_network_is_tested_before_after_and_with_its_average(tmp_path):
     assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
 
 
+def test_what_a_training_has_left_tests_its_weights_and_other_networks(tmp_path):
+    trainer, net, other = Trainer("exp", tmp_path), network(seed=3), network(seed=4)
+    average = dict(ema=True, ema_params=dict(decay=0.999, decay_type="constant"), initial_lr=1.0)
+    trainer.train(net, {**SGD, **average, "valid_metrics_list": ["Accuracy"]}, loader(), loader())
+    assert trainer.test(use_ema_net=False) == dict(Accuracy=accuracy(net))
+    assert trainer.test(other) == dict(Accuracy=accuracy(other))
+
+
 def test_further_data_sets_are_tested_in_the_training_under_their_names(tmp_path):
     seen = []
 
@@ -389,3 +397,14 @@ def test_the_weights_of_a_run_start_another_network(tmp_path):
     net, _ = Trainer.train_from_config(recipe(tmp_path))
     again = models.get("regseg48", num_classes=19, checkpoint_path=tmp_path / "exp" / "ckpt_best.pth")
     assert_close(weights(again), weights(net))
+
+
+def test_a_recipe_that_starts_from_a_backbone_is_evaluated_with_what_it_has_trained(tmp_path):
+    from slipstream.training import models
+
+    backbone = tmp_path / "backbone.pth"
+    torch.save(models.get("regseg48", num_classes=19).backbone.state_dict(), backbone)
+    start = dict(checkpoint_params=dict(checkpoint_path=str(backbone), load_backbone=True))
+    net, _ = Trainer.train_from_config(recipe(tmp_path) | start)
+    evaluated, _ = Trainer.evaluate_from_recipe(recipe(tmp_path) | start)
+    assert_close(weights(evaluated), weights(net))

@@ -168,6 +168,8 @@ def test_fewer_than_one_class_is_refused():
             "epoch": 3,
         },
         lambda state: {"net": {f"module.{key}": value for key, value in state.items()}, "acc": 0.5},
+        lambda state: {"net": {f"_orig_mod.{key}": value for key, value in state.items()}},
+        lambda state: {"net": {f"_orig_mod.module.{key}": value for key, value in state.items()}},
         lambda state: {
             "state_dict": {**{f"network.{key}": v for key, v in state.items()}, "loss.weight": torch.ones(5)}
         },
@@ -177,6 +179,8 @@ def test_fewer_than_one_class_is_refused():
         "MMEngine",
         "SuperGradients with an average",
         "SuperGradients under DDP",
+        "SuperGradients compiled",
+        "SuperGradients compiled under DDP",
         "SupervisedModel",
     ],
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,13 @@ def run(args: argparse.Namespace) -> int:
         raise CheckpointError(
             f"{path} does not say its classes' colours: it was not trained on a segmentation set"
         )
+    _check_stems(args.images)
     predict = _predictor(cfg, checkpoint, path)
     out = Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"no folder can be made there: {error}", "--out") from error
     for name in args.images:
         image = _read(Path(name))
         mask = predict(image)
@@ -47,6 +51,16 @@ def run(args: argparse.Namespace) -> int:
         Image.fromarray(overlay(image, mask, palette)).save(f"{stem}_overlay.png")
         print(f"{name} -> {stem}_mask.png, {stem}_overlay.png")
     return 0
+
+
+def _check_stems(images: Sequence[str]) -> None:
+    by_stem: dict[str, str] = {}
+    for name in images:
+        first = by_stem.setdefault(Path(name).stem, name)
+        if Path(first) != Path(name):
+            raise DataError(
+                f"{first} and {name} would be written to the same files: predict them into two folders (--out)"
+            )
 
 
 def _newest_checkpoint() -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from slipstream.cli.configure import configure
 from slipstream.cli.processes import launch, wants_processes
@@ -14,19 +15,24 @@ __all__ = ["run"]
 def run(args: argparse.Namespace) -> int:
     """Validate, and print the metrics."""
     from slipstream.checkpoint import find_latest_checkpoint
+    from slipstream.model import unwrap_model
     from slipstream.runner import Runner
     from slipstream.training.places import in_given_words
+    from slipstream.training.recipe import pretrained_whole
 
     several = wants_processes(args)
     cfg = configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
-    if checkpoint is None:
+    if checkpoint is None and not pretrained_whole(cfg):
         raise CheckpointError(f"there is no checkpoint in {cfg.work_dir}: train first, or give --checkpoint")
     if several:
         return launch(args, cfg.work_dir)
-    cfg.load_from, cfg.resume = str(checkpoint), False
+    cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
     with in_given_words(cfg):
         runner = Runner.from_cfg(cfg)
+        if checkpoint is None:  # the weights that the recipe names, of checkpoint_params
+            model: Any = unwrap_model(runner.model)
+            model.init_weights()
         metrics = runner.val()
     if runner.rank == 0:
         print(", ".join(f"{name} {value:.4f}" for name, value in metrics.items()))

@@ -115,6 +115,8 @@ class SupervisedModel(Segmentor):
                 self._count(outputs, inputs, targets)
             if main_output(outputs).ndim == 4:
                 outputs = self.without_margin(outputs, inputs, targets)
+                if targets is not None and isinstance(self.loss, _OF_CLASSES):
+                    _check_size(main_output(outputs), targets)
             return self.losses(outputs, targets)
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
 
@@ -177,6 +179,15 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
         f"targets {tuple(targets.shape)} of {targets.dtype} do not fit the network's output {tuple(scores.shape)}: "
         f"they must be class ids {ids} of an integer dtype, or floating-point shares in the output's shape; {remedy}"
     )
+
+
+def _check_size(scores: Tensor, targets: Tensor) -> None:
+    """Raise a `DataError` unless the targets are as many, high and wide as the output; reads no device."""
+    if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
+        raise DataError(
+            f"targets {tuple(targets.shape)} do not fit the network's output {tuple(scores.shape)}: they must be of "
+            "its size; check the data set's transforms, which must change images and masks alike"
+        )
 
 
 def _counting(metric: CountingMetric | Mapping[str, Any], place: int) -> CountingMetric:

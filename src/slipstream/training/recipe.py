@@ -9,7 +9,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
-__all__ = ["gpus", "recipe_config"]
+__all__ = ["gpus", "pretrained_whole", "recipe_config"]
 
 _KEYS = (
     "architecture", "arch_params", "checkpoint_params", "ckpt_root_dir", "data_root_dir", "dataset_params",
@@ -86,6 +86,12 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 1:
         raise ConfigError(f"must be a number of GPUs, or -1 for all, not {count!r}", "num_gpus")
     return count
+
+
+def pretrained_whole(cfg: Mapping[str, Any]) -> bool:
+    """Return whether the network of a run's configuration starts from all weights of a file, not a backbone's."""
+    given = cfg.get("model", {}).get("pretrained") or {}
+    return bool(given.get("checkpoint_path")) and not given.get("load_backbone")
 
 
 def _check_keys(recipe: Mapping[str, Any]) -> None:

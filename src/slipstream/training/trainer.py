@@ -20,7 +20,7 @@ from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
 from slipstream.training.places import in_given_words
-from slipstream.training.recipe import recipe_config
+from slipstream.training.recipe import pretrained_whole, recipe_config
 from slipstream.training.translate import runner_config, work_dir
 
 __all__ = ["Trainer"]
@@ -137,7 +137,7 @@ class Trainer:
             use_ema_net: of a training with `ema`, test the average.
         """
         own = self.runner is not None and use_ema_net and model in (None, self.net)
-        needs = self._test_needs if own else ("model", "test_loader", "test_metrics_list")
+        needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
         given = {
             "model": self.net if model is None else model,
             "test_loader": test_loader,
@@ -147,12 +147,14 @@ class Trainer:
             raise ConfigError(f"needs {' and '.join(missing)}: no training has left any", "test")
         if own:
             return self._test_trained(test_loader, test_metrics_list)
+        left = None if self.runner is None else self.runner.test_loop
+        metrics: Any = metric_config(test_metrics_list, "test_metrics_list")
         runner = Runner(
             model={"type": "SupervisedModel", "network": given["model"]},
             work_dir=self.checkpoints_dir_path,
-            test_dataloader=test_loader,
+            test_dataloader=left.dataloader if left is not None and test_loader is None else test_loader,
             test_cfg={},
-            test_evaluator=metric_config(test_metrics_list, "test_metrics_list"),
+            test_evaluator=left.evaluator if left is not None and test_metrics_list is None else metrics,
             launcher=infer_launcher(),
             log_level="WARNING" if silent_mode else "INFO",
             experiment_name=self.experiment_name,
@@ -195,14 +197,15 @@ class Trainer:
     def evaluate_from_recipe(cls, cfg: Any) -> tuple[nn.Module, dict[str, float]]:
         """Validate the network of a composed recipe; return it and its metrics.
 
-        Its weights are those of `checkpoint_params.checkpoint_path`, or those of the experiment's folder.
+        Its weights are those of `checkpoint_params.checkpoint_path`, or, if there is none or it holds a backbone only,
+        those of the experiment's folder.
 
         Raises:
             CheckpointError: there are neither.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}
-        if not recipe["model"].get("pretrained"):
+        if not pretrained_whole(recipe):
             name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
             weights["load_from"] = _existing(Path(recipe["work_dir"]) / name)
         training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "resume")

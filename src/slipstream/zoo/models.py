@@ -109,7 +109,7 @@ def load(
     """Load the weights of a file into a network, and log what was skipped.
 
     Of a checkpoint that a `SupervisedModel` wrote, its network is taken; of SuperGradients' two networks the average
-    (`ema_net`) where there is one.
+    (`ema_net`) where there is one. What DDP (`module.`) and `torch.compile` (`_orig_mod.`) put before names is dropped.
 
     Args:
         network: the bare network.
@@ -132,7 +132,7 @@ def load(
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
     inner = rf"({re.escape(place)}\.|backbone\.)?" if load_backbone else ""
-    state = revise(state, [(r"^(network\.)?(module\.)?" + inner, "")])
+    state = revise(state, [(r"^(network\.)?((module|_orig_mod)\.)*" + inner, "")])
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()
     if strict == "no_key_matching" and not matching:
