@@ -213,6 +213,8 @@ def test_at_the_end_of_a_validation_the_average_is_still_in_the_model(tmp_path):
         ("PRE_TRAINING", "sg_logger", "context.runner.visualizer"),
         ("PRE_TRAINING", "criterion", "the run has none"),
         ("PRE_TRAINING", "metric_to_watch", "the run has none"),
+        ("PRE_TRAINING", "lr_warmup_epochs", "read off context.runner"),
+        ("PRE_TRAINING", "arch_params", "ask context.net"),
         ("PRE_TRAINING", "optimiser", "did you mean 'optimizer'"),
     ],
 )

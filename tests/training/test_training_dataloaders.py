@@ -253,7 +253,14 @@ def test_pinned_memory_is_left_to_the_loader_which_knows_the_machine():
 
 
 def test_transforms_by_their_older_names_are_those_of_today():
-    old = ["ColorJitterSeg", "RandomFlipSeg", "RandomRescaleSeg", "RescaleSeg", {"ToTensorSeg": None}]
+    old = [
+        "ColorJitterSeg",
+        "RandomFlipSeg",
+        "RandomRescaleSeg",
+        "RescaleSeg",
+        {"ToTensorSeg": None},
+        "SegToTensor",
+    ]
     old += [
         {"PadShortToCropSizeSeg": dict(crop_size=8, fill_mask=1)},
         {"CropImageAndMaskSeg": dict(crop_size=8)},
@@ -261,7 +268,7 @@ def test_transforms_by_their_older_names_are_those_of_today():
     old += [{"NormalizeSeg": dict(mean=[0.5] * 3, std=[1, 1, 1])}]
     found = dataloaders.config("street_scenes_train", dict(transforms=old))["dataset"]["transforms"]
     assert [transform["type"] for transform in found] == [
-        "SegColorJitter", "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize", "SegPadShortToCropSize",
-        "SegCropImageAndMask", "SegNormalize",
+        "SegColorJitter", "SegRandomFlip", "SegRandomRescale", "SegRescale", "SegStandardize", "SegStandardize",
+        "SegPadShortToCropSize", "SegCropImageAndMask", "SegNormalize",
     ]  # fmt: skip
-    assert found[5] == dict(type="SegPadShortToCropSize", crop_size=8, fill_mask=1)
+    assert found[6] == dict(type="SegPadShortToCropSize", crop_size=8, fill_mask=1)

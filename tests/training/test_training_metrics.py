@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
 from slipstream.evaluator import Evaluator, TorchMetric
-from slipstream.training.metrics import Dice, IoU, PixelAccuracy, Top1, Top5, metric_config
+from slipstream.training.metrics import Accuracy, Dice, IoU, PixelAccuracy, Top1, Top5, metric_config
 
 IGNORE = 19
 
@@ -145,6 +145,12 @@ def test_every_form_of_an_entry_is_read():
     kinds = [type(metric) for metric in Evaluator(configs).metrics]
     assert kinds == [PixelAccuracy, IoU, Top1, Top5, Dice, IoU]
     assert metric_config(None) == []
+
+
+def test_the_accuracy_that_scripts_import_is_supergradients():
+    found = Accuracy()
+    found.process(None, {"preds": torch.eye(3), "targets": torch.tensor([0, 1, 1])})
+    assert found.evaluate(3) == {"Accuracy": pytest.approx(2 / 3)}
 
 
 def test_metrics_of_torchmetrics_are_taken_by_name_and_as_objects():

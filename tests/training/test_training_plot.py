@@ -100,6 +100,13 @@ def test_a_resumed_run_draws_all_of_it_and_marks_where_it_goes_on(
     assert whole.iter == 15
 
 
+def test_a_schedule_that_moves_the_momentum_too_is_drawn(tmp_path: Path, drawn: dict[str, Any]) -> None:
+    cycle = {"OneCycleLR": {"phase": "TRAIN_BATCH_END", "max_lr": 0.1, "total_steps": 15}}
+    _, seen = trained(tmp_path, **recipe(lr_mode=cycle, lr_warmup_epochs=0, initial_lr=0.1))
+    (curve,) = drawn["rates"].values()
+    assert curve[:-1] == pytest.approx([rate for (rate,) in seen.rates])
+
+
 def test_what_is_drawn_ahead_moves_nothing_of_the_run(tmp_path: Path) -> None:
     with_plot, _ = trained(tmp_path / "with", param_scheduler=MMENGINE)
     without = run(tmp_path / "without", param_scheduler=MMENGINE, train_cfg=dict(by_epoch=True, max_epochs=3))

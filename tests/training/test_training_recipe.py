@@ -9,8 +9,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.training import Trainer
+from slipstream.training.metrics import PixelAccuracy
 from slipstream.training.places import in_given_words
 from slipstream.training.recipe import recipe_config
+
+
+class Own(PixelAccuracy):
+    """A metric of the user's, whose names are known when it has been read."""
 
 
 def recipe(**sections):
@@ -74,11 +79,19 @@ def test_variables_of_ones_own_are_none(caplog):
             dict(torch_compile=True, torch_compile_options=dict(backend="nope")),
             "torch_compile_options.backend",
         ),
+        (dict(torch_compile=True, torch_compile_mode="fast"), "torch_compile_mode"),
+        (dict(finetune=True), "finetune"),
+        (dict(lr_mode=dict(StepLR=dict(phase="TRAIN_EPOCH_END", step_siz=1))), "lr_mode"),
         (dict(optimizer="Adm"), "optimizer"),
         (dict(optimizer_params=dict(momentm=0.1)), "optimizer_params"),
         (dict(criterion_params=dict(ignor=1)), "criterion_params"),
         (dict(valid_metrics_list=["PixelAccuracy", dict(IoU=dict(num_clases=2))]), "valid_metrics_list[1]"),
         (dict(train_metrics_list=[dict(IoU=dict(num_clases=2))]), "train_metrics_list[0]"),
+        (dict(valid_metrics_list=[Own()], metric_to_watch="IoU"), "metric_to_watch"),
+        (
+            dict(valid_metrics_list=[Own()], metric_to_watch="IoU", average_best_models=False),
+            "metric_to_watch",
+        ),
         (dict(phase_callbacks=[dict(EarlyStop=dict(patence=3))]), "phase_callbacks[0]"),
         (
             dict(

@@ -317,6 +317,7 @@ def test_a_schedule_is_found_by_its_name_alone() -> None:
     ("keys", "error", "words"),
     [
         ({"lr_mode": "PolyLRSheduler"}, UnknownNameError, "lr_mode.*did you mean 'PolyLRScheduler'"),
+        ({"lr_mode": "plateau"}, UnknownNameError, "lr_mode.*there are: StepLRScheduler, PolyLRScheduler"),
         ({"lr_mode": "poly", "warmup_mode": "LinearLRWarmup"}, UnknownNameError, "warmup_mode"),
         (
             {"lr_mode": "StepLRScheduler", "lr_decay_factor": 0.1},

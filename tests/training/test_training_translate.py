@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.registry import HOOKS
 from slipstream.speed import SpeedPlan
+from slipstream.training.metrics import Accuracy, IoU, PixelAccuracy
 from slipstream.training.translate import runner_config, work_dir
 
 PARAMS = dict(max_epochs=4, initial_lr=0.1, lr_mode="poly", loss="CrossEntropyLoss")
@@ -128,6 +129,13 @@ def test_a_metric_that_is_not_measured_cannot_be_watched():
         UnknownNameError, match=r"training_params\.metric_to_watch: .*'Accuracy'.*there are: PixelAccuracy"
     ):
         translated(params=dict(valid_metrics_list=["PixelAccuracy"]))
+    with pytest.raises(UnknownNameError, match=r"metric_to_watch: .*'Loss'.*there are: IoU, Accuracy"):
+        translated(params=dict(valid_metrics_list=[IoU(3), Accuracy()], metric_to_watch="Loss"))
+
+
+def test_a_metric_that_is_made_already_is_watched_however_its_name_is_spelt():
+    params = dict(valid_metrics_list=[PixelAccuracy()], metric_to_watch="pixel_accuracy")
+    assert translated(params=params)["default_hooks"]["checkpoint"]["save_best"] == "PixelAccuracy"
 
 
 def test_every_hook_of_a_translation_exists():

@@ -194,7 +194,9 @@ def check_known(word: str | None, known: Iterable[str], key: str) -> None:
     """Raise an `UnknownNameError` at `key`, unless `word` is None or known."""
     names = list(known)
     if word is not None and word not in names:
-        raise UnknownNameError(f"there is no '{word}'{did_you_mean(word, names)}", key)
+        raise UnknownNameError(
+            f"there is no '{word}'{did_you_mean(word, names)} (there are: {', '.join(names)})", key
+        )
 
 
 def _between(start: float, end: float, step: int, steps: int) -> float:

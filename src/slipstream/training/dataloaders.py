@@ -39,6 +39,7 @@ _OLD_TRANSFORMS = {
     "RandomFlipSeg": "SegRandomFlip",
     "RandomRescaleSeg": "SegRandomRescale",
     "RescaleSeg": "SegRescale",
+    "SegToTensor": "SegStandardize",
     "ToTensorSeg": "SegStandardize",
 }
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]

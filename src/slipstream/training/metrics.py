@@ -8,14 +8,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from slipstream import evaluator
 from slipstream.errors import ConfigError, DataError, UnknownNameError, did_you_mean
-from slipstream.evaluator import Accuracy, BaseMetric, CountingMetric, IoUMetric
+from slipstream.evaluator import BaseMetric, CountingMetric, IoUMetric
 from slipstream.evaluator.samples import describe
 from slipstream.evaluator.torch_metric import is_torchmetrics
 from slipstream.registry import METRICS
 from slipstream.training.factories import read_factory
 
-__all__ = ["Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "metric_config"]
+__all__ = ["Accuracy", "Dice", "IoU", "PixelAccuracy", "Top1", "Top5", "known_name", "metric_config"]
 
 _NAMES = {"IoU": "IoU", "Dice": "Dice", "PixelAccuracy": "PixelAccuracy", "Accuracy": "Top1", "Top5": "Top5"}
 
@@ -113,7 +114,7 @@ class PixelAccuracy(CountingMetric):
 
 
 @METRICS.register_module()
-class Top1(Accuracy):
+class Top1(evaluator.Accuracy):
     """SuperGradients' `Accuracy`: the share of samples whose likeliest class is right, from 0 to 1."""
 
     default_prefix = None
@@ -131,6 +132,10 @@ class Top1(Accuracy):
         """
         (percent,) = super().compute_metrics(results).values()
         return {self.label: percent / 100}
+
+
+Accuracy = Top1
+"""By the name that scripts import. In METRICS that name is MMEngine's, which counts in percent."""
 
 
 @METRICS.register_module()
@@ -162,6 +167,14 @@ def metric_config(
         where = f"training_params.{place}[{index}]"
         configs.append(_metric(entry, where) if isinstance(entry, str | Mapping) else _made(entry, where))
     return configs
+
+
+def known_name(entry: Any) -> str | None:
+    """Return what a validation calls the value of an entry; None of an object that decides it by itself."""
+    if isinstance(entry, str | Mapping):
+        return read_factory(entry, "training_params.valid_metrics_list")[0]
+    kind = type(entry)
+    return getattr(kind, "label", kind.__name__) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else None
 
 
 def _metric(entry: str | Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -75,7 +75,7 @@ class PhaseContext:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        reason = _WHY_NOT.get(name, "")
+        reason = _WHY_NOT.get(name) or _NEVER.get(name, "")
         if name in _FACTS:
             try:
                 return _FACTS[name](self.runner)
@@ -125,14 +125,22 @@ _WHY_NOT = {
     "preds": "a training step gives its losses only; predictions are there after batches of an evaluation",
     "metrics_dict": "metrics are computed when an epoch or a validation ends",
     "loss_log_items": "losses are there after a training step",
+    "batch_idx": "there is no batch",
+    "inputs": "there is no batch",
+    "target": "there is no batch",
+}
+"""What is there at other events."""
+
+_PARAMS = "what became of them is read off context.runner (max_epochs, cfg, optim_wrapper)"
+_NEVER = {
     "loss_avg_meter": "losses are averaged at log intervals; metrics_dict has their means when an epoch ends",
     "metrics_compute_fn": "the metrics are those of context.runner.val_loop.evaluator",
     "valid_metrics": "the metrics are those of context.runner.val_loop.evaluator",
     "sg_logger": "pictures and numbers go to context.runner.visualizer",
-    "training_params": "what became of them is read off context.runner (max_epochs, cfg, optim_wrapper)",
-    "batch_idx": "there is no batch",
-    "inputs": "there is no batch",
-    "target": "there is no batch",
+    "training_params": _PARAMS,
+    "lr_warmup_epochs": _PARAMS,
+    "arch_params": "the network was made before: ask context.net",
+    "checkpoint_params": "the network was made before: ask context.net",
 }
 
 

@@ -20,6 +20,12 @@ _PLACES = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
     (r"training_params\.ema\.", "training_params.ema_params."),
     (r"training_params\.torch_compile\.", "training_params.torch_compile_options."),
+    (r"model\.training_params\.", "training_params."),
+    (
+        r"(custom_hooks\[\d+\]\.metric|default_hooks\.checkpoint\.save_best)$",
+        "training_params.metric_to_watch",
+    ),
+    (r"param_scheduler\[\d+\]", "training_params.lr_mode"),
     (r"val_evaluator(?=\[)", "training_params.valid_metrics_list"),
     (r"model\.train_metrics(?=\[)", "training_params.train_metrics_list"),
     (r"train_dataloader\.dataset", "dataset_params.train_dataset_params"),
@@ -52,6 +58,8 @@ def in_given_words(cfg: Mapping[str, Any]) -> Iterator[None]:
 
 def _place(error: ConfigError, cfg: Mapping[str, Any]) -> str:
     path = error.path
+    if path == "training_params.torch_compile.mode" and "torch_compile_mode" in cfg["training_params"]:
+        return "training_params.torch_compile_mode"
     for part, (name, arguments) in _NAMED.items():
         if path == part:
             return arguments if isinstance(error, BuildError) else name

@@ -122,7 +122,7 @@ def _rates_ahead(runner: Runner, points: Sequence[int]) -> dict[str, list[float]
     if any(getattr(scheduler, "need_val_args", False) for scheduler in runner.all_param_schedulers):
         return "a schedule follows a metric"
     assert runner.optim_wrapper is not None
-    optimizer, loop = _StandIn(runner.optim_wrapper.param_groups), runner.train_loop
+    optimizer, loop = _StandIn(runner.optim_wrapper.optimizer), runner.train_loop
     schedulers = [
         build_param_scheduler(
             cfg,
@@ -140,15 +140,15 @@ def _rates_ahead(runner: Runner, points: Sequence[int]) -> dict[str, list[float]
 
 
 class _StandIn(torch.optim.Optimizer):
-    """An optimizer's parameter groups as they were at first, without its parameters."""
+    """An optimizer's parameter groups as they were at first, and its defaults, without its parameters."""
 
-    def __init__(self, groups: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(self, original: torch.optim.Optimizer) -> None:
         plain = []
-        for group in groups:
+        for group in original.param_groups:
             options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
             options["lr"] = options.get("initial_lr", options["lr"])
             plain.append({"params": [torch.zeros(())], **options})
-        super().__init__(plain, {})
+        super().__init__(plain, original.defaults)
 
 
 def _values(

@@ -11,10 +11,9 @@ from torch import nn
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.speed import PARAMS_LEVERS
 from slipstream.training.callbacks import callback_hooks
-from slipstream.training.factories import read_factory
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
-from slipstream.training.metrics import metric_config
+from slipstream.training.metrics import known_name, metric_config
 from slipstream.training.optimizers import optim_wrapper
 from slipstream.training.params import TrainingParams
 from slipstream.training.schedules import lr_schedules
@@ -184,12 +183,13 @@ def _watched(params: TrainingParams) -> str | None:
     entries, wanted = params.valid_metrics_list, params.metric_to_watch
     if wanted is None or not entries:
         return None
-    if not all(isinstance(entry, str | Mapping) for entry in entries):
-        return wanted  # the names that a ready metric gives are known after the first validation
-    names = [read_factory(entry, "training_params.valid_metrics_list")[0] for entry in entries]
+    found = [known_name(entry) for entry in entries]
+    names = [name for name in found if name is not None]
     for name in names:
         if _letters(name) == _letters(wanted):
             return name
+    if len(names) < len(found):
+        return wanted  # the names that other ready metrics give are known after the first validation
     raise UnknownNameError(
         f"no metric of valid_metrics_list is called '{wanted}'{did_you_mean(wanted, names)} "
         f"(there are: {', '.join(names)})",
