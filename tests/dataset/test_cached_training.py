@@ -96,6 +96,10 @@ def test_a_changed_file_is_decoded_again(root, tmp_path, kind):
     assert not torch.equal(after[name], before[name])
 
 
+def test_an_empty_word_is_no_cache_and_not_the_current_folder(root):
+    assert make(root, cache="").cache is None
+
+
 def test_another_label_map_does_not_find_the_old_masks(root, tmp_path):
     make(root, tmp_path / "cache")[0]
     merged = make(root, tmp_path / "cache", label_map={2: 0})[0]["targets"]

@@ -151,6 +151,25 @@ def test_what_stands_before_the_pixels_changes_nothing_between_the_decoders(file
     np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
 
 
+@pytest.mark.parametrize("depth", [2, 4])
+def test_masks_whose_grey_values_would_be_spread_are_refused(file, depth):
+    """A PNG's grey 1 of 4 bits is 17 to Pillow: perhaps the id of another class."""
+    header = struct.pack(">IIBBBBB", 2, 1, depth, GREY, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
+    file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
+    with pytest.raises(DataError, match=r"picture\.png' has grey values of fewer than 8 bits"):
+        read_mask(file)
+
+
+@pytest.mark.parametrize("kind", [b"P5\n2 1\n%d\n\0\1", b"P2\n2 1\n%d\n0 1\n"])
+def test_pgm_masks_are_read_where_their_maximum_is_that_of_8_bits(tmp_path, kind):
+    (tmp_path / "mask.pgm").write_bytes(kind % 255)
+    assert read_mask(tmp_path / "mask.pgm").tolist() == [[0, 1]]
+    (tmp_path / "mask.pgm").write_bytes(kind % 18)
+    with pytest.raises(DataError, match="fewer than 8 bits"):
+        read_mask(tmp_path / "mask.pgm")
+
+
 @pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
 def test_a_file_that_claims_to_be_huge_is_refused_before_it_is_decoded(file, read):
     file.write_bytes(png(noise(9, 7, 1 if read is read_mask else 3), size=(60_000, 60_000)))

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.dataset import ImageMaskFolder
 from slipstream.errors import BuildError, ConfigError, DataError
+from slipstream.logging import build_logger
 from slipstream.registry import DATASETS
 
 CLASSES = ["road", "tree", "car"]
@@ -77,6 +78,29 @@ def test_hidden_files_are_no_images(tmp_path):
     make(tmp_path)
     (tmp_path / "img/._a.png").write_bytes(b"resource fork")
     assert len(folder(tmp_path)) == 3
+
+
+def test_hidden_folders_hold_no_images(tmp_path):
+    make(tmp_path)
+    write(tmp_path / "img/.ipynb_checkpoints/a-checkpoint.png", np.zeros((4, 6, 3)))
+    assert len(folder(tmp_path)) == 3
+
+
+def test_linked_folders_count_once_and_links_upwards_do_not(tmp_path):
+    make(tmp_path, names=["a", "city/b"])
+    for kind in ("img", "ann"):
+        (tmp_path / kind / "city").rename(tmp_path / f"{kind}_elsewhere")
+        (tmp_path / kind / "city").symlink_to(tmp_path / f"{kind}_elsewhere")
+        (tmp_path / f"{kind}_elsewhere/up").symlink_to(tmp_path / kind)
+        (tmp_path / kind / "folder.png").mkdir()
+    assert [p.stem for p in folder(tmp_path).image_paths] == ["a", "b"]
+
+
+def test_a_folder_inside_that_cannot_be_read_is_named(tmp_path):
+    make(tmp_path)
+    (tmp_path / "img/round").symlink_to("round")  # root may read everything else
+    with pytest.raises(DataError, match=r"cannot read '.*img/round': "):
+        folder(tmp_path)
 
 
 def test_palette_masks_give_ids_not_colours(tmp_path):
@@ -224,8 +248,9 @@ def test_sixteen_bit_files_are_refused(tmp_path):
     wide = Image.fromarray(np.full((4, 6), 300, dtype=np.uint16))
     wide.save(tmp_path / "img/a.png")
     wide.save(tmp_path / "ann/b.png")
-    with pytest.raises(DataError, match=r"image '.*img/a\.png' has mode I;16"):
-        folder(tmp_path)[0]
+    with pytest.raises(DataError, match=r"image '.*img/a\.png' has mode I;16") as caught:
+        folder(tmp_path, skip_corrupt=True)[0]
+    assert "skip_corrupt" not in str(caught.value)  # it would not help
     with pytest.raises(DataError, match=r"mask '.*ann/b\.png' has mode I;16"):
         folder(tmp_path)[1]
 
@@ -248,18 +273,19 @@ def test_options_that_do_not_fit_the_classes_are_refused(tmp_path, wrong, messag
         folder(make(tmp_path), **wrong)
 
 
-def test_corrupt_files_are_left_out_and_named_where_that_is_asked(tmp_path, caplog):
+def test_corrupt_files_are_left_out_and_named_in_the_runs_log_where_that_is_asked(tmp_path):
     make(tmp_path, names="abcd")
     (tmp_path / "img/a.png").write_bytes(b"")
     mask = tmp_path / "ann/c.png"
     mask.write_bytes(mask.read_bytes()[:40])
-    with caplog.at_level("WARNING", logger="slipstream"):
+    with build_logger("run", tmp_path / "run.log").as_current():
         dataset = folder(tmp_path, skip_corrupt=True)
     assert [p.stem for p in dataset.image_paths] == [p.stem for p in dataset.mask_paths] == ["b", "d"]
     assert len([dataset[0], dataset[1]]) == 2
-    assert len(caplog.records) == 2
-    assert "img/a.png" in caplog.messages[0]
-    assert "ann/c.png" in caplog.messages[1]
+    first, second = (tmp_path / "run.log").read_text().splitlines()
+    assert "WARNING" in first
+    assert "img/a.png" in first
+    assert "ann/c.png" in second
 
 
 def test_skipping_corrupt_files_hides_no_other_fault(tmp_path):

@@ -147,10 +147,12 @@ class Stream(IterableDataset[int]):
         return iter(range(5))
 
 
-@pytest.mark.parametrize("key", ["num_workers", "prefetch_factor"])
-def test_words_that_cannot_be_followed_are_named(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"train_dataloader.{key}: must be a number or 'auto', not 'max'"):
-        build(Sleeping(0), **{key: "max"})
+@pytest.mark.parametrize(("key", "least"), [("num_workers", 0), ("prefetch_factor", 1)])
+@pytest.mark.parametrize("wrong", ["max", 1.5, -1])
+def test_words_that_cannot_be_followed_are_named(key: str, least: int, wrong: object) -> None:
+    expected = f"train_dataloader.{key}: must be a whole number of at least {least} or 'auto', not {wrong!r}"
+    with pytest.raises(ConfigError, match=expected):
+        build(Sleeping(0), **{"num_workers": 1, key: wrong})
     with pytest.raises(
         ConfigError, match=f"train_dataloader.{key}: an iterable data set cannot be tried out"
     ):

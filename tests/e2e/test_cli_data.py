@@ -177,6 +177,16 @@ def test_what_cannot_be_cached_is_listed(folder, capsys):
     assert "img/4.png'" in printed
 
 
+@pytest.mark.parametrize("more", [[], ["--prune"]])
+def test_links_that_lead_nowhere_are_listed_and_the_rest_is_cached(folder, capsys, more):
+    for i in (1, 4):
+        (folder / f"data/img/{i}.png").unlink()
+        (folder / f"data/img/{i}.png").symlink_to("nowhere.png")
+    printed = ran(capsys, "cache", "recipe.yaml", *more, status=1)
+    assert "train: 5 samples" in printed
+    assert "Not cached (2)" in printed
+
+
 def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c")
     for kind in ("img", "ann"):
@@ -205,6 +215,11 @@ def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monk
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
         (["show", "recipe.yaml", "--epoch", "-1"], "--epoch must be 0 or more"),
         (["cache", "recipe.yaml", "--folder", "recipe.yaml"], "cannot write to"),
+        (
+            ["show", "recipe.yaml", "--out", "sheet.pgn"],
+            "--out: cannot write 'sheet.pgn': unknown file extension",
+        ),
+        (["show", "recipe.yaml", "--out", "recipe.yaml/sheet.png"], "--out: cannot write 'recipe.yaml/sheet"),
     ],
 )
 def test_wrong_words_are_one_line(folder, capsys, words, expected):

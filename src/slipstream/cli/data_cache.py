@@ -99,11 +99,20 @@ def _check_room(folder: Path, parts: list[Part]) -> None:
 
 
 def _needed(dataset: Any, cache: DecodeCache) -> float:
-    missing = [i for i in range(len(dataset)) if not cache.path(dataset.cache_key(i)[0]).is_file()]
+    missing = [i for i, which in _known(dataset) if not cache.path(which).is_file()]
     places = np.linspace(0, len(missing) - 1, min(_SAMPLED, len(missing))).astype(int)
     sizes = [_size(dataset, missing[place]) for place in places]
     known = [size for size in sizes if size is not None]
     return len(missing) * sum(known) / max(len(known), 1)
+
+
+def _known(dataset: Any) -> Iterator[tuple[int, str]]:
+    """Yield each sample with what the cache calls it, but those whose files are not there."""
+    for i in range(len(dataset)):
+        try:
+            yield i, dataset.cache_key(i)[0]
+        except DataError:
+            continue  # it will be listed
 
 
 def _size(dataset: Any, index: int) -> int | None:
@@ -150,10 +159,7 @@ def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | st
 def _prune(places: list[tuple[Part, DecodeCache]]) -> None:
     for folder in dict.fromkeys(cache.folder for _, cache in places):
         keep = [
-            part.dataset.cache_key(i)[0]
-            for part, cache in places
-            if cache.folder == folder
-            for i in range(len(part.dataset))
+            which for part, cache in places if cache.folder == folder for _, which in _known(part.dataset)
         ]
         count, size = DecodeCache(folder).prune(keep)
         print(f"{folder}: {count:,} files removed, {written_size(size)}")

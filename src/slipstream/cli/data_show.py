@@ -47,8 +47,11 @@ def run(args: argparse.Namespace) -> int:
     samples = [loader.dataset[index] for index in indices]
     captions = [f"sample {int(index)}, epoch {index.epoch}, seed {index.seed}" for index in indices]
     sheet = _sheet(samples, captions, getattr(loader.dataset, "metainfo", None) or {})
-    out.parent.mkdir(parents=True, exist_ok=True)
-    sheet.save(out)
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        sheet.save(out)
+    except (OSError, ValueError) as error:  # ValueError: Pillow knows no such ending
+        raise ConfigError(f"cannot write '{out}': {error}", "--out") from error
     print(f"{out}: {len(samples)} samples of {split}, as one process gets them in epoch {args.epoch}")
     return 0
 

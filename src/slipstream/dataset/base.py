@@ -53,7 +53,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms
         ]
         check_transforms(self.transforms)
-        self.cache = None if cache is None else DecodeCache(cache)
+        self.cache = DecodeCache(cache) if cache else None  # '' is what `cache=` gives on a command line
         self._cache: dict[int, Sample] | None = {} if cache_in_memory else None
 
     @abstractmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import shutil
 import tarfile
 import tempfile
@@ -29,6 +28,7 @@ from slipstream.dataset.image_transforms import (
 )
 from slipstream.dataset.sample_index import sample_rng
 from slipstream.errors import DataError
+from slipstream.logging import print_log
 from slipstream.registry import DATASETS
 
 __all__ = ["CIFAR10"]
@@ -72,9 +72,10 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
         self.transforms, self._finish = read_transforms(transforms)
         self._paths = _find(Path(root), _TRAIN if train else _TEST, download)
         self._map_files()
+        for path, records in zip(self._paths, self._records, strict=True):
+            if (label := records[:, 0].max()) >= len(_CLASSES):
+                raise DataError(f"'{path}' has the label {label}; the classes are 0 to 9")
         labels = np.concatenate([records[:, 0] for records in self._records])
-        if labels.max() >= len(_CLASSES):
-            raise DataError(f"'{self._paths[0].parent}' has the label {labels.max()}; the classes are 0 to 9")
         self.targets = torch.from_numpy(labels.astype(np.int64))
         self.metainfo = {"classes": _CLASSES, "palette": default_palette(10), "ignore_index": None}
 
@@ -150,7 +151,7 @@ def _find(root: Path, names: Sequence[str], download: bool) -> list[Path]:
 def _fetch(root: Path) -> None:
     """Fetch the archive, check it, and unpack it below `root`, so that the folder is there whole or not at all."""
     root.mkdir(parents=True, exist_ok=True)
-    logging.getLogger("slipstream").info("fetching CIFAR-10 (170 MB) from %s into '%s'", _URL, root)
+    print_log(f"fetching CIFAR-10 (170 MB) from {_URL} into '{root}'", "current")
     with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as temporary:
         archive = Path(temporary) / "archive.tar.gz"
         try:

@@ -53,6 +53,11 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
             "(Pillow mode 'L' or 'P'): convert colours to ids once, before training"
         )
+    if _is_stretched(path):
+        raise DataError(
+            f"the mask '{path}' has grey values of fewer than 8 bits, which decoders spread over 0 to 255, so that "
+            "they are no class ids: save it with 8 bits a pixel, or with a palette"
+        )
     return np.asarray(image)
 
 
@@ -118,6 +123,15 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
     while (kind := data[at + 4 : at + 8]) not in (b"", b"IDAT"):
         yield kind
         at += 12 + int.from_bytes(data[at : at + 4], "big")
+
+
+def _is_stretched(path: Path) -> bool:
+    """Say whether Pillow multiplies grey values: those of PNGs and TIFFs of 2 or 4 bits, PGMs with another maximum."""
+    with Image.open(path) as image:
+        kinds = [(codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile]
+    return any(
+        "L;2" in kind or "L;4" in kind or (kind[0].startswith("ppm") and kind[2:] != (255,)) for kind in kinds
+    )
 
 
 def _by_pillow(path: Path) -> Image.Image:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from slipstream.dataset.base import SegmentationDataset, Transform
 from slipstream.dataset.decode import check_readable, read_image, read_mask
 from slipstream.dataset.window import Sample
 from slipstream.errors import DataError, did_you_mean
+from slipstream.logging import print_log
 
 __all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
 
@@ -27,10 +29,8 @@ _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
 
 
-_REMEDY = (
-    "Mend or replace it (`slipstream data stats RECIPE` lists every broken file), or leave out what cannot be read: "
-    "skip_corrupt=True of the data set"
-)
+_REMEDY = "Mend or replace it (`slipstream data stats RECIPE` lists every broken file)"
+_SKIP = ", or leave out what cannot be read: skip_corrupt=True of the data set"
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class ImageMaskPairs(SegmentationDataset):
         try:
             return super()._loaded(index)
         except DataError as error:
-            raise with_remedy(error, _REMEDY) from error
+            unreadable = _faults((self.image_paths[index], self.mask_paths[index]))
+            raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
 
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
         """Return where the mask has neither a class nor the ignored id, or None if that is nowhere."""
@@ -153,16 +154,17 @@ class ImageMaskPairs(SegmentationDataset):
 def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path]:
     """Return the files below `folder` whose names end in `suffix`, by their path there without it.
 
-    `what` is "image" or "mask": without a suffix, files of that kind's usual endings count.
+    Linked folders count, hidden files and folders do not. `what` is "image" or "mask": without a suffix, files of that
+    kind's usual endings count.
 
     Raises:
-        DataError: the folder is not there, has no such file, or has two of the same name.
+        DataError: the folder is not there, cannot be read, has no such file, or has two of the same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
     found: dict[str, Path] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.name.startswith(".") or not path.name.lower().endswith(tuple(e.lower() for e in endings)):
+    for path in sorted(_files_below(folder)):
+        if not path.name.lower().endswith(tuple(e.lower() for e in endings)):
             continue
         stem = path.name[: -len(suffix)] if suffix else path.stem
         name = (path.relative_to(folder).parent / stem).as_posix()
@@ -172,6 +174,23 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
     if not found:
         raise DataError(f"no {what} files in '{folder}': no name below it ends in {' or '.join(endings)}")
     return found
+
+
+def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files; `above` are the folders around this one, into which a link may lead back."""
+    place = folder.resolve()
+    if place in above:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.is_dir(), folder / entry.name) for entry in entries if entry.name[0] != "."]
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
+    for is_folder, path in found:
+        if is_folder:
+            yield from _files_below(path, above | {place})
+        else:
+            yield path
 
 
 def check_folder(folder: Path, what: str) -> None:
@@ -209,9 +228,8 @@ def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
     # Decoding does without the interpreter's lock.
     with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(_faults, pairs))
-    logger = logging.getLogger("slipstream")
     for fault in (fault for found in faults for fault in found):
-        logger.warning("skip_corrupt leaves a sample out: %s", fault)
+        print_log(f"skip_corrupt leaves a sample out: {fault}", "current", logging.WARNING)
     left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
     if not left:
         raise DataError(f"none of the {len(pairs)} samples can be read; the first: {faults[0][0]}")

@@ -36,13 +36,16 @@ _DEEPEST = 8
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
-    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is a word that cannot be followed."""
-    for key in ("num_workers", "prefetch_factor"):
+    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a number that can be meant nor `auto`."""
+    for key, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(key)
-        if isinstance(value, str) and value != _AUTO:
-            raise ConfigError(f"must be a number or '{_AUTO}', not '{value}'", f"{name}.{key}")
-        if value == _AUTO and streamed:
-            raise ConfigError("an iterable data set cannot be tried out: give a number", f"{name}.{key}")
+        if value == _AUTO:
+            if streamed:
+                raise ConfigError("an iterable data set cannot be tried out: give a number", f"{name}.{key}")
+        elif value is not None and not (isinstance(value, int) and value >= least):
+            raise ConfigError(
+                f"must be a whole number of at least {least} or '{_AUTO}', not {value!r}", f"{name}.{key}"
+            )
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
