@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import logging
 
 import pytest
 import torch
@@ -627,7 +626,6 @@ def test_a_schedule_without_a_rule_says_what_to_define():
         _ParamScheduler(sgd())
 
 
-def test_verbose_logs_each_value(caplog):
-    with caplog.at_level(logging.INFO, "slipstream"):
-        StepLR(sgd(), 2, verbose=True)
-    assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in caplog.text
+def test_verbose_logs_each_value(capsys):
+    StepLR(sgd(), 2, verbose=True)
+    assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in capsys.readouterr().err

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
@@ -198,29 +197,28 @@ def test_strict_loading_refuses_another_number_of_classes(trained):
         models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict))
 
 
-def test_loose_loading_skips_what_does_not_match_and_says_which(trained, caplog):
+def test_loose_loading_skips_what_does_not_match_and_says_which(trained, capsys):
     network, write = trained
     path = write(lambda state: {**{k: v for k, v in state.items() if "spp" not in k}, "odd": torch.ones(1)})
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
     assert all(equal for key, equal in same(loaded, network).items() if "spp" not in key)
-    assert f"{path} into DDRNet: missing in it: spp." in caplog.text
-    assert "unknown to the model: odd" in caplog.text
+    said = capsys.readouterr().err
+    assert f"WARNING - {path} into DDRNet: missing in it: spp." in said
+    assert "unknown to the model: odd" in said
 
 
 @pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", ""])
-def test_a_backbone_is_loaded_without_its_classifier_which_is_named(tmp_path, caplog, prefix):
+def test_a_backbone_is_loaded_without_its_classifier_which_is_named(tmp_path, capsys, prefix):
     source = models.get("pp_lite_t_seg", 5)
     backbone = {
         f"{prefix}{key}": torch.rand(v.shape) for key, v in source.encoder.backbone.state_dict().items()
     }
     path = tmp_path / "stdc1.pth"
     torch.save({"net": {**backbone, "linear.weight": torch.rand(10, 1024)}}, path)
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        network = models.get("pp_lite_t_seg75", 5, checkpoint_path=path, load_backbone=True)
+    network = models.get("pp_lite_t_seg75", 5, checkpoint_path=path, load_backbone=True)
     for key, value in network.encoder.backbone.state_dict().items():
         assert torch.equal(value, backbone[prefix + key].to(value.dtype))
-    assert "unknown to the model: linear.weight" in caplog.text
+    assert "unknown to the model: linear.weight" in capsys.readouterr().err
 
 
 STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value": True}
@@ -257,11 +255,13 @@ def test_matching_names_prevail_over_the_order(trained):
 
 
 @pytest.mark.parametrize("way", [{"strict_load": "key_matching"}, {"checkpoint_num_classes": 5}])
-def test_a_head_for_other_classes_is_left_out_and_named(trained, caplog, way):
+def test_a_head_for_other_classes_is_left_out_and_named(trained, capsys, way):
     network, write = trained
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
-    assert "final_layer.conv2.weight is (5, 64, 1, 1) there and (7, 64, 1, 1) in the model" in caplog.text
+    loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
+    assert (
+        "final_layer.conv2.weight is (5, 64, 1, 1) there and (7, 64, 1, 1) in the model"
+        in capsys.readouterr().err
+    )
     assert all(
         equal for key, equal in same(loaded, network).items() if "conv2" not in key or "layer" in key[:5]
     )
@@ -278,7 +278,7 @@ def test_an_unknown_way_to_be_strict_is_refused(trained):
 @pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone.", "network.{}"])
 @pytest.mark.parametrize(("name", "place"), BACKBONES.items())
 def test_every_familys_backbone_is_loaded_and_what_does_not_match_is_named(
-    tmp_path, caplog, name, place, prefix
+    tmp_path, capsys, name, place, prefix
 ):
     source = models.get(name, 5)
     for parameter in source.parameters():
@@ -289,14 +289,13 @@ def test_every_familys_backbone_is_loaded_and_what_does_not_match_is_named(
     torch.save(
         {"net": {**{prefix + key: v for key, v in weights.items()}, **classifier}}, tmp_path / "weights.pth"
     )
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        network = models.get(name, 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=True)
+    network = models.get(name, 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=True)
     loaded = network.get_submodule(place).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in weights.items())
-    assert "unknown to the model: head.weight, head.bias" in caplog.text
+    assert "unknown to the model: head.weight, head.bias" in capsys.readouterr().err
 
 
-def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tmp_path, caplog):
+def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tmp_path, capsys):
     source = models.get("stdc1_seg", 5).cp.backbone
     state = {
         f"features.{number}": torch.rand(v.shape).to(v.dtype)
@@ -304,11 +303,10 @@ def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tm
     }
     torch.save({"state_dict": {**state, "fc.weight": torch.rand(10, 4)}}, tmp_path / "stdc.pth")
     options = dict(checkpoint_path=tmp_path / "stdc.pth", load_backbone=True, strict_load="no_key_matching")
-    with caplog.at_level(logging.WARNING, "slipstream"):
-        network = models.get("stdc1_seg75", 5, **options)
+    network = models.get("stdc1_seg75", 5, **options)
     for mine, theirs in zip(network.cp.backbone.state_dict().values(), state.values(), strict=True):
         assert torch.equal(mine, theirs)
-    assert "unknown to the model: fc.weight" in caplog.text
+    assert "unknown to the model: fc.weight" in capsys.readouterr().err
 
 
 def test_a_network_without_a_backbone_has_nowhere_to_load_one(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,13 @@ def read_image(path: Path) -> NDArray[np.uint8]:
     faults are the same, except that pywuffs does not mind broken metadata, such as a colour profile.
 
     Raises:
-        DataError: the file cannot be read, or has more than 8 bits a channel.
+        DataError: the file cannot be read, or is greyscale of more than 8 bits; of deeper colours
+            the high bytes are read.
     """
     pixels = _plain_png(path, _RGB)
     if pixels is not None:
         return pixels
-    image = _by_pillow(path)
+    image, _ = _by_pillow(path)
     if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
         raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits a channel")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
@@ -47,13 +48,13 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
     pixels = _plain_png(path, _GREY)
     if pixels is not None:
         return pixels[..., 0]
-    image = _by_pillow(path)
+    image, codecs = _by_pillow(path)
     if image.mode not in ("L", "P"):
         raise DataError(
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
             "(Pillow mode 'L' or 'P'): convert colours to ids once, before training"
         )
-    if _is_stretched(path):
+    if _is_stretched(codecs):
         raise DataError(
             f"the mask '{path}' has grey values of fewer than 8 bits, which decoders spread over 0 to 255, so that "
             "they are no class ids: save it with 8 bits a pixel, or with a palette"
@@ -125,19 +126,22 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
-def _is_stretched(path: Path) -> bool:
+def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
     """Say whether Pillow multiplies grey values: those of PNGs and TIFFs of 2 or 4 bits, PGMs with another maximum."""
-    with Image.open(path) as image:
-        kinds = [(codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile]
     return any(
-        "L;2" in kind or "L;4" in kind or (kind[0].startswith("ppm") and kind[2:] != (255,)) for kind in kinds
+        "L;2" in codec or "L;4" in codec or (codec[0].startswith("ppm") and codec[2:] != (255,))
+        for codec in codecs
     )
 
 
-def _by_pillow(path: Path) -> Image.Image:
+def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
+    """Return the image, loaded, and by which codecs, with which arguments, its pixels were made."""
     try:
         with Image.open(path) as image:
+            codecs = [
+                (codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile
+            ]
             image.load()
-            return image
+            return image, codecs
     except Exception as error:  # Pillow's decoders raise almost anything on broken files
         raise DataError(f"cannot read '{path}': {error}") from error

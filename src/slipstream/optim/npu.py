@@ -10,6 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError
+from slipstream.logging import print_log
 from slipstream.optim.kernels import kernels_chosen, use_fused, why_not_fused
 from slipstream.registry import OPTIMIZERS
 
@@ -49,7 +50,7 @@ def _register(
                 "of the same maths stands in"
             )
         stand_in = _stand_in(name, module, algorithm)
-        logging.getLogger("slipstream").warning("%s: %s; %s stands in", name, reason, same)
+        print_log(f"{name}: {reason}; {same} stands in", "current", logging.WARNING)
         return _fastest(stand_in(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from slipstream.checkpoint import load_checkpoint, load_weights, revise
 from slipstream.errors import CheckpointError, ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.logging import print_log
 from slipstream.registry import MODELS
 
 __all__ = ["get", "load", "names"]
@@ -139,9 +140,7 @@ def load(
         state = _in_order(own, state, load_backbone, checkpoint_path)
     loose = load_backbone or strict is False
     for line in load_weights(part, state, not loose, str(checkpoint_path)):
-        logging.getLogger("slipstream").warning(
-            "%s into %s: %s", checkpoint_path, type(network).__name__, line
-        )
+        print_log(f"{checkpoint_path} into {type(network).__name__}: {line}", "current", logging.WARNING)
 
 
 def _strictness(value: Any) -> bool | str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Self
 
 from slipstream.errors import CheckpointError, ConfigError
+from slipstream.logging import print_log
 from slipstream.optim.scheduler.checks import INF, check_int, is_number, require
 from slipstream.optim.scheduler.values import ParamValues
 from slipstream.typecheck import matches
@@ -168,6 +168,4 @@ class _ParamScheduler:
         if self.verbose:
             unit = "epoch" if self.by_epoch else "iteration"
             shown = ", ".join(f"{value:.4e}" for value in values)
-            logging.getLogger("slipstream").info(
-                "%s at %s %d: %s", self.param_name, unit, self._global_step, shown
-            )
+            print_log(f"{self.param_name} at {unit} {self._global_step}: {shown}", "current")
