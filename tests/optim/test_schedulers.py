@@ -1,34 +1,28 @@
-"""When schedules act, resuming, tensors, momentum, bad input, and building from a configuration."""
+"""When schedules act, resuming, tensors and momentum."""
 
-import inspect
 import json
 
 import pytest
 import torch
+from scheduled import Wrapper, history, parameter, sgd, sgd_with_tensors
 
-from slipstream.errors import BuildError, CheckpointError, ConfigError, UnknownNameError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.optim import scheduler as schedules
 from slipstream.optim.scheduler import (
-    INF,
     ConstantLR,
     CosineAnnealingLR,
     CosineAnnealingMomentum,
     CosineRestartLR,
     ExponentialLR,
     ExponentialMomentum,
-    ExponentialParamScheduler,
     LinearLR,
     LinearParamScheduler,
-    LRSchedulerMixin,
     MultiStepLR,
     OneCycleLR,
     ReduceOnPlateauLR,
     ReduceOnPlateauMomentum,
     StepLR,
     StepMomentum,
-    TorchSchedulerAdapter,
-    _ParamScheduler,
-    build_param_scheduler,
 )
 from slipstream.registry import PARAM_SCHEDULERS
 
@@ -58,41 +52,6 @@ ALL_LR = {
     "PolyLR": {"power": 0.9, "end": 18},
     "StepLR": {"step_size": 4, "gamma": 0.6},
 }
-
-
-def parameter():
-    return torch.zeros(2, requires_grad=True)
-
-
-def sgd(lr=0.1, **options):
-    return torch.optim.SGD(
-        [{"params": [parameter()]}, {"params": [parameter()], "lr": lr / 2}], lr=lr, **options
-    )
-
-
-def sgd_with_tensors(lr=0.1):
-    optimizer = sgd(lr)
-    for group in optimizer.param_groups:
-        group["lr"] = torch.tensor(group["lr"])
-    return optimizer
-
-
-class Wrapper:
-    def __init__(self, optimizer):
-        self.optimizer = optimizer
-
-    @property
-    def param_groups(self):
-        return self.optimizer.param_groups
-
-
-def history(optimizer, chain, steps, key="lr"):
-    values = []
-    for _ in range(steps):
-        values.append([float(group[key]) for group in optimizer.param_groups])
-        for scheduler in chain:
-            scheduler.step()
-    return values
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -385,247 +344,3 @@ def test_a_metric_that_is_nan_counts_as_no_improvement():
     for _ in range(2):
         scheduler.step({"loss": float("nan")})
     assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])
-
-
-# ---- bad input ----------------------------------------------------------------------------------
-
-BAD = [
-    ("StepLR", {"step_size": 2, "begin": 5, "end": 5}, "end must be"),
-    ("StepLR", {"step_size": 2, "begin": -1}, "begin must be"),
-    ("StepLR", {"step_size": 2, "begin": 0.5}, "begin must be"),
-    ("StepLR", {"step_size": 0}, "step_size must be"),
-    ("StepLR", {"step_size": True}, "step_size must be"),
-    ("StepLR", {"step_size": 2, "gamma": 0}, "gamma must be"),
-    ("StepLR", {"step_size": 2, "gamma": "1e-1"}, "gamma must be"),
-    ("StepLR", {"step_size": 2, "last_step": -2}, "last_step must be"),
-    ("ExponentialLR", {"gamma": -1.0}, "gamma must be"),
-    ("MultiStepLR", {"milestones": []}, "milestones must be"),
-    ("MultiStepLR", {"milestones": 8}, "milestones must be"),
-    ("MultiStepLR", {"milestones": [8, -1]}, r"milestones\[1\] must be"),
-    ("ConstantLR", {"factor": 0}, "factor must be"),
-    ("ConstantLR", {"factor": 2.0}, "factor must be"),
-    ("LinearLR", {"start_factor": 0, "end": 5}, "start_factor must be"),
-    ("LinearLR", {"end_factor": 1.5, "end": 5}, "end_factor must be"),
-    ("LinearLR", {}, "end must be given"),
-    ("PolyLR", {}, "end must be given"),
-    ("PolyLR", {"power": 0, "end": 5}, "power must be"),
-    ("PolyLR", {"eta_min": float("nan"), "end": 5}, "eta_min must be"),
-    ("CosineAnnealingLR", {"T_max": 0}, "T_max must be"),
-    ("CosineAnnealingLR", {"T_max": 2.5}, "T_max must be"),
-    ("CosineAnnealingLR", {}, "T_max or end must be given"),
-    ("CosineAnnealingLR", {"begin": 9, "end": 3}, "end must be"),
-    ("CosineAnnealingLR", {"T_max": 3, "eta_min": 0.1, "eta_min_ratio": 0.1}, "eta_min or eta_min_ratio"),
-    ("CosineRestartLR", {"periods": []}, "periods must be"),
-    ("CosineRestartLR", {"periods": [3, 0]}, r"periods\[1\] must be"),
-    ("CosineRestartLR", {"periods": [3, 3]}, "restart_weights must be"),
-    ("OneCycleLR", {"eta_max": 0, "total_steps": 5}, "eta_max must be"),
-    ("OneCycleLR", {"eta_max": [1.0], "total_steps": 5}, "eta_max must be"),
-    ("OneCycleLR", {"eta_max": 1.0}, "total_steps or end"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 0}, "total_steps must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 1.1}, "pct_start must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "pct_start": 0.6, "three_phase": True}, "pct_start"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "anneal_strategy": "exp"}, "anneal_strategy must be"),
-    ("OneCycleLR", {"eta_max": 1.0, "total_steps": 5, "div_factor": 0}, "div_factor must be"),
-    ("ReduceOnPlateauLR", {"factor": 1.0}, "factor must be"),
-    ("ReduceOnPlateauLR", {"rule": "min"}, "rule must be"),
-    ("ReduceOnPlateauLR", {"threshold_rule": "x"}, "threshold_rule must be"),
-    ("ReduceOnPlateauLR", {"threshold": -1}, "threshold must be"),
-    ("ReduceOnPlateauLR", {"patience": -1}, "patience must be"),
-    ("ReduceOnPlateauLR", {"cooldown": 1.5}, "cooldown must be"),
-    ("ReduceOnPlateauLR", {"min_value": [0.1]}, "min_value must be"),
-    ("ReduceOnPlateauLR", {"by_epoch": False}, "by_epoch must be"),
-]
-
-
-@pytest.mark.parametrize(("name", "arguments", "message"), BAD)
-def test_bad_arguments_are_errors_that_name_them(name, arguments, message):
-    with pytest.raises(ConfigError, match=message):
-        getattr(schedules, name)(sgd(), **arguments)
-
-
-def test_an_unknown_option_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'weight_deca' is no option.*did you mean 'weight_decay'"):
-        ExponentialParamScheduler(sgd(), "weight_deca")
-
-
-def test_an_option_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="must name a number"):
-        ExponentialParamScheduler(sgd(), "nesterov")
-    with pytest.raises(ConfigError, match="must name a number"):
-        ExponentialParamScheduler(torch.optim.Adam([parameter()]), "betas")
-
-
-def test_one_cycle_is_for_the_learning_rate_only():
-    with pytest.raises(ConfigError, match="param_name must be 'lr'"):
-        schedules.OneCycleParamScheduler(sgd(momentum=0.9), "momentum", 1.0, 5)
-
-
-def test_something_without_groups_is_refused():
-    with pytest.raises(ConfigError, match="param_groups, not be object"):
-        StepLR(object(), 2)
-
-
-def test_a_group_added_after_the_schedule_is_an_error_not_a_wrong_rate():
-    optimizer = sgd()
-    scheduler = StepLR(optimizer, 2)
-    optimizer.add_param_group({"params": [parameter()]})
-    with pytest.raises(ConfigError, match="3 parameter groups, but had 2"):
-        scheduler.step()
-
-
-# ---- building -----------------------------------------------------------------------------------
-
-
-def test_a_config_builds_and_end_defaults_to_the_length_of_the_run():
-    by_epoch = build_param_scheduler({"type": "PolyLR"}, sgd(), max_epochs=12, max_iters=600)
-    by_iter = build_param_scheduler(
-        {"type": "PolyLR", "by_epoch": False}, sgd(), max_epochs=12, max_iters=600
-    )
-    assert (by_epoch.end, by_iter.end) == (12, 600)
-    assert build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()).end == INF
-
-
-def test_convert_to_iter_based_scales_every_count_of_epochs():
-    cfg = {"convert_to_iter_based": True, "begin": 1, "end": 4}
-
-    def build(name, **arguments):
-        return build_param_scheduler({"type": name, **cfg, **arguments}, sgd(), epoch_length=10)
-
-    cosine = build("CosineAnnealingLR", T_max=3)
-    assert (cosine.begin, cosine.end, cosine.T_max, cosine.by_epoch) == (10, 40, 30, False)
-    assert build("MultiStepLR", milestones=[1, 2]).milestones == {10: 1, 20: 1}
-    assert build("StepLR", step_size=2).step_size == 20
-    assert build("CosineRestartLR", periods=[1, 2], restart_weights=[1, 1]).periods == [10, 20]
-    assert build("OneCycleLR", eta_max=1.0, total_steps=3).total_steps == 30
-    assert build("LinearLR").total_iters == 29
-    assert build("CosineAnnealingLR").T_max == 30
-
-
-def test_convert_to_iter_based_keeps_an_open_end_and_takes_false():
-    cfg = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
-    assert build_param_scheduler(cfg, sgd(), epoch_length=10).end == INF
-    unconverted = build_param_scheduler({**cfg, "convert_to_iter_based": False}, sgd(), epoch_length=10)
-    assert unconverted.step_size == 2
-    assert cfg["convert_to_iter_based"] is True
-
-
-@pytest.mark.parametrize(
-    ("cfg", "epoch_length", "message"),
-    [
-        ({"type": "StepLR", "step_size": 2}, None, "epoch_length must be"),
-        ({"type": "StepLR", "step_size": 2}, 0, "epoch_length must be"),
-        ({"type": "StepLR", "step_size": 2, "by_epoch": False}, 5, "by_epoch must be"),
-        ({"type": "ReduceOnPlateauLR"}, 5, "remove it"),
-        ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
-    ],
-)
-def test_what_cannot_be_converted_to_iterations_says_so(cfg, epoch_length, message):
-    with pytest.raises(ConfigError, match=message):
-        build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
-
-
-def test_wrong_keys_and_values_in_a_config_are_named():
-    with pytest.raises(BuildError, match="no parameter 'step_sizes'; did you mean 'step_size'"):
-        build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
-    with pytest.raises(BuildError, match="needs 'step_size'"):
-        build_param_scheduler({"type": "StepLR"}, sgd())
-    with pytest.raises(BuildError, match="gamma: must be float"):
-        build_param_scheduler({"type": "StepLR", "step_size": 2, "gamma": "small"}, sgd())
-    with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
-        build_param_scheduler({"type": "StepLRR"}, sgd())
-    with pytest.raises(ConfigError, match="needs a 'type'"):
-        build_param_scheduler({"step_size": 2}, sgd())
-
-
-def test_lr_and_momentum_classes_show_the_arguments_of_their_schedule():
-    shown = list(inspect.signature(CosineAnnealingLR).parameters)
-    assert shown == [
-        "optimizer",
-        *list(inspect.signature(schedules.CosineAnnealingParamScheduler).parameters)[2:],
-    ]
-
-
-def test_ours_wins_over_a_torch_scheduler_of_the_same_name():
-    assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
-
-
-def test_torch_schedulers_are_found_by_name_and_stepped_like_ours():
-    cfg = {"type": "CyclicLR", "base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4, "cycle_momentum": False}
-    optimizer, plain = sgd(), sgd()
-    adapter = build_param_scheduler({**cfg, "by_epoch": False}, Wrapper(optimizer), max_iters=7)
-    assert isinstance(adapter, TorchSchedulerAdapter)
-    assert not adapter.by_epoch
-    cfg.pop("type")
-    theirs = torch.optim.lr_scheduler.CyclicLR(plain, **cfg)
-    plain.step()  # torch warns otherwise
-    for _ in range(6):
-        adapter.step()
-        theirs.step()
-        assert adapter.get_last_value() == theirs.get_last_lr()
-    last = adapter.get_last_value()
-    adapter.step()  # `end` is reached
-    assert adapter.get_last_value() == last
-
-
-def test_a_torch_scheduler_resumes_in_its_adapter():
-    cfg = {"type": "LambdaLR", "lr_lambda": lambda step: 0.5**step}
-    first, second = sgd(), sgd()
-    adapter = build_param_scheduler(cfg, first)
-    for _ in range(3):
-        adapter.step()
-    resumed = build_param_scheduler(cfg, second)
-    second.load_state_dict(first.state_dict())
-    resumed.load_state_dict(adapter.state_dict())
-    adapter.step()
-    resumed.step()
-    assert adapter.get_last_value() == resumed.get_last_value() == pytest.approx([0.1 / 16, 0.05 / 16])
-
-
-def test_a_torch_scheduler_says_what_it_cannot_do():
-    with pytest.raises(ConfigError, match="knows no begin"):
-        build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs, "begin": 3}, sgd())
-    with pytest.raises(ConfigError, match="ReduceOnPlateauLR"):
-        build_param_scheduler({"type": "ReduceLROnPlateau"}, sgd())
-
-
-def test_schedulers_given_as_objects_are_taken():
-    mine = StepLR(sgd(), 2)
-    assert build_param_scheduler(mine, sgd()) is mine
-    theirs = torch.optim.lr_scheduler.StepLR(sgd(), 2)
-    assert build_param_scheduler(theirs, sgd()).scheduler is theirs
-
-
-# ---- schedules of one's own ---------------------------------------------------------------------
-
-
-class HalvingParamScheduler(_ParamScheduler):
-    """Written as MMEngine's guide shows it."""
-
-    def __init__(self, optimizer, param_name, total, **kwargs):
-        self.total = total
-        self.total_iters = total
-        super().__init__(optimizer, param_name, **kwargs)
-
-    def _get_value(self):
-        factor = 0.5 if 0 < self.last_step <= self.total else 1.0
-        return [group[self.param_name] * factor for group in self.optimizer.param_groups]
-
-
-class HalvingLR(LRSchedulerMixin, HalvingParamScheduler):
-    pass
-
-
-def test_a_schedule_of_ones_own_needs_only_get_value():
-    optimizer = sgd()
-    values = [v[0] for v in history(optimizer, [HalvingLR(optimizer, total=2)], 5)]
-    assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])
-
-
-def test_a_schedule_without_a_rule_says_what_to_define():
-    with pytest.raises(NotImplementedError, match="_ParamScheduler must define _next"):
-        _ParamScheduler(sgd())
-
-
-def test_verbose_logs_each_value(capsys):
-    StepLR(sgd(), 2, verbose=True)
-    assert "lr at epoch 0: 1.0000e-01, 5.0000e-02" in capsys.readouterr().err
