@@ -18,7 +18,16 @@ from slipstream.errors import DistributedError, did_you_mean
 __all__ = ["init_dist"]
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
-_OPTIONS = ("timeout", "init_timeout", "port", "init_method", "store", "group_name", "pg_options", "device_id")
+_OPTIONS = (
+    "timeout",
+    "init_timeout",
+    "port",
+    "init_method",
+    "store",
+    "group_name",
+    "pg_options",
+    "device_id",
+)
 _MASKS = (
     "CUDA_VISIBLE_DEVICES",
     "HIP_VISIBLE_DEVICES",

@@ -10,7 +10,6 @@ wrapper, for one, still holds the group. Only glibc unwinds, hence Linux alone.
 from __future__ import annotations
 
 import contextlib
-import glob
 import sys
 import time
 from pathlib import Path
@@ -20,10 +19,11 @@ __all__ = ["rest_gloo_threads"]
 _NAME = "pt_gloo_runloop"
 
 
-def rest_gloo_threads(patience: float = 5.0) -> None:
+def rest_gloo_threads(patience: float = 2.0) -> None:
     """Wait until every thread of gloo sleeps and nothing wakes it, for `patience` seconds at most.
 
-    One that waits for Python's lock sleeps too, but wakes when this thread gives the lock away for a while.
+    That is less than the other ranks grant one that failed (`dist/watch.py`), so that it still ends first. A thread
+    that waits for Python's lock sleeps too, but wakes when this thread gives the lock away for a while.
     """
     deadline = time.monotonic() + patience
     before: list[tuple[str, str]] = []
@@ -37,9 +37,9 @@ def rest_gloo_threads(patience: float = 5.0) -> None:
 def _states() -> list[tuple[str, str]]:
     """Return, of each thread of gloo, its state, `S` for asleep, and how often it has gone to sleep."""
     states = []
-    for path in sorted(glob.glob("/proc/self/task/*/status")):
+    for path in sorted(Path("/proc/self/task").glob("*/status")):
         with contextlib.suppress(OSError):  # it has ended meanwhile
-            status = dict(line.split(":\t", 1) for line in Path(path).read_text().splitlines())
+            status = dict(line.split(":\t", 1) for line in path.read_text().splitlines())
             if status["Name"] == _NAME:
                 states.append((status["State"][0], status["voluntary_ctxt_switches"]))
     return states
