@@ -9,7 +9,6 @@ from torch import nn
 from slipstream.optim import OptimWrapper
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
-from slipstream.step.update import can_trace
 
 STEPS = 12
 
@@ -38,27 +37,23 @@ def refuse(error):
 
 
 class Counting:
-    """A compiler that counts graphs and computes them as they are."""
+    """A backend that counts graphs and computes them as they are."""
 
     def __init__(self):
         self.graphs = 0
 
-    def __call__(self, step, dynamic=None):
-        def backend(graph, inputs):
-            self.graphs += 1
-            return graph.forward
-
-        return torch.compile(step, fullgraph=True, backend=backend, dynamic=dynamic)
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
 
 
-def graph_step(model, optim, compiler=None, recover=refuse, loss=F.cross_entropy, **options):
+def graph_step(model, optim, backend=None, recover=refuse, loss=F.cross_entropy, **options):
     def losses(batch):
         return {"loss": loss(model(batch[0]), batch[1])}
 
     eager = EagerStep(losses, model, optim)
-    options.setdefault("updates_inside", can_trace(optim.optimizer))
     return GraphStep(
-        losses, lambda batch: batch, model, optim, eager, compiler or Counting(), recover, **options
+        losses, lambda batch: batch, model, optim, eager, backend or Counting(), recover, **options
     )
 
 
@@ -91,10 +86,10 @@ def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1
     return model, optimizer, torch.stack(losses)
 
 
-def in_graph(make_optimizer, data, schedule=None, model=None, compiler=None, **wrapper):
+def in_graph(make_optimizer, data, schedule=None, model=None, backend=None, **wrapper):
     """Train by `GraphStep`; return model, optimizer wrapper and losses."""
     model = net() if model is None else model
     optim = OptimWrapper(optimizer=make_optimizer(model.parameters()), **wrapper)
-    step = graph_step(model, optim, compiler)
+    step = graph_step(model, optim, backend)
     change = None if schedule is None else partial(schedule, optim.optimizer)
     return model, optim, train(step, data, change)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from graphs import Counting, batches, by_hand, in_graph
 from torch import nn, optim
+from torch._inductor.compile_fx import compile_fx
 
 from slipstream.step.update import GraphUpdate, can_trace
 
@@ -121,16 +122,13 @@ def test_compiled_code_keeps_the_decay_of_matrices(kind):
         torch.manual_seed(0)
         return nn.Sequential(nn.Flatten(), nn.Linear(108, 4))
 
-    def compiler(step):
-        return torch.compile(step, fullgraph=True)
-
     def cycle(optimizer, number):
         if kind == "SGD":
             optimizer.param_groups[0]["momentum"] = 0.9 - 0.1 * number
 
     make, data = DECAYING[kind], batches(5)
     model, _, losses = by_hand(make, data, cycle, matrices())
-    own, _, found = in_graph(make, data, cycle, matrices(), compiler)
+    own, _, found = in_graph(make, data, cycle, matrices(), compile_fx)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     torch.testing.assert_close(own.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-6)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -16,6 +15,9 @@ from slipstream.hooks.hook import Hook
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.registry import HOOKS, MODELS
 from slipstream.speed.ema import check_begin
+from slipstream.step import EagerStep
+from slipstream.step.average import AveragePart
+from slipstream.step.graph import GraphStep
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -29,8 +31,8 @@ class EMAHook(Hook):
 
     The weights themselves are saved as `ema_state_dict`, so that a resumed run goes on with both.
 
-    A step with a method `adopt_average(averages, currents, share)` does the averaging itself: from then on each
-    call of it moves `averages` towards `currents` by the share that `share()` returns.
+    The average is a part of the training step (`slipstream.step.average.AveragePart`). If the model trains itself by a
+    `train_step` of its own, the hook updates the average after each iteration.
 
     Args:
         ema_type: a subclass of `BaseAveragedModel`, by name.
@@ -58,7 +60,9 @@ class EMAHook(Hook):
         MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # wrong arguments are found here
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
-        self._swapped = self._in_step = False
+        self._swapped = False
+        self._part: AveragePart | None = None
+        self._in_step = False
 
     def before_run(self, runner: Runner) -> None:
         """Copy the model; a test after a training goes on with the training's average."""
@@ -83,39 +87,31 @@ class EMAHook(Hook):
                 f"saved is about where the weights were after update {mean:.0f}. Train longer, take a smaller decay "
                 "(a larger momentum), or the decay_type 'threshold', which begins small"
             )
-        self._in_step = self._hand_over(runner)
-
-    def _hand_over(self, runner: Runner) -> bool:
-        """Let the step do the averaging, if it can and may; say whether it does."""
-        adopt = getattr(runner.step, "adopt_average", None)
-        # Sharded weights may still be given other storages, when they are first gathered; and of a step that is not
-        # finite the buffers are put back after it, but an average that has taken them stays NaN.
+        if self._in_step and self._part is not None:  # of an earlier training with the same optimizer
+            runner.optim_wrapper.parts.remove(self._part)
+        self._part = part = AveragePart(
+            average,
+            self.model,
+            done=lambda: runner.iter,
+            window=_window(runner),
+            total=runner.max_iters,
+            begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
+        )
+        # Of a step that is not finite the guard puts the buffers back after it: only then they may be averaged. And
+        # sharded weights may still be given other storages, when they are first gathered.
         guarded = getattr(runner.optim_wrapper, "guard", None) is not None
-        if adopt is None or guarded or self._average.interval > 1 or mesh_of(self.model) is not None:
-            return False
-        averages, currents = self._average.pairs(self.model)
-        if any(a.device != c.device for a, c in zip(averages, currents, strict=True)):
-            return False
-        adopt(averages, currents, partial(self._share, runner))
-        return True
+        part.on_host |= guarded or mesh_of(self.model) is not None
+        self._in_step = isinstance(runner.step, EagerStep | GraphStep)
+        if self._in_step:
+            runner.optim_wrapper.parts.append(part)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Take the new weights into the average, unless the step has."""
-        if not self._in_step and self._is_due(runner):
-            self._average.update_parameters(self.model)
-
-    def _share(self, runner: Runner) -> float:
-        """Count the step that is under way; return the share of its weights in the average."""
-        return self._average.share() if self._is_due(runner) else 0.0
-
-    def _is_due(self, runner: Runner) -> bool:
-        """Say whether the step that is under way counts."""
-        step = runner.iter + 1
-        if step < self.begin_iter or runner.epoch + 1 < self.begin_epoch:
-            return False
-        return self._average.every_batch or step % _window(runner) == 0 or step == runner.max_iters
+        """Take the new weights into the average, unless the step does."""
+        if self._part is not None and not self._in_step:
+            self._part.before_batch()
+            self._part.after_batch()
 
     def _updates(self, runner: Runner) -> int:
         """Return how many updates the whole training makes."""

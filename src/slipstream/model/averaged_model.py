@@ -64,7 +64,7 @@ class BaseAveragedModel(nn.Module):
         self.update_buffers = update_buffers
         self.steps = 0
         self._moving = _moving_buffers(self.module) if update_buffers else ()
-        self._known: tuple[nn.Module, list[Tensor], list[Tensor]] | None = None
+        self._known: tuple[nn.Module, _Averaged, _Averaged] | None = None
 
     def weight(self, step: int) -> float:
         """Return the share of the model's current weights in the average."""
@@ -107,7 +107,7 @@ class BaseAveragedModel(nn.Module):
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
         """Copy those buffers of the model that are not averaged, so that this copy can be used or saved."""
-        averaged = {id(t) for t in self._averaged(self.module)}
+        averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(mine) not in averaged:
                 mine.copy_(theirs)
@@ -143,10 +143,18 @@ class BaseAveragedModel(nn.Module):
         if self._known is None or self._known[0] is not model:
             # Not an attribute of a Module, which would make the model a part of this one.
             self._known = (model, self._averaged(self.module), self._averaged(model))
-        return self._known[1], self._known[2]
+        return self._known[1].tensors(), self._known[2].tensors()
 
-    def _averaged(self, model: nn.Module) -> list[Tensor]:
-        return [*(local(param) for param in model.parameters()), *self._buffers_of(model)]
+    def _averaged(self, model: nn.Module) -> _Averaged:
+        buffers = [
+            (module, name)
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        places = {id(module._buffers[name]): (module, name) for module, name in buffers}
+        moving = [places[id(buffer)] for buffer in self._buffers_of(model)]
+        return _Averaged([local(param) for param in model.parameters()], moving)
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
         """Return those buffers that are averaged."""
@@ -160,6 +168,19 @@ class BaseAveragedModel(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         self.steps = int(state_dict.pop(prefix + "steps", self.steps))
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@dataclass(frozen=True)
+class _Averaged:
+    """What is averaged of a model."""
+
+    params: list[Tensor]
+    buffers: list[tuple[nn.Module, str]]
+    """Owner and name: a forward may assign a buffer, which is another tensor then."""
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors as they are now."""
+        return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -103,12 +103,12 @@ class AmpOptimWrapper(OptimWrapper):
         if self.loss_scaler is None:
             super().step(**kwargs)
             return
-        if self.clip_grad is not None:
-            self.loss_scaler.unscale_(self.optimizer)
-            self._clip()
+        scaler = self.loss_scaler
+        if self.parts:
+            scaler.unscale_(self.optimizer)
         hold_momentum(self.optimizer)
-        self.loss_scaler.step(self.optimizer, **kwargs)
-        self.loss_scaler.update(self._fixed_scale)
+        self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs))
+        scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state, with the scaler's as `loss_scaler` if there is one."""

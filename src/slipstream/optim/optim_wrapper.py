@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -17,8 +18,10 @@ from slipstream.errors import ConfigError, LossError, ModelError, did_you_mean
 from slipstream.optim.kernels import with_own_kernels
 from slipstream.optim.layouts import lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
+from slipstream.step.numerics import scale_
+from slipstream.step.parts import StepPart, apply_update
 
-__all__ = ["GradClip", "OptimWrapper"]
+__all__ = ["ClipGradients", "GradClip", "OptimWrapper", "total_norm"]
 
 _NO_CONTEXT = nullcontext()
 
@@ -53,32 +56,32 @@ class GradClip:
             raise ConfigError(f"type '{clip.type}' needs a positive {name}, not {limit!r}", "clip_grad")
         return clip
 
-    def __call__(self, params: list[nn.Parameter]) -> Tensor | None:
-        """Clip the gradients in place; return their total norm before (0-dim, on the device) for type norm."""
-        if self.type == "value":
-            assert self.clip_value is not None
-            nn.utils.clip_grad_value_(params, self.clip_value)
-            return None
-        assert self.max_norm is not None
-        if not any(is_sharded(param.grad) for param in params):
-            return nn.utils.clip_grad_norm_(params, self.max_norm, self.norm_type)
-        grads = [param.grad for param in params if param.grad is not None]
-        if math.isinf(self.norm_type):
-            norm = largest(grads)
-        else:
-            norm = whole(nn.utils.get_total_norm(grads, self.norm_type))  # over all ranks, read by none
-        nn.utils.clip_grads_with_norm_(params, self.max_norm, norm)
-        return norm
 
-    def clipped(self, grads: list[Tensor]) -> tuple[list[Tensor], Tensor | None]:
-        """Return clipped copies of unsharded gradients and their norm, as `__call__` does to those of parameters."""
-        if self.type == "value":
-            assert self.clip_value is not None
-            return [grad.clamp(-self.clip_value, self.clip_value) for grad in grads], None
-        assert self.max_norm is not None
-        norm = nn.utils.get_total_norm(grads, self.norm_type)
-        factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return [grad * factor.to(grad.dtype) for grad in grads], norm
+class ClipGradients(StepPart):
+    """Clip the gradients before the update, by their total norm or by value."""
+
+    def __init__(self, how: GradClip) -> None:
+        self.how = how
+
+    def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> Mapping[str, Tensor]:
+        """Clip in place; return the total norm before as `grad_norm` (0-dim, on the device) for type norm."""
+        how = self.how
+        if how.type == "value":
+            assert how.clip_value is not None
+            torch._foreach_clamp_min_(grads, -how.clip_value)
+            torch._foreach_clamp_max_(grads, how.clip_value)
+            return {}
+        assert how.max_norm is not None
+        norm = total_norm(grads, how.norm_type)
+        scale_(grads, (how.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        return {"grad_norm": norm}
+
+
+def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
+    """Return the norm of all tensors together (0-dim); of sharded ones over all processes."""
+    if not any(map(is_sharded, tensors)):
+        return nn.utils.get_total_norm(tensors, norm_type)
+    return largest(tensors) if math.isinf(norm_type) else whole(nn.utils.get_total_norm(tensors, norm_type))
 
 
 class _Guard(Protocol):
@@ -95,9 +98,6 @@ class _Guard(Protocol):
 
     def settle(self, finite: Tensor) -> None:
         """End a step that was made elsewhere, without effect unless `finite`."""
-
-    progress: Any
-    """What it remembers between batches; settable, to go back."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -123,7 +123,13 @@ class OptimWrapper:
         if accumulative_counts < 1:
             raise ConfigError(f"must be at least 1, not {accumulative_counts}", "accumulative_counts")
         self.optimizer = optimizer
+        if (refused := _why_refused(optimizer)) is not None:
+            raise ConfigError(refused, "optimizer")
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
+        self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
+        """What happens around each update, in this order, eagerly and in a compiled step."""
+        self.on_gradients: Callable[[], None] | None = None
+        """Called before each update, while `p.grad` holds the gradients of the whole window."""
         self.grad_norm: Tensor | None = None
         self.guard: _Guard | None = None
         """Decides on the device whether a step is sound; None takes every step."""
@@ -133,15 +139,26 @@ class OptimWrapper:
 
     # ---- one step -------------------------------------------------------------------------------
 
-    def update_params(self, loss: Tensor) -> None:
-        """Add the gradients of `loss`; at the end of an accumulation window move the weights."""
-        self.backward(self.scale_loss(loss))
+    def update_params(self, loss: Tensor, **kwargs: Any) -> None:
+        """Add the gradients of `loss`; at the end of an accumulation window move the weights.
+
+        Args:
+            loss: a scalar.
+            kwargs: those of `Tensor.backward`, for example `inputs`.
+        """
+        self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
-            if self.guard is None:
-                self.step()
-            else:
-                self.guard.step(self)
-            self.zero_grad()
+            self.update()
+
+    def update(self) -> None:
+        """Move the weights by the gradients of a whole accumulation window, and drop the gradients."""
+        if self.on_gradients is not None:
+            self.on_gradients()
+        if self.guard is None:
+            self.step()
+        else:
+            self.guard.step(self)
+        self.zero_grad()
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Divide the loss by the number of batches in its accumulation window."""
@@ -153,21 +170,37 @@ class OptimWrapper:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run backward and count the batch."""
+        self.backward_only(loss, **kwargs)
+        self.count_batch()
+
+    def backward_only(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run backward without counting the batch, for a step with several backward passes."""
         check_loss(loss)
         if self.guard is not None:
             loss = self.guard.poison(loss)
         self._amplify(loss).backward(**kwargs)
-        self.count_batch()
 
     def _amplify(self, loss: Tensor) -> Tensor:
         """Return the loss to run backward from."""
         return loss
 
     def step(self, **kwargs: Any) -> None:
-        """Clip as configured and step the optimizer."""
-        if self.clip_grad is not None:
-            self._clip()
-        self.optimizer.step(**kwargs)
+        """Step the optimizer, with `parts` around it."""
+        self._apply_parts(lambda: self.optimizer.step(**kwargs))
+
+    def _apply_parts(self, step: Callable[[], Any]) -> None:
+        """Call `step`, which steps the optimizer, with `parts` around it."""
+        if not self.parts:
+            step()
+            return
+        params = [param for param in self.parameters() if param.grad is not None]
+        if not params:
+            step()
+            return
+        grads = [param.grad for param in params if param.grad is not None]
+        with torch.no_grad():
+            logs = apply_update(self.parts, params, grads, lambda _: step())
+        self.grad_norm = logs.get("grad_norm")
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Drop the gradients."""
@@ -177,11 +210,6 @@ class OptimWrapper:
         for group in self.optimizer.param_groups:  # what the optimizer does, without its profiler record
             for param in group["params"]:
                 param.grad = None
-
-    def _clip(self) -> None:
-        assert self.clip_grad is not None
-        params = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self.grad_norm = self.clip_grad(params) if params else None
 
     # ---- accumulation ---------------------------------------------------------------------------
 
@@ -197,6 +225,10 @@ class OptimWrapper:
     def should_sync(self) -> bool:
         """Say whether the coming batch ends its window, so that its backward must sync gradients."""
         return self._ends_window(self._inner_count + 1)
+
+    def begins_window(self) -> bool:
+        """Say whether the coming batch is the first of its window."""
+        return self._inner_count == 0 or self._ends_window(self._inner_count)
 
     def _ends_window(self, count: int) -> bool:
         return count % self._accumulative_counts == 0 or count == self._max_counts
@@ -239,15 +271,9 @@ class OptimWrapper:
         return False
 
     @property
-    def progress(self) -> Any:
-        """What the wrapper itself remembers between batches; settable, to go back."""
-        return self._inner_count, self.grad_norm, None if self.guard is None else self.guard.progress
-
-    @progress.setter
-    def progress(self, value: Any) -> None:
-        self._inner_count, self.grad_norm, guarded = value
-        if self.guard is not None:
-            self.guard.progress = guarded
+    def batches(self) -> int:
+        """Number of batches trained on, those before a resume among them."""
+        return self._inner_count
 
     # ---- what others read -----------------------------------------------------------------------
 
@@ -299,6 +325,17 @@ class OptimWrapper:
         extra = f", clip_grad={self.clip_grad}" if self.clip_grad else ""
         name = type(self.optimizer).__name__
         return f"{type(self).__name__}({name}, accumulative_counts={self._accumulative_counts}{extra})"
+
+
+def _why_refused(optimizer: Optimizer) -> str | None:
+    """Return why no step can drive the optimizer, with the remedy, or None."""
+    closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        return (
+            f"{type(optimizer).__name__} computes the loss several times a step, by a closure, which no step here "
+            "does: use another optimizer, or call it in a loop of your own"
+        )
+    return None
 
 
 def check_loss(loss: Any) -> None:

@@ -23,6 +23,7 @@ class OptimWrapperDict(OptimWrapper):
                 raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
         self.optim_wrappers = optim_wrappers
         self.grad_norm = None
+        self.parts = []
 
     def _refuse(self, call: str) -> NoReturn:
         names = ", ".join(self.optim_wrappers)
@@ -31,7 +32,7 @@ class OptimWrapperDict(OptimWrapper):
             f"optim_wrapper) and call optim_wrapper[name].{call} itself"
         )
 
-    def update_params(self, loss: Tensor) -> None:
+    def update_params(self, loss: Tensor, **kwargs: Any) -> None:
         """Refuse: which optimizer should move is the model's business."""
         self._refuse("update_params(loss)")
 

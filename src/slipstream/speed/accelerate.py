@@ -23,7 +23,8 @@ from slipstream.speed.ema import EmaOptions
 from slipstream.speed.facts import Facts
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
-from slipstream.step.numerics import Average
+from slipstream.step.average import AveragePart
+from slipstream.step.graph import GraphStep
 
 __all__ = ["TrainStep", "accelerate"]
 
@@ -114,24 +115,29 @@ class TrainStep:
         self._step: Any = build_step(training, plan, warn)
         self.average: BaseAveragedModel | None = None
         """The averaged weights, if the plan has `ema`."""
-        self._beside: Average | None = None
         if isinstance(plan.ema, EmaOptions):
             self._keep_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch; return `loss` and others as 0-dim tensors on the device, which nobody has waited for."""
-        if self._beside is not None:
-            self._beside.count()
         logs: dict[str, Tensor] = self._step(batch)
-        if self._beside is not None:
-            self._beside.take_now()
         return logs
+
+    @property
+    def compiled_scope(self) -> str | None:
+        """What is compiled now: 'step', 'model', 'block' or nothing (None)."""
+        if isinstance(self._step, GraphStep) and self._step.captured:
+            return "step"
+        scope = self.plan.compile.scope if self.plan.compile is not None else None
+        compiled = any(
+            module._compiled_call_impl is not None for module in unwrap_model(self.model).modules()
+        )
+        return ("block" if scope == "block" else "model") if compiled else None
 
     @property
     def steps(self) -> int:
         """Batches trained on, those before a resume among them."""
-        done: int = self.optim.progress[0]
-        return done
+        return self.optim.batches
 
     def _losses(self, module: nn.Module, batch: Any) -> Mapping[str, Any]:
         if not isinstance(batch, list | tuple) or len(batch) < 2:
@@ -159,17 +165,17 @@ class TrainStep:
             1, -(-total_steps // window) - max(how.begin_iter - 1, 0) // window
         )
 
-        def share() -> float:
-            step = self.steps + 1
-            due = step >= how.begin_iter and (step % window == 0 or step == total_steps)
-            return average.share() if due else 0.0
-
-        averages, currents = average.pairs(core)
-        adopt = getattr(self._step, "adopt_average", None)
-        if adopt is not None:
-            adopt(averages, currents, share)
-        else:
-            self._beside = Average(averages, currents, share)
+        optim = self.optim  # not self: a step that is dropped ends at once
+        optim.parts.append(
+            AveragePart(
+                average,
+                core,
+                done=lambda: optim.batches,
+                window=window,
+                total=total_steps,
+                begun=lambda batch: batch >= how.begin_iter,
+            )
+        )
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:

@@ -181,16 +181,6 @@ class StepGuard:
         self._before = []
         self.count.add(finite)
 
-    @property
-    def progress(self) -> Any:
-        """What it remembers between batches; settable, to go back."""
-        return self._before, set(self._seen), self.count.tensor.clone()
-
-    @progress.setter
-    def progress(self, value: Any) -> None:
-        self._before, self._seen, count = value
-        self.count.tensor.copy_(count)
-
     def read(self) -> int:
         """Return how many steps were skipped since the last call, which waits for the device.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,12 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
-from slipstream.step.proof import WrongNumbersError
 from slipstream.step.replay import CudaCapture, Replayed
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import can_trace, plain_settings
+from slipstream.step.update import plain_settings
+from slipstream.step.verification import WrongNumbersError
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
-
-_TOLERANCE, _TOLERANCE_OF_HALVES = 0.2, 0.5
-"""How far gradients of the first compiled step may be off the eager ones; lower precision rounds in other places."""
 
 
 @dataclass(frozen=True)
@@ -111,17 +108,14 @@ def _one_graph(
     optim = training.optim
     eager = EagerStep(partial(training.losses, training.model), training.model, optim, training.reduce)
 
-    def recover(error: Exception) -> Step:
+    def recover(error: Exception) -> EagerStep:
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
-            warn(
-                f"The compiled step computes other gradients than the eager one ({error}): most likely a defect of the "
-                "compiler. The training goes on eagerly"
-            )
+            warn(_wrong_numbers(error, how))
         else:
             warn(
-                f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled; mend what the "
-                "message names, or give compile=dict(scope='model')"
+                f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "
+                "the line above, or set compile=dict(scope='model')"
             )
             compile_model(core, how, warn)
         return eager
@@ -129,25 +123,33 @@ def _one_graph(
     compile_model(core, how, warn)
     if (compiled := core._compiled_call_impl) is not None:
         core._compiled_call_impl = _OnlyEvaluation(core, compiled)
-    halves = getattr(optim, "dtype", torch.float32) in (torch.float16, torch.bfloat16)
+    backend, replays = _backend(how, cuda_graph)
+    depends = partial(_depends, list(core.modules()), optim)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
         model=core,
         optim=optim,
         eager=eager,
-        compiler=partial(
-            _compiled,
-            how=how,
-            cuda_graph=cuda_graph,
-            depends=partial(_depends, list(core.modules()), optim),
-            warn=warn,
-        ),
+        backend=backend,
         recover=recover,
         reduce=training.reduce,
         sync=_sync(training.model),
-        updates_inside=can_trace(optim.optimizer),
-        tolerance=(_TOLERANCE_OF_HALVES if halves else _TOLERANCE) if how.verify else None,
+        verify=how.verify,
+        dynamic=how.dynamic,
+        replayed=(lambda run: Replayed(run, CudaCapture(), depends, warn)) if replays else None,
+    )
+
+
+def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
+    if error.compiler:
+        return (
+            f"The code that the backend {how.backend!r} made of the step computes other numbers than torch's own "
+            f"operators ({error}): most likely a defect of the compiler. Training continues eagerly"
+        )
+    return (
+        f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random numbers "
+        "that are not torch's, and state outside of modules. Training continues eagerly"
     )
 
 
@@ -164,13 +166,8 @@ def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
     return modes, tuple(repr(plain_settings(group)) for group in optim.param_groups)
 
 
-def _compiled(
-    step: Callable[..., Any],
-    how: CompileOptions,
-    cuda_graph: bool,
-    depends: Callable[[], Hashable],
-    warn: Callable[[str], None],
-) -> Callable[..., Any]:
+def _backend(how: CompileOptions, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
+    """Return the compiler of a captured step, and whether its code is replayed as a CUDA graph."""
     options: dict[str, Any] = {}
     if how.backend == "inductor":
         # Dropout as eager training draws it.
@@ -183,10 +180,17 @@ def _compiled(
         # The whole step is replayed instead, with its optimizer state.
         cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
     options |= how.options or {}
-    run = torch.compile(
-        step, fullgraph=True, backend=how.backend, dynamic=how.dynamic, options=options or None
-    )
-    return Replayed(run, CudaCapture(), depends, warn) if cuda_graph and torch.cuda.is_available() else run
+
+    def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
+        if how.backend == "inductor":
+            from torch._inductor.compile_fx import compile_fx
+
+            return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=options))
+        chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
+        run: Callable[..., Any] = chosen(graph, inputs, **({"options": options} if options else {}))
+        return run
+
+    return compiled, cuda_graph and torch.cuda.is_available()
 
 
 class _OnlyEvaluation:

@@ -1,8 +1,10 @@
-"""What a captured step is made of, and which batches are worth capturing it for."""
+"""What a compiled step is made of, and whether it still fits; and which batches are worth compiling it for."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,47 +12,146 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from slipstream.step.numerics import LossScale, Scalar
-from slipstream.step.update import GraphUpdate
+from slipstream.step.update import GraphUpdate, can_trace, is_hooked
+from slipstream.step.verification import NotCapturedError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["Captured", "Outputs", "Shapes"]
+__all__ = ["CapturedStep", "Outputs", "Shapes", "has_gradients"]
 
-Outputs = tuple[dict[str, Tensor], list[Tensor], Tensor | None]
-"""What to log, the gradients of a window that goes on (or whose optimizer steps outside), whether all were finite."""
+Outputs = tuple[dict[str, Tensor], Tensor | None]
+"""What to log, and whether all gradients were finite."""
+
+_OF_PARAM = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_YOUNG = 3
+"""A graph that was needed for fewer steps than this was not worth its compilation."""
 
 
-class Captured:
-    """What a graph is made of, for as long as the same parameters are trained in the same groups."""
+class CapturedStep:
+    """What the graphs of a step share, for as long as the same parameters are trained in the same groups.
+
+    Args:
+        model: the bare model.
+        optim: holds the optimizer.
+        params: the parameters that get a gradient.
+        updates_inside: whether the optimizer may step in the graph.
+    """
 
     run: Callable[..., Outputs]
+    function: Callable[..., Outputs]
+    """The step, not compiled."""
 
-    def __init__(self, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool) -> None:
-        self.optim = optim
-        self.params = params
+    def __init__(
+        self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool
+    ) -> None:
+        self.model, self.optim, self.params = model, optim, params
         device = params[0].device
         self.window = Scalar(1.0, device)
         self.scale = LossScale.of(optim, device)
-        self.update = GraphUpdate(optim.optimizer, params) if updates_inside else None
-        self.proven: set[bool] = set()
-        self._trained = self._now_trained()
+        self.parts = list(optim.parts)
+        inside = updates_inside and can_trace(optim.optimizer)
+        self.update = GraphUpdate(optim.optimizer, params) if inside else None
+        self.keeps_gradients = optim.accumulative_counts > 1 or self.update is None
+        """Whether the graph reads and writes `p.grad`."""
+        self.running: Any = None
+        """The compiled code that was called last."""
+        self.agreed: set[bool] = set()
+        """The kinds of batches (whether they end a window) of which all processes have verified a graph."""
+        self._hooked = is_hooked(optim.optimizer)
+        self._owned = list(optim.parameters())
+        self._groups = [len(group["params"]) for group in optim.param_groups]
+        self._seen = list(map(_OF_PARAM, self._owned))
+        self._steps = 0
+        self._made: dict[bool, int] = {}
+        self._in_vain = 0
 
-    def fits(self) -> bool:
-        """Say whether the graph can be used as it is; takes over what schedules have changed."""
-        same = self._trained == self._now_trained()
-        return (self.update is None or self.update.refresh()) and same
+    def why_not(self) -> str | None:
+        """Return what has changed, so that the graph no longer fits, or None; called at each step."""
+        self._steps += 1
+        optim = self.optim
+        if optim.parts != self.parts:
+            return "the parts of the step"
+        if [len(group["params"]) for group in optim.param_groups] != self._groups:
+            return "the parameter groups"
+        if list(map(_OF_PARAM, self._owned)) != self._seen:
+            return "hooks or requires_grad of parameters"
+        if is_hooked(optim.optimizer) != self._hooked:
+            return "the hooks of the optimizer"
+        if self.update is None:
+            return None
+        return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
 
-    def trains(self, params: list[nn.Parameter]) -> bool:
-        """Say whether these are its parameters."""
-        return list(map(id, self.params)) == list(map(id, params))
+    def held(self, ends: bool) -> list[Tensor] | None:
+        """Return the gradients of the window so far, as the graph changes them in place; None if it keeps none."""
+        if not self.keeps_gradients:
+            return None
+        if self.optim.accumulative_counts == 1:
+            return [torch.empty_like(param) for param in self.params]
+        return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
-    def held(self) -> list[Tensor]:
-        """Return the gradients of the window so far."""
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+    def count_graph(self, ends: bool) -> None:
+        """Count a graph that is about to be made.
 
-    def _now_trained(self) -> list[bool]:
-        return [p.requires_grad for p in self.optim.parameters()]
+        Raises:
+            NotCapturedError: the graphs before it served too few steps each.
+        """
+        last = self._made.get(ends)
+        self._made[ends] = self._steps
+        if last is not None and self._steps - last < _YOUNG * (1 + self.optim.accumulative_counts):
+            self._in_vain += 1
+        if self._in_vain >= 2:
+            raise NotCapturedError(
+                "each step needs another graph: something that the graph holds fixed changes"
+            )
+
+    def names(self) -> Mapping[int, str]:
+        """Return names for the tensors of a step, by id."""
+        names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
+        own = {param: name for name, param in self.model.named_parameters()}
+        for param, values in self.optim.optimizer.state.items():
+            for kind, value in values.items():
+                names[id(value)] = f"{kind} of '{own.get(param, 'a parameter')}'"
+        names.update({id(param): f"the weight '{name}'" for param, name in own.items()})
+        for part in self.parts:
+            names.update({id(tensor): name for name, tensor in part.state().items()})
+        return names
+
+    def updated(self) -> set[int]:
+        """Return the ids of the tensors that an update changes, apart from gradients."""
+        state = (value for values in self.optim.optimizer.state.values() for value in values.values())
+        return {
+            id(tensor) for tensor in (*self.params, *state) if isinstance(tensor, Tensor) and tensor.numel()
+        }
+
+    def after_graph(self) -> set[int]:
+        """Return the ids of the tensors that change after a graph without update: they are none of its results."""
+        followers = (tensor for part in self.parts for tensor in part.state().values())
+        return {id(tensor) for tensor in (*self._owned, *followers)}
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that only the autograd engine calls.
+
+        Raises:
+            NotCapturedError: the first of them.
+        """
+        own = {param: name for name, param in self.model.named_parameters()}
+        for param in self._owned:
+            if param._backward_hooks or param._post_accumulate_grad_hooks:
+                raise NotCapturedError(
+                    f"the parameter '{own.get(param, '?')}' has a hook, which only backward() calls: remove it, or "
+                    "change gradients in a part of the step"
+                )
+        for name, module in self.model.named_modules():
+            if module._backward_hooks or module._backward_pre_hooks:
+                raise NotCapturedError(
+                    f"the module '{name}' has a backward hook, which only backward() calls"
+                )
+
+
+def has_gradients(params: list[nn.Parameter]) -> bool:
+    """Say whether any parameter has a gradient."""
+    return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))
 
 
 class Shapes:

@@ -9,9 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from slipstream.dist.sharding import is_sharded
 from slipstream.errors import LossError
+from slipstream.step.parts import StepPart
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
@@ -51,17 +55,94 @@ class EagerStep:
         self.model = model
         self.optim = optim
         self.reduce = reduce or sum_losses
+        self._restricts: bool | None = None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
+        for part in self.optim.parts:
+            part.before_batch()
+        return self.train(batch)
+
+    def train(self, batch: Any) -> dict[str, Tensor]:
+        """Train on one batch for which the parts are prepared (`StepPart.before_batch`)."""
         optim = self.optim
-        with optim.optim_context(self.model):  # autocast; no gradient sync inside an accumulation window
-            losses = self.forward(batch)
-        loss, logs = self.reduce(losses)
-        optim.update_params(loss)  # backward; at a window's end: unscale, clip, step, zero_grad
+        self._drop_leaked_gradients()
+        part = next((part for part in optim.parts if part.replaces_gradients), None)
+        if part is None:
+            loss, logs = self._loss(batch)
+            optim.update_params(
+                loss, **self._only_own(loss)
+            )  # backward; at a window's end: clip, step, zero_grad
+        else:
+            logs = self._repeated(batch, part)
+        for part in optim.parts:
+            part.after_batch()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs
+
+    def _loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+        with self.optim.optim_context(self.model):  # autocast; no gradient sync inside an accumulation window
+            losses = self.forward(batch)
+        return self.reduce(losses)
+
+    def _repeated(self, batch: Any, part: StepPart) -> dict[str, Tensor]:
+        """Train with a part that computes the gradients more than once, of the same batch."""
+        optim = self.optim
+        params = [param for param in optim.parameters() if param.requires_grad]
+        held = [param.grad for param in params]
+
+        def compute() -> list[Tensor]:
+            # Every pass syncs: what the part makes of gradients must be the same on all processes.
+            with optim.autocast():
+                losses = self.forward(batch)
+            loss, seen = self.reduce(losses)
+            logs.update({} if logs else seen)
+            for param in params:
+                param.grad = None
+            optim.backward_only(optim.scale_loss(loss), **self._only_own(loss))
+            return [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+
+        logs: dict[str, Tensor] = {}
+        if optim.guard is not None:
+            optim.guard.before_forward()
+        grads = part.gradients(params, compute, compute())
+        for param, grad, before in zip(params, grads, held, strict=True):
+            param.grad = grad if before is None else before.add_(grad)
+        optim.count_batch()
+        if optim.should_update():
+            optim.update()
+        return logs
+
+    def _only_own(self, loss: Tensor) -> dict[str, Any]:
+        """Return the argument of backward that leaves alone the parameters which another optimizer trains."""
+        if self._restricts is None:
+            # DDP and FSDP wait for the gradients of all of their parameters, and reentrant checkpoints refuse.
+            wrapped = isinstance(self.model, DistributedDataParallel)
+            wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
+            self._restricts = not wrapped and not _has_reentrant_checkpoint(loss)
+        if not self._restricts:
+            return {}
+        own = [param for param in self.optim.parameters() if param.requires_grad]
+        return {"inputs": own} if own else {}
+
+    def _drop_leaked_gradients(self) -> None:
+        """Drop what the backward of another step has left in our parameters, where that cannot be prevented."""
+        if self._restricts is False and self.optim.begins_window():
+            self.optim.zero_grad()
+
+
+def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+    nodes = [loss.grad_fn] if loss.grad_fn is not None else []
+    seen = set(nodes)
+    while nodes:
+        node = nodes.pop()
+        if node.name() == "CheckpointFunctionBackward":
+            return True
+        found = {source for source, _ in node.next_functions if source is not None} - seen
+        seen |= found
+        nodes += found
+    return False
 
 
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:

@@ -7,48 +7,47 @@ checkpoint, a validation or an eager step finds the same state, whichever step r
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
-from slipstream.step.captured import Captured, Outputs, Shapes
-from slipstream.step.eager import Losses, Step, sum_losses
-from slipstream.step.numerics import Average, LossScale, all_finite, keep_unless
-from slipstream.step.proof import (
-    NotCapturedError,
-    Snapshot,
-    WrongNumbersError,
-    compare,
-    evidence,
-    random_state,
-    seen_gradients,
-)
+from slipstream.step.captured import CapturedStep, Outputs, Shapes, has_gradients
+from slipstream.step.eager import EagerStep, Losses, sum_losses
+from slipstream.step.numerics import all_finite, keep_unless
+from slipstream.step.parts import apply_update
 from slipstream.step.sync import GradientSync
+from slipstream.step.verification import Captured, Compiled, NotCapturedError, Verification, WrongNumbersError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["CAPTURE_ERRORS", "GraphStep"]
+__all__ = ["GraphStep"]
 
-CAPTURE_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-"""What compilation raises; always before the graph has changed anything."""
-_GRAPHS = 8
-"""As often may the trained parameters or their groups change, as torch may recompile a function."""
+_REBUILDS = 8
+"""As often may what a graph depends on change, as torch may recompile a function."""
+_SETTING_CHANGES = 2
+"""After as many changes of other settings than learning rate, betas and momentum the optimizer steps after the graph."""
+
+Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class GraphStep:
     """The step as one graph, of a model whose step the autograd engine could also run.
 
-    The first batch is trained twice: by `eager`, whose result is undone, and by the graph, whose gradients must agree
-    with it. Batches of another shape than the first are trained by `eager`, until they are many enough to pay for a
-    graph with variable shapes. Values in a batch that are not tensors may change from step to step if the model does
-    not look at them, or if they are numbers; a forward that branches on a file name is left to `recover`.
+    The first batch is trained by `eager`, which shows the parameters that get a gradient and makes the optimizer's
+    state. The second is captured, compiled and verified on copies of everything the graph reads, and trained by `eager`
+    once more; from then on the compiled code trains. A new graph is verified in the same way. So the user's Python code
+    runs exactly as often as without compilation, and whatever fails until then leaves no trace.
 
-    Several ranks take the same path at every step: what one of them cannot capture, none uses, and batches of any
-    shape go into graphs, since another rank's may have the first shape.
+    Batches of another shape than the first are trained by `eager`, until they are many enough to pay for a graph with
+    variable shapes. Several ranks take the same path at every step: what one of them cannot capture, none uses, and
+    batches of any shape go into graphs, since another rank's may have the first shape.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; calls the bare model, and is traceable.
@@ -56,14 +55,15 @@ class GraphStep:
         model: the bare model.
         optim: holds the optimizer, and says how to scale, accumulate and clip.
         eager: the same training by the autograd engine, of what `prepare` returns.
-        compiler: `torch.compile` with its options and `fullgraph=True`.
+        backend: the compiler, as `torch.compile` takes it.
         recover: is told why the graph cannot be used, and returns the step to take instead from then on, of what
             `prepare` returns.
         reduce: turns losses into the one to minimise and the values to log.
         sync: averages gradients over the processes; None in one process.
-        updates_inside: whether the optimizer's step is part of the graph; else it runs after it.
-        tolerance: by which relative norm all of the graph's gradients together may differ from eager ones; None trusts
-            the compiler.
+        updates_inside: whether the optimizer's step may be part of the graph; else it runs after it.
+        verify: whether graphs are compared with the eager step before they train.
+        dynamic: whether shapes may vary; None finds out.
+        replayed: wraps the compiled step, for example in a CUDA graph.
     """
 
     def __init__(
@@ -72,97 +72,122 @@ class GraphStep:
         prepare: Callable[[Any], Any],
         model: nn.Module,
         optim: OptimWrapper,
-        eager: Step,
-        compiler: Callable[[Callable[..., Any]], Callable[..., Any]],
-        recover: Callable[[Exception], Step],
+        eager: EagerStep,
+        backend: Backend,
+        recover: Callable[[Exception], EagerStep],
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
         updates_inside: bool = True,
-        tolerance: float | None = 0.2,
+        verify: bool = True,
+        dynamic: bool | None = None,
+        replayed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
-        self.eager, self.compiler, self.recover = eager, compiler, recover
-        self.updates_inside, self.tolerance = updates_inside, tolerance
-        self._average: Average | None = None
-        self._instead: Step | None = None
+        self.eager, self.backend, self.recover = eager, backend, recover
+        self.updates_inside, self.verify, self.dynamic = updates_inside, verify, dynamic
+        self.replayed = replayed
+        self._instead: EagerStep | None = None
         self._shapes = Shapes()
-        self._made: Captured | None = None
-        self._changes = 0
-        self._loaded = optim.optimizer.register_load_state_dict_post_hook(lambda _: self._forget())
+        self._trained: list[nn.Parameter] = []
+        self._guessed = self._started = False
+        self._step: CapturedStep | None = None
+        self._rebuilds = self._setting_changes = 0
+        guess = weakref.WeakMethod(self._guess)
 
-    def adopt_average(
-        self, averages: list[Tensor], currents: list[Tensor], share: Callable[[], float]
-    ) -> None:
-        """From now on end each step with averages += share() * (currents - averages)."""
-        self._average = Average(averages, currents, share)
-        self._forget()
+        def loaded(_: Any) -> None:
+            if (method := guess()) is not None:
+                method()
 
-    def _forget(self) -> None:
-        self._made = None
+        weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
+
+    @property
+    def captured(self) -> bool:
+        """Whether the step is one graph, or will be."""
+        return self._instead is None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
-        if self._average is not None:
-            self._average.count()
+        for part in self.optim.parts:
+            part.before_batch()
         inputs = self.prepare(batch)
-        if self._instead is None:
-            if self.sync is None and not self._shapes.worth_a_graph(inputs):
-                return self._eagerly(self.eager, inputs)
-            try:
-                return self._with_graph(inputs)
-            except (*CAPTURE_ERRORS, NotCapturedError, WrongNumbersError) as error:
-                self._instead = self.recover(error)
-                self._forget()
-        return self._eagerly(self._instead, inputs)
+        if self._instead is not None:
+            return self._instead.train(inputs)
+        if self.sync is None and not self._shapes.worth_a_graph(inputs):
+            return self.eager.train(inputs)
+        if self._step is not None and (changed := self._step.why_not()) is not None:
+            self._count_change(changed)
+        if self._step is None and not self._trained:
+            if self._started or self.optim.batches == 0:
+                self._started = True
+                return self._observe(inputs)
+            self._guess()
+        if self.optim.accumulative_counts == 1 and has_gradients(self._trained):
+            return self.eager.train(inputs)  # the user has put gradients there, which belong to this update
+        return self._train(inputs)
 
     # ---- the step --------------------------------------------------------------------------------------
 
-    def _define(self, graph: Captured) -> Callable[..., Outputs]:
+    def _define(self, captured: CapturedStep) -> Callable[..., Outputs]:
         """Return the step as a function for the compiler."""
-        optim, loss_of, reduce = self.optim, self.loss_of, self.reduce
-        sync, average = self.sync, self._average
-        params, update, scale, window = graph.params, graph.update, graph.scale, graph.window
-        clip, guard = optim.clip_grad, optim.guard
+        optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
+        params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
+        parts, guard, windows = captured.parts, optim.guard, optim.accumulative_counts > 1
+        repeats = next((part for part in parts if part.replaces_gradients), None)
 
-        def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
-            """Train on `inputs`; `held` are the gradients of the accumulation window so far, if there are windows."""
+        def gradients(inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
             with optim.autocast():
                 losses = loss_of(inputs)
             loss, logs = reduce(losses)
             sound = torch.isfinite(loss.detach())
-            if held is not None:
+            if windows:
                 loss = loss / window.tensor
             if scale is not None:
                 loss = loss * scale.scale
-            grads: list[Tensor] = list(torch.autograd.grad(loss, params))
+            grads = list(torch.autograd.grad(loss, params))
             if guard is not None:  # a mean over nothing is NaN without any gradient
                 grads[0] = torch.where(sound, grads[0], torch.nan)
+            return grads, logs
+
+        def synced(inputs: Any) -> list[Tensor]:
+            grads, _ = gradients(inputs)
+            return grads if sync is None else sync(grads)
+
+        def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
+            """Train on `inputs`; `held` are the gradients of the accumulation window so far, changed in place."""
+            grads, logs = gradients(inputs)
+            if repeats is not None:
+                first = grads if sync is None else sync(grads)
+                grads = repeats.gradients(params, lambda: synced(inputs), first)
             finite = None
             with torch.no_grad():
-                if held is not None:
+                if windows and held is not None:
                     grads = list(torch._foreach_add(held, grads))
-                if ends and sync is not None:
+                if ends and sync is not None and repeats is None:
                     grads = sync(grads)
                 if ends and update is not None:
                     if scale is not None:
                         grads = scale.unscale(grads)
                     if scale is not None or guard is not None:
                         finite = all_finite(grads)
-                    if clip is not None:
-                        grads, norm = clip.clipped(grads)
-                        logs = logs if norm is None else {**logs, "grad_norm": norm}
                     moved = [*params, *update.state] if finite is not None else []
-                    before = [tensor.clone() for tensor in moved]
-                    update(grads)
-                    if finite is not None:
-                        keep_unless(finite, moved, before)
-                        if scale is not None:
-                            scale.adapt(finite)
-                    grads = []
-                if average is not None and not (ends and update is None):
-                    average.take()
-            return logs, grads, finite
+
+                    def guarded(grads: list[Tensor]) -> None:
+                        before = [tensor.clone() for tensor in moved]
+                        update(grads)
+                        if finite is not None:
+                            keep_unless(finite, moved, before)
+
+                    logs = {**logs, **apply_update(parts, params, grads, guarded)}
+                    if scale is not None and finite is not None:
+                        scale.adapt(finite)
+                elif held is not None:
+                    torch._foreach_copy_(held, grads)
+                if not ends or update is not None:
+                    for part in parts:
+                        if not part.on_host:
+                            part.after_batch()
+            return logs, finite
 
         # Torch counts the graphs of a code object: each step has its own.
         step.__code__ = step.__code__.replace()
@@ -170,136 +195,243 @@ class GraphStep:
 
     # ---- around it -------------------------------------------------------------------------------------
 
-    def _with_graph(self, inputs: Any) -> dict[str, Tensor]:
-        ends = self.optim.should_sync()
-        graph = self._made
-        if graph is None or ends not in graph.proven or not graph.fits():
-            return self._prove(inputs, ends)
-        try:
-            return self._train(graph, inputs, ends)
-        except CAPTURE_ERRORS:  # another shape, or something else that a graph depends on: one more graph
-            if self.sync is None:  # which parameters get a gradient may depend on it, too
-                return self._prove(inputs, ends)
-        return self._train_or_send(graph, inputs, ends, self.recover)[0]
-
-    def _train_or_send(
-        self, graph: Captured, inputs: Any, ends: bool, tell: Callable[[Exception], Any]
-    ) -> tuple[dict[str, Tensor], Exception | None]:
-        """Make and run a graph; if that fails, `tell` why, and run the step uncompiled from now on.
-
-        Other ranks may have made it: they wait for what the uncompiled step sends just as theirs do.
-        """
-        try:
-            return self._train(graph, inputs, ends, tracing=True), None
-        except CAPTURE_ERRORS as error:
-            tell(error)
-            graph.run = self._define(graph)
-            return self._train(graph, inputs, ends), error
-
-    def _train(self, graph: Captured, inputs: Any, ends: bool, tracing: bool = False) -> dict[str, Tensor]:
-        """Run the graph, and the optimizer if it is not part of it."""
+    def _run(self, captured: CapturedStep, inputs: Any, ends: bool) -> dict[str, Tensor]:
+        """Run the compiled step, and on the host what is not part of it."""
         optim = self.optim
-        held = graph.held() if optim.accumulative_counts > 1 else None
-        graph.window.set(optim.window)
+        held = captured.held(ends)
+        captured.window.set(optim.window)
         if optim.guard is not None:
             optim.guard.before_forward()
-        run = partial(_traced, graph.run) if tracing else graph.run
-        logs, grads, finite = run(inputs, held, ends)
+        self._held = held
+        logs, finite = captured.run(inputs, held, ends)
         optim.count_batch()
-        if held is not None or grads:
-            for param, grad in zip(graph.params, grads or [None] * len(graph.params), strict=True):
+        if held is not None:
+            for param, grad in zip(captured.params, held, strict=True):
                 param.grad = grad
-        if ends and graph.update is None:
-            self._update_outside()
+        outside = ends and captured.update is None
+        if outside:
+            optim.update()
         elif ends:
+            if held is not None:
+                optim.zero_grad()
             optim.grad_norm = logs.get("grad_norm")
             if optim.guard is not None and finite is not None:
                 optim.guard.settle(finite)
+        for part in captured.parts:
+            if outside or part.on_host:
+                part.after_batch()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs
 
-    def _update_outside(self) -> None:
+    def _observe(self, inputs: Any) -> dict[str, Tensor]:
+        """Train eagerly, and remember which parameters got a gradient."""
         optim = self.optim
-        if optim.guard is None:
-            optim.step()
-        else:
-            optim.guard.step(optim)
-        optim.zero_grad()
-        if self._average is not None:
-            self._average.take_now()
 
-    def _eagerly(self, step: Step, inputs: Any) -> dict[str, Tensor]:
-        logs = step(inputs)
-        if self._average is not None:
-            self._average.take_now()
-        return logs
+        def seen() -> None:
+            self._trained = [param for param in optim.parameters() if param.grad is not None]
 
-    def _prove(self, inputs: Any, ends: bool) -> dict[str, Tensor]:
-        """Train on a batch eagerly, go back, train on it with the graph, and compare.
+        with self._on_gradients(seen):
+            return self.eager.train(inputs)
 
-        Raises:
-            WrongNumbersError: the gradients differ; everything is as it was before.
-        """
-        device = next(self.optim.parameters()).device
-        averages = self._average.averages if self._average is not None else []
-        scale = LossScale.of(self.optim, device)
-        saved = Snapshot(self.model, self.optim, [*averages, *(scale.state if scale else ())])
-        devices = [] if device.type == "cpu" else [device]
-        drawn = random_state(device)
-        fork = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
-        with fork, seen_gradients(self.optim.parameters()) as seen:
-            self.eager(inputs)
-        expected = evidence(saved.params, self.optim, saved, ends)
-        saved.restore()
-        graph = self._graph_for([param for param in self.optim.parameters() if param in seen])
-        failure = None
+    @contextmanager
+    def _on_gradients(self, call: Callable[[], None]) -> Iterator[None]:
+        self.optim.on_gradients = call
         try:
-            if self.sync is None:
-                logs = self._train(graph, inputs, ends, tracing=True)
-            else:
-                logs, failure = self._train_or_send(graph, inputs, ends, lambda _: None)
-        except CAPTURE_ERRORS:  # optimizer state was made already
-            saved.restore()
-            raise
-        says, wrong = True, ""
-        if self.tolerance is not None:
-            found = evidence(saved.params, self.optim, saved, ends)
-            says, wrong = compare(expected, found, self.tolerance)
-        verdict = [failure is not None, bool(wrong), not says]
-        failed, differs, silent = verdict if self.sync is None else self.sync.any_rank(verdict, device)
-        if failed or differs:
-            saved.restore()
-            drawn()
-            self._forget()
-            if failed:
-                raise failure or NotCapturedError("another rank could not capture it")
-            raise WrongNumbersError(wrong or "on another rank")
-        if not silent:  # an overflow of the loss scale skips the step, and shows nothing
-            graph.proven.add(ends)
-        return logs
+            yield
+        finally:
+            self.optim.on_gradients = None
 
-    def _graph_for(self, params: list[nn.Parameter]) -> Captured:
-        """Return the graph that trains `params`, a new one if there is none or it no longer fits.
+    def _train(self, inputs: Any) -> dict[str, Tensor]:
+        """Train by the graph, which is captured and verified first if there is none for this kind of batch."""
+        ends = self.optim.should_sync()
+        captured = self._step
+        try:
+            if captured is None:
+                captured = self._capture()
+            with _tracing():
+                return self._run(captured, inputs, ends)
+        except Captured as found:
+            assert captured is not None
+            return self._verified(captured, found, inputs, ends)
+        except Exception as error:
+            if captured is not None and captured.running is not None and captured.running.running:
+                raise  # the code itself failed, as the eager step would have, and may have changed tensors
+            if self.sync is None or captured is None:
+                return self._give_up(error, inputs)
+            if self.verify and ends not in captured.agreed:
+                return self._verified(captured, error, inputs, ends)
+            # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
+            self.recover(error)
+            captured.run = captured.function
+            return self._run(captured, inputs, ends)
+
+    def _capture(self) -> CapturedStep:
+        """Return what the graphs share; they are made at the first call.
 
         Raises:
-            NotCapturedError: there were too many new ones.
+            NotCapturedError: hooks forbid it, or there were too many.
         """
-        graph = self._made
-        if graph is not None and graph.fits() and graph.trains(params):
-            return graph
-        self._changes += 1
-        if self._changes > _GRAPHS:
+        self._rebuilds += 1
+        if self._rebuilds > _REBUILDS:
             raise NotCapturedError(
-                f"which parameters are trained, or how they are grouped, changed {self._changes} times"
+                f"which parameters are trained, or how they are grouped, changed {self._rebuilds} times"
             )
-        graph = self._made = Captured(self.optim, params, self.updates_inside)
-        graph.run = self.compiler(self._define(graph))
-        return graph
+        inside = self.updates_inside and self._setting_changes < _SETTING_CHANGES
+        captured = CapturedStep(self.model, self.optim, self._trained, inside)
+        captured.check_hooks()
+        captured.function = self._define(captured)
+
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+            ends = self.optim.should_sync()
+            captured.count_graph(ends)
+            _refuse_python_random()
+            # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
+            trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
+            captured.running = Compiled(graph, self.backend(graph, inputs), trusted)
+            return captured.running
+
+        run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
+        captured.run = run if self.replayed is None else self.replayed(run)
+        self._step = captured
+        return captured
+
+    def _verified(
+        self, captured: CapturedStep, found: Captured | Exception, inputs: Any, ends: bool
+    ) -> dict[str, Tensor]:
+        """Train on a batch eagerly, and compare with what the graph computes of it on copies."""
+        failure = None if isinstance(found, Captured) else found
+        verification = None
+        if not any(self._agree(failure is not None)) and isinstance(found, Captured):
+            try:
+                captured.check_hooks()
+                device = captured.params[0].device
+                verification = Verification(found, device, captured.names())
+            except Exception as error:
+                failure = error
+        if any(self._agree(failure is not None or verification is None)):
+            return self._give_up(failure or NotCapturedError("another rank could not capture it"), inputs)
+        assert isinstance(found, Captured)
+        assert verification is not None
+        outside, unseen = ends and captured.update is None, self._unseen(captured, found)
+        held = dict(zip(map(id, self._held or ()), captured.params, strict=False))
+        ignored = captured.after_graph() if outside else set(held) if ends else set()
+
+        def settle() -> None:
+            gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
+            results = {} if ignored.issuperset(held) else gradients
+            self._settle(captured, found, verification, results, ignored, unseen, ends)
+
+        if outside:
+            with self._on_gradients(settle):
+                return self.eager.train(inputs)
+        logs = self.eager.train(inputs)
+        settle()
+        return logs
+
+    def _settle(
+        self,
+        captured: CapturedStep,
+        found: Captured,
+        verification: Verification,
+        results: dict[int, Tensor],
+        ignored: set[int],
+        unseen: list[tuple[str, Tensor, int]],
+        ends: bool,
+    ) -> None:
+        """Compare the graph's results with those of the eager step, and use the graph from now on if they agree."""
+        failure, silent = None, False
+        try:
+            for name, tensor, version in unseen:
+                if tensor._version != version:
+                    raise WrongNumbersError(f"{name} is changed by the eager step alone", compiler=False)
+            silent = not verification.compare(results, captured.updated() | set(results), ignored)
+        except WrongNumbersError as error:
+            failure = error
+        differs, unclear = self._agree(failure is not None, silent)
+        if differs:
+            self._stop(failure or WrongNumbersError("on another rank", compiler=False))
+        elif not unclear:
+            verification.take(results, ignored)
+            found.compiled.verified = True
+            self._guessed = False
+            captured.agreed.add(ends)
+
+    def _unseen(self, captured: CapturedStep, found: Captured) -> list[tuple[str, Tensor, int]]:
+        """Return the buffers and, if the update is inside, state tensors that the graph does not read."""
+        known = {id(value) for value in found.inputs}
+        names = captured.names()
+        tensors = list(self.model.buffers())
+        if captured.update is not None:
+            tensors += [t for values in self.optim.optimizer.state.values() for t in values.values()]
+        return [
+            (names.get(id(tensor), "a tensor"), tensor, tensor._version)
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and id(tensor) not in known
+        ]
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        """Return for each flag whether it is set on any rank."""
+        if self.sync is None:
+            return list(flags)
+        return self.sync.any_rank(flags, next(self.optim.parameters()).device)
+
+    # ---- what changes ------------------------------------------------------------------------------------
+
+    def _count_change(self, changed: str) -> None:
+        """Forget the graph because of what has changed; settings that change often move the update out of it."""
+        assert self._step is not None
+        if self._step.update is not None and changed in self._step.update.optimizer.param_groups[0]:
+            self._setting_changes += 1
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step, self._trained, self._guessed = None, [], False
+
+    def _guess(self) -> None:
+        """Go on with a loaded training by the graph at once, so that it has the numbers of one that was not cut off.
+
+        Parameters with a state were trained; of optimizers without state, all are taken to be.
+        """
+        self._forget()
+        state = self.optim.optimizer.state
+        params = [param for param in self.optim.parameters() if param.requires_grad]
+        self._trained = [param for param in params if param in state] or params
+        self._guessed = True
+
+    def _stop(self, error: Exception) -> None:
+        self._instead = self.recover(error)
+        self._forget()
+
+    def _give_up(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
+        """Train on a batch, and from now on, by the step that takes the place of this one."""
+        if self._guessed:
+            self._forget()
+            return self._observe(inputs)
+        self._stop(error)
+        assert self._instead is not None
+        return self._instead.train(inputs)
 
 
-def _traced(run: Callable[..., Any], *args: Any) -> Any:
-    """Call a compiled step whose graph may have to be made: that needs switches of torch which take long to turn."""
-    # A number that a module counts up in forward would otherwise mean a new graph at every step.
-    with torch._dynamo.config.patch(trace_autograd_ops=True, allow_unspec_int_on_nn_module=True):
-        return run(*args)
+def _tracing() -> AbstractContextManager[Any]:
+    """Return the settings of torch with which a step is captured, if it is."""
+    return torch._dynamo.config.patch(
+        trace_autograd_ops=True,
+        # A number that a module counts up in forward would otherwise mean a new graph at every step.
+        allow_unspec_int_on_nn_module=True,
+        # Hooks that are added or removed later mean a new graph.
+        skip_nnmodule_hook_guards=False,
+        # NumPy's random numbers would otherwise be drawn from torch's generator.
+        use_numpy_random_stream=True,
+    )
+
+
+def _refuse_python_random() -> None:
+    """Refuse a step that draws from Python's `random`: the draws of a batch that is only verified would be lost.
+
+    Raises:
+        NotCapturedError: it does.
+    """
+    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    if output.random_calls:
+        raise NotCapturedError("it draws from Python's random module: use torch's random numbers")

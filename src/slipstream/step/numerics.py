@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["Average", "LossScale", "Scalar", "all_finite", "keep_unless"]
+__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "scale_"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -27,6 +27,16 @@ def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tens
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(finite, tensor, old))
+
+
+def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply all tensors by `factor` (0-dim), in place."""
+    # Compiled, each product joins the kernel that reads it; eagerly, one call serves all tensors of one device.
+    if torch.compiler.is_compiling() or any(tensor.device != factor.device for tensor in tensors):
+        for tensor in tensors:
+            tensor.mul_(factor.to(tensor.device, tensor.dtype))
+    elif tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 class Scalar:
@@ -87,32 +97,3 @@ class LossScale:
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)
         self.scale.copy_(torch.where(finite, risen, (exact * self.backoff).float()))
         self.growth_tracker.copy_(torch.where(finite & ~full, count, torch.zeros_like(count)))
-
-
-class Average:
-    """Averages that a step keeps of its weights, inside the graph or beside it.
-
-    Args:
-        averages: what is kept.
-        currents: what is averaged, in the same order.
-        share: returns the share of the current weights in the coming average, and counts the step.
-    """
-
-    def __init__(self, averages: list[Tensor], currents: list[Tensor], share: Callable[[], float]) -> None:
-        self.averages, self.currents, self._next = averages, currents, share
-        self.share = Scalar(0.0, averages[0].device)
-
-    def count(self) -> None:
-        """Ask for the share of this step; once a step."""
-        self.share.set(self._next())
-
-    def take(self) -> None:
-        """Take the current weights in, as a graph does."""
-        for average, current in zip(self.averages, self.currents, strict=True):
-            average.lerp_(current.detach(), self.share.tensor.to(average.dtype))
-
-    @torch.no_grad()
-    def take_now(self) -> None:
-        """Take the current weights in, eagerly."""
-        if self.share.value:
-            torch._foreach_lerp_(self.averages, self.currents, self.share.value)

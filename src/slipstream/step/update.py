@@ -4,30 +4,44 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-__all__ = ["GraphUpdate", "can_trace", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "is_hooked", "plain_settings"]
 
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
 
-_OUTSIDE = ("Adafactor", "Muon")
-"""The one branches on its step count; the other has bfloat16 updates, which a learning rate as a tensor would round."""
+_COUNTERS = ("state_steps", "mu_products", "mus", "etas")
+"""State that torch keeps as one number for each parameter, by its names in `_init_group`."""
+
+_OUTSIDE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
+"""Those that branch on a count or on values; and Muon, whose bfloat16 updates a learning rate as a tensor would round."""
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Say whether the optimizer is one of torch's whose step `GraphUpdate` can run, without hooks of its own."""
+    """Say whether the optimizer is one of torch's whose step `GraphUpdate` can run, and nothing is hooked into it."""
     kind = type(optimizer)
-    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     torchs = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
-    if hooks or not torchs or kind.__name__ in _OUTSIDE:
-        return False
-    # Dampening concerns all steps but the first, which is then another graph.
-    return not any(group.get("dampening") for group in optimizer.param_groups)
+    return torchs and kind.__name__ not in _OUTSIDE and not is_hooked(optimizer)
+
+
+def is_hooked(optimizer: Optimizer) -> bool:
+    """Say whether somebody wants to see, or has replaced, the optimizer's step; cheap."""
+    own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or _global_optimizer_pre_hooks
+        or _global_optimizer_post_hooks
+        or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
+    )
 
 
 class GraphUpdate:
@@ -50,18 +64,29 @@ class GraphUpdate:
             _Group(optimizer, sources, indices, params)
             for sources, indices in _alike(optimizer.param_groups, params)
         ]
+        self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
         """Move the parameters along `grads`, which are in the order of `params`."""
-        self._step(_StandIn(self._groups, grads))
+        view = _OptimizerView(self._groups, grads)
+        self._step(view)
+        view.write_back()
 
-    def refresh(self) -> bool:
-        """Take over what schedules have changed; False if groups that were alike no longer are.
+    def refresh(self) -> str | None:
+        """Write changed learning rates, betas and momenta into the tensors that the graph reads, without waiting.
 
-        Writes changed values to the device, and waits for nothing.
+        Returns:
+            What else has changed, so that the graph no longer fits, or None.
         """
-        fitting = [group.refresh() for group in self._groups]  # each of them
-        return all(fitting)
+        for group in self._groups:
+            if (changed := group.refresh()) is not None:
+                return changed
+        return None
+
+    def keeps_state(self) -> bool:
+        """Say whether the optimizer still has the very state tensors that the graph changes."""
+        values = list(chain.from_iterable(map(dict.values, self.optimizer.state.values())))
+        return len(values) == len(self._values) and all(map(is_, values, self._values))
 
     @property
     def state(self) -> list[Tensor]:
@@ -85,12 +110,15 @@ class _Group:
         device = self.params[0].device
         if device.type != "cpu" and "capturable" in sources[0]:
             _count_on(optimizer, sources, self.params, device)
-        self.flag, self.state = _make_state(optimizer, sources[0], self.params)
-        # float64 where there is one: of 1 - beta2, float32 keeps but four digits.
+        names, self.flag, self.state = _make_state(optimizer, sources[0], self.params)
+        # float64 where there is one: of 1 - beta2 ** step, float32 keeps but four digits. Eager optimizers compute it
+        # with Python's numbers, which are float64.
         dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        self.counts_in = dtype
+        self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
         self.tensors: dict[str, list[Tensor]] = {
-            name: [torch.tensor(v, dtype=dtype, device=device) for v in _as_floats(own[name])]
+            name: [torch.empty((), dtype=dtype, device=device).copy_(_tensor(v)) for v in _as_list(own[name])]
             for name in _as_tensors(optimizer, own)
         }
         self.given = {name: own[name] for name in self.tensors}
@@ -99,24 +127,25 @@ class _Group:
         self.fixed.pop("capturable", None)
         self.on_device = device.type != "cpu"
         self.counts = "capturable" in own
-        self.is_sgd = type(optimizer) is SGD
 
-    def refresh(self) -> bool:
+    def refresh(self) -> str | None:
         first = self.sources[0]
         for name, tensors in self.tensors.items():
             value = first[name]
-            if [source[name] for source in self.sources].count(value) != len(self.sources):
-                return False
-            if value != self.given[name]:
-                for tensor, number in zip(tensors, _as_floats(value), strict=True):
+            if not all(_same({name: value}, {name: source[name]}) for source in self.sources[1:]):
+                return f"{name} of groups that had the same"
+            if holds_tensors(value):  # a schedule may have changed them in place
+                for tensor, number in zip(tensors, _as_list(value), strict=True):
+                    tensor.copy_(_tensor(number), non_blocking=True)
+            elif value != self.given[name]:
+                for tensor, number in zip(tensors, _as_list(value), strict=True):
                     tensor.fill_(number)
                 self.given[name] = value
-        for name in self.fixed:
-            if first[name] != self.fixed[name]:
-                if name == "momentum" and self.is_sgd:  # from zero: there is no state for it yet
-                    return False
-                self.fixed[name] = first[name]
-        return True
+        for source in self.sources:
+            for name in self.fixed:
+                if source[name] != self.fixed[name]:
+                    return name
+        return None
 
     def settings(self, number: int) -> dict[str, Any]:
         """Return the group as a `step` reads it."""
@@ -130,42 +159,54 @@ class _Group:
         return {**self.fixed, **tensors, **words}
 
 
-class _StandIn:
-    """What an optimizer's `step` sees in place of the optimizer."""
+class _OptimizerView:
+    """What an optimizer's `step` gets as `self`: the tensors of the graph."""
 
     def __init__(self, groups: list[_Group], grads: Sequence[Tensor]) -> None:
         self.groups = groups
         self.grads = grads
         self.state = _Scratch()
         self.param_groups = [group.settings(number) for number, group in enumerate(groups)]
+        self.precise: list[tuple[list[Tensor], list[Tensor]]] = []
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         own = self.groups[group["number"]]
-        for target, values in zip(
-            lists, [own.params, [self.grads[i] for i in own.indices], *own.state], strict=True
-        ):
-            target.extend(values)
+        lists[0].extend(own.params)
+        lists[1].extend(self.grads[i] for i in own.indices)
+        for target, values, counter in zip(lists[2:], own.state, own.counters, strict=True):
+            given = [value.to(own.counts_in) for value in values] if counter else values
+            target.extend(given)
+            if counter:
+                self.precise.append((values, given))
         return own.flag
 
+    def write_back(self) -> None:
+        """Round the counters into the optimizer's state."""
+        for values, precise in self.precise:
+            torch._foreach_copy_(values, precise)
+
     def _cuda_graph_capture_health_check(self) -> None:
-        """The compiler knows what it captures."""
+        """Disable torch's capture check."""
 
     _accelerator_graph_capture_health_check = _cuda_graph_capture_health_check
 
 
-def _sgd(stand_in: _StandIn) -> None:
-    """Step as `torch.optim.SGD` without dampening does, with a momentum that may be a tensor, as torch's may not."""
-    for group in stand_in.param_groups:
+def _sgd(optimizer: _OptimizerView) -> None:
+    """Step as `torch.optim.SGD` does after its first step, which makes the momenta.
+
+    torch's version branches on `momentum == 0`, which fails for a tensor.
+    """
+    for group in optimizer.param_groups:
         params: list[Tensor] = []
         grads: list[Tensor] = []
         momenta: list[Tensor] = []
-        stand_in._init_group(group, params, grads, momenta)
+        optimizer._init_group(group, params, grads, momenta)
         steps = [-grad for grad in grads] if group["maximize"] else grads
         if group["weight_decay"]:
             steps = list(torch._foreach_add(steps, torch._foreach_mul(params, group["weight_decay"])))
         if momenta:
             torch._foreach_mul_(momenta, group["momentum"])
-            torch._foreach_add_(momenta, steps)
+            torch._foreach_add_(momenta, steps, alpha=1 - group["dampening"])
             ahead = torch._foreach_mul(momenta, group["momentum"]) if group["nesterov"] else None
             steps = momenta if ahead is None else list(torch._foreach_add(steps, ahead))
         torch._foreach_sub_(params, torch._foreach_mul(steps, group["lr"]))
@@ -192,13 +233,22 @@ def _alike(
         # Of one device and dtype, as torch's formulas want them.
         settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
         for known, sources, members in found:
-            if known == settings:
+            if _same(known, settings):
                 sources.append(group)
                 members.extend(indices)
                 break
         else:
             found.append((settings, [group], indices))
     return [(sources, members) for _, sources, members in found]
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Say whether settings are equal; a tensor is equal to itself alone, since its value is on the device."""
+    return one.keys() == other.keys() and all(
+        one[name] is other[name]
+        or (not holds_tensors(one[name]) and not holds_tensors(other[name]) and one[name] == other[name])
+        for name in one
+    )
 
 
 def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
@@ -218,8 +268,8 @@ def _count_on(optimizer: Optimizer, sources: list[dict[str, Any]], params: list[
 
 def _make_state(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
-) -> tuple[Any, list[list[Tensor]]]:
-    """Let the optimizer make its state; return what `_init_group` says about it, and its lists."""
+) -> tuple[list[str], Any, list[list[Tensor]]]:
+    """Let the optimizer make its state; return the names of its lists, what `_init_group` says, and the lists."""
     kept = [param.grad for param in params]
     for param in params:  # it passes over parameters without a gradient
         param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)
@@ -235,7 +285,7 @@ def _make_state(
         for i, value in enumerate(values):
             if value is None:  # SGD makes its momenta in its first step
                 values[i] = optimizer.state[params[i]]["momentum_buffer"] = torch.zeros_like(params[i])
-    return flag, state
+    return names[2:], flag, state
 
 
 def _as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
@@ -247,5 +297,18 @@ def _as_tensors(optimizer: Optimizer, group: dict[str, Any]) -> list[str]:
     return [*names, "momentum"] if type(optimizer) is SGD and group["momentum"] else names
 
 
-def _as_floats(value: Any) -> list[float]:
-    return [float(v) for v in (value if isinstance(value, tuple | list) else (value,))]
+def holds_tensors(value: Any) -> bool:
+    """Say whether a setting is a tensor, or a pair of them."""
+    return any(isinstance(number, Tensor) for number in _as_list(value))
+
+
+def _tensor(number: Any) -> Tensor:
+    return (
+        number.detach().reshape(())
+        if isinstance(number, Tensor)
+        else torch.tensor(number, dtype=torch.float64)
+    )
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple | list) else [value]

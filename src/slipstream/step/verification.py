@@ -1,0 +1,272 @@
+"""Verify a compiled step before it is used, without a side effect: on copies, against float64.
+
+One batch is computed three times on copies of everything that the graph reads: by the compiled code, by torch's own
+kernels from the captured graph, and in float64. The batch itself is trained eagerly, once. How far the captured graph
+in its own precision is from float64 is the rounding error of this network; compiled code and eager step may be a small
+multiple of it away. If the eager step is further away, the captured graph lacks something that the eager step does; if
+the compiled code is, the compiler is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, fx
+
+from slipstream.errors import SlipstreamError
+from slipstream.step.reference import copies, interpret
+
+__all__ = ["Captured", "Compiled", "NotCapturedError", "Verification", "WrongNumbersError"]
+
+_MULTIPLE = 4.0
+"""How many times the rounding error of the captured graph a result may be away from float64."""
+_FLOOR = 3e-5
+"""Relative errors below this are rounding in any network."""
+_WITHOUT_REFERENCE = 0.2
+"""The relative error that is tolerated where float64 cannot be computed."""
+
+
+class NotCapturedError(SlipstreamError, RuntimeError):
+    """A step cannot stay one graph, although torch could capture it here and now."""
+
+
+class WrongNumbersError(SlipstreamError, RuntimeError):
+    """A compiled step does not compute what the eager step computes.
+
+    Args:
+        message: the tensor, and how far it is off.
+        compiler: whether the captured graph is right, and the code that the compiler made of it is not.
+    """
+
+    def __init__(self, message: str, compiler: bool) -> None:
+        super().__init__(message)
+        self.compiler = compiler
+
+
+class Captured(BaseException):  # not an error, and no `except Exception` of a user may stop it
+    """A step has been captured and compiled, but not run: it must be verified with this batch first."""
+
+    def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
+        super().__init__()
+        self.compiled, self.inputs = compiled, inputs
+
+
+class Compiled:
+    """The code that a compiler made of a captured graph; it runs only after it was verified.
+
+    Args:
+        graph: the captured graph.
+        run: the compiled code.
+        verified: whether it may run at once.
+    """
+
+    def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], verified: bool) -> None:
+        self.graph, self.run, self.verified = graph, run, verified
+        self.running = False
+        """Whether an exception comes from the code itself: tensors may have been changed."""
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the code, or raise `Captured`."""
+        if not self.verified:
+            raise Captured(self, inputs)
+        self.running = True
+        outputs = self.run(*inputs)
+        self.running = False
+        return outputs
+
+
+class Verification:
+    """The results of a captured step on copies, before the batch is trained eagerly.
+
+    Everything is kept in host memory.
+
+    Args:
+        captured: the step and its inputs for one batch.
+        device: where the step runs.
+        names: names of the tensors among the inputs, for messages.
+
+    Raises:
+        Exception: whatever the compiled code raises.
+    """
+
+    def __init__(self, captured: Captured, device: torch.device, names: Mapping[int, str]) -> None:
+        self.inputs = captured.inputs
+        self.names = names
+        self._device = device
+        graph = captured.compiled.graph
+        self._before = _values(copies(self.inputs))
+        own = copies(self.inputs)
+        with self._forked():
+            captured.compiled.run(*own)
+        self._compiled = _values(own)
+        self._captured = self._interpreted(graph, double=False)
+        self._exact = self._interpreted(graph, double=True)
+
+    def _interpreted(self, graph: fx.GraphModule, double: bool) -> list[Tensor | None] | None:
+        """Return the results of the captured graph by torch's own kernels; None if they cannot be had."""
+        own = copies(self.inputs, torch.float64 if double else None)
+        if not double and _is_double(self.inputs):
+            own = [_disturbed(value) for value in own]  # no higher precision: disturb the last digit instead
+        try:
+            with self._forked():
+                interpret(graph, own, double)
+        except Exception:  # an operator without float64, or one that only a compiler can run
+            return None
+        return _values(own)
+
+    @contextmanager
+    def _forked(self) -> Iterator[None]:
+        devices = [] if self._device.type == "cpu" else [self._device]
+        with torch.random.fork_rng(devices, device_type=self._device.type if devices else "cuda"):
+            yield
+
+    def compare(
+        self, results: Mapping[int, Tensor], updated: Collection[int], ignored: Collection[int]
+    ) -> bool:
+        """Compare with what the eager step has made of the inputs.
+
+        Args:
+            results: by the id of an input, the result of the eager step where it is not in the input itself.
+            updated: ids of the inputs that the update of the captured step changes.
+            ignored: ids of the inputs that the eager step changes after what is captured.
+
+        Returns:
+            Whether an update was seen: none is if the loss scale overflows.
+
+        Raises:
+            WrongNumbersError: the eager step or the compiled code is too far from float64.
+        """
+        eager = _values(
+            [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
+        )
+        rows = [_Row.of(*columns) for columns in self._columns(eager) if columns[0] not in ignored]
+        if not any(row.key in updated and row.moved for row in rows):
+            return False
+        typical = float(np.median([row.noise / row.size for row in rows if row.size] or [0.0]))
+        for compiler in (False, True):
+            worst = max(rows, key=lambda row: row.excess(compiler, typical))
+            if worst.excess(compiler, typical) > 1:
+                raise WrongNumbersError(worst.message(compiler), compiler)
+        return True
+
+    @torch.no_grad()
+    def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
+        """Let the compiled step's numbers count, so that they do not depend on when a graph was verified."""
+        for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
+            if before is not None and compiled is not None and id(value) not in ignored:
+                target = results.get(id(value), value)
+                if not torch.equal(before, compiled):
+                    target.copy_(compiled)
+
+    def _columns(self, eager: Sequence[Tensor | None]) -> Iterator[tuple[Any, ...]]:
+        unknown = [None] * len(eager)
+        seen: set[int] = set()
+        for value, before, *columns in zip(
+            self.inputs,
+            self._before,
+            eager,
+            self._compiled,
+            self._captured or unknown,
+            self._exact or unknown,
+            strict=True,
+        ):
+            if before is not None and id(value) not in seen:
+                seen.add(id(value))
+                yield (id(value), self.names.get(id(value), "an input"), before, *columns)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """How far the results for one tensor are from the exact one, as norms."""
+
+    key: int
+    name: str
+    size: float
+    """Of the exact change."""
+    moved: bool
+    """Whether the captured graph changes the tensor."""
+    noise: float
+    eager: float
+    compiled: float
+    digits: float
+    """What the last digits of the tensor's values amount to."""
+
+    @classmethod
+    def of(
+        cls,
+        key: int,
+        name: str,
+        before: Tensor,
+        eager: Tensor,
+        compiled: Tensor,
+        captured: Tensor | None,
+        exact: Tensor | None,
+    ) -> _Row:
+        """Compare results; without an exact one, the eager result stands for it."""
+        if captured is None or exact is None:
+            captured, exact, known = eager, eager, False
+        else:
+            known = True
+        size = _distance(before, exact)
+        return cls(
+            key,
+            name,
+            size=size,
+            moved=not torch.equal(before, captured),
+            noise=_distance(captured, exact) if known else _WITHOUT_REFERENCE / _MULTIPLE * size,
+            eager=_distance(eager, exact),
+            compiled=_distance(compiled, exact),
+            digits=torch.finfo(before.dtype).eps * float(before.double().norm())
+            if before.is_floating_point()
+            else 0.0,
+        )
+
+    def excess(self, compiler: bool, typical: float) -> float:
+        """Return a distance as a multiple of what is tolerated; NaN is infinitely far."""
+        distance = self.compiled if compiler else self.eager
+        if not np.isfinite(self.noise):  # overflows, as it may in lower precision
+            return 0.0
+        allowed = _MULTIPLE * max(self.noise, typical * self.size) + _FLOOR * self.size + 4 * self.digits
+        if not np.isfinite(distance) or not allowed:
+            return float("inf") if distance else 0.0
+        return distance / allowed
+
+    def message(self, compiler: bool) -> str:
+        """Return what is off, for people."""
+        distance, size = self.compiled if compiler else self.eager, self.size or 1.0
+        return (
+            f"{self.name} changes by {self.size:.2e}, and the result is {distance / size:.1e} of that away from the one "
+            f"in float64, where rounding explains {self.noise / size:.1e}"
+        )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((_wide(one) - _wide(other)).norm())
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.double()
+
+
+def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
+    """Return copies of the tensors in host memory, None in the place of everything else."""
+    return [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else None for value in tensors]
+
+
+def _is_double(inputs: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim for value in inputs)
+
+
+@torch.no_grad()
+def _disturbed(value: Any) -> Any:
+    """Change the last digit of each number, up or down."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        generator = torch.Generator().manual_seed(0)  # the global one must not move
+        signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
+        value.mul_(1 + torch.finfo(value.dtype).eps * signs.to(value.device))
+    return value
