@@ -87,8 +87,10 @@ class EMAHook(Hook):
                 f"saved is about where the weights were after update {mean:.0f}. Train longer, take a smaller decay "
                 "(a larger momentum), or the decay_type 'threshold', which begins small"
             )
+        optim = runner.optim_wrapper
+        assert optim is not None, "a training has one"
         if self._in_step and self._part is not None:  # of an earlier training with the same optimizer
-            runner.optim_wrapper.parts.remove(self._part)
+            optim.parts.remove(self._part)
         self._part = part = AveragePart(
             average,
             self.model,
@@ -99,11 +101,11 @@ class EMAHook(Hook):
         )
         # Of a step that is not finite the guard puts the buffers back after it: only then they may be averaged. And
         # sharded weights may still be given other storages, when they are first gathered.
-        guarded = getattr(runner.optim_wrapper, "guard", None) is not None
+        guarded = getattr(optim, "guard", None) is not None
         part.on_host |= guarded or mesh_of(self.model) is not None
         self._in_step = isinstance(runner.step, EagerStep | GraphStep)
         if self._in_step:
-            runner.optim_wrapper.parts.append(part)
+            optim.parts.append(part)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

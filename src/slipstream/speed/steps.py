@@ -148,8 +148,8 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
             f"operators ({error}): most likely a defect of the compiler. Training continues eagerly"
         )
     return (
-        f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random numbers "
-        "that are not torch's, and state outside of modules. Training continues eagerly"
+        f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random "
+        "numbers that are not torch's, and state outside of modules. Training continues eagerly"
     )
 
 

@@ -17,8 +17,11 @@ __all__ = ["AveragePart"]
 class _Average(Protocol):
     """What `slipstream.model.BaseAveragedModel` offers."""
 
-    every_batch: bool
     interval: int
+
+    @property
+    def every_batch(self) -> bool:
+        """Whether a batch that does not end an accumulation window counts as an update."""
 
     def share(self) -> float:
         """Count an update; return the weight of the current parameters in it."""

@@ -108,7 +108,7 @@ class CapturedStep:
     def names(self) -> Mapping[int, str]:
         """Return names for the tensors of a step, by id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
-        own = {param: name for name, param in self.model.named_parameters()}
+        own: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         for param, values in self.optim.optimizer.state.items():
             for kind, value in values.items():
                 names[id(value)] = f"{kind} of '{own.get(param, 'a parameter')}'"

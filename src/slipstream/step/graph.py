@@ -32,7 +32,7 @@ __all__ = ["GraphStep"]
 _REBUILDS = 8
 """As often may what a graph depends on change, as torch may recompile a function."""
 _SETTING_CHANGES = 2
-"""After as many changes of other settings than learning rate, betas and momentum the optimizer steps after the graph."""
+"""After as many changes of settings that the graph holds fixed the optimizer steps after the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -288,8 +288,8 @@ class GraphStep:
             _refuse_python_random()
             # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
             trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-            captured.running = Compiled(graph, self.backend(graph, inputs), trusted)
-            return captured.running
+            captured.running = made = Compiled(graph, self.backend(graph, inputs), trusted)
+            return made
 
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.run = run if self.replayed is None else self.replayed(run)
@@ -415,7 +415,7 @@ class GraphStep:
 
 def _tracing() -> AbstractContextManager[Any]:
     """Return the settings of torch with which a step is captured, if it is."""
-    return torch._dynamo.config.patch(
+    settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
         # A number that a module counts up in forward would otherwise mean a new graph at every step.
         allow_unspec_int_on_nn_module=True,
@@ -424,6 +424,7 @@ def _tracing() -> AbstractContextManager[Any]:
         # NumPy's random numbers would otherwise be drawn from torch's generator.
         use_numpy_random_stream=True,
     )
+    return settings
 
 
 def _refuse_python_random() -> None:

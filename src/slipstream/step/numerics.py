@@ -29,7 +29,7 @@ def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tens
         tensor.copy_(torch.where(finite, tensor, old))
 
 
-def scale_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors by `factor` (0-dim), in place."""
     # Compiled, each product joins the kernel that reads it; eagerly, one call serves all tensors of one device.
     if torch.compiler.is_compiling() or any(tensor.device != factor.device for tensor in tensors):

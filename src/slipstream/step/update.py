@@ -22,7 +22,7 @@ _COUNTERS = ("state_steps", "mu_products", "mus", "etas")
 """State that torch keeps as one number for each parameter, by its names in `_init_group`."""
 
 _OUTSIDE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Those that branch on a count or on values; and Muon, whose bfloat16 updates a learning rate as a tensor would round."""
+"""They branch on a count or on values; Muon's bfloat16 updates would be rounded by a learning rate that is a tensor."""
 
 
 def can_trace(optimizer: Optimizer) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -147,10 +148,14 @@ class Verification:
         rows = [_Row.of(*columns) for columns in self._columns(eager) if columns[0] not in ignored]
         if not any(row.key in updated and row.moved for row in rows):
             return False
-        typical = float(np.median([row.noise / row.size for row in rows if row.size] or [0.0]))
+        typical = {
+            kind: _Typical.of([row for row in rows if row.kind == kind]) for kind in {r.kind for r in rows}
+        }
         for compiler in (False, True):
-            worst = max(rows, key=lambda row: row.excess(compiler, typical))
-            if worst.excess(compiler, typical) > 1:
+            excess, worst = max(
+                ((row.excess(compiler, typical[row.kind]), row) for row in rows), key=itemgetter(0)
+            )
+            if excess > 1:
                 raise WrongNumbersError(worst.message(compiler), compiler)
         return True
 
@@ -186,6 +191,7 @@ class _Row:
 
     key: int
     name: str
+    elements: int
     size: float
     """Of the exact change."""
     moved: bool
@@ -216,6 +222,7 @@ class _Row:
         return cls(
             key,
             name,
+            before.numel(),
             size=size,
             moved=not torch.equal(before, captured),
             noise=_distance(captured, exact) if known else _WITHOUT_REFERENCE / _MULTIPLE * size,
@@ -226,12 +233,19 @@ class _Row:
             else 0.0,
         )
 
-    def excess(self, compiler: bool, typical: float) -> float:
+    @property
+    def kind(self) -> str:
+        """What is comparable: weights, momenta, buffers."""
+        return self.name.partition("'")[0]
+
+    def excess(self, compiler: bool, typical: _Typical) -> float:
         """Return a distance as a multiple of what is tolerated; NaN is infinitely far."""
         distance = self.compiled if compiler else self.eager
         if not np.isfinite(self.noise):  # overflows, as it may in lower precision
             return 0.0
-        allowed = _MULTIPLE * max(self.noise, typical * self.size) + _FLOOR * self.size + 4 * self.digits
+        root = self.elements**0.5
+        noise = max(self.noise, typical.relative * self.size, typical.noise * root)
+        allowed = _MULTIPLE * noise + _FLOOR * max(self.size, typical.size * root) + 4 * self.digits
         if not np.isfinite(distance) or not allowed:
             return float("inf") if distance else 0.0
         return distance / allowed
@@ -240,8 +254,31 @@ class _Row:
         """Return what is off, for people."""
         distance, size = self.compiled if compiler else self.eager, self.size or 1.0
         return (
-            f"{self.name} changes by {self.size:.2e}, and the result is {distance / size:.1e} of that away from the one "
-            f"in float64, where rounding explains {self.noise / size:.1e}"
+            f"{self.name} changes by {self.size:.2e}, and the result is {distance / size:.1e} of that away from the "
+            f"one in float64, where rounding explains {self.noise / size:.1e}"
+        )
+
+
+@dataclass(frozen=True)
+class _Typical:
+    """Medians over all tensors of a kind: a single one may be exact by chance, or have no gradient but rounding."""
+
+    relative: float
+    """Of the rounding error over the change."""
+    noise: float
+    """Of the rounding error of an element."""
+    size: float
+    """Of the change of an element."""
+
+    @classmethod
+    def of(cls, rows: Sequence[_Row]) -> _Typical:
+        finite = [row for row in rows if row.size and np.isfinite(row.noise)]
+        if not finite:
+            return cls(0.0, 0.0, 0.0)
+        return cls(
+            relative=float(np.median([row.noise / row.size for row in finite])),
+            noise=float(np.median([row.noise / row.elements**0.5 for row in finite])),
+            size=float(np.median([row.size / row.elements**0.5 for row in finite])),
         )
 
 

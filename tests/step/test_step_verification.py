@@ -1,0 +1,157 @@
+"""A captured step is verified on copies: what it gets wrong is found, and nothing else is blamed or changed."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graphs import batches, net
+from torch import nn
+
+from slipstream.step.reference import copies, interpret
+from slipstream.step.verification import Captured, Compiled, Verification, WrongNumbersError
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def capture(model, batch, change=None):
+    """Return a captured step of plain gradient descent, and the same step to run eagerly."""
+    params = list(model.parameters())
+
+    def step(x, y):
+        grads = torch.autograd.grad(F.cross_entropy(model(x), y), params)
+        with torch.no_grad():
+            torch._foreach_sub_(params, torch._foreach_mul(grads, 0.1))
+
+    def backend(graph, inputs):
+        return Compiled(graph, (change or (lambda run: run))(graph.forward), verified=False)
+
+    with (
+        torch._dynamo.config.patch(trace_autograd_ops=True),
+        pytest.raises(BaseException) as caught,  # noqa: PT011
+    ):
+        torch.compile(step, fullgraph=True, backend=backend)(*batch)
+    assert isinstance(caught.value, Captured)
+    return caught.value, step
+
+
+def verified(model, batch, change=None, eager=None):
+    captured, step = capture(model, batch, change)
+    names = {id(param): f"the weight '{name}'" for name, param in model.named_parameters()}
+    verification = Verification(captured, torch.device("cpu"), names)
+    (eager or step)(*batch)
+    return verification.compare({}, {id(p) for p in model.parameters()}, set())
+
+
+def deep(width=16, blocks=60):
+    torch.manual_seed(0)
+    layers = [
+        layer for _ in range(blocks) for layer in (nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU())
+    ]
+    return nn.Sequential(nn.Flatten(), nn.Linear(108, width), *layers, nn.Linear(width, 4))
+
+
+def perturbed(run):
+    """Round as another order of additions would."""
+
+    def other(*inputs):
+        with torch.no_grad():
+            for value in inputs:
+                if value.is_floating_point():
+                    value.mul_(1 + 1e-7 * (torch.rand_like(value) - 0.5))
+        return run(*inputs)
+
+    return other
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_right_graph_passes(dtype):
+    x, y = batches(1)[0]
+    assert verified(net().to(dtype), (x.to(dtype), y))
+
+
+def test_nothing_is_changed_by_capture_and_verification():
+    model, batch = net(0.3), batches(1)[0]
+    before = copy.deepcopy(model.state_dict())
+    kept, state = copy.deepcopy(batch), torch.get_rng_state()
+    captured, _ = capture(model, batch)
+    Verification(captured, torch.device("cpu"), {})
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    torch.testing.assert_close(batch, kept, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rounding_of_an_ill_conditioned_network_passes():
+    """Its float32 gradients are far from float64, by torch's own kernels as by any compiler."""
+    x, y = batches(1, size=4)[0]
+    assert verified(deep(), (x, y), perturbed)
+
+
+def test_what_the_compiler_gets_wrong_is_blamed_on_the_compiler():
+    def loses(run):
+        def other(*inputs):
+            kept = inputs[0].detach().clone()
+            run(*inputs)
+            with torch.no_grad():
+                inputs[0].copy_(kept)
+
+        return other
+
+    with pytest.raises(WrongNumbersError, match=r"the weight '\S+' changes by") as caught:
+        verified(net(), batches(1)[0], loses)
+    assert caught.value.compiler
+
+
+def test_what_the_graph_lacks_is_not_blamed_on_the_compiler():
+    model, batch = net(), batches(1)[0]
+
+    def eager(x, y):
+        model[0].weight.register_hook(lambda grad: 1.01 * grad)
+        F.cross_entropy(model(x), y).backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.sub_(0.1 * param.grad)
+
+    with pytest.raises(WrongNumbersError, match=r"'0\.weight'") as caught:
+        verified(model, batch, eager=eager)
+    assert not caught.value.compiler
+
+
+def test_random_numbers_are_the_same_in_float64():
+    model, batch = net(0.5), batches(1)[0]
+    captured, _ = capture(model, batch)
+    results = []
+    for dtype in (None, torch.float64):
+        own = copies(captured.inputs, dtype)
+        torch.manual_seed(3)
+        interpret(captured.compiled.graph, own, double=dtype is not None)
+        results.append([value.double() for value in own if value.is_floating_point()])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+def test_autocast_is_measured_against_float64():
+    """A bfloat16 step is a few percent from float64; that is its rounding, and no defect."""
+    model, (x, y) = net(), batches(1)[0]
+    params = list(model.parameters())
+
+    def step(x, y):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = F.cross_entropy(model(x), y)
+        grads = torch.autograd.grad(loss, params)
+        with torch.no_grad():
+            torch._foreach_sub_(params, torch._foreach_mul(grads, 0.1))
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(BaseException) as caught:  # noqa: PT011
+        torch.compile(
+            step, fullgraph=True, backend=lambda graph, _: Compiled(graph, graph.forward, verified=False)
+        )(x, y)
+    verification = Verification(caught.value, torch.device("cpu"), {})
+    exact = copies(caught.value.inputs, torch.float64)
+    interpret(caught.value.compiled.graph, exact, double=True)
+    assert all(value.dtype == torch.float64 for value in exact if value.is_floating_point())
+    step(x, y)
+    assert verification.compare({}, {id(p) for p in params}, set())
