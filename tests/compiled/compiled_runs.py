@@ -41,6 +41,8 @@ class Training:
     """What the user does after each step: a scheduler's step."""
     watch: Callable[[], Any] = lambda: None
     """What else must be equal at the end."""
+    end: Callable[[], Any] = lambda: None
+    """Takes back what is global."""
 
 
 @dataclass(frozen=True)
@@ -203,8 +205,8 @@ def warnings_of_slipstream():
 def check_plain(case):
     """Without compile the step trains as the loop by hand: this shows that the case itself is right."""
     speed = dict(case.speed)
-    found, _, _ = by_step(made(case), **speed)
-    assert_equal(found, by_hand(made(case), **_of_loop(speed)), case.tolerance)
+    found, _, _ = _ended(by_step, case, **speed)
+    assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
 
 
 def check(case):
@@ -212,10 +214,10 @@ def check(case):
     speed = {"compile": COMPILE, **case.speed}
     if case.expect == REFUSED:
         with pytest.raises(SlipstreamError, match=case.cause):
-            by_step(made(case), **speed)
+            _ended(by_step, case, **speed)
         return
-    found, scope, warnings = by_step(made(case), **speed)
-    assert_equal(found, by_hand(made(case), **_of_loop(speed)), case.tolerance)
+    found, scope, warnings = _ended(by_step, case, **speed)
+    assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
     assert not [line for line in warnings if "defect of the compiler" in line], warnings
     if case.expect == ONE_GRAPH:
         assert (scope, warnings) == ("step", [])
@@ -227,9 +229,14 @@ def check(case):
         assert case.line in warnings[0], warnings
 
 
-def made(case):
+def _ended(train, case, **options):
+    """Build the case's training, and train it."""
     seed()
-    return case.make()
+    training = case.make()
+    try:
+        return train(training, **options)
+    finally:
+        training.end()
 
 
 def assert_equal(found, expected, tolerance):
