@@ -209,12 +209,17 @@ def check_plain(case):
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
 
 
+def check_refused(case, **speed):
+    """An error names the cause before anything is trained."""
+    with pytest.raises(SlipstreamError, match=case.cause):
+        _ended(by_step, case, **speed)
+
+
 def check(case):
     """With compile the numbers are those of the loop by hand, and the step is compiled as expected."""
     speed = {"compile": COMPILE, **case.speed}
     if case.expect == REFUSED:
-        with pytest.raises(SlipstreamError, match=case.cause):
-            _ended(by_step, case, **speed)
+        check_refused(case, **speed)
         return
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
