@@ -223,15 +223,14 @@ def check(case):
         return
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
-    assert not [line for line in warnings if "defect of the compiler" in line], warnings
+    assert "defect of the compiler" not in " ".join(warnings), f"accused: {warnings}"
     if case.expect == ONE_GRAPH:
-        assert (scope, warnings) == ("step", [])
+        assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"
         return
-    assert scope != "step"
-    assert len(warnings) == 1, warnings
-    assert re.search(case.cause, warnings[0], re.IGNORECASE), warnings
-    if case.line:
-        assert case.line in warnings[0], warnings
+    assert scope != "step", "it does not fall back"
+    assert len(warnings) == 1, f"{len(warnings)} warnings: {warnings}"
+    assert re.search(case.cause, warnings[0], re.IGNORECASE), f"cause {case.cause} not in {warnings}"
+    assert case.line in warnings[0], f"line of {case.line} not in {warnings}"
 
 
 def _ended(train, case, **options):
