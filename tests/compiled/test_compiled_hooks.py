@@ -4,7 +4,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 import torch.nn.functional as F
 from compiled_runs import FALLS_BACK, Base, Case, Training, check, check_plain, net, params_of, sgd
 from torch import nn
@@ -245,7 +244,11 @@ _OTHER_HOOKS = {
 }
 OTHER_HOOKS = [
     *(
-        Case(f"{what}, {when}", changed(hook, at, undo), fast=hook in (scales_output, shrinks_before) and at == 5)
+        Case(
+            f"{what}, {when}",
+            changed(hook, at, undo),
+            fast=hook in (scales_output, shrinks_before) and at == 5,
+        )
         for what, hook in _OTHER_HOOKS.items()
         for when, at, undo in (("from the start", 0, None), ("from step 5 to 9", 5, removed))
     ),

@@ -138,7 +138,9 @@ def float_then_tensor():
 
 LEARNING_RATES = [
     *(
-        Case(f"a tensor as learning rate of {kind.__name__}, {name}", partial(tensor_lr, name, kind, **options))
+        Case(
+            f"a tensor as learning rate of {kind.__name__}, {name}", partial(tensor_lr, name, kind, **options)
+        )
         for name in SCHEDULERS
         for kind, options in ((optim.SGD, dict(momentum=0.9)), (optim.AdamW, {}))
     ),

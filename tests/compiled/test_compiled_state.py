@@ -59,8 +59,11 @@ def counting_optimizer():
 
 
 OPTIMIZERS = [
-    *(Case(f"library optimizer {name}", partial(from_library, name), fast=name == "SOAP") for name in LIBRARY),
-    Case("library optimizer Lookahead around SGD", lookahead),
+    *(
+        Case(f"library optimizer {name}", partial(from_library, name), fast=name == "SOAP")
+        for name in LIBRARY
+    ),
+    Case("Lookahead around SGD", lookahead),
     Case("an optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
 ]
 
@@ -302,7 +305,7 @@ LOSSES = [
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
 HOLDS = {
-    "State of optimizers": OPTIMIZERS,
+    "Optimizers of pytorch_optimizer and one's own": OPTIMIZERS,
     "Buffers": BUFFERS,
     "Buffers and averages": AVERAGED,
     "Batches": BATCHES,
