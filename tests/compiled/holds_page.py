@@ -21,7 +21,7 @@ _TABLES = (
 
 _TOP = """## What a compiled step can hold
 
-`tests/compiled` trains {cases} small cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
+`tests/compiled` trains {cases} cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
 without it, and by a plain loop. Losses, weights, buffers, averages and what else a case names must agree within
 {tolerance:g}.
 

@@ -10,8 +10,10 @@ import torch.nn.functional as F
 from compiled_runs import (
     COMPILE,
     FALLS_BACK,
+    TOLERANCE,
     Case,
     Training,
+    assert_equal,
     batches,
     by_hand,
     by_step,
@@ -21,7 +23,9 @@ from compiled_runs import (
     seed,
     sgd,
 )
+from functorch.compile import make_boxed_compiler, nop
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn.utils import parametrizations, prune
 
 from slipstream.zoo import stdc1_seg
@@ -220,3 +224,91 @@ def test_the_eager_step_trains_as_the_loop_by_hand(case):
 @pytest.mark.parametrize("case", params_of(COMPUTED))
 def test_the_compiled_step_trains_as_the_loop_by_hand(case):
     check(case)
+
+
+# ---- a compiler that is wrong -----------------------------------------------------------------------------
+
+
+def _nothing_back(grad, output_size, input_size, align_corners, scales_h=None, scales_w=None):
+    return grad.new_zeros(input_size)
+
+
+def _not_multiplied(grad, output):
+    return grad.clone()
+
+
+def _halved(grad, self, threshold):
+    return grad * (self > threshold) * 0.5
+
+
+DEFECTS = {
+    "the gradient of an interpolation is lost": (torch.ops.aten.upsample_bilinear2d_backward, _nothing_back),
+    "the gradient of tanh is wrong": (torch.ops.aten.tanh_backward, _not_multiplied),
+    "the gradient of ReLU is halved": (torch.ops.aten.threshold_backward, _halved),
+}
+
+
+class Upsampled(nn.Module):
+    """Two heads of different sizes, brought to the size of the input."""
+
+    def __init__(self, classes=5):
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU())
+        self.deep = nn.Sequential(nn.Conv2d(8, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.Tanh())
+        self.heads = nn.ModuleList(nn.Conv2d(8, classes, 1) for _ in range(2))
+
+    def forward(self, x):
+        early = self.stem(x)
+        maps = (self.heads[0](early), self.heads[1](self.deep(early)))
+        return [F.interpolate(m, x.shape[-2:], mode="bilinear", align_corners=False) for m in maps]
+
+
+def cross_entropy_and_dice(outputs, targets):
+    loss = 0.0
+    for scores in outputs:
+        shares, truth = (
+            scores.softmax(1),
+            F.one_hot(targets, scores.shape[1]).permute(0, 3, 1, 2).to(scores.dtype),
+        )
+        overlap, both = (shares * truth).sum((2, 3)), (shares + truth).sum((2, 3))
+        loss = loss + F.cross_entropy(scores, targets) + (1 - (2 * overlap + 1) / (both + 1)).mean()
+    return loss
+
+
+def upsampled(dtype=torch.float64, steps=8, size=16):
+    model = Upsampled().to(torch.float64).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    data = [
+        (
+            torch.randn(4, 3, size, size, generator=generator, dtype=torch.float64).to(dtype),
+            torch.randint(0, 5, (4, size, size), generator=generator),
+        )
+        for _ in range(steps)
+    ]
+    return Training(model, sgd(model), cross_entropy_and_dice, data)
+
+
+@pytest.mark.parametrize("what", DEFECTS)
+def test_a_defect_of_the_compiler_is_found(what):
+    """The backend computes one backward formula wrongly; the training must not."""
+    operator, wrong = DEFECTS[what]
+    wrongly = aot_autograd(fw_compiler=make_boxed_compiler(nop), decompositions={operator.default: wrong})
+    seed()
+    expected = by_hand(upsampled())
+    seed()
+    found, scope, said = by_step(upsampled(), compile=dict(backend=wrongly, cache=False, scope="step"))
+    assert_equal(found, expected, TOLERANCE)
+    assert scope != "step"
+    assert len(said) == 1, said
+    assert "gradient" in said[0]
+
+
+@pytest.mark.slow
+def test_an_interpolation_by_inductor_trains_as_eagerly():
+    """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate; the losses must not show it."""
+    seed()
+    expected = by_hand(upsampled(torch.float32, 4, 64))
+    seed()
+    found, _, said = by_step(upsampled(torch.float32, 4, 64), compile=dict(cache=False))
+    assert len(said) <= 1, said
+    torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)

@@ -344,7 +344,7 @@ RANDOM = [
     Case("a numpy Generator in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("np.random in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
     Case("np.random in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
-    Case("random in forward", drawing(GlobalPython), FALLS_BACK, "random", HERE),
+    Case("random in forward", drawing(GlobalPython)),
     Case("random in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random", HERE),
     Case("a branch on random", drawing(PythonChoice), FALLS_BACK, "random", HERE),
     Case("a random.Random in forward", drawing(OwnPython), FALLS_BACK, "random|rng", HERE),
