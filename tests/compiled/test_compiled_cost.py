@@ -43,12 +43,12 @@ class Counting:
     def __call__(self, graph, inputs):
         self.graphs += 1
         compiled = aot_eager(graph, inputs)
-        self.made.append(weakref.ref(graph))
 
         def run(*args):
             self.runs += 1
             return compiled(*args)
 
+        self.made.append(weakref.ref(run))
         return run
 
 
@@ -223,7 +223,7 @@ def test_python_runs_while_a_graph_is_made_and_no_more():
 
 
 def _train(model=None, close=True, steps=3, **speed):
-    """Train, end the step, and return weak references to the model, the optimizer, the loss and the graphs."""
+    """Train, end the step, and return weak references to what it is made of."""
     model = net() if model is None else model
     optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
     step = accelerate(
@@ -234,17 +234,27 @@ def _train(model=None, close=True, steps=3, **speed):
     assert counting.made
     if close:
         step.close()
-    gone = {"optimizer": weakref.ref(optimizer), "loss": weakref.ref(loss), "step": weakref.ref(step)}
-    return {**gone, "model": weakref.ref(model), **{f"graph {i}": ref for i, ref in enumerate(counting.made)}}
+    weight = next(model.parameters())
+    parts = {"optimizer": optimizer, "loss": loss, "step": step, "model": model}
+    tensors = {"weight": weight, "moment": optimizer.state[weight]["exp_avg"]}
+    gone = {name: weakref.ref(part) for name, part in (parts | tensors).items()}
+    return {**gone, **{f"compiled code {i}": ref for i, ref in enumerate(counting.made)}}
 
 
-def _alive(gone):
+def _alive(gone, code=False):
     gc.collect()
-    return sorted(name for name, ref in gone.items() if ref() is not None)
+    return sorted(
+        name for name, ref in gone.items() if ref() is not None and name.startswith("compiled") == code
+    )
 
 
 def test_a_closed_step_leaves_nothing():
     assert _alive(_train()) == []
+
+
+def test_a_closed_step_leaves_no_compiled_code():
+    """Torch keeps that of any compiled function until torch._dynamo.reset(), or reset_code() of the function."""
+    assert _alive(_train(), code=True) == []
 
 
 def test_a_step_that_is_dropped_without_close_leaves_nothing():
@@ -254,7 +264,7 @@ def test_a_step_that_is_dropped_without_close_leaves_nothing():
 def test_a_model_that_stays_holds_no_closed_step():
     model = net()
     gone = _train(model)
-    del gone["model"]
+    del gone["model"], gone["weight"]
     assert _alive(gone) == []
     model(batches(1)[0][0])
 
