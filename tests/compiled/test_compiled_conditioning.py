@@ -288,6 +288,7 @@ def upsampled(dtype=torch.float64, steps=8, size=16):
     return Training(model, sgd(model), cross_entropy_and_dice, data)
 
 
+@pytest.mark.matrix
 @pytest.mark.parametrize("what", DEFECTS)
 def test_a_defect_of_the_compiler_is_found(what):
     """The backend computes one backward formula wrongly; the training must not."""

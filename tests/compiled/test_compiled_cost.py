@@ -257,10 +257,12 @@ def test_a_closed_step_leaves_no_compiled_code():
     assert _alive(_train(), code=True) == []
 
 
+@pytest.mark.matrix
 def test_a_step_that_is_dropped_without_close_leaves_nothing():
     assert _alive(_train(close=False)) == []
 
 
+@pytest.mark.matrix
 def test_a_model_that_stays_holds_no_closed_step():
     model = net()
     gone = _train(model)
@@ -269,10 +271,12 @@ def test_a_model_that_stays_holds_no_closed_step():
     model(batches(1)[0][0])
 
 
+@pytest.mark.matrix
 def test_steps_with_average_and_accumulation_leave_nothing():
     assert _alive(_train(ema=dict(decay=0.9, type="constant"), accumulate=2, steps=4)) == []
 
 
+@pytest.mark.matrix
 def test_a_step_that_fell_back_leaves_nothing():
     class Item(Base):
         def change(self, x):
@@ -281,6 +285,7 @@ def test_a_step_that_fell_back_leaves_nothing():
     assert _alive(_train(Item())) == []
 
 
+@pytest.mark.matrix
 def test_many_steps_one_after_the_other_keep_their_numbers():
     """Torch counts the graphs of a function in a process: the ninth step must not fall back for the first eight."""
     for number in range(10):
