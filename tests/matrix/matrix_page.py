@@ -1,5 +1,6 @@
 """The page docs/matrix.md, as the tests have it: `python tests/matrix/matrix_page.py` writes it."""
 
+import sys
 from pathlib import Path
 
 from matrix_by_hand import WINDOW
@@ -9,6 +10,7 @@ from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
 from slipstream.speed.refused import REFUSED as REFUSED_PLANS
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
+COMPILED = Path(__file__).parents[1] / "compiled"
 
 _TOP = """# Every lever with every other
 
@@ -78,6 +80,10 @@ def table(processes):
 
 def render():
     """Return the page."""
+    if str(COMPILED) not in sys.path:
+        sys.path.append(str(COMPILED))
+    from holds_page import holds
+
     count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
     nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
     found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
@@ -94,6 +100,7 @@ def render():
             plans=plans,
             breaks=", ".join(" + ".join(pair) for pair in BREAKS),
         ),
+        holds(),
     ]
     return "\n".join(parts)
 

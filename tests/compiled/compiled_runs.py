@@ -1,0 +1,274 @@
+"""Trains a case by `accelerate` and by a plain loop, and compares: only the public interface is used."""
+
+import logging
+import random
+import re
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream import accelerate
+from slipstream.errors import SlipstreamError
+
+STEPS = 12
+TOLERANCE = dict(rtol=1e-9, atol=1e-12)
+"""In float64: rounding in another order is 1e-16 in each operation, and 12 steps of a small network amplify it."""
+COMPILE = dict(backend="aot_eager", cache=False)
+DECAY = 0.9
+EMA = dict(decay=DECAY, type="constant")
+
+ONE_GRAPH, FALLS_BACK, REFUSED = "one graph", "falls back", "refused"
+
+
+@dataclass
+class Training:
+    """What is trained: made twice by a case's builder, from the same seed."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: Callable[[Any, Any], torch.Tensor] = F.mse_loss
+    batches: list[Any] = field(default_factory=lambda: batches())
+    before: dict[int, Callable[["Training"], Any]] = field(default_factory=dict)
+    """What the user does before step k, counted from 1."""
+    after: Callable[[], Any] = lambda: None
+    """What the user does after each step: a scheduler's step."""
+    watch: Callable[[], Any] = lambda: None
+    """What else must be equal at the end."""
+    end: Callable[[], Any] = lambda: None
+    """Takes back what is global."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training, and what a compiled step must make of it.
+
+    Args:
+        what: names it in the test's id and on the page.
+        make: builds the training.
+        expect: ONE_GRAPH, FALLS_BACK or REFUSED.
+        cause: a regular expression that the only warning, or the error, must match.
+        line: the user's file, if the warning must name it.
+        speed: further options.
+        fast: whether `make test` runs it; `make matrix` runs the others.
+        tolerance: where another precision than float64 is used.
+    """
+
+    what: str
+    make: Callable[[], Training]
+    expect: str = ONE_GRAPH
+    cause: str = ""
+    line: str = ""
+    speed: dict[str, Any] = field(default_factory=dict)
+    remark: str = ""
+    fast: bool = False
+    tolerance: dict[str, float] = field(default_factory=lambda: TOLERANCE)
+    slow: bool = False
+
+
+def params_of(cases, fast_only=False):
+    """Return the cases as parameters of a test."""
+    marks = {(False, False): [pytest.mark.matrix], (False, True): [pytest.mark.slow]}
+    return [
+        pytest.param(case, id=case.what, marks=[] if fast_only else marks.get((case.fast, case.slow), []))
+        for case in cases
+    ]
+
+
+# ---- small parts ------------------------------------------------------------------------------------------
+
+
+def seed(number=0):
+    torch.manual_seed(number)
+    np.random.seed(number)
+    random.seed(number)
+
+
+def batches(count=STEPS, size=6, features=4, outputs=3, number=7):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(count, size, features, generator=generator, dtype=torch.float64)
+    y = torch.randn(count, size, outputs, generator=generator, dtype=torch.float64)
+    return [(x[i].clone(), y[i].clone()) for i in range(count)]
+
+
+def net():
+    """Return a small network with BatchNorm; a bias before it would get rounding errors for a gradient."""
+    return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def sgd(model, lr=0.05, **options):
+    return torch.optim.SGD(model.parameters(), **{"lr": lr, "momentum": 0.9, **options})
+
+
+class Base(nn.Module):
+    """A network whose `change` sees the activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 8).double(), nn.Linear(8, 3).double()
+
+    def change(self, x):
+        return x
+
+    def forward(self, x):
+        return self.last(self.change(torch.tanh(self.first(x))))
+
+
+# ---- both trainings ---------------------------------------------------------------------------------------
+
+
+def by_hand(training, window=1, decay=None):
+    """Train as a user's own loop does; return what is compared."""
+    seed(1)
+    losses, average = [], None
+    for number, (*inputs, targets) in enumerate(training.batches, 1):
+        training.before.get(number, lambda _: None)(training)
+        loss = training.loss(training.model(*inputs), targets)
+        (loss / window).backward()
+        if number % window == 0:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            if decay is not None:
+                average = _averaged(average, training.model, decay)
+        training.after()
+        losses.append(loss.detach().clone())
+    return _result(training, losses, average)
+
+
+def _averaged(average, model, decay):
+    now = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    if average is None:
+        return now
+    return {
+        name: decay * average[name] + (1 - decay) * value if value.is_floating_point() else value
+        for name, value in now.items()
+    }
+
+
+def by_step(training, **speed):
+    """Train by `accelerate`; return what is compared, what is compiled at the end, and the warnings."""
+    with warnings_of_slipstream() as said:
+        step = accelerate(training.model, training.optimizer, training.loss, speed=speed)
+        seed(1)
+        losses, average = [], None
+        for number, batch in enumerate(training.batches, 1):
+            training.before.get(number, lambda _: None)(training)
+            losses.append(step(batch)["loss"].detach().clone())
+            training.after()
+        scope = compiled_scope(step) if "compile" in speed else None
+        if "ema" in speed:
+            with step.averaged() as model:
+                average = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        warnings = list(said)
+        step.close()
+    return _result(training, losses, average), scope, warnings
+
+
+def compiled_scope(step):
+    """Return what of a step is compiled now: "step", "model", "block" or None."""
+    return step.compiled_scope
+
+
+def _result(training, losses, average):
+    return {
+        "losses": torch.stack(losses),
+        "state": {name: value.detach().clone() for name, value in training.model.state_dict().items()},
+        "gradients": [p.grad for p in training.optimizer.param_groups[0]["params"]],
+        "average": average,
+        "watched": training.watch(),
+    }
+
+
+@contextmanager
+def warnings_of_slipstream():
+    """Collect what the logger "slipstream" warns of inside the block."""
+    said = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("slipstream")
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+# ---- the contract -----------------------------------------------------------------------------------------
+
+
+def check_plain(case):
+    """Without compile the step trains as the loop by hand: this shows that the case itself is right."""
+    speed = dict(case.speed)
+    found, _, _ = _ended(by_step, case, **speed)
+    assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
+
+
+def check_refused(case, **speed):
+    """An error names the cause before anything is trained."""
+    with pytest.raises(SlipstreamError, match=case.cause):
+        _ended(by_step, case, **speed)
+
+
+def check(case):
+    """With compile the numbers are those of the loop by hand, and the step is compiled as expected."""
+    speed = {"compile": COMPILE, **case.speed}
+    if case.expect == REFUSED:
+        check_refused(case, **speed)
+        return
+    found, scope, warnings = _ended(by_step, case, **speed)
+    assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
+    assert "defect of the compiler" not in " ".join(warnings), f"accused: {warnings}"
+    if case.expect == ONE_GRAPH:
+        assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"
+        return
+    assert scope != "step", "it does not fall back"
+    assert len(warnings) == 1, f"{len(warnings)} warnings: {warnings}"
+    assert re.search(case.cause, warnings[0], re.IGNORECASE), f"cause {case.cause} not in {warnings}"
+    assert case.line in warnings[0], f"line of {case.line} not in {warnings}"
+
+
+def _ended(train, case, **options):
+    """Build the case's training, and train it."""
+    seed()
+    training = case.make()
+    try:
+        return train(training, **options)
+    finally:
+        training.end()
+
+
+def assert_equal(found, expected, tolerance):
+    torch.testing.assert_close(found["losses"], expected["losses"], **tolerance, msg=_numbers("losses"))
+    for what in ("state", "gradients", "average", "watched"):
+        _close(found[what], expected[what], tolerance, what)
+
+
+def _close(found, expected, tolerance, what):
+    """Compare numbers within dicts and lists; None equals None."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), what
+        for name in expected:
+            _close(found[name], expected[name], tolerance, f"{what}: {name}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), f"{what}: {len(found)} values, not {len(expected)}"
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            _close(one, other, tolerance, f"{what}[{number}]")
+    elif isinstance(expected, torch.Tensor | float):
+        assert found is not None, f"{what}: None"
+        torch.testing.assert_close(found, expected, **tolerance, msg=_numbers(what))
+    else:
+        assert found == expected, f"{what}: {found}, not {expected}"
+
+
+def _numbers(what):
+    return lambda message: f"wrong numbers in {what}: {message}"
+
+
+def _of_loop(speed):
+    return {"window": speed.get("accumulate", 1), "decay": DECAY if "ema" in speed else None}

@@ -1,0 +1,62 @@
+"""The section of docs/matrix.md about compiled steps, from the tables that the tests check."""
+
+import test_compiled_capture
+import test_compiled_conditioning
+import test_compiled_cost
+import test_compiled_hooks
+import test_compiled_memory
+import test_compiled_optimizers
+import test_compiled_state
+from compiled_runs import FALLS_BACK, ONE_GRAPH, REFUSED, STEPS, TOLERANCE
+
+_TABLES = (
+    test_compiled_state,
+    test_compiled_memory,
+    test_compiled_hooks,
+    test_compiled_optimizers,
+    test_compiled_conditioning,
+    test_compiled_cost,
+    test_compiled_capture,
+)
+
+_TOP = """## What a compiled step can hold
+
+`tests/compiled` trains {cases} cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
+without it, and by a plain loop. Losses, weights, buffers, averages and what else a case names must agree within
+{tolerance:g}.
+
+- *{one}*: the whole step stays one graph until the end, and nothing is warned of.
+- *{back}*: the numbers are the same. One warning names the cause, and the user's line where there is one.
+- *{refused}*: an error names the remedy before anything is trained.
+
+Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
+
+| what | compiled | remark |
+|---|---|---|
+"""
+
+
+def holds():
+    """Return the section."""
+    groups = {title: cases for table in _TABLES for title, cases in table.HOLDS.items()}
+    top = _TOP.format(
+        cases=sum(map(len, groups.values())),
+        steps=STEPS,
+        tolerance=TOLERANCE["rtol"],
+        one=ONE_GRAPH,
+        back=FALLS_BACK,
+        refused=REFUSED,
+    )
+    return top + "".join(row for title, cases in groups.items() for row in _rows(title, cases))
+
+
+def _rows(title, cases):
+    """Return the rows of a group: one for each way in which its cases are compiled."""
+    for expect in (ONE_GRAPH, FALLS_BACK, REFUSED):
+        found = [case for case in cases if case.expect == expect]
+        if found:
+            names = "; ".join(case.what for case in found)
+            remarks = [f"{case.what}: {case.remark}" for case in found if case.remark]
+            if any(case.line for case in found):
+                remarks.append("the warning names the line")
+            yield f"| **{title}:** {names} | {expect} | {'; '.join(remarks)} |\n"

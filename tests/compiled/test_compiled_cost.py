@@ -1,0 +1,299 @@
+"""What a compiled step costs: graphs for settings that change in each step, and memory that is given back."""
+
+import gc
+import weakref
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_runs import (
+    STEPS,
+    TOLERANCE,
+    Base,
+    Case,
+    Training,
+    assert_equal,
+    batches,
+    by_hand,
+    by_step,
+    check_plain,
+    net,
+    params_of,
+    seed,
+    sgd,
+)
+from torch import nn, optim
+from torch._dynamo.backends.debugging import aot_eager
+from torch.optim import lr_scheduler
+
+from slipstream import accelerate
+
+MOST_GRAPHS = 3
+"""One, another where a number is first seen to change, and one to spare."""
+
+
+class Counting:
+    """A compiler that counts graphs, and how often they are run."""
+
+    def __init__(self):
+        self.graphs = self.runs = 0
+        self.made = []
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        compiled = aot_eager(graph, inputs)
+
+        def run(*args):
+            self.runs += 1
+            return compiled(*args)
+
+        self.made.append(weakref.ref(run))
+        return run
+
+
+# ---- settings that change in each step --------------------------------------------------------------------
+
+
+def one_cycle(kind, **options):
+    model = net()
+    optimizer = kind(model.parameters(), lr=0.01, **options)
+    schedule = lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 2)
+    return Training(model, optimizer, after=schedule.step)
+
+
+def scheduled(name, change, kind, **options):
+    """The user changes a setting of the optimizer after each step."""
+    model = net()
+    optimizer = kind(model.parameters(), **options)
+    group = optimizer.param_groups[0]
+    return Training(model, optimizer, after=lambda: group.update({name: change(group[name])}))
+
+
+class Dropping(Base):
+    """Dropout whose rate the user changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(0.1)
+
+    def change(self, x):
+        return self.drop(x)
+
+
+def dropout_rates():
+    model = Dropping()
+
+    def more():
+        model.drop.p += 0.03
+
+    return Training(model, sgd(model), after=more)
+
+
+class Counted(Base):
+    """A float that forward counts, and by which it divides."""
+
+    def __init__(self):
+        super().__init__()
+        self.time = 0.0
+
+    def change(self, x):
+        self.time += 0.25
+        return x / (1 + self.time)
+
+
+class Warmed(Base):
+    """A share that the user sets in each step."""
+
+    share = 0.1
+
+    def change(self, x):
+        return x * self.share
+
+
+def counted():
+    model = Counted()
+    return Training(model, sgd(model), watch=lambda: model.time)
+
+
+def set_in_loop():
+    model = Warmed()
+
+    def warm():
+        model.share += 0.07
+
+    return Training(model, sgd(model), after=warm)
+
+
+class Weighted:
+    """A loss whose weight falls in each step."""
+
+    weight = 1.0
+
+    def __call__(self, scores, targets):
+        return self.weight * F.mse_loss(scores, targets)
+
+
+def weighted_loss():
+    model, loss = net(), Weighted()
+
+    def lower():
+        loss.weight *= 0.9
+
+    return Training(model, sgd(model), loss, after=lower)
+
+
+def batch_norm_momentum():
+    model = net()
+
+    def lower():
+        model[1].momentum *= 0.9
+
+    return Training(model, sgd(model), after=lower)
+
+
+_LESS = lambda value: value * 0.9  # noqa: E731
+SCHEDULES = [
+    Case("OneCycleLR with NAdam", partial(one_cycle, optim.NAdam)),
+    Case("OneCycleLR with RMSprop", partial(one_cycle, optim.RMSprop)),
+    Case("OneCycleLR with Adam", partial(one_cycle, optim.Adam), fast=True),
+    Case("OneCycleLR with RAdam", partial(one_cycle, optim.RAdam)),
+    Case("OneCycleLR with SGD", partial(one_cycle, optim.SGD, momentum=0.9)),
+    Case(
+        "weight decay of AdamW",
+        partial(scheduled, "weight_decay", _LESS, optim.AdamW, lr=0.01, weight_decay=0.1),
+    ),
+    Case(
+        "weight decay of SGD", partial(scheduled, "weight_decay", _LESS, optim.SGD, lr=0.05, weight_decay=0.1)
+    ),
+    Case("eps of Adam", partial(scheduled, "eps", _LESS, optim.Adam, lr=0.01, eps=0.1)),
+    Case("alpha of RMSprop", partial(scheduled, "alpha", _LESS, optim.RMSprop, lr=0.01)),
+    Case("a dropout rate", dropout_rates),
+    Case("a float that forward counts", counted, fast=True),
+    Case("a float of the model that the loop sets", set_in_loop),
+    Case("a float of the loss that the loop sets", weighted_loss),
+    Case("the momentum of BatchNorm", batch_norm_momentum),
+]
+HOLDS = {"Settings that change in each step": SCHEDULES}
+
+
+@pytest.mark.parametrize("case", params_of(SCHEDULES, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of(SCHEDULES))
+def test_a_setting_that_changes_in_each_step_takes_three_graphs_at_most(case):
+    seed()
+    expected = by_hand(case.make())
+    seed()
+    counting = Counting()
+    found, scope, warnings = by_step(case.make(), compile=dict(backend=counting, cache=False))
+    assert_equal(found, expected, TOLERANCE)
+    assert scope == "step", warnings
+    assert warnings == []
+    assert counting.graphs <= MOST_GRAPHS, f"{counting.graphs} graphs"
+    assert counting.runs >= STEPS - MOST_GRAPHS, f"graphs ran in {counting.runs} steps of {STEPS}"
+
+
+def test_python_runs_while_a_graph_is_made_and_no_more():
+    """The model's forward runs in Python for the first steps only; the counter in it goes on."""
+    seen = []
+
+    class Seen(Base):
+        calls = 0
+
+        def change(self, x):
+            if not torch.compiler.is_compiling():
+                seen.append(1)
+            self.calls += 1
+            return x
+
+    model = Seen()
+    step = accelerate(
+        model, sgd(model), F.mse_loss, speed=dict(compile=dict(backend=Counting(), cache=False))
+    )
+    for batch in batches(STEPS):
+        step(batch)
+    assert model.calls == STEPS
+    assert len(seen) <= MOST_GRAPHS
+
+
+# ---- memory -----------------------------------------------------------------------------------------------
+
+
+def _train(model=None, close=True, steps=3, **speed):
+    """Train, end the step, and return weak references to what it is made of."""
+    model = net() if model is None else model
+    optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
+    step = accelerate(
+        model, optimizer, loss, speed=dict(compile=dict(backend=counting, cache=False), **speed)
+    )
+    for batch in batches(steps):
+        step(batch)
+    assert counting.made
+    if close:
+        step.close()
+    weight = next(model.parameters())
+    parts = {"optimizer": optimizer, "loss": loss, "step": step, "model": model}
+    tensors = {"weight": weight, "moment": optimizer.state[weight]["exp_avg"]}
+    gone = {name: weakref.ref(part) for name, part in (parts | tensors).items()}
+    return {**gone, **{f"compiled code {i}": ref for i, ref in enumerate(counting.made)}}
+
+
+def _alive(gone, code=False):
+    gc.collect()
+    return sorted(
+        name for name, ref in gone.items() if ref() is not None and name.startswith("compiled") == code
+    )
+
+
+def test_a_closed_step_leaves_nothing():
+    assert _alive(_train()) == []
+
+
+def test_a_closed_step_leaves_no_compiled_code():
+    """Torch keeps that of any compiled function until torch._dynamo.reset(), or reset_code() of the function."""
+    assert _alive(_train(), code=True) == []
+
+
+@pytest.mark.matrix
+def test_a_step_that_is_dropped_without_close_leaves_nothing():
+    assert _alive(_train(close=False)) == []
+
+
+@pytest.mark.matrix
+def test_a_model_that_stays_holds_no_closed_step():
+    model = net()
+    gone = _train(model)
+    del gone["model"], gone["weight"]
+    assert _alive(gone) == []
+    model(batches(1)[0][0])
+
+
+@pytest.mark.matrix
+def test_steps_with_average_and_accumulation_leave_nothing():
+    assert _alive(_train(ema=dict(decay=0.9, type="constant"), accumulate=2, steps=4)) == []
+
+
+@pytest.mark.matrix
+def test_a_step_that_fell_back_leaves_nothing():
+    class Item(Base):
+        def change(self, x):
+            return x / (1 + abs(x.detach().mean().item()))
+
+    assert _alive(_train(Item())) == []
+
+
+@pytest.mark.matrix
+def test_many_steps_one_after_the_other_keep_their_numbers():
+    """Torch counts the graphs of a function in a process: the ninth step must not fall back for the first eight."""
+    for number in range(10):
+        seed(number)
+        hand = by_hand(Training(model := net(), sgd(model)))
+        seed(number)
+        found, scope, warnings = by_step(
+            Training(model := net(), sgd(model)), compile=dict(backend="aot_eager", cache=False)
+        )
+        assert_equal(found, hand, TOLERANCE)
+        assert (scope, warnings) == ("step", [])

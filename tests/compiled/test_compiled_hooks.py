@@ -1,0 +1,271 @@
+"""Parts of a step that a graph may leave out: hooks, and what the user changes between two steps."""
+
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch.nn.functional as F
+from compiled_runs import FALLS_BACK, Base, Case, Training, check, check_plain, net, params_of, sgd
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+HERE = Path(__file__).name
+
+
+def changed(change, at=1, undo=None, make=sgd, module=net):
+    """Return a builder whose user calls `change(training)` before a step, and perhaps takes it back before step 9."""
+
+    def build():
+        model = module()
+        training, seen = Training(model, make(model)), []
+        handles = []
+
+        def act(training):
+            handles.append(change(training, seen))
+
+        if at == 0:
+            act(training)
+        else:
+            training.before[at] = act
+        if undo is not None:
+            training.before[9] = lambda _: undo(handles[0])
+        training.watch = lambda: seen
+        training.end = lambda: [handle.remove() for handle in handles if handle is not None]
+        return training
+
+    return build
+
+
+def removed(handle):
+    handle.remove()
+
+
+# ---- hooks of parameters ----------------------------------------------------------------------------------
+
+
+def halves(training, seen):
+    """Halve the gradient of the first weight."""
+    return training.model[0].weight.register_hook(lambda grad: grad * 0.5)
+
+
+def records(training, seen):
+    """Record a gradient that is used as it is."""
+    return training.model[3].weight.register_hook(lambda grad: seen.append(grad.clone()))
+
+
+def clips_after(training, seen):
+    """Clip the gradient where it has been accumulated."""
+
+    def clip(param):
+        seen.append(1)
+        param.grad.clamp_(-0.01, 0.01)
+
+    return training.model[3].weight.register_post_accumulate_grad_hook(clip)
+
+
+def prehook_of_accumulation(training, seen):
+    """Halve the gradient at its node of the autograd graph."""
+    weight = training.model[3].weight
+    node = weight.view_as(weight).grad_fn.next_functions[0][0]
+    training.node = node  # torch keeps the hook for as long as the node lives
+    return node.register_prehook(lambda grads: (grads[0] * 0.5,))
+
+
+def module_backward(training, seen):
+    def hook(module, grad_input, grad_output):
+        seen.append(grad_output[0].clone())
+        return (grad_input[0] * 0.5,)
+
+    return training.model[3].register_full_backward_hook(hook)
+
+
+def module_backward_pre(training, seen):
+    return training.model[3].register_full_backward_pre_hook(lambda module, grad: (grad[0] * 0.5,))
+
+
+def global_backward(training, seen):
+    hook = nn.modules.module.register_module_full_backward_hook
+    return hook(lambda module, grad_input, grad_output: seen.append(type(module).__name__))
+
+
+_GRADIENT_HOOKS = {
+    "Tensor.register_hook": halves,
+    "Tensor.register_hook that records": records,
+    "a hook of the accumulated gradient": clips_after,
+    "a hook of the accumulating node": prehook_of_accumulation,
+    "a module's full backward hook": module_backward,
+    "a module's full backward pre-hook": module_backward_pre,
+    "a global backward hook of modules": global_backward,
+}
+GRADIENT_HOOKS = [
+    Case(
+        f"{what}, {when}",
+        changed(hook, at, undo),
+        FALLS_BACK,
+        "hook",
+        fast=hook in (halves, clips_after) and at == 5 and undo is None,
+    )
+    for what, hook in _GRADIENT_HOOKS.items()
+    for when, at, undo in (
+        ("from the start", 0, None),
+        ("from step 5 on", 5, None),
+        ("from step 5 to 9", 5, removed),
+        ("from the start to step 9", 0, removed),
+    )
+    if hook in (halves, clips_after, module_backward) or undo is None
+]
+
+
+class HookInside(Base):
+    """A tensor hook inside forward."""
+
+    def change(self, x):
+        x.register_hook(lambda grad: grad * 0.5)
+        return x
+
+
+class HookOnOutput(nn.Sequential):
+    """A hook on the result of a layer, which records."""
+
+    def forward(self, x):
+        x = super().forward(x)
+        x.register_hook(self.seen.append)
+        return x
+
+
+def hook_on_output():
+    model = HookOnOutput(*net())
+    model.seen = []
+    return Training(model, sgd(model), watch=lambda: model.seen)
+
+
+def hook_in_loss():
+    model = net()
+
+    def loss(scores, targets):
+        scores.register_hook(lambda grad: grad.sign() * 0.01)
+        return F.mse_loss(scores, targets)
+
+    return Training(model, sgd(model), loss)
+
+
+def retained():
+    """The loop reads the gradient of an activation after each step."""
+    model, seen = net(), []
+
+    def keep(module, args, output):
+        output.retain_grad()
+        model.kept = output
+
+    model[0].register_forward_hook(keep)
+    return Training(model, sgd(model), after=lambda: seen.append(model.kept.grad.clone()), watch=lambda: seen)
+
+
+INSIDE = [
+    Case("a tensor hook inside forward", lambda: (m := HookInside()) and Training(m, sgd(m)), fast=True),
+    Case("a tensor hook that records", hook_on_output, FALLS_BACK, "hook"),
+    Case("a tensor hook in the loss", hook_in_loss),
+    Case("retain_grad of an activation", retained, FALLS_BACK, "retain_grad", HERE),
+]
+
+
+# ---- forward hooks, and those of the optimizer ------------------------------------------------------------
+
+
+def scales_output(training, seen):
+    return training.model[1].register_forward_hook(lambda module, args, output: output * 0.5)
+
+
+def scales_input(training, seen):
+    return training.model[3].register_forward_pre_hook(lambda module, args: (args[0] * 0.5,))
+
+
+def global_forward(training, seen):
+    hook = nn.modules.module.register_module_forward_hook
+    return hook(lambda module, args, output: output * 0.5 if isinstance(module, nn.Tanh) else None)
+
+
+def shrinks_before(training, seen):
+    """Shrink gradients before the optimizer's step."""
+
+    def hook(optimizer, args, kwargs):
+        seen.append(1)
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.mul_(0.5)
+
+    return training.optimizer.register_step_pre_hook(hook)
+
+
+def rounds_after(training, seen):
+    """Move weights after the optimizer's step."""
+
+    def hook(optimizer, args, kwargs):
+        for param in optimizer.param_groups[0]["params"]:
+            param.data.clamp_(-0.3, 0.3)
+
+    return training.optimizer.register_step_post_hook(hook)
+
+
+def _all_shrink(training, optimizer, args, kwargs):
+    if optimizer is training.optimizer:
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.mul_(0.5)
+
+
+def global_before(training, seen):
+    return register_optimizer_step_pre_hook(partial(_all_shrink, training))
+
+
+def global_after(training, seen):
+    return register_optimizer_step_post_hook(lambda optimizer, args, kwargs: seen.append(type(optimizer)))
+
+
+def patched_step(training, seen):
+    """Replace the optimizer's step by one that also counts and shrinks."""
+    optimizer, original = training.optimizer, training.optimizer.step
+
+    def step(closure=None):
+        seen.append(1)
+        for param in optimizer.param_groups[0]["params"]:
+            param.grad.mul_(0.5)
+        return original(closure)
+
+    optimizer.step = step
+
+
+_OTHER_HOOKS = {
+    "a forward hook": scales_output,
+    "a forward pre-hook": scales_input,
+    "a global forward hook": global_forward,
+    "a pre-hook of the optimizer's step": shrinks_before,
+    "a post-hook of the optimizer's step": rounds_after,
+    "a global pre-hook of optimizers": global_before,
+    "a global post-hook of optimizers": global_after,
+}
+OTHER_HOOKS = [
+    *(
+        Case(
+            f"{what}, {when}",
+            changed(hook, at, undo),
+            fast=hook in (scales_output, shrinks_before) and at == 5,
+        )
+        for what, hook in _OTHER_HOOKS.items()
+        for when, at, undo in (("from the start", 0, None), ("from step 5 to 9", 5, removed))
+    ),
+    Case("optimizer.step replaced, from the start", changed(patched_step, 0)),
+    Case("optimizer.step replaced, from step 5 on", changed(patched_step, 5)),
+]
+
+
+CASES = [*GRADIENT_HOOKS, *INSIDE, *OTHER_HOOKS]
+HOLDS = {"Hooks of gradients": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
+
+
+@pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+    check(case)

@@ -1,0 +1,364 @@
+"""What Python keeps between steps: attributes, lists, counters, hidden states, and generators of random numbers."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_runs import (
+    COMPILE,
+    FALLS_BACK,
+    Base,
+    Case,
+    Training,
+    by_hand,
+    by_step,
+    check,
+    check_plain,
+    params_of,
+    seed,
+    sgd,
+)
+from torch import nn
+
+HERE = Path(__file__).name
+
+
+def of(module, *watched, loss=F.mse_loss):
+    """Return a builder of a training of this class of network, which compares these attributes at the end."""
+
+    def make():
+        model = module()
+        return Training(model, sgd(model), loss, watch=lambda: [getattr(model, name) for name in watched])
+
+    return make
+
+
+class PlainTensor(Base):
+    """A running mean as a plain attribute, assigned anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(8, dtype=torch.float64)
+
+    def change(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class PlainInPlace(PlainTensor):
+    def change(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - self.mean
+
+
+class FromNone(PlainTensor):
+    """The attribute is None until the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = None
+
+    def change(self, x):
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return x - self.mean
+
+
+class InDict(Base):
+    """A dict of tensors, one of which is replaced."""
+
+    def __init__(self):
+        super().__init__()
+        self.memory = {"mean": torch.zeros(8, dtype=torch.float64), "steps": 0}
+
+    def change(self, x):
+        self.memory["mean"] = 0.5 * self.memory["mean"] + 0.5 * x.detach().mean(0)
+        self.memory["steps"] += 1
+        return x - self.memory["mean"]
+
+
+class Growing(Base):
+    """Keeps the mean of each step in a list that it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def change(self, x):
+        self.seen.append(x.detach().mean(0))
+        return x - torch.stack(self.seen).mean(0)
+
+
+class Queue(Base):
+    """A list of three tensors, the oldest of which goes."""
+
+    def __init__(self):
+        super().__init__()
+        self.queue = [torch.zeros(8, dtype=torch.float64) for _ in range(3)]
+
+    def change(self, x):
+        self.queue = [*self.queue[1:], x.detach().mean(0)]
+        return x - (self.queue[0] + self.queue[1] + self.queue[2]) / 3
+
+
+class Counter(Base):
+    """A whole number that grows and takes part."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def change(self, x):
+        self.calls += 1
+        return x / self.calls
+
+
+class Unused(Base):
+    """A number that grows and takes no part."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.time = 0, 0.0
+
+    def change(self, x):
+        self.calls, self.time = self.calls + 1, self.time + 0.25
+        return x
+
+
+class Every(Base):
+    """Branches on a number that grows: every third step is another."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def change(self, x):
+        self.calls += 1
+        return x * 0.5 if self.calls % 3 == 0 else x
+
+
+class Decaying(Base):
+    """A float that falls and takes part."""
+
+    def __init__(self):
+        super().__init__()
+        self.share = 1.0
+
+    def change(self, x):
+        self.share *= 0.9
+        return x * self.share
+
+
+ATTRIBUTES = [
+    Case("a tensor attribute that forward assigns", of(PlainTensor, "mean"), fast=True),
+    Case("a tensor attribute that forward changes in place", of(PlainInPlace, "mean")),
+    Case("an attribute that is None before the first step", of(FromNone, "mean")),
+    Case("tensors and numbers in a dict", of(InDict, "memory")),
+    Case("a list of tensors that grows", of(Growing, "seen"), FALLS_BACK, "seen|list|Growing"),
+    Case("a queue of three tensors", of(Queue, "queue")),
+    Case("an int that forward counts and uses", of(Counter, "calls"), fast=True),
+    Case("an int and a float that forward counts alone", of(Unused, "calls", "time")),
+    Case("a branch on an int that forward counts", of(Every, "calls")),
+    Case("a float that falls in each step", of(Decaying, "share")),
+]
+
+
+# ---- truncated backpropagation through time ---------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """Keeps its hidden state between steps."""
+
+    def __init__(self, attached=False):
+        super().__init__()
+        self.cell, self.last = nn.GRUCell(4, 8).double(), nn.Linear(8, 3).double()
+        self.hidden, self.attached = torch.zeros(6, 8, dtype=torch.float64), attached
+
+    def forward(self, x):
+        hidden = self.cell(x, self.hidden)
+        self.hidden = hidden if self.attached else hidden.detach()
+        return self.last(hidden)
+
+
+class DetachesLater(Recurrent):
+    """Keeps the state with its graph, and detaches it in the next step."""
+
+    def forward(self, x):
+        self.hidden = self.cell(x, self.hidden.detach())
+        return self.last(self.hidden)
+
+
+class InBuffer(nn.Module):
+    """Keeps hidden and cell state of an LSTM in buffers that it overwrites."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.last = nn.LSTMCell(4, 8).double(), nn.Linear(8, 3).double()
+        self.register_buffer("hidden", torch.zeros(6, 8, dtype=torch.float64))
+        self.register_buffer("memory", torch.zeros(6, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        hidden, memory = self.cell(x, (self.hidden.clone(), self.memory.clone()))
+        self.hidden.copy_(hidden.detach())
+        self.memory.copy_(memory.detach())
+        return self.last(hidden)
+
+
+class DetachedByUser(Recurrent):
+    """The user's loop detaches it between the steps."""
+
+    def __init__(self):
+        super().__init__(attached=True)
+
+
+def detached_between():
+    model = DetachedByUser()
+
+    def detach():
+        model.hidden = model.hidden.detach()
+
+    return Training(model, sgd(model), after=detach, watch=lambda: model.hidden)
+
+
+TBPTT = [
+    Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
+    Case("a hidden state that is detached a step later", of(DetachesLater)),
+    Case("hidden states in buffers", of(InBuffer)),
+    Case("a hidden state that the loop detaches", detached_between),
+]
+
+
+@pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
+def test_a_hidden_state_that_is_never_detached_is_an_error_as_in_a_plain_loop(speed):
+    """Torch says at step 2 that the graph of step 1 is gone; a step must not train without it."""
+
+    def make():
+        seed()
+        model = Recurrent(attached=True)
+        return Training(model, sgd(model))
+
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        by_hand(make())
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        by_step(make(), **speed)
+
+
+# ---- random numbers ---------------------------------------------------------------------------------------
+
+
+class OwnGenerator(Base):
+    def __init__(self):
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def change(self, x):
+        return x * torch.rand(x.shape, generator=self.generator, dtype=x.dtype)
+
+
+class InitOfGenerator(OwnGenerator):
+    """Draws by another function of torch, in place."""
+
+    def change(self, x):
+        return x + torch.empty_like(x).normal_(generator=self.generator)
+
+
+class NumpyGenerator(Base):
+    def __init__(self):
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+
+    def change(self, x):
+        return x * float(self.rng.uniform(0.5, 1.5))
+
+
+class GlobalNumpy(Base):
+    def change(self, x):
+        return x * np.random.uniform(0.5, 1.5)
+
+
+class GlobalPython(Base):
+    def change(self, x):
+        return x * random.uniform(0.5, 1.5)
+
+
+class PythonChoice(Base):
+    """Leaves out a layer at random."""
+
+    def change(self, x):
+        return x if random.random() < 0.5 else x * 0.5
+
+
+class OwnPython(Base):
+    def __init__(self):
+        super().__init__()
+        self.rng = random.Random(3)
+
+    def change(self, x):
+        return x * self.rng.uniform(0.5, 1.5)
+
+
+class GlobalTorch(Base):
+    def change(self, x):
+        return F.dropout(x, 0.3) + 0.1 * torch.randn_like(x)
+
+
+def numpy_in_loss(scores, targets):
+    return F.mse_loss(scores, targets) * float(np.random.rand())
+
+
+def python_in_loss(scores, targets):
+    return F.mse_loss(scores, targets) * random.random()
+
+
+def generator_in_loss():
+    model, generator = Base(), torch.Generator().manual_seed(5)
+
+    def loss(scores, targets):
+        keep = torch.rand(scores.shape, generator=generator, dtype=scores.dtype) < 0.7
+        return (F.mse_loss(scores, targets, reduction="none") * keep).mean()
+
+    return Training(model, sgd(model), loss, watch=lambda: float(torch.rand((), generator=generator)))
+
+
+def next_numbers():
+    """Return what the generators draw after the training: a step must leave them where a plain loop does."""
+    return [float(np.random.rand()), random.random(), float(torch.rand((), dtype=torch.float64))]
+
+
+def drawing(module, loss=F.mse_loss):
+    def make():
+        model = module()
+        return Training(model, sgd(model), loss, watch=next_numbers)
+
+    return make
+
+
+RANDOM = [
+    Case("dropout and torch's own random numbers", drawing(GlobalTorch), fast=True),
+    Case("a torch.Generator in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
+    Case("a torch.Generator for in-place draws", drawing(InitOfGenerator), FALLS_BACK, "Generator", HERE),
+    Case("a torch.Generator in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
+    Case("a numpy Generator in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
+    Case("np.random in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
+    Case("np.random in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
+    Case("random in forward", drawing(GlobalPython)),
+    Case("random in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random", HERE),
+    Case("a branch on random", drawing(PythonChoice), FALLS_BACK, "random", HERE),
+    Case("a random.Random in forward", drawing(OwnPython), FALLS_BACK, "random|rng", HERE),
+]
+
+CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]
+HOLDS = {"Attributes of modules": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
+
+
+@pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+    check(case)

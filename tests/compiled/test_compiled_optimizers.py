@@ -1,0 +1,326 @@
+"""Every optimizer of torch.optim, learning rates as tensors, and what the user changes in mid-run."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from compiled_runs import REFUSED, Case, Training, check, check_plain, check_refused, net, params_of, sgd
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+OPTIMIZERS = {
+    "SGD": dict(lr=0.05),
+    "SGD with momentum": dict(lr=0.05, momentum=0.9),
+    "SGD with Nesterov momentum": dict(lr=0.05, momentum=0.9, nesterov=True),
+    "SGD with dampening": dict(lr=0.05, momentum=0.9, dampening=0.3),
+    "SGD with maximize": dict(lr=0.005, momentum=0.9, maximize=True),
+    "SGD with weight decay": dict(lr=0.05, momentum=0.9, weight_decay=0.1),
+    "Adam": dict(lr=0.01),
+    "Adam with amsgrad": dict(lr=0.01, amsgrad=True),
+    "Adam with weight decay": dict(lr=0.01, weight_decay=0.1),
+    "Adam with decoupled decay": dict(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "AdamW": dict(lr=0.01, weight_decay=0.1),
+    "AdamW with maximize": dict(lr=0.01, maximize=True),
+    "AdamW with amsgrad": dict(lr=0.01, amsgrad=True),
+    "NAdam": dict(lr=0.01),
+    "NAdam with weight decay": dict(lr=0.01, weight_decay=0.1),
+    "NAdam with decoupled decay": dict(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "RAdam": dict(lr=0.01),
+    "RAdam with weight decay": dict(lr=0.01, weight_decay=0.1),
+    "RAdam with decoupled decay": dict(lr=0.01, weight_decay=0.1, decoupled_weight_decay=True),
+    "RMSprop": dict(lr=0.01),
+    "RMSprop, centered": dict(lr=0.01, centered=True),
+    "RMSprop with momentum": dict(lr=0.01, momentum=0.9),
+    "RMSprop, centered, with momentum": dict(lr=0.01, centered=True, momentum=0.9, weight_decay=0.1),
+    "Adagrad": dict(lr=0.05),
+    "Adagrad with decays": dict(lr=0.05, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.1),
+    "Adadelta": dict(lr=1.0),
+    "Adamax": dict(lr=0.01),
+    "ASGD": dict(lr=0.05),
+    "ASGD that averages from step 4 on": dict(lr=0.05, t0=4, lambd=0.01),
+    "Rprop": dict(lr=0.01),
+    "Adafactor": dict(lr=0.05),
+}
+
+
+def by_name(name):
+    kind = getattr(optim, name.replace(",", " ").split()[0])
+    model = net()
+    return Training(model, kind(model.parameters(), **OPTIMIZERS[name]))
+
+
+def muon():
+    """Muon takes matrices alone; the rest stays as it is."""
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
+    return Training(model, optim.Muon(model.parameters(), lr=0.05))
+
+
+def foreach(name, **how):
+    model = net()
+    return Training(model, getattr(optim, name)(model.parameters(), lr=0.01, **how))
+
+
+def lbfgs():
+    model = net()
+    return Training(model, optim.LBFGS(model.parameters()))
+
+
+class Words(nn.Module):
+    """Embeds the sign of each input."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(2, 3, sparse=True).double()
+
+    def forward(self, x):
+        return self.table((x > 0).long()).sum(1)
+
+
+def sparse_adam(module=net):
+    model = module()
+    return Training(model, optim.SparseAdam(list(model.parameters())))
+
+
+ALL = [
+    *(Case(name, partial(by_name, name), fast=name == "AdamW") for name in OPTIMIZERS),
+    Case("Muon", muon),
+    Case("Adam(foreach=True)", partial(foreach, "Adam", foreach=True)),
+    Case("Adam(foreach=False)", partial(foreach, "Adam", foreach=False)),
+    Case("AdamW(fused=True)", partial(foreach, "AdamW", fused=True)),
+]
+NOT_HERE = [
+    Case("LBFGS", lbfgs, REFUSED, "LBFGS", remark="needs a closure", fast=True),
+    Case("SparseAdam", partial(sparse_adam, Words), REFUSED, "SparseAdam|sparse", remark="sparse gradients"),
+    Case("SparseAdam, dense gradients", sparse_adam, REFUSED, "SparseAdam|sparse"),
+]
+
+
+# ---- schedules --------------------------------------------------------------------------------------------
+
+
+SCHEDULERS = {
+    "StepLR": partial(lr_scheduler.StepLR, step_size=3, gamma=0.5),
+    "CosineAnnealingLR": partial(lr_scheduler.CosineAnnealingLR, T_max=12),
+    "LambdaLR": partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
+    "OneCycleLR": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=14),
+}
+
+
+def tensor_lr(scheduler, kind, **options):
+    model = net()
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64), **options)
+    schedule = SCHEDULERS[scheduler](optimizer)
+    lr = lambda: float(optimizer.param_groups[0]["lr"])  # noqa: E731
+    return Training(model, optimizer, after=schedule.step, watch=lr)
+
+
+def changed_lr(how, kind=optim.SGD):
+    """The user changes the tensor in place, puts another one into the group, or exchanges it for a float."""
+    model = net()
+    optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
+    group = optimizer.param_groups[0]
+    act = {
+        "in place": lambda: group["lr"].mul_(0.8),
+        "replaced": lambda: group.update(lr=group["lr"] * 0.8),
+        "by floats": lambda: group.update(lr=float(group["lr"]) * 0.8),
+    }[how]
+    return Training(model, optimizer, after=act, watch=lambda: float(group["lr"]))
+
+
+def float_then_tensor():
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.02)
+    lr = torch.tensor(0.01, dtype=torch.float64)
+    change = {5: lambda t: t.optimizer.param_groups[0].update(lr=lr), 8: lambda t: lr.mul_(0.5)}
+    return Training(model, optimizer, before=change)
+
+
+LEARNING_RATES = [
+    *(
+        Case(
+            f"a tensor as learning rate of {kind.__name__}, {name}", partial(tensor_lr, name, kind, **options)
+        )
+        for name in SCHEDULERS
+        for kind, options in ((optim.SGD, dict(momentum=0.9)), (optim.AdamW, {}))
+    ),
+    Case("a tensor as learning rate, changed in place", partial(changed_lr, "in place"), fast=True),
+    Case("a tensor as learning rate of Adam, in place", partial(changed_lr, "in place", optim.Adam)),
+    Case("a tensor as learning rate, replaced", partial(changed_lr, "replaced")),
+    Case("a tensor as learning rate, replaced by floats", partial(changed_lr, "by floats")),
+    Case("a float as learning rate, replaced by a tensor", float_then_tensor),
+]
+
+
+# ---- mid-run ----------------------------------------------------------------------------------------------
+
+
+def adamw(model):
+    return optim.AdamW(model.parameters(), lr=0.02)
+
+
+def between(*changes, make=adamw, module=net):
+    """Return a builder whose user makes these changes before steps 5, 7 and 9."""
+
+    def build():
+        model = module()
+        return Training(model, make(model), before=dict(zip((5, 7, 9), changes, strict=False)))
+
+    return build
+
+
+def clear_state(training):
+    training.optimizer.state.clear()
+
+
+def replace_state(training):
+    for values in training.optimizer.state.values():
+        for name in ("exp_avg", "momentum_buffer"):
+            if name in values:
+                values[name] = values[name] * 0.5
+
+
+def change_state(training):
+    for values in training.optimizer.state.values():
+        for value in values.values():
+            value.mul_(0.5)
+
+
+def replace_one_state(training):
+    training.optimizer.state[training.model[3].weight] = {}
+
+
+def keep(training):
+    training.kept = copy.deepcopy(training.optimizer.state_dict()), copy.deepcopy(training.model.state_dict())
+
+
+def load_optimizer(training):
+    training.optimizer.load_state_dict(training.kept[0])
+
+
+def load_model(training):
+    training.model.load_state_dict(training.kept[1])
+
+
+def load_assigned(training):
+    state = {name: value.clone() for name, value in training.kept[1].items()}
+    buffers = {name: value for name, value in state.items() if "weight" not in name and "bias" not in name}
+    training.model.load_state_dict(buffers, assign=True, strict=False)
+
+
+def replace_data(training):
+    for param in training.model.parameters():
+        param.data = param.data * 0.9
+
+
+def transpose_data(training):
+    weight = training.model[3].weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def add_group(training):
+    training.optimizer.add_param_group({"params": [training.model[3].weight], "lr": 0.01})
+
+
+def without_last(model):
+    return optim.AdamW([p for p in model.parameters() if p is not model[3].weight], lr=0.02)
+
+
+def freeze(training):
+    training.model[0].requires_grad_(False)
+
+
+def unfreeze(training):
+    training.model[0].requires_grad_(True)
+
+
+def evaluate(training):
+    training.model[1].eval()
+
+
+def train(training):
+    training.model[1].train()
+
+
+def leave_gradient(training):
+    for param in training.model.parameters():
+        param.grad = torch.full_like(param, 0.1)
+
+
+def leave_gradient_of_frozen(training):
+    training.model[0].weight.requires_grad_(False)
+    training.model[0].weight.grad = torch.full_like(training.model[0].weight, 0.1)
+
+
+def change_settings(training):
+    training.optimizer.param_groups[0].update(weight_decay=0.3, eps=1e-3, betas=(0.5, 0.9))
+
+
+def replace_layer(training):
+    """Another activation, without parameters."""
+    training.model[2] = nn.ReLU()
+
+
+def change_layer(training):
+    training.model[1].momentum, training.model[1].eps = 0.5, 0.1
+
+
+def existing_gradient(at, make=adamw):
+    model = net()
+    training = Training(model, make(model))
+    if at:
+        training.before[at] = leave_gradient
+    else:
+        leave_gradient(training)
+    return training
+
+
+MID_RUN = [
+    Case("optimizer.state cleared", between(clear_state), fast=True),
+    Case("optimizer.state cleared, of SGD", between(clear_state, make=sgd)),
+    Case("the state of one parameter removed", between(replace_one_state)),
+    Case("a tensor of the optimizer's state replaced", between(replace_state, replace_state)),
+    Case("a tensor of the state of SGD replaced", between(replace_state, make=sgd)),
+    Case("a tensor of the optimizer's state changed in place", between(change_state)),
+    Case("optimizer.load_state_dict", between(keep, load_optimizer), fast=True),
+    Case("optimizer.load_state_dict twice, of SGD", between(keep, load_optimizer, load_optimizer, make=sgd)),
+    Case("model.load_state_dict", between(keep, load_model)),
+    Case("buffers assigned by model.load_state_dict", between(keep, load_assigned)),
+    Case("param.data replaced", between(replace_data), fast=True),
+    Case("param.data of other strides", between(transpose_data)),
+    Case("optimizer.add_param_group", between(add_group, make=without_last)),
+    Case("a layer frozen", between(freeze)),
+    Case("a layer frozen and unfrozen", between(freeze, unfreeze, freeze)),
+    Case("eval() of BatchNorm", between(evaluate)),
+    Case("eval() and train() of BatchNorm", between(evaluate, train, evaluate)),
+    Case("other settings of the optimizer", between(change_settings)),
+    Case("a layer replaced by another without parameters", between(replace_layer)),
+    Case("settings of a layer changed", between(change_layer)),
+    Case("a gradient before the first step", partial(existing_gradient, 0), fast=True),
+    Case("a gradient before step 5", partial(existing_gradient, 5)),
+    Case("a gradient before step 5, with SGD", partial(existing_gradient, 5, sgd)),
+    Case("a frozen parameter with a gradient", between(leave_gradient_of_frozen)),
+]
+
+
+CASES = [*ALL, *LEARNING_RATES, *MID_RUN]
+HOLDS = {
+    "Optimizers of torch.optim": [*ALL, *NOT_HERE],
+    "Learning rates as tensors": LEARNING_RATES,
+    "Changes in mid-run": MID_RUN,
+}
+
+
+@pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of([*CASES, *NOT_HERE]))
+def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", params_of(NOT_HERE[:1], fast_only=True))
+def test_what_no_step_can_train_is_refused_without_compile_too(case):
+    check_refused(case)

@@ -1,0 +1,217 @@
+"""Two steps in one process that share modules or parameters, with and without compile."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_runs import COMPILE, STEPS, TOLERANCE, batches, net, seed, warnings_of_slipstream
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, RMSprop
+
+from slipstream import accelerate
+
+SPEEDS = {"eager": {}, "compiled": dict(compile=COMPILE)}
+
+
+class Part:
+    """One of several steps: a model, an optimizer and a loss."""
+
+    def __init__(self, model, optimizer, loss=F.mse_loss, window=1):
+        self.model, self.optimizer, self.loss, self.window = model, optimizer, loss, window
+
+    def by_hand(self):
+        """Return a plain step, which drops its optimizer's gradients before its own backward.
+
+        Within an accumulation window it keeps those that its own batches have made, and no others.
+        """
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        kept, done = [None] * len(params), 0
+
+        def step(batch):
+            nonlocal kept, done
+            for param, grad in zip(params, kept, strict=True):
+                param.grad = grad
+            loss = self.loss(self.model(batch[0]), batch[1])
+            (loss / self.window).backward()
+            done += 1
+            kept = [param.grad for param in params]
+            if done % self.window == 0:
+                self.optimizer.step()
+                kept = [None] * len(params)
+            self.optimizer.zero_grad()
+            return loss.detach().clone()
+
+        return step
+
+    def by_accelerate(self, speed):
+        options = {} if self.window == 1 else dict(accumulate=self.window)
+        step = accelerate(self.model, self.optimizer, self.loss, speed={**speed, **options})
+        return lambda batch: step(batch)["loss"].clone()
+
+
+def compare(make, train, speed):
+    """Train parts by hand and by `accelerate`; losses and states of all models must be equal."""
+    found = []
+    for by_hand in (True, False):
+        torch._dynamo.reset()
+        seed()
+        parts = make()
+        with warnings_of_slipstream() as said:
+            steps = [part.by_hand() if by_hand else part.by_accelerate(speed) for part in parts]
+            seed(1)
+            losses = train(parts, steps)
+        assert not [line for line in said if "defect of the compiler" in line], said
+        states = [{name: value.clone() for name, value in part.model.state_dict().items()} for part in parts]
+        found.append((torch.stack(losses), states))
+    torch.testing.assert_close(found[1][0], found[0][0], **TOLERANCE)
+    torch.testing.assert_close(found[1][1], found[0][1], **TOLERANCE)
+
+
+# ---- adversarial networks ---------------------------------------------------------------------------------
+
+
+def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
+    """Return a generator's part, in whose loss is the discriminator, and the discriminator's part."""
+    options = {"lr": 0.05, **options}
+    generator = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    middle = [nn.BatchNorm1d(8)] if normed else []
+    discriminator = nn.Sequential(
+        nn.Linear(3, 8, bias=not normed), *middle, nn.Tanh(), nn.Linear(8, 1)
+    ).double()
+
+    def deceive(fake, targets):
+        if frozen:
+            discriminator.requires_grad_(False)
+        value = F.softplus(-discriminator(fake)).mean()
+        if frozen:
+            discriminator.requires_grad_(True)
+        return value
+
+    def tell(scores, real):
+        return F.binary_cross_entropy_with_logits(scores, real)
+
+    return [
+        Part(generator, kind(generator.parameters(), **options), deceive, windows[0]),
+        Part(discriminator, kind(discriminator.parameters(), **options), tell, windows[1]),
+    ]
+
+
+def in_turn(parts, steps, first=0):
+    """Train generator and discriminator on each batch; the fakes are made without gradient."""
+    losses = []
+    for x, y in batches(STEPS):
+        for number in (first, 1 - first):
+            if number == 0:
+                losses.append(steps[0]((x, y)))
+                continue
+            with torch.no_grad():
+                fake = parts[0].model(x)
+            labels = torch.cat([torch.ones(len(y), 1), torch.zeros(len(fake), 1)]).double()
+            losses.append(steps[1]((torch.cat([y, fake]), labels)))
+    return losses
+
+
+def seldom(parts, steps):
+    """Train the generator on each third batch alone."""
+    losses = []
+    for number, (x, y) in enumerate(batches(STEPS)):
+        with torch.no_grad():
+            fake = parts[0].model(x)
+        labels = torch.cat([torch.ones(len(y), 1), torch.zeros(len(fake), 1)]).double()
+        losses.append(steps[1]((torch.cat([y, fake]), labels)))
+        if number % 3 == 2:
+            losses.append(steps[0]((x, y)))
+    return losses
+
+
+GANS = {
+    "SGD": (gan, in_turn),
+    "Adam": (partial(gan, kind=Adam, lr=0.02, betas=(0.5, 0.9)), in_turn),
+    "BatchNorm in the discriminator": (partial(gan, normed=True), in_turn),
+    "discriminator first": (gan, partial(in_turn, first=1)),
+    "generator on each third batch": (gan, seldom),
+    "discriminator frozen by the loss": (partial(gan, frozen=True), in_turn),
+    "accumulation in both": (partial(gan, windows=(2, 2)), in_turn),
+    "accumulation in the discriminator": (partial(gan, windows=(1, 2)), in_turn),
+    "accumulation in the generator": (partial(gan, windows=(2, 1)), in_turn),
+}
+
+
+def _with_speeds(table, fast=()):
+    return [
+        pytest.param(
+            *parts,
+            speed,
+            id=f"{what}-{name}",
+            marks=[] if name == "eager" or what in fast else pytest.mark.matrix,
+        )
+        for what, parts in table.items()
+        for name, speed in SPEEDS.items()
+    ]
+
+
+@pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(GANS, fast=["SGD"]))
+def test_two_steps_of_a_gan_train_as_a_loop_that_drops_gradients_before_each_backward(make, train, speed):
+    compare(make, train, speed)
+
+
+# ---- one model, several optimizers ------------------------------------------------------------------------
+
+
+def over_the_same(first, second, windows=(1, 1)):
+    """Return two parts of one model, with two optimizers over all of its parameters."""
+    model = net()
+    return [
+        Part(model, first(model.parameters()), F.mse_loss, windows[0]),
+        Part(model, second(model.parameters()), F.l1_loss, windows[1]),
+    ]
+
+
+def halves():
+    """Return two parts of one model, each with an optimizer over a half of it."""
+    model = net()
+    return [
+        Part(model, SGD(model[:2].parameters(), lr=0.05, momentum=0.9)),
+        Part(model, AdamW(model[3:].parameters(), lr=0.02), F.l1_loss),
+    ]
+
+
+def shared_trunk():
+    """Return two models that share their first layers, each part over all that its model has."""
+    trunk = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh()).double()
+    models = [nn.Sequential(trunk, nn.Linear(8, 3).double()) for _ in range(2)]
+    return [Part(model, SGD(model.parameters(), lr=0.05, momentum=0.9)) for model in models]
+
+
+def alternating(parts, steps):
+    return [steps[number % 2](batch) for number, batch in enumerate(batches(STEPS + 2))]
+
+
+def one_then_other(parts, steps):
+    return [steps[number // 6](batch) for number, batch in enumerate(batches(12))]
+
+
+def both(parts, steps):
+    return [step(batch) for batch in batches(STEPS) for step in steps]
+
+
+_SGD, _ADAM = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=0.02)
+SHARED = {
+    "SGD and AdamW over all in turn": (partial(over_the_same, _SGD, _ADAM), alternating),
+    "SGD, and after six batches AdamW": (partial(over_the_same, _SGD, _ADAM), one_then_other),
+    "two SGDs over all, on each batch": (partial(over_the_same, _SGD, _SGD), both),
+    "RMSprop and SGD, accumulation": (
+        partial(over_the_same, partial(RMSprop, lr=0.01), _SGD, (2, 2)),
+        both,
+    ),
+    "accumulation in one, in turn": (partial(over_the_same, _SGD, _ADAM, (2, 1)), alternating),
+    "a half of the model each": (halves, both),
+    "models that share a trunk": (shared_trunk, both),
+    "models that share a trunk, in turn": (shared_trunk, alternating),
+}
+
+
+@pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(SHARED, fast=["a half of the model each"]))
+def test_steps_that_share_parameters_train_as_loops_that_keep_gradients_apart(make, train, speed):
+    compare(make, train, speed)

@@ -1,0 +1,323 @@
+"""State that a step changes beside parameters: of optimizers, buffers, batches and losses."""
+
+from functools import partial
+
+import pytest
+import pytorch_optimizer
+import torch
+import torch.nn.functional as F
+from compiled_runs import EMA, Base, Case, Training, batches, check, check_plain, net, params_of, sgd
+from torch import nn
+
+LIBRARY = {
+    "AdamP": dict(lr=1e-2),
+    "Lamb": dict(lr=1e-2),
+    "SOAP": dict(lr=1e-2, precondition_frequency=2),
+    "Adan": dict(lr=1e-2),
+    "AdaBelief": dict(lr=1e-2),
+    "AdEMAMix": dict(lr=1e-2),
+    "Ranger21": dict(lr=1e-2, num_iterations=12),
+    "ScheduleFreeSGD": dict(lr=0.05),
+    "ScheduleFreeAdamW": dict(lr=1e-2),
+    "Prodigy": {},
+    "DAdaptAdam": {},
+    "Kron": dict(lr=1e-2),
+}
+"""Optimizers that count steps in their groups or attributes, with options that suit a tiny network."""
+
+
+def from_library(name):
+    model = net()
+    optimizer = getattr(pytorch_optimizer, name)(model.parameters(), **LIBRARY[name])
+    if hasattr(optimizer, "train"):  # of the schedule-free ones
+        optimizer.train()
+    return Training(model, optimizer, watch=lambda: optimizer.param_groups[0].get("step"))
+
+
+def lookahead():
+    model = net()
+    optimizer = pytorch_optimizer.Lookahead(sgd(model), k=3)
+    return Training(model, optimizer, watch=lambda: [g["counter"] for g in optimizer.param_groups])
+
+
+class CountingSGD(torch.optim.SGD):
+    """Counts its steps in an attribute, on which the learning rate depends."""
+
+    done = 0
+
+    def step(self, closure=None):
+        self.done += 1
+        for group in self.param_groups:
+            group["lr"] = 0.05 / self.done
+        return super().step(closure)
+
+
+def counting_optimizer():
+    model = net()
+    optimizer = CountingSGD(model.parameters(), lr=0.05)
+    return Training(model, optimizer, watch=lambda: optimizer.done)
+
+
+OPTIMIZERS = [
+    *(
+        Case(f"library optimizer {name}", partial(from_library, name), fast=name == "SOAP")
+        for name in LIBRARY
+    ),
+    Case("Lookahead around SGD", lookahead),
+    Case("an optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
+]
+
+
+# ---- buffers ----------------------------------------------------------------------------------------------
+
+
+class Buffered(Base):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+
+class Assigned(Buffered):
+    def change(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class AssignedLate(Buffered):
+    """Reads the buffer before it is assigned, and assigns an integer one."""
+
+    def change(self, x):
+        x = x * (1 + self.mean)
+        self.mean, self.seen = x.detach().mean(0), self.seen + 1
+        return x / (1 + self.seen)
+
+
+class AssignedInChild(Base):
+    """A child's buffer is assigned from outside the child."""
+
+    def __init__(self):
+        super().__init__()
+        self.child = Buffered()
+
+    def change(self, x):
+        self.child.mean = self.child.mean.lerp(x.detach().mean(0), 0.1)
+        return x - self.child.mean
+
+
+class DataAssigned(Buffered):
+    def change(self, x):
+        self.mean.data = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x - self.mean
+
+
+class InPlace(Buffered):
+    def change(self, x):
+        self.mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        self.seen += 1
+        return x - self.mean
+
+
+def of(module, loss=F.mse_loss):
+    """Return a builder of a training of this class of network with SGD."""
+
+    def make():
+        model = module()
+        return Training(model, sgd(model), loss)
+
+    return make
+
+
+_BUFFERS = {
+    "a buffer that forward assigns": Assigned,
+    "buffers that forward reads and then assigns": AssignedLate,
+    "a buffer that a parent module assigns": AssignedInChild,
+    "a buffer whose data forward assigns": DataAssigned,
+    "a buffer that forward changes in place": InPlace,
+}
+BUFFERS = [Case(what, of(module), fast=module is Assigned) for what, module in _BUFFERS.items()]
+AVERAGED = [
+    Case(f"{what}, with EMA", of(module), speed=dict(ema=EMA), fast=module is Assigned)
+    for what, module in _BUFFERS.items()
+]
+
+
+# ---- batches ----------------------------------------------------------------------------------------------
+
+
+class ScalesInput(Base):
+    def forward(self, x):
+        return super().forward(x.mul_(0.9))
+
+
+class WritesInput(Base):
+    """Writes into a part of the input, after it has been used."""
+
+    def forward(self, x):
+        out = super().forward(x.clone())
+        x[:, 0] = out.detach()[:, 0]
+        return out
+
+
+def shrinks_targets(scores, targets):
+    return F.mse_loss(scores, targets.mul_(0.9))
+
+
+def marks_in_dict(scores, targets):
+    targets["seen"] += 1
+    return F.mse_loss(scores, targets["values"] / targets["seen"])
+
+
+def batches_again(module=Base, loss=F.mse_loss, wrap=lambda y: y):
+    """Train three epochs of the same four batches, which a step changes in place."""
+    model = module()
+    data = [(x, wrap(y)) for x, y in batches(4)]
+    return Training(model, sgd(model), loss, data * 3, watch=lambda: data)
+
+
+def with_count(y):
+    return {"values": y, "seen": torch.zeros((), dtype=torch.float64)}
+
+
+BATCHES = [
+    Case("inputs that the model scales in place", partial(batches_again, ScalesInput), fast=True),
+    Case("inputs into which the model writes", partial(batches_again, WritesInput)),
+    Case("targets that the loss changes in place", partial(batches_again, loss=shrinks_targets)),
+    Case("a count in the batch", partial(batches_again, loss=marks_in_dict, wrap=with_count)),
+]
+
+
+# ---- losses -----------------------------------------------------------------------------------------------
+
+
+class BufferedLoss(nn.Module):
+    """Divides by a running mean of the loss, kept in a buffer."""
+
+    def __init__(self, assign):
+        super().__init__()
+        self.assign = assign
+        self.register_buffer("running", torch.ones((), dtype=torch.float64))
+
+    def forward(self, scores, targets):
+        loss = F.mse_loss(scores, targets)
+        if self.assign:
+            self.running = 0.9 * self.running + 0.1 * loss.detach()
+        else:
+            self.running.lerp_(loss.detach(), 0.1)
+        return loss / self.running
+
+
+class RunningLoss:
+    """The same as a plain object."""
+
+    def __init__(self):
+        self.running, self.calls = torch.ones((), dtype=torch.float64), 0
+
+    def __call__(self, scores, targets):
+        loss = F.mse_loss(scores, targets)
+        self.running = 0.9 * self.running + 0.1 * loss.detach()
+        self.calls += 1
+        return loss / self.running
+
+
+class RunningInPlace(RunningLoss):
+    def __call__(self, scores, targets):
+        loss = F.mse_loss(scores, targets)
+        self.running.mul_(0.9).add_(0.1 * loss.detach())
+        self.calls += 1
+        return loss / self.running
+
+
+class Teacher:
+    """A loss with another network in it, whose BatchNorm follows the scores."""
+
+    def __init__(self, follows=False):
+        self.model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
+        self.model.requires_grad_(False).train()
+        self.follows = follows
+
+    def __call__(self, scores, targets):
+        if self.follows:
+            with torch.no_grad():
+                self.model[0].weight.mul_(0.99).add_(0.01 * scores.mean())
+        return F.mse_loss(scores, targets) + self.model(scores).square().mean()
+
+
+_rolling = torch.zeros((), dtype=torch.float64)
+
+
+def with_closed_over_tensor():
+    """The loss function changes a tensor of the function around it."""
+    running = torch.ones((), dtype=torch.float64)
+
+    def loss(scores, targets):
+        value = F.mse_loss(scores, targets)
+        running.lerp_(value.detach(), 0.1)
+        return value / running
+
+    model = net()
+    return Training(model, sgd(model), loss, watch=lambda: running)
+
+
+def with_global_tensor():
+    global _rolling
+    _rolling = torch.ones((), dtype=torch.float64)
+
+    def loss(scores, targets):
+        global _rolling
+        value = F.mse_loss(scores, targets)
+        _rolling = 0.9 * _rolling + 0.1 * value.detach()
+        return value / _rolling
+
+    model = net()
+    return Training(model, sgd(model), loss, watch=lambda: _rolling)
+
+
+def with_loss(make):
+    model, loss = net(), make()
+
+    def state():
+        if isinstance(loss, Teacher):
+            return loss.model.state_dict()
+        return loss.running if isinstance(loss, nn.Module) else [loss.running, loss.calls]
+
+    return Training(model, sgd(model), loss, watch=state)
+
+
+def teacher_in_mid_run():
+    """The loss's network goes to evaluation before step 6."""
+    training = with_loss(Teacher)
+    training.before = {6: lambda t: t.loss.model.eval()}
+    return training
+
+
+LOSSES = [
+    Case("a loss module whose buffer changes in place", partial(with_loss, partial(BufferedLoss, False))),
+    Case("a loss module that assigns its buffer", partial(with_loss, partial(BufferedLoss, True))),
+    Case("a loss object with a running tensor", partial(with_loss, RunningLoss), fast=True),
+    Case("a loss object that changes a tensor in place", partial(with_loss, RunningInPlace)),
+    Case("a loss that changes a tensor around it", with_closed_over_tensor),
+    Case("a loss that assigns a global tensor", with_global_tensor),
+    Case("a network with BatchNorm in the loss", partial(with_loss, Teacher), fast=True),
+    Case("a network in the loss that the loss moves", partial(with_loss, partial(Teacher, True))),
+    Case("a network in the loss whose mode changes before step 6", teacher_in_mid_run),
+]
+
+CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
+HOLDS = {
+    "Optimizers of pytorch_optimizer and one's own": OPTIMIZERS,
+    "Buffers": BUFFERS,
+    "Buffers and averages": AVERAGED,
+    "Batches": BATCHES,
+    "State of losses": LOSSES,
+}
+
+
+@pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+    check(case)
