@@ -99,7 +99,8 @@ class GraphStep:
             if (method := guess()) is not None:
                 method()
 
-        weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
+        if hasattr(optim.optimizer, "_optimizer_load_state_dict_post_hooks"):
+            weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     @property
     def captured(self) -> bool:
@@ -141,7 +142,7 @@ class GraphStep:
             loss, logs = reduce(losses)
             sound = torch.isfinite(loss.detach())
             if windows:
-                loss = loss / window.tensor
+                loss = loss / window.read()
             if scale is not None:
                 loss = loss * scale.scale
             grads = list(torch.autograd.grad(loss, params))
@@ -203,6 +204,7 @@ class GraphStep:
         if optim.guard is not None:
             optim.guard.before_forward()
         self._held = held
+        captured.count_batch(ends)
         logs, finite = captured.run(inputs, held, ends)
         optim.count_batch()
         if held is not None:
@@ -419,6 +421,8 @@ def _tracing() -> AbstractContextManager[Any]:
         trace_autograd_ops=True,
         # A number that a module counts up in forward would otherwise mean a new graph at every step.
         allow_unspec_int_on_nn_module=True,
+        # A float is a constant of the graph, whose change means a new one.
+        specialize_float=True,
         # Hooks that are added or removed later mean a new graph.
         skip_nnmodule_hook_guards=False,
         # NumPy's random numbers would otherwise be drawn from torch's generator.

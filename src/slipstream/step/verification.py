@@ -248,7 +248,7 @@ class _Row:
         allowed = _MULTIPLE * noise + _FLOOR * max(self.size, typical.size * root) + 4 * self.digits
         if not np.isfinite(distance) or not allowed:
             return float("inf") if distance else 0.0
-        return distance / allowed
+        return float(distance / allowed)
 
     def message(self, compiler: bool) -> str:
         """Return what is off, for people."""
