@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from slipstream.step.numerics import LossScale, Scalar
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
-from slipstream.step.verification import NotCapturedError
+from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
@@ -107,15 +107,15 @@ class CapturedStep:
         """Count a graph that is about to be made.
 
         Raises:
-            NotCapturedError: the graphs before it served too few batches each.
+            UnstableGraphError: the graphs before it served too few batches each.
         """
         if 0 < self._batches[ends] - 1 <= _YOUNG and self._graphs[ends]:
             self._in_vain += 1
         self._graphs[ends] += 1
         self._batches[ends] = 1
         if self._in_vain >= 2:
-            raise NotCapturedError(
-                "each step needs another graph: something that the graph holds fixed changes"
+            raise UnstableGraphError(
+                "each step needs another graph: something that a graph holds fixed changes"
             )
 
     def names(self) -> Mapping[int, str]:
@@ -169,7 +169,7 @@ def _global_hooks() -> list[tuple[int, ...]]:
     return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
 
 
-def has_gradients(params: list[nn.Parameter]) -> bool:
+def has_gradients(params: Iterable[nn.Parameter]) -> bool:
     """Say whether any parameter has a gradient."""
     return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))
 

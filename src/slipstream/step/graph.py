@@ -102,6 +102,13 @@ class GraphStep:
         if hasattr(optim.optimizer, "_optimizer_load_state_dict_post_hooks"):
             weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
 
+    def close(self) -> None:
+        """Drop the compiled code; further batches are trained eagerly."""
+        if self._step is not None:
+            torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
+        self._instead = self._instead or self.eager
+        self._forget()
+
     @property
     def captured(self) -> bool:
         """Whether the step is one graph, or will be."""
@@ -123,7 +130,7 @@ class GraphStep:
                 self._started = True
                 return self._observe(inputs)
             self._guess()
-        if self.optim.accumulative_counts == 1 and has_gradients(self._trained):
+        if self.optim.accumulative_counts == 1 and has_gradients(self.optim.parameters()):
             return self.eager.train(inputs)  # the user has put gradients there, which belong to this update
         return self._train(inputs)
 
@@ -231,7 +238,8 @@ class GraphStep:
         optim = self.optim
 
         def seen() -> None:
-            self._trained = [param for param in optim.parameters() if param.grad is not None]
+            trained = [param for param in optim.parameters() if param.requires_grad]
+            self._trained = [param for param in trained if param.grad is not None]
 
         with self._on_gradients(seen):
             return self.eager.train(inputs)
@@ -421,8 +429,6 @@ def _tracing() -> AbstractContextManager[Any]:
         trace_autograd_ops=True,
         # A number that a module counts up in forward would otherwise mean a new graph at every step.
         allow_unspec_int_on_nn_module=True,
-        # A float is a constant of the graph, whose change means a new one.
-        specialize_float=True,
         # Hooks that are added or removed later mean a new graph.
         skip_nnmodule_hook_guards=False,
         # NumPy's random numbers would otherwise be drawn from torch's generator.

@@ -20,7 +20,7 @@ __all__ = ["GraphUpdate", "can_trace", "is_hooked", "plain_settings"]
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
 
-_COUNTERS = ("state_steps", "mu_products", "mus", "etas")
+_COUNTERS = ("state_steps", "mus", "etas")
 """State that torch keeps as one number for each parameter, by its names in `_init_group`."""
 
 _OUTSIDE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
