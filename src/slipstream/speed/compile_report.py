@@ -43,6 +43,11 @@ def explain_failure(error: BaseException) -> str:
         return f"{own}{f': {varied}' if varied else ''}"
     if isinstance(own, SlipstreamError):
         return str(own)
+    if "consumed returned tensor's grad_fn" in str(error):
+        return (
+            "a module or the loss keeps a tensor with its gradient history, as the old weight_norm and spectral_norm, "
+            "pruning, or a hidden state that is not detached do: detach it, or use torch.nn.utils.parametrizations"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:" says nothing without the line below it.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"

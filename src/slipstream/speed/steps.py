@@ -25,7 +25,7 @@ from slipstream.step.graph import GraphStep
 from slipstream.step.replay import CudaCapture, Replayed
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import plain_settings
-from slipstream.step.verification import WrongNumbersError
+from slipstream.step.verification import OnlyEagerError, WrongNumbersError
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
 
@@ -112,6 +112,8 @@ def _one_graph(
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
             warn(_wrong_numbers(error, how))
+        elif isinstance(error.__cause__, OnlyEagerError):
+            warn(f"The step is not compiled: {error.__cause__}. Training continues eagerly")
         else:
             warn(
                 f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "
@@ -144,8 +146,8 @@ def _one_graph(
 def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
     if error.compiler:
         return (
-            f"The code that the backend {how.backend!r} made of the step computes other numbers than torch's own "
-            f"operators ({error}): most likely a defect of the compiler. Training continues eagerly"
+            f"The code that the backend {how.backend!r} made of the step computes other gradients or updates than "
+            f"torch's own operators ({error}): most likely a defect of the compiler. Training continues eagerly"
         )
     return (
         f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random "

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
+from slipstream.step.direct import DirectCalls
 from slipstream.step.numerics import LossScale, Scalar
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
@@ -48,6 +49,8 @@ class CapturedStep:
     run: Callable[..., Outputs]
     function: Callable[..., Outputs]
     """The step, not compiled."""
+    direct: DirectCalls | None = None
+    """Calls the compiled code, where Dynamo need not."""
 
     def __init__(
         self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool

@@ -16,11 +16,19 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.captured import CapturedStep, Outputs, Shapes, has_gradients
+from slipstream.step.direct import DirectCalls
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, keep_unless
 from slipstream.step.parts import apply_update
 from slipstream.step.sync import GradientSync
-from slipstream.step.verification import Captured, Compiled, NotCapturedError, Verification, WrongNumbersError
+from slipstream.step.verification import (
+    Captured,
+    Compiled,
+    NotCapturedError,
+    OnlyEagerError,
+    Verification,
+    WrongNumbersError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -212,7 +220,16 @@ class GraphStep:
             optim.guard.before_forward()
         self._held = held
         captured.count_batch(ends)
-        logs, finite = captured.run(inputs, held, ends)
+        arguments = (inputs, held, ends)
+        call = captured.direct.find(*arguments) if captured.direct is not None else None
+        if call is not None:
+            logs, finite = call(arguments)
+        else:
+            with _tracing():
+                outputs: Outputs = captured.run(*arguments)
+            logs, finite = outputs
+            if captured.direct is not None and captured.running is not None:
+                captured.direct.learn(captured.running, arguments, outputs)
         optim.count_batch()
         if held is not None:
             for param, grad in zip(captured.params, held, strict=True):
@@ -259,8 +276,7 @@ class GraphStep:
         try:
             if captured is None:
                 captured = self._capture()
-            with _tracing():
-                return self._run(captured, inputs, ends)
+            return self._run(captured, inputs, ends)
         except Captured as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends)
@@ -273,7 +289,7 @@ class GraphStep:
                 return self._verified(captured, error, inputs, ends)
             # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
             self.recover(error)
-            captured.run = captured.function
+            captured.run, captured.direct = captured.function, None
             return self._run(captured, inputs, ends)
 
     def _capture(self) -> CapturedStep:
@@ -292,17 +308,27 @@ class GraphStep:
         captured.check_hooks()
         captured.function = self._define(captured)
 
-        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Compiled:
+        def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             ends = self.optim.should_sync()
             captured.count_graph(ends)
             _refuse_python_random()
             # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
             trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-            captured.running = made = Compiled(graph, self.backend(graph, inputs), trusted)
-            return made
+            side_effects = not _translator().output.side_effects.is_empty()
+            made = Compiled(graph, self.backend(graph, inputs), trusted, side_effects)
+
+            def run(*args: Any) -> Any:
+                captured.running = made
+                return made(*args)
+
+            return run
 
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
-        captured.run = run if self.replayed is None else self.replayed(run)
+        captured.run = run
+        if self.replayed is None:
+            captured.direct = DirectCalls(captured.function)
+        else:
+            captured.run = self.replayed(run)
         self._step = captured
         return captured
 
@@ -437,12 +463,22 @@ def _tracing() -> AbstractContextManager[Any]:
     return settings
 
 
+def _translator() -> Any:
+    """Return what captures a step, for its backend to ask."""
+    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+
+
 def _refuse_python_random() -> None:
     """Refuse a step that draws from Python's `random`: the draws of a batch that is only verified would be lost.
 
     Raises:
         NotCapturedError: it does.
     """
-    output = torch._dynamo.symbolic_convert.InstructionTranslator.current_tx().output
+    from torch._dynamo.variables.misc import RandomVariable  # imports the compiler
+
+    output = _translator().output
     if output.random_calls:
         raise NotCapturedError("it draws from Python's random module: use torch's random numbers")
+    if any(isinstance(value, RandomVariable) for value in output.side_effects.id_to_variable.values()):
+        # Also when it compiles the model alone, Dynamo draws other numbers from such an object.
+        raise OnlyEagerError("it draws from a random.Random: use torch's random numbers")

@@ -122,6 +122,8 @@ class _Group:
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
         self.given = {name: own[name] for name in _as_tensors(optimizer, own)}
+        # How many numbers a setting has, 0 if it is no pair: on their values a graph must not depend.
+        self.layout = [(n, len(v) if isinstance(v, tuple | list) else 0) for n, v in self.given.items()]
         numbers = [_tensor(v).to(device, dtype) for value in self.given.values() for v in _as_list(value)]
         # One tensor for all, with a dimension: of a 0-dim float64 tensor torch takes the value for a Python number.
         self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
@@ -157,8 +159,8 @@ class _Group:
         """Return the group as a `step` reads it."""
         left = iter(self.numbers.unbind(0))
         tensors = {
-            name: tuple(next(left) for _ in value) if isinstance(value, tuple | list) else next(left)
-            for name, value in self.given.items()
+            name: tuple(next(left) for _ in range(count)) if count else next(left)
+            for name, count in self.layout
         }
         # Inductor joins the tensors of a foreach operation into few kernels, and, of torch 2.13, loses the alpha of a
         # plain add to a matrix product. Uncompiled, torch takes learning rates as tensors without foreach alone.

@@ -26,6 +26,7 @@ __all__ = [
     "Captured",
     "Compiled",
     "NotCapturedError",
+    "OnlyEagerError",
     "UnstableGraphError",
     "Verification",
     "WrongNumbersError",
@@ -41,6 +42,10 @@ _WITHOUT_REFERENCE = 0.2
 
 class NotCapturedError(SlipstreamError, RuntimeError):
     """A step cannot stay one graph, although torch could capture it here and now."""
+
+
+class OnlyEagerError(NotCapturedError):
+    """No part of a step may be compiled: the compiler would change its numbers."""
 
 
 class UnstableGraphError(NotCapturedError):
@@ -75,12 +80,18 @@ class Compiled:
         graph: the captured graph.
         run: the compiled code.
         verified: whether it may run at once.
+        has_side_effects: whether Dynamo changes Python objects after the code has run.
     """
 
-    def __init__(self, graph: fx.GraphModule, run: Callable[..., Any], verified: bool) -> None:
+    def __init__(
+        self, graph: fx.GraphModule, run: Callable[..., Any], verified: bool, has_side_effects: bool = True
+    ) -> None:
         self.graph, self.run, self.verified = graph, run, verified
+        self.has_side_effects = has_side_effects
         self.running = False
         """Whether an exception comes from the code itself: tensors may have been changed."""
+        self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
+        """Inputs and outputs of the last call that went Dynamo's way."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the code, or raise `Captured`."""
@@ -89,6 +100,7 @@ class Compiled:
         self.running = True
         outputs = self.run(*inputs)
         self.running = False
+        self.last = inputs, outputs
         return outputs
 
 
@@ -235,7 +247,7 @@ class _Row:
             name,
             before.numel(),
             size=size,
-            moved=not torch.equal(before, captured),
+            moved=not torch.equal(before, exact if before.dtype == torch.float64 else captured),
             noise=_distance(captured, exact) if known else _WITHOUT_REFERENCE / _MULTIPLE * size,
             eager=_distance(eager, exact),
             compiled=_distance(compiled, exact),
@@ -307,7 +319,9 @@ def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
 
 
 def _is_double(inputs: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.dtype == torch.float64 and value.ndim for value in inputs)
+    """Say whether what is trained is float64 already."""
+    trained = (value for value in inputs if isinstance(value, Tensor) and value.requires_grad)
+    return any(value.dtype == torch.float64 for value in trained)
 
 
 @torch.no_grad()

@@ -1,0 +1,125 @@
+"""Call the compiled code of a step without the detour through Dynamo's frame evaluation.
+
+Dynamo evaluates the guards of a captured function, gathers the inputs of the graph by their sources, calls the code and
+puts its outputs together. The inputs of a captured step are the batch, the gradients of the window, and tensors that do
+not change: they are gathered once. The guards are evaluated as before, by Dynamo's own guard manager, so whatever the
+graph holds fixed is checked at every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from slipstream.step.verification import Compiled
+
+__all__ = ["DirectCalls"]
+
+_Arguments = tuple[Any, Any, bool]
+
+
+class DirectCalls:
+    """Calls a compiled step directly, for each graph of which Dynamo's way has been seen once.
+
+    Args:
+        function: the step that Dynamo compiles, `function(inputs, held, ends)`.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._code = function.__code__
+        cells = function.__closure__ or ()
+        free = zip(function.__code__.co_freevars, cells, strict=True)
+        self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
+        self._known: list[_Call] = []
+        self._seen: list[Any] = []
+
+    def find(self, inputs: Any, held: Sequence[Tensor] | None, ends: bool) -> _Call | None:
+        """Return the call whose guards hold for these arguments, if there is one."""
+        if not self._known:
+            return None
+        values = self._locals
+        values["inputs"], values["held"], values["ends"] = inputs, held, ends
+        try:
+            for call in self._known:
+                if call.check(values):
+                    return call
+            return None
+        finally:
+            values["inputs"] = values["held"] = None
+
+    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Any) -> None:
+        """Learn from a call that went Dynamo's way how to make it directly.
+
+        Args:
+            compiled: the code that Dynamo called.
+            arguments: those of the function.
+            outputs: what the function returned.
+        """
+        entries = _entries(self._code)
+        new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
+        self._seen += new
+        if len(new) == 1 and compiled.last is not None and not compiled.has_side_effects:
+            call = _Call.of(new[0].guard_manager, compiled, arguments, outputs)
+            if call is not None:
+                self._known.append(call)
+        compiled.last = None
+
+
+class _Call:
+    """One graph: its guards, its code, and where inputs and outputs go."""
+
+    def __init__(
+        self,
+        check: Callable[[dict[str, Any]], bool],
+        run: Callable[..., Any],
+        fixed: list[Any],
+        places: list[tuple[int, int]],
+        returned: list[int],
+        spec: Any,
+    ) -> None:
+        self.check, self._run = check, run
+        self._fixed, self._places = fixed, places
+        self._returned, self._spec = returned, spec
+
+    @classmethod
+    def of(cls, guards: Any, compiled: Compiled, arguments: _Arguments, outputs: Any) -> _Call | None:
+        """Return the call, or None if some input or output of the code is neither."""
+        assert compiled.last is not None
+        given, made = compiled.last
+        variable = {id(leaf): i for i, leaf in enumerate(_leaves(arguments)) if isinstance(leaf, Tensor)}
+        places = [(i, variable[id(value)]) for i, value in enumerate(given) if id(value) in variable]
+        if not all(isinstance(value, Tensor) for value in given):  # sizes that vary
+            return None
+        fixed = [None if id(value) in variable else value for value in given]
+        leaves, spec = tree_flatten(outputs)
+        index = {id(value): i for i, value in enumerate(made)}
+        if any(leaf is not None and id(leaf) not in index for leaf in leaves):
+            return None
+        returned = [-1 if leaf is None else index[id(leaf)] for leaf in leaves]
+        return cls(guards.check, compiled.run, fixed, places, returned, spec)
+
+    def __call__(self, arguments: _Arguments) -> Any:
+        """Run the code."""
+        leaves = _leaves(arguments)
+        given = self._fixed.copy()
+        for place, leaf in self._places:
+            given[place] = leaves[leaf]
+        made = self._run(*given)
+        return tree_unflatten([None if i < 0 else made[i] for i in self._returned], self._spec)
+
+
+def _leaves(arguments: _Arguments) -> list[Any]:
+    inputs, held, _ = arguments
+    return list(chain(tree_leaves(inputs), held or ()))
+
+
+def _entries(code: Any) -> list[Any]:
+    try:
+        return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
+    except AttributeError:  # torch without this function: every call goes Dynamo's way
+        return []
