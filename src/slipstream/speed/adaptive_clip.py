@@ -91,4 +91,5 @@ class ClipUnits(StepPart):
 def unit_norms(tensor: Tensor) -> Tensor:
     """Return the 2-norm of each unit, in a shape that broadcasts against `tensor`."""
     dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
-    return torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+    return norms

@@ -6,7 +6,7 @@ Clark et al. 2020 (ELECTRA, arXiv 2003.10555), Bao et al. 2021 (BEiT, arXiv 2106
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -140,23 +140,27 @@ def _layers(model: nn.Module, words: list[str] | None) -> list[nn.Module]:
 def scales_with_lr(optimizer: Optimizer) -> bool:
     """Say whether half of an optimizer's update is its update with half of the learning rate, with its settings.
 
-    The optimizer's class is tried on a small float64 weight for a few steps. A class that cannot be built from the
-    settings in `param_groups` is answered with False.
+    The optimizer's class is tried on a small float64 weight, with a usual and with a large learning rate: some bound
+    the length of a step (Adafactor, Rprop). A class that cannot be built from the settings in `param_groups` is
+    answered with False.
     """
-    inner = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer steps another optimizer
+    inner: Optimizer = getattr(
+        optimizer, "optim", optimizer
+    )  # ZeroRedundancyOptimizer steps another optimizer
     known = inspect.signature(type(inner)).parameters
     for group in inner.param_groups:
         settings = {k: v for k, v in group.items() if k in known and k not in _KERNELS}
-        try:
-            halved, half = _try(type(inner), settings, 0.1, 0.5), _try(type(inner), settings, 0.05, 1.0)
-        except Exception:  # whatever a foreign class raises
-            return False
-        if not torch.allclose(halved, half, rtol=1e-9, atol=0):
-            return False
+        for lr in (0.1, 100.0):
+            try:
+                halved, half = _try(type(inner), lr, settings, 0.5), _try(type(inner), lr / 2, settings, 1.0)
+            except Exception:  # whatever a foreign class raises
+                return False
+            if not (halved - half).abs().max() <= 1e-9 * half.abs().max():
+                return False
     return True
 
 
-def _try(kind: type[Optimizer], settings: Mapping[str, Any], lr: float, factor: float) -> Tensor:
+def _try(kind: Callable[..., Optimizer], lr: float, settings: Mapping[str, Any], factor: float) -> Tensor:
     """Return a weight after a few steps, each shortened by `factor`."""
     weight = nn.Parameter(torch.linspace(0.5, 2.0, 6, dtype=torch.float64).reshape(2, 3))
     optimizer = kind([weight], lr=lr, **settings)
