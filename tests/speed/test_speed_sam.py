@@ -137,9 +137,9 @@ def in_float16(rho):
     scale = 2.0**40
     for x, y in batches():
 
-        def loss_of(x=x.float(), y=y):
+        def loss_of(x=x, y=y, scale=scale):
             with torch.autocast("cpu", dtype=torch.float16):
-                loss = F.cross_entropy(model(x), y)
+                loss = F.cross_entropy(model(x.float()), y)
             return loss * scale
 
         if scale > 2.0**11:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from types import CodeType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -213,17 +214,25 @@ def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
     for method in ("update_params", "update", "step"):
         for owner in kind.__mro__:
             own = vars(owner).get(method)
-            if own is None:
-                continue
-            if owner.__module__.startswith("slipstream."):
+            if owner.__module__.startswith("slipstream.") and own is not None:
                 break
-            names = getattr(inspect.unwrap(own), "__code__", _ignores_parts.__code__).co_names
-            calls_parent = method in names and (
-                "super" in names or any(b.__name__ in names for b in owner.__mro__)
-            )
-            if not calls_parent and not {"apply_update", "_apply_parts"} & set(names):
+            code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
+            if code is None:
+                continue
+            names = _names(code)
+            if "_apply_parts" in names or (
+                method in names and any(b.__name__ in names for b in owner.__mro__[1:])
+            ):
+                break
+            if not {"super", method} <= names:
                 return method
     return None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function and in those inside it."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 @contextmanager
