@@ -30,8 +30,9 @@ def test_every_block_runs():
     scope = {"__name__": gradient_centralization.__name__}
     for block in BLOCKS:
         exec(compile(block, str(PAGE), "exec"), scope)
-    moved = (scope["model"][0].bias - scope["before"]).abs()
-    assert all(value in (0.0, 0.1) for value in moved.mul(1e6).round().div(1e6).tolist())
+    moved = (scope["model"][0].bias - scope["before"]).abs().detach()
+    assert 0 < moved.count_nonzero()
+    torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], 0.1))
 
 
 def test_the_table_names_the_whole_protocol():
