@@ -20,6 +20,8 @@ from slipstream.errors import SlipstreamError
 STEPS = 12
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)
 """In float64: rounding in another order is 1e-16 in each operation, and 12 steps of a small network amplify it."""
+IN_FLOAT32 = dict(rtol=1e-6, atol=1e-8)
+"""For optimizers of torch that compute step sizes in float32 where they are compiled."""
 COMPILE = dict(backend="aot_eager", cache=False)
 DECAY = 0.9
 EMA = dict(decay=DECAY, type="constant")
@@ -224,6 +226,7 @@ def check(case):
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
     assert "defect of the compiler" not in " ".join(warnings), f"accused: {warnings}"
+    assert "slipstream/step/" not in " ".join(warnings), f"a line of Slipstream, not the user's: {warnings}"
     if case.expect == ONE_GRAPH:
         assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"
         return

@@ -29,6 +29,9 @@ without it, and by a plain loop. Losses, weights, buffers, averages and what els
 - *{back}*: the numbers are the same. One warning names the cause, and the user's line where there is one.
 - *{refused}*: an error names the remedy before anything is trained.
 
+Not noticed: a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`) that is added
+after the second step, since torch does not tell that it is there.
+
 Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
 
 | what | compiled | remark |

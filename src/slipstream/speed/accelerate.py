@@ -6,6 +6,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,6 +82,19 @@ def accelerate(
     return TrainStep(prepare_model(model, plan, device), optimizer, loss_fn, plan, device, total_steps)
 
 
+def _losses(
+    loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]], module: nn.Module, batch: Any
+) -> Mapping[str, Any]:
+    """Return the losses of a batch `(*inputs, targets)`."""
+    if not isinstance(batch, list | tuple) or len(batch) < 2:
+        raise DataError(
+            f"a batch must be (inputs, targets), not {type(batch).__name__}: the loader's collate_fn makes it"
+        )
+    *inputs, targets = batch
+    loss = loss_fn(module(*inputs), targets)
+    return {"loss": loss} if isinstance(loss, Tensor) else loss
+
+
 class TrainStep:
     """What `accelerate` returns: a step, and the state that goes with it."""
 
@@ -103,7 +117,6 @@ class TrainStep:
         add_parts(plan, model, self.optim)
         self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
-        self._loss_fn = loss_fn
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
         warn = logger.warning
@@ -112,8 +125,10 @@ class TrainStep:
         self._lasting.enter_context(compiling(plan, unwrap_model(model), logger))
         self.close = weakref.finalize(self, self._lasting.close)
         """End the step: log what was compiled, put switches of the process back; else done when the step is gone."""
-        training = Training(model, self.optim, self._losses, move.cast_data)
+        training = Training(model, self.optim, partial(_losses, loss_fn), move.cast_data)
         self._step: Any = build_step(training, plan, warn)
+        if isinstance(self._step, GraphStep):
+            self._lasting.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
         """The averaged weights, if the plan has `ema`."""
         if isinstance(plan.ema, EmaOptions):
@@ -139,15 +154,6 @@ class TrainStep:
     def steps(self) -> int:
         """Batches trained on, those before a resume among them."""
         return self.optim.batches
-
-    def _losses(self, module: nn.Module, batch: Any) -> Mapping[str, Any]:
-        if not isinstance(batch, list | tuple) or len(batch) < 2:
-            raise DataError(
-                f"a batch must be (inputs, targets), not {type(batch).__name__}: the loader's collate_fn makes it"
-            )
-        *inputs, targets = batch
-        loss = self._loss_fn(module(*inputs), targets)
-        return {"loss": loss} if isinstance(loss, Tensor) else loss
 
     def _keep_average(self, how: EmaOptions, total_steps: int | None) -> None:
         place = self.plan.place("ema")

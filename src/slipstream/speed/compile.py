@@ -83,7 +83,9 @@ def read_compile(value: Any) -> CompileOptions | None:
     return how
 
 
-def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], None]) -> int:
+def compile_model(
+    model: nn.Module, how: CompileOptions, warn: Callable[[str], None], tells_limit: bool = True
+) -> int:
     """Compile `model`, or with scope 'block' its blocks, in place: keys stay, and both modes run compiled.
 
     Compile below DDP, and before `fully_shard` shards the blocks. What cannot be compiled runs eagerly from then on,
@@ -102,7 +104,7 @@ def compile_model(model: nn.Module, how: CompileOptions, warn: Callable[[str], N
     for module in modules:
         by_class[type(module)].append(module)
     for alike in by_class.values():
-        _compile(alike, how, limit, warn)
+        _compile(alike, how, limit, _Group(alike, warn, tells_limit))
     return kinds
 
 
@@ -129,20 +131,17 @@ def _repeating(model: nn.Module) -> list[nn.Module]:
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
-def _compile(
-    modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], warn: Callable[[str], None]
-) -> None:
+def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], group: _Group) -> None:
     """Compile modules of one class in place; if one of them fails, all run eagerly."""
     given: dict[str, Any] = {
         "backend": how.backend,
-        "mode": how.mode,
+        "mode": None if how.backend == "inductor" else how.mode,
         "dynamic": how.dynamic,
         "fullgraph": how.fullgraph,
-        "options": how.options,
+        "options": backend_options(how) or None,
         **limit,
     }
     keeps = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
-    group = _Group(modules, warn)
     for module in modules:
         try:
             compiled = torch.compile(_call_of(module), **given)
@@ -150,6 +149,16 @@ def _compile(
             group.give_up(module, error)
             return
         module._compiled_call_impl = _Guarded(module, _keeping(compiled) if keeps else compiled, group)
+
+
+def backend_options(how: CompileOptions) -> dict[str, Any]:
+    """Return the options of the backend, those of the mode among them."""
+    options: dict[str, Any] = {}
+    if how.backend == "inductor":
+        # Random numbers, of dropout for example, as eager training draws them.
+        options["fallback_random"] = True
+        options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
+    return options | (how.options or {})
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
@@ -189,17 +198,19 @@ def _keeping(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules that are compiled together, and run eagerly together when one of them fails."""
 
-    def __init__(self, modules: list[nn.Module], warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, modules: list[nn.Module], warn: Callable[[str], None], tells_limit: bool = True
+    ) -> None:
         self.modules = modules
         self.warn = warn
-        self.limited = False
+        self.limited = not tells_limit
 
     def give_up(self, module: nn.Module, error: Exception) -> None:
         for each in self.modules:
             each._compiled_call_impl = None
         self.warn(
             f"{type(module).__name__} cannot be compiled ({explain_failure(error)}); it runs eagerly. "
-            "Mend what the message names, or leave compile out"
+            "Change the line above, or remove compile"
         )
 
     def notice(self, module: nn.Module, since: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -12,9 +13,14 @@ from typing import Any
 
 import torch
 
+import slipstream
+from slipstream.errors import SlipstreamError
+from slipstream.step.verification import UnstableGraphError
+
 __all__ = ["CompileFacts", "CompileReport", "explain_failure", "limit_hit"]
 
-_TORCH = str(Path(torch.__file__).parent)
+_ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
+_LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
 """Recompiles of one function that a run may have: for validation, a ragged last batch, other heights, other widths."""
@@ -29,11 +35,18 @@ def explain_failure(error: BaseException) -> str:
     Returns:
         "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
+    own = (
+        error.__cause__ if isinstance(error.__cause__, SlipstreamError) else error
+    )  # torch wraps a backend's
+    varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
+    if isinstance(own, UnstableGraphError):
+        return f"{own}{f': {varied}' if varied else ''}"
+    if isinstance(own, SlipstreamError):
+        return str(own)
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # "backend='inductor' raised:" says nothing without the line below it.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
         reason = (
             f"{reason}: torch's limit of recompiles is reached{f'; it varied: {varied}' if varied else ''}"
         )
@@ -42,10 +55,15 @@ def explain_failure(error: BaseException) -> str:
 
 
 def _where(stack: Iterable[FrameSummary]) -> str:
-    """Return `net.py:18: `if y.sum() > 0:`` for the innermost frame outside torch, or an empty string."""
-    frames = list(stack)
-    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    """Return `net.py:18: `if y.sum() > 0:`` for the innermost frame of the user's own code, or an empty string."""
+    own = [frame for frame in stack if _is_users(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
+
+
+def _is_users(file: str) -> bool:
+    """Say whether a file is neither of torch, of Slipstream, nor of Python's own library, nor generated."""
+    of_python = file.startswith(_LIBRARY) and "site-packages" not in file
+    return not file.startswith((*_ENGINE, "<")) and not of_python
 
 
 def limit_hit(since: int) -> str:

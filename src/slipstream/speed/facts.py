@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Facts", "convolution_share"]
 
@@ -54,6 +55,10 @@ class Facts:
 
 def convolution_share(model: nn.Module) -> float:
     """Return which share of a model's parameters are weights of 2-d convolutions, from 0 to 1."""
-    total = sum(p.numel() for p in model.parameters())
-    convolutions = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Conv2d)}
+    total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
+    convolutions = {
+        id(m.weight): m.weight.numel()
+        for m in model.modules()
+        if isinstance(m, nn.Conv2d) and not is_lazy(m.weight)
+    }
     return sum(convolutions.values()) / total if total else 0.0

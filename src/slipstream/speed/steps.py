@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
-from slipstream.speed.compile import CompileOptions, compile_model
+from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_report import explain_failure
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
@@ -117,7 +117,7 @@ def _one_graph(
                 f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "
                 "the line above, or set compile=dict(scope='model')"
             )
-            compile_model(core, how, warn)
+            compile_model(core, how, warn, tells_limit=False)  # what varies has been reported
         return eager
 
     compile_model(core, how, warn)
@@ -168,18 +168,14 @@ def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
 
 def _backend(how: CompileOptions, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
     """Return the compiler of a captured step, and whether its code is replayed as a CUDA graph."""
-    options: dict[str, Any] = {}
+    options = backend_options(how)
     if how.backend == "inductor":
-        # Dropout as eager training draws it.
-        options["fallback_random"] = True
         if get_world_size() > 1:
             from slipstream.speed.overlap import OVERLAP
 
-            options |= OVERLAP
-        options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
+            options = OVERLAP | options
         # The whole step is replayed instead, with its optimizer state.
         cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
-    options |= how.options or {}
 
     def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
         if how.backend == "inductor":
@@ -187,7 +183,8 @@ def _backend(how: CompileOptions, cuda_graph: bool) -> tuple[Callable[..., Any],
 
             return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=options))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
-        run: Callable[..., Any] = chosen(graph, inputs, **({"options": options} if options else {}))
+        given = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
+        run: Callable[..., Any] = chosen(graph, inputs, **given)
         return run
 
     return compiled, cuda_graph and torch.cuda.is_available()

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from slipstream.step.numerics import Scalar
+from slipstream.step.numerics import Scalar, precise_dtype
 from slipstream.step.parts import StepPart
 
 __all__ = ["AveragePart"]
@@ -57,7 +57,7 @@ class AveragePart(StepPart):
         self.average, self.model = average, model
         self._done, self._window, self._total, self._begun = done, window, total, begun
         averages, currents = average.pairs(model)
-        self._weight = Scalar(0.0, averages[0].device)
+        self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # An average that is seldom due would otherwise be read and written in vain.
         elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = average.interval > 1 or elsewhere
@@ -77,7 +77,7 @@ class AveragePart(StepPart):
         """Move the average towards the parameters."""
         if torch.compiler.is_compiling():
             for average, current in zip(*self.average.pairs(self.model), strict=True):
-                average.lerp_(current.detach(), self._weight.tensor.to(average.dtype))
+                average.lerp_(current.detach(), self._weight.read().to(average.dtype))
         elif weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
             currents = [c.to(a.device) for a, c in zip(averages, currents, strict=True)]

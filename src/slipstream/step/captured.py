@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as modules
 from torch.utils._pytree import tree_leaves
 
 from slipstream.step.numerics import LossScale, Scalar
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
-from slipstream.step.verification import NotCapturedError
+from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
@@ -23,9 +24,15 @@ __all__ = ["CapturedStep", "Outputs", "Shapes", "has_gradients"]
 Outputs = tuple[dict[str, Tensor], Tensor | None]
 """What to log, and whether all gradients were finite."""
 
+_GLOBAL_HOOKS = (
+    modules._global_forward_pre_hooks,
+    modules._global_forward_hooks,
+    modules._global_backward_pre_hooks,
+    modules._global_backward_hooks,
+)
 _OF_PARAM = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_YOUNG = 3
-"""A graph that was needed for fewer steps than this was not worth its compilation."""
+_YOUNG = 2
+"""A graph that served no more batches than this was not worth its compilation."""
 
 
 class CapturedStep:
@@ -62,13 +69,13 @@ class CapturedStep:
         self._owned = list(optim.parameters())
         self._groups = [len(group["params"]) for group in optim.param_groups]
         self._seen = list(map(_OF_PARAM, self._owned))
-        self._steps = 0
-        self._made: dict[bool, int] = {}
+        self._global_hooks = _global_hooks()
+        self._batches = {True: 0, False: 0}
+        self._graphs = {True: 0, False: 0}
         self._in_vain = 0
 
     def why_not(self) -> str | None:
         """Return what has changed, so that the graph no longer fits, or None; called at each step."""
-        self._steps += 1
         optim = self.optim
         if optim.parts != self.parts:
             return "the parts of the step"
@@ -76,6 +83,8 @@ class CapturedStep:
             return "the parameter groups"
         if list(map(_OF_PARAM, self._owned)) != self._seen:
             return "hooks or requires_grad of parameters"
+        if _global_hooks() != self._global_hooks:
+            return "the global hooks of modules"
         if is_hooked(optim.optimizer) != self._hooked:
             return "the hooks of the optimizer"
         if self.update is None:
@@ -90,19 +99,23 @@ class CapturedStep:
             return [torch.empty_like(param) for param in self.params]
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
+    def count_batch(self, ends: bool) -> None:
+        """Count a batch that the graph of its kind trains."""
+        self._batches[ends] += 1
+
     def count_graph(self, ends: bool) -> None:
         """Count a graph that is about to be made.
 
         Raises:
-            NotCapturedError: the graphs before it served too few steps each.
+            UnstableGraphError: the graphs before it served too few batches each.
         """
-        last = self._made.get(ends)
-        self._made[ends] = self._steps
-        if last is not None and self._steps - last < _YOUNG * (1 + self.optim.accumulative_counts):
+        if 0 < self._batches[ends] - 1 <= _YOUNG and self._graphs[ends]:
             self._in_vain += 1
+        self._graphs[ends] += 1
+        self._batches[ends] = 1
         if self._in_vain >= 2:
-            raise NotCapturedError(
-                "each step needs another graph: something that the graph holds fixed changes"
+            raise UnstableGraphError(
+                "each step needs another graph: something that a graph holds fixed changes"
             )
 
     def names(self) -> Mapping[int, str]:
@@ -142,6 +155,8 @@ class CapturedStep:
                     f"the parameter '{own.get(param, '?')}' has a hook, which only backward() calls: remove it, or "
                     "change gradients in a part of the step"
                 )
+        if modules._global_backward_hooks or modules._global_backward_pre_hooks:
+            raise NotCapturedError("torch has a global backward hook of modules, which only backward() calls")
         for name, module in self.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise NotCapturedError(
@@ -149,7 +164,12 @@ class CapturedStep:
                 )
 
 
-def has_gradients(params: list[nn.Parameter]) -> bool:
+def _global_hooks() -> list[tuple[int, ...]]:
+    """Return the keys of the hooks that torch calls for every module."""
+    return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
+
+
+def has_gradients(params: Iterable[nn.Parameter]) -> bool:
     """Say whether any parameter has a gradient."""
     return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))
 

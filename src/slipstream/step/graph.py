@@ -99,7 +99,15 @@ class GraphStep:
             if (method := guess()) is not None:
                 method()
 
-        weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
+        if hasattr(optim.optimizer, "_optimizer_load_state_dict_post_hooks"):
+            weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
+
+    def close(self) -> None:
+        """Drop the compiled code; further batches are trained eagerly."""
+        if self._step is not None:
+            torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
+        self._instead = self._instead or self.eager
+        self._forget()
 
     @property
     def captured(self) -> bool:
@@ -122,7 +130,7 @@ class GraphStep:
                 self._started = True
                 return self._observe(inputs)
             self._guess()
-        if self.optim.accumulative_counts == 1 and has_gradients(self._trained):
+        if self.optim.accumulative_counts == 1 and has_gradients(self.optim.parameters()):
             return self.eager.train(inputs)  # the user has put gradients there, which belong to this update
         return self._train(inputs)
 
@@ -141,7 +149,7 @@ class GraphStep:
             loss, logs = reduce(losses)
             sound = torch.isfinite(loss.detach())
             if windows:
-                loss = loss / window.tensor
+                loss = loss / window.read()
             if scale is not None:
                 loss = loss * scale.scale
             grads = list(torch.autograd.grad(loss, params))
@@ -203,6 +211,7 @@ class GraphStep:
         if optim.guard is not None:
             optim.guard.before_forward()
         self._held = held
+        captured.count_batch(ends)
         logs, finite = captured.run(inputs, held, ends)
         optim.count_batch()
         if held is not None:
@@ -229,7 +238,8 @@ class GraphStep:
         optim = self.optim
 
         def seen() -> None:
-            self._trained = [param for param in optim.parameters() if param.grad is not None]
+            trained = [param for param in optim.parameters() if param.requires_grad]
+            self._trained = [param for param in trained if param.grad is not None]
 
         with self._on_gradients(seen):
             return self.eager.train(inputs)

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "scale_"]
+__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "precise_dtype", "scale_"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -39,18 +39,30 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
         torch._foreach_mul_(tensors, factor)
 
 
-class Scalar:
-    """A number that the host changes and a graph reads: a 0-dim tensor, written only when it changes."""
+def precise_dtype(device: torch.device) -> torch.dtype:
+    """Return float64 where the device has it: numbers that the host computes, as Python does, in that precision."""
+    return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
-    def __init__(self, value: float, device: torch.device) -> None:
+
+class Scalar:
+    """A number that the host changes and a graph reads, written only when it changes.
+
+    It is a tensor of one element: of a 0-dim float64 tensor on a CPU, torch takes the value for a Python number.
+    """
+
+    def __init__(self, value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
         self.value = value
-        self.tensor = torch.tensor(value, dtype=torch.float32, device=device)
+        self.tensor = torch.full((1,), value, dtype=dtype, device=device)
 
     def set(self, value: float) -> None:
         """Let the graph read `value` from now on."""
         if value != self.value:
             self.value = value
             self.tensor.fill_(value)
+
+    def read(self) -> Tensor:
+        """Return the number as a 0-dim tensor; traceable."""
+        return self.tensor.select(0, 0)
 
 
 class LossScale:

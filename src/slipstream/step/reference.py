@@ -11,6 +11,8 @@ from torch import Tensor, fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map, tree_map_only
 
+from slipstream.dist.sharding import is_sharded
+
 __all__ = ["copies", "interpret"]
 
 _LOWER = (torch.float32, torch.float16, torch.bfloat16)
@@ -19,20 +21,41 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """Return the inputs of a graph with copies of the tensors, of `dtype` where they are of a lower precision.
 
-    Tensors that occur twice are one copy, and views of one tensor are copied apart; what requires grad does so again.
+    Strides are kept; tensors that share memory do so again, and what requires grad does so again.
     """
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    memory: dict[int, tuple[Any, Tensor]] = {}
+    for group in _by_storage(tensors).values():
+        start = min(tensor.storage_offset() for tensor in group)
+        end = max(tensor.storage_offset() + _extent(tensor) for tensor in group)
+        flat = torch.as_strided(group[0].detach(), (end - start,), (1,), start)
+        wanted = dtype if dtype is not None and flat.dtype in _LOWER else flat.dtype
+        memory.update(dict.fromkeys(map(id, group), (start, flat.to(wanted, copy=True))))
     made: dict[int, Tensor] = {}
+    for tensor in tensors:
+        if id(tensor) in memory:
+            start, flat = memory[id(tensor)]
+            new = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
+        else:
+            new = tensor.detach().clone()
+        made[id(tensor)] = new.requires_grad_(tensor.requires_grad)
+    return [made[id(value)] if isinstance(value, Tensor) else value for value in inputs]
 
-    def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if id(value) not in made:
-            wanted = dtype if dtype is not None and value.dtype in _LOWER else value.dtype
-            new = value.detach().to(wanted, copy=True, memory_format=torch.preserve_format)
-            made[id(value)] = new.requires_grad_(value.requires_grad)
-        return made[id(value)]
 
-    return [copy(value) for value in inputs]
+def _by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
+    """Return the strided tensors that share memory, together."""
+    found: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not is_sharded(tensor):
+            found.setdefault((tensor.untyped_storage()._cdata, tensor.dtype), []).append(tensor)
+    return found
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements lie between the first and the last one, both included."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False) -> None:

@@ -13,12 +13,14 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
+from slipstream.step.numerics import precise_dtype
+
 __all__ = ["GraphUpdate", "can_trace", "is_hooked", "plain_settings"]
 
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
 
-_COUNTERS = ("state_steps", "mu_products", "mus", "etas")
+_COUNTERS = ("state_steps", "mus", "etas")
 """State that torch keeps as one number for each parameter, by its names in `_init_group`."""
 
 _OUTSIDE = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
@@ -36,8 +38,10 @@ def is_hooked(optimizer: Optimizer) -> bool:
     """Say whether somebody wants to see, or has replaced, the optimizer's step; cheap."""
     own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
     return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
+        getattr(
+            optimizer, "_optimizer_step_pre_hooks", None
+        )  # some libraries' optimizers skip torch's constructor
+        or getattr(optimizer, "_optimizer_step_post_hooks", None)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
         or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
@@ -113,34 +117,36 @@ class _Group:
         names, self.flag, self.state = _make_state(optimizer, sources[0], self.params)
         # float64 where there is one: of 1 - beta2 ** step, float32 keeps but four digits. Eager optimizers compute it
         # with Python's numbers, which are float64.
-        dtype = torch.float64 if device.type in ("cpu", "cuda") else torch.float32
+        dtype = precise_dtype(device)
         self.counts_in = dtype
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
-        self.tensors: dict[str, list[Tensor]] = {
-            name: [torch.empty((), dtype=dtype, device=device).copy_(_tensor(v)) for v in _as_list(own[name])]
-            for name in _as_tensors(optimizer, own)
-        }
-        self.given = {name: own[name] for name in self.tensors}
+        self.given = {name: own[name] for name in _as_tensors(optimizer, own)}
+        numbers = [_tensor(v).to(device, dtype) for value in self.given.values() for v in _as_list(value)]
+        # One tensor for all, with a dimension: of a 0-dim float64 tensor torch takes the value for a Python number.
+        self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
         plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(own)
-        self.fixed = {name: value for name, value in plain.items() if name not in self.tensors}
+        self.fixed = {name: value for name, value in plain.items() if name not in self.given}
         self.fixed.pop("capturable", None)
         self.on_device = device.type != "cpu"
         self.counts = "capturable" in own
 
     def refresh(self) -> str | None:
         first = self.sources[0]
-        for name, tensors in self.tensors.items():
+        place = 0
+        for name in self.given:
             value = first[name]
+            numbers = _as_list(value)
             if not all(_same({name: value}, {name: source[name]}) for source in self.sources[1:]):
                 return f"{name} of groups that had the same"
             if holds_tensors(value):  # a schedule may have changed them in place
-                for tensor, number in zip(tensors, _as_list(value), strict=True):
-                    tensor.copy_(_tensor(number), non_blocking=True)
+                for index, number in enumerate(numbers, place):
+                    self.numbers[index].copy_(_tensor(number), non_blocking=True)
             elif value != self.given[name]:
-                for tensor, number in zip(tensors, _as_list(value), strict=True):
-                    tensor.fill_(number)
+                for index, number in enumerate(numbers, place):
+                    self.numbers[index] = number
                 self.given[name] = value
+            place += len(numbers)
         for source in self.sources:
             for name in self.fixed:
                 if source[name] != self.fixed[name]:
@@ -149,7 +155,11 @@ class _Group:
 
     def settings(self, number: int) -> dict[str, Any]:
         """Return the group as a `step` reads it."""
-        tensors = {name: tuple(t) if name == "betas" else t[0] for name, t in self.tensors.items()}
+        left = iter(self.numbers.unbind(0))
+        tensors = {
+            name: tuple(next(left) for _ in value) if isinstance(value, tuple | list) else next(left)
+            for name, value in self.given.items()
+        }
         # Inductor joins the tensors of a foreach operation into few kernels, and, of torch 2.13, loses the alpha of a
         # plain add to a matrix product. Uncompiled, torch takes learning rates as tensors without foreach alone.
         joined = self.on_device or torch.compiler.is_compiling()

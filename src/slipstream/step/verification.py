@@ -22,7 +22,14 @@ from torch import Tensor, fx
 from slipstream.errors import SlipstreamError
 from slipstream.step.reference import copies, interpret
 
-__all__ = ["Captured", "Compiled", "NotCapturedError", "Verification", "WrongNumbersError"]
+__all__ = [
+    "Captured",
+    "Compiled",
+    "NotCapturedError",
+    "UnstableGraphError",
+    "Verification",
+    "WrongNumbersError",
+]
 
 _MULTIPLE = 4.0
 """How many times the rounding error of the captured graph a result may be away from float64."""
@@ -34,6 +41,10 @@ _WITHOUT_REFERENCE = 0.2
 
 class NotCapturedError(SlipstreamError, RuntimeError):
     """A step cannot stay one graph, although torch could capture it here and now."""
+
+
+class UnstableGraphError(NotCapturedError):
+    """Steps would have to be captured again and again, since a value that a graph holds fixed changes."""
 
 
 class WrongNumbersError(SlipstreamError, RuntimeError):
@@ -248,7 +259,7 @@ class _Row:
         allowed = _MULTIPLE * noise + _FLOOR * max(self.size, typical.size * root) + 4 * self.digits
         if not np.isfinite(distance) or not allowed:
             return float("inf") if distance else 0.0
-        return distance / allowed
+        return float(distance / allowed)
 
     def message(self, compiler: bool) -> str:
         """Return what is off, for people."""

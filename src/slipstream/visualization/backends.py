@@ -145,8 +145,20 @@ class TensorboardVisBackend(BaseVisBackend):
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
         """Write a point of the curve `name`."""
-        for number in scalars_in({name: value}).values():
-            self.experiment.add_scalar(name, number, step)
+        self.add_scalars({name: value}, step)
+
+    def add_scalars(
+        self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
+    ) -> None:
+        """Write a point of each curve, all as one event: `SummaryWriter.add_scalar` makes one of each."""
+        writer = self.experiment  # tells what to install, if TensorBoard is missing
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [
+            Summary.Value(tag=name, simple_value=number) for name, number in scalars_in(scalar_dict).items()
+        ]
+        if values:
+            writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Write a picture."""
