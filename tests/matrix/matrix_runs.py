@@ -174,7 +174,7 @@ def _state(module):
 def _in_force(runner, record, backend):
     """Return which levers had an effect, or are there, whether they were asked for or not."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
-    one_graph = isinstance(step, GraphStep) and step._instead is None and step._made is not None
+    one_graph = isinstance(step, GraphStep) and step.captured and step._step is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:
         recomputed = backend.recomputed > 0
     else:
@@ -182,7 +182,7 @@ def _in_force(runner, record, backend):
     found = {
         "bf16": record.seen("eps") == {torch.finfo(torch.bfloat16).eps},
         "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},
-        "compile=step": one_graph and step._made.proven == {optim.accumulative_counts == 1, True},
+        "compile=step": one_graph and step._step.agreed == {optim.accumulative_counts == 1, True},
         "compile=model": not isinstance(step, GraphStep) and core._compiled_call_impl is not None,
         "EMA": any(isinstance(hook, EMAHook) for hook in runner.hooks),
         "SyncBN": any(isinstance(module, SyncBatchNorm) for module in core.modules()),

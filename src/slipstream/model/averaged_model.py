@@ -41,7 +41,7 @@ class BaseAveragedModel(nn.Module):
             others are the model's own (BatchNorm statistics are averages already).
     """
 
-    every_batch: ClassVar[bool] = True
+    every_batch: bool = True
     """Whether a batch that only adds to an accumulation window counts as an update."""
     total_steps: int | None = None
     """The updates of the whole training, told by whoever drives it."""
@@ -362,7 +362,17 @@ class ScheduledEMA(BaseAveragedModel):
 
 @MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel):
-    """The plain mean of all weights seen (Izmailov et al. 2018, arXiv 1803.05407)."""
+    """The plain mean of all weights seen (Izmailov et al. 2018, arXiv 1803.05407).
+
+    Args:
+        model: the model to average (unwrapped).
+        every_batch: whether every batch counts, as in MMEngine, or only those after which the optimizer steps.
+        args, kwargs: those of `BaseAveragedModel`.
+    """
+
+    def __init__(self, model: nn.Module, *args: Any, every_batch: bool = True, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.every_batch = every_batch
 
     def weight(self, step: int) -> float:
         """Return one over the number of weights averaged so far, this one included."""

@@ -37,7 +37,7 @@ from slipstream.runner.facts import RunFacts
 from slipstream.runner.given import TRIPLES, loop_options, placing, unread_keys, with_defaults
 from slipstream.runner.logs import name_run, open_logs, write_config
 from slipstream.speed import CFG_LEVERS, compile_model
-from slipstream.speed.apply import compiling, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 
 __all__ = ["Runner"]
@@ -209,6 +209,7 @@ class Runner(RunFacts):
             with placing(self._given, "optim_wrapper"):
                 self.optim_wrapper = parts.build_optim(self.model, self._training["optim_wrapper"])
             fuse_optim(self.optim_wrapper, self.speed)
+            add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers = self._training["param_scheduler"]
             self.param_schedulers = parts.build_schedulers(schedulers, self.optim_wrapper, loop)

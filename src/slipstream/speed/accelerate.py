@@ -19,7 +19,7 @@ from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
-from slipstream.speed.apply import compiling, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.facts import Facts
 from slipstream.speed.plan import SpeedPlan
@@ -114,6 +114,7 @@ class TrainStep:
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
         )
         fuse_optim(self.optim, plan)
+        add_parts(plan, model, self.optim)
         self._total_steps = total_steps
         self.optim.initialize_count_status(model, 0, total_steps or -1)
         move = BaseDataPreprocessor().to(device)

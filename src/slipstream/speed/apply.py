@@ -8,7 +8,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from typing import Any
+from types import CodeType
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -37,8 +38,10 @@ from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import process_switches
+from slipstream.step.parts import StepPart
 
 __all__ = [
+    "add_parts",
     "compiling",
     "fuse_optim",
     "overrides_train_step",
@@ -154,6 +157,82 @@ def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
     for part in parts:
         with _placing(plan, "fused"):
             fuse(part.optimizer, plan.fused)
+
+
+@runtime_checkable
+class _MakesPart(Protocol):
+    """The options of a speed option that is a part of the step."""
+
+    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
+        """Return the part; `model` is not wrapped, `optim` is the wrapper that it will work in."""
+
+
+def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
+    """Put the parts that the plan's options make before those in `optim.parts`, in the order of the plan's fields.
+
+    So gradients are centralized, clipped by unit, and then clipped by `clip_grad`. Of several optimizers each gets
+    parts of its own. A part replaces one of the same class, so a second call changes nothing.
+
+    Raises:
+        ConfigError: an option does not fit the model or the optimizer.
+    """
+    core = unwrap_model(model)
+    made = {lever: how for lever in plan.levers() if isinstance(how := getattr(plan, lever), _MakesPart)}
+    for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
+        parts = []
+        for lever, how in made.items():
+            with _placing(plan, lever):
+                part = how.part(core, wrapper)
+                _check_part(part, lever, core, wrapper)
+            parts.append(part)
+        replaced = {type(part) for part in parts}
+        wrapper.parts[:] = [*parts, *(part for part in wrapper.parts if type(part) not in replaced)]
+
+
+def _check_part(part: StepPart, lever: str, model: nn.Module, optim: OptimWrapper) -> None:
+    """Refuse a part that would be ignored, or that the model's gradients do not suit."""
+    if (method := _ignores_parts(type(optim))) is not None:
+        raise ConfigError(
+            f"{type(optim).__name__}.{method} overrides OptimWrapper.{method} without calling it, so this option would "
+            f"have no effect: call super().{method}() there, or use OptimWrapper",
+            lever,
+        )
+    if part.replaces_gradients and overrides_train_step(model):
+        raise ConfigError(
+            f"computes the gradients itself, and {type(model).__name__}.train_step does so, too: remove one of them",
+            lever,
+        )
+    if type(part).before_update is StepPart.before_update and not part.replaces_gradients:
+        return
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+            raise ConfigError(f"'{name}' has sparse gradients: build it with sparse=False", lever)
+
+
+def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
+    """Return the name of a method that replaces one of `OptimWrapper`'s, by which the parts run, and never calls it."""
+    for method in ("update_params", "update", "step"):
+        for owner in kind.__mro__:
+            own = vars(owner).get(method)
+            if owner.__module__.startswith("slipstream.") and own is not None:
+                break
+            code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
+            if code is None:
+                continue
+            names = _names(code)
+            if "_apply_parts" in names or (
+                method in names and any(b.__name__ in names for b in owner.__mro__[1:])
+            ):
+                break
+            if not {"super", method} <= names:
+                return method
+    return None
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals and attributes in a function and in those inside it."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return set(code.co_names).union(*inner)
 
 
 @contextmanager

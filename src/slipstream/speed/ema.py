@@ -26,7 +26,7 @@ class EmaOptions:
     beta: float | None = None
     """Of `exp`: how early it comes near its largest decay; None is 15."""
     interval: int = 1
-    """Average every that many steps."""
+    """Average every that many updates of the weights, beginning with the first."""
     begin_iter: int = 0
     """The iteration from which on to average."""
     begin_epoch: int = 0
@@ -52,7 +52,7 @@ class EmaOptions:
         """Return the configuration of the average, for `MODELS.build(cfg, default_args={"model": model})`."""
         common = {"interval": self.interval, "update_buffers": True}
         if self.type == "swa":
-            return {"type": "StochasticWeightAverage", **common}
+            return {"type": "StochasticWeightAverage", "every_batch": False, **common}
         return {"type": "ScheduledEMA", "decay_type": self.type, **self._given(), **common}
 
     def hook_cfg(self) -> dict[str, Any]:

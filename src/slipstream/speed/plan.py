@@ -14,17 +14,24 @@ from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
     read_activation_checkpointing,
 )
+from slipstream.speed.adaptive_clip import AdaptiveClipOptions, read_adaptive_clip
 from slipstream.speed.auto import choose
 from slipstream.speed.compile import CompileOptions, read_compile
 from slipstream.speed.doors import GivenHook, Setting, open_doors, settings
 from slipstream.speed.ema import EmaOptions, read_ema
 from slipstream.speed.facts import Facts
 from slipstream.speed.fused import read_fused
+from slipstream.speed.gradient_centralization import (
+    GradientCentralizationOptions,
+    read_gradient_centralization,
+)
+from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay
 from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.process import read_gc, read_switch
 from slipstream.speed.refused import check
+from slipstream.speed.sam import SamOptions, read_sam
 from slipstream.speed.words import read_accumulate, read_clip_grad, read_sync_bn
 
 __all__ = ["CFG_LEVERS", "PARAMS_LEVERS", "SpeedPlan"]
@@ -102,6 +109,12 @@ class SpeedPlan:
     clip_grad: Annotated[
         GradClip | None, _Lever(read_clip_grad, ("optim_wrapper.clip_grad", "training_params.clip_grad_norm"))
     ] = None
+    gradient_centralization: Annotated[
+        GradientCentralizationOptions | None, _Lever(read_gradient_centralization)
+    ] = None
+    adaptive_clip: Annotated[AdaptiveClipOptions | None, _Lever(read_adaptive_clip)] = None
+    layer_decay: Annotated[LayerDecayOptions | None, _Lever(read_layer_decay)] = None
+    sam: Annotated[SamOptions | None, _Lever(read_sam)] = None
     activation_checkpointing: Annotated[
         ActivationCheckpointingOptions | None,
         _Lever(read_activation_checkpointing, ("cfg.activation_checkpointing",)),

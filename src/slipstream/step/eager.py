@@ -90,9 +90,14 @@ class EagerStep:
         """Train with a part that computes the gradients more than once, of the same batch."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
-        held = [param.grad for param in params]
+        # DDP's gradients are views of its buckets, which the next backward overwrites.
+        views = isinstance(self.model, DistributedDataParallel)
+        held = {
+            param: param.grad.clone() if views else param.grad for param in params if param.grad is not None
+        }
+        logs: dict[str, Tensor] = {}
 
-        def compute() -> list[Tensor]:
+        def run() -> None:
             # Every pass syncs: what the part makes of gradients must be the same on all processes.
             with optim.autocast():
                 losses = self.forward(batch)
@@ -101,14 +106,24 @@ class EagerStep:
             for param in params:
                 param.grad = None
             optim.backward_only(optim.scale_loss(loss), **self._only_own(loss))
-            return [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
 
-        logs: dict[str, Tensor] = {}
+        def gradients() -> list[Tensor]:
+            grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
+            return [grad.clone() for grad in grads] if views else grads
+
+        def compute() -> list[Tensor]:
+            run()
+            return gradients()
+
         if optim.guard is not None:
             optim.guard.before_forward()
-        grads = part.gradients(params, compute, compute())
-        for param, grad, before in zip(params, grads, held, strict=True):
-            param.grad = grad if before is None else before.add_(grad)
+        run()
+        trained = [param for param in params if param.grad is not None]  # others must not be updated
+        grads = part.gradients(trained, compute, gradients())
+        for param in params:
+            param.grad = held.get(param)
+        for param, grad in zip(trained, grads, strict=True):
+            param.grad = grad if param.grad is None else param.grad.add_(grad)
         optim.count_batch()
         if optim.should_update():
             optim.update()

@@ -1,0 +1,95 @@
+"""Speed option: clip the gradient of each unit by the norm of its weights (adaptive gradient clipping).
+
+Brock et al. 2021 (NFNets, arXiv 2102.06171).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import options
+from slipstream.errors import ConfigError
+from slipstream.speed.blocks import named_blocks
+from slipstream.step.parts import StepPart
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
+
+__all__ = ["AdaptiveClipOptions", "ClipUnits", "read_adaptive_clip"]
+
+_KEY = "adaptive_clip"
+
+
+@dataclass(frozen=True)
+class AdaptiveClipOptions:
+    """`adaptive_clip=dict(...)`; True gives the defaults."""
+
+    clip_factor: float = 0.01
+    """The largest allowed ratio of the gradient's norm to the weight's norm, for each unit."""
+    eps: float = 1e-3
+    """Lower bound of a weight's norm, so that units whose weights are zero can learn."""
+    exclude: list[str] = field(default_factory=list)
+    """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
+    linear layer: `exclude=['head']`."""
+
+    def __post_init__(self) -> None:
+        """Refuse limits that are not positive."""
+        for name in ("clip_factor", "eps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"must be positive, not {getattr(self, name)}", name)
+
+    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
+        """Return the part of the step that clips.
+
+        Raises:
+            ConfigError: a name in `exclude` matches no module.
+        """
+        modules = named_blocks(model, self.exclude, f"{_KEY}.exclude")
+        return ClipUnits(self.clip_factor, self.eps, [p for module in modules for p in module.parameters()])
+
+
+def read_adaptive_clip(value: Any) -> AdaptiveClipOptions | None:
+    """Read `adaptive_clip`: True, False, None or a dict.
+
+    Raises:
+        ConfigError: anything else, an unknown option, or a limit that is not positive.
+    """
+    if value is None or value is False:
+        return None
+    return options(AdaptiveClipOptions, {} if value is True else value, _KEY)
+
+
+class ClipUnits(StepPart):
+    """Scale the gradient of each unit so that its norm is at most `clip_factor * max(norm of its weights, eps)`.
+
+    A unit is one index of a weight's first dimension, as in `nn.Linear` and convolutions; a parameter with one
+    dimension or none is one unit.
+
+    Args:
+        clip_factor, eps: those of `AdaptiveClipOptions`.
+        excluded: parameters whose gradients are not clipped.
+    """
+
+    def __init__(self, clip_factor: float, eps: float, excluded: Sequence[nn.Parameter] = ()) -> None:
+        self.clip_factor, self.eps = clip_factor, eps
+        self.excluded = dict.fromkeys(excluded)  # torch.compile traces look-ups in a dict, not in a set
+
+    def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
+        """Clip in place."""
+        for param, grad in zip(params, grads, strict=True):
+            if param in self.excluded:
+                continue
+            limit = unit_norms(param.detach()).clamp(min=self.eps) * self.clip_factor
+            grad.mul_(limit / torch.maximum(unit_norms(grad), limit))
+
+
+def unit_norms(tensor: Tensor) -> Tensor:
+    """Return the 2-norm of each unit, in a shape that broadcasts against `tensor`."""
+    dims = tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else None
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dims, keepdim=True)
+    return norms

@@ -1,0 +1,58 @@
+"""Speed option: subtract from the gradient of each weight its mean (gradient centralization).
+
+Yong et al. 2020 (arXiv 2004.01461).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from slipstream.config import options
+from slipstream.step.parts import StepPart
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
+
+__all__ = ["CentralizeGradients", "GradientCentralizationOptions", "read_gradient_centralization"]
+
+_KEY = "gradient_centralization"
+
+
+@dataclass(frozen=True)
+class GradientCentralizationOptions:
+    """`gradient_centralization=dict(...)`; True gives the defaults."""
+
+    conv_only: bool = False
+    """Centralize only the weights of convolutions (three or more dimensions), not those of linear layers."""
+
+    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
+        """Return the part of the step that centralizes gradients."""
+        return CentralizeGradients(self.conv_only)
+
+
+def read_gradient_centralization(value: Any) -> GradientCentralizationOptions | None:
+    """Read `gradient_centralization`: True, False, None or a dict.
+
+    Raises:
+        ConfigError: anything else, or an unknown option.
+    """
+    if value is None or value is False:
+        return None
+    return options(GradientCentralizationOptions, {} if value is True else value, _KEY)
+
+
+class CentralizeGradients(StepPart):
+    """Subtract from the gradient of each weight its mean over all dimensions but the first, before the update."""
+
+    def __init__(self, conv_only: bool = False) -> None:
+        self.least_dims = 3 if conv_only else 2
+
+    def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
+        """Centralize in place; gradients with one dimension (biases, normalization) are left as they are."""
+        for grad in grads:
+            if grad.ndim >= self.least_dims:
+                grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))

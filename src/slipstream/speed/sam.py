@@ -1,0 +1,106 @@
+"""Speed option: sharpness-aware minimization, two forward and backward passes for each batch.
+
+SAM: Foret et al. 2021 (arXiv 2010.01412). ASAM (`adaptive=True`): Kwon et al. 2021 (arXiv 2102.11600).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.config import options
+from slipstream.errors import ConfigError
+from slipstream.optim.optim_wrapper import total_norm
+from slipstream.step.parts import StepPart
+
+if TYPE_CHECKING:
+    from slipstream.optim import OptimWrapper
+
+__all__ = ["SamOptions", "SharpnessAware", "read_sam"]
+
+_KEY = "sam"
+_TINY = 1e-12  # keeps a zero gradient from becoming NaN
+
+
+@dataclass(frozen=True)
+class SamOptions:
+    """`sam=dict(...)`; True gives the defaults."""
+
+    rho: float = 0.05
+    """Norm of the perturbation of the weights. ASAM's paper takes about ten times as much as SAM's."""
+    adaptive: bool = False
+    """Scale the perturbation of each weight by its absolute value (ASAM)."""
+    eta: float = 0.01
+    """Of `adaptive`: added to the absolute values, so that zero weights are perturbed, too."""
+
+    def __post_init__(self) -> None:
+        """Refuse a radius that is not positive, and a negative eta."""
+        if not self.rho > 0:
+            raise ConfigError(f"must be positive, not {self.rho}; remove sam to train without it", "rho")
+        if not self.eta >= 0:
+            raise ConfigError(f"must not be negative, not {self.eta}", "eta")
+
+    def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
+        """Return the part of the step that computes the gradients."""
+        return SharpnessAware(model, self)
+
+
+def read_sam(value: Any) -> SamOptions | None:
+    """Read `sam`: True, False, None or a dict.
+
+    Raises:
+        ConfigError: anything else, an unknown option, or a wrong value.
+    """
+    if value is None or value is False:
+        return None
+    return options(SamOptions, {} if value is True else value, _KEY)
+
+
+class SharpnessAware(StepPart):
+    """Take the gradients at `w + rho * g / norm(g)` instead of those at the weights `w`.
+
+    With `adaptive` they are taken at `w + rho * t² * g / norm(t * g)`, where `t = abs(w) + eta` for parameters with
+    `weight` in their own name and 1 for all others, as in the authors' code. A loss scale cancels in both.
+
+    Args:
+        model: the model, unwrapped; its buffers stay as the first pass leaves them.
+        how: the options.
+    """
+
+    replaces_gradients = True
+
+    def __init__(self, model: nn.Module, how: SamOptions) -> None:
+        self.model, self.how = model, how
+        named = model.named_parameters() if how.adaptive else ()
+        # torch.compile traces look-ups in a dict, not in a set.
+        self.scaled = dict.fromkeys(p for name, p in named if "weight" in name.rpartition(".")[2])
+
+    def gradients(
+        self,
+        params: Sequence[nn.Parameter],
+        compute: Callable[[], list[Tensor]],
+        first: list[Tensor],
+    ) -> list[Tensor]:
+        """Return the gradients at the perturbed weights; the weights and buffers are as before."""
+        changed = [*(param.detach() for param in params), *self.model.buffers()]
+        before = [tensor.clone() for tensor in changed]
+        try:
+            self._perturb(params, first)
+            return compute()
+        finally:
+            with torch.no_grad():
+                for tensor, old in zip(changed, before, strict=True):
+                    tensor.copy_(old)
+
+    @torch.no_grad()
+    def _perturb(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
+        scales = [param.abs() + self.how.eta if param in self.scaled else None for param in params]
+        ascents = [g if t is None else g * t for g, t in zip(grads, scales, strict=True)]
+        factor = self.how.rho / (total_norm(ascents) + _TINY)
+        for param, ascent, scale in zip(params, ascents, scales, strict=True):
+            step = ascent * factor.to(ascent.device, ascent.dtype)
+            param.add_(step if scale is None else step * scale)

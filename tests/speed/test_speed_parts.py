@@ -1,0 +1,179 @@
+"""Options that are parts of the step: their order, where they are put, and what they do not go with."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from part_runs import HOW, Net, assert_equal, batches, by_hand, run, sgd, trained
+from test_speed_adaptive_clip import clipped
+from test_speed_gradient_centralization import centralized
+from test_speed_layer_decay import per_layer
+from test_speed_sam import RHO, perturbed
+from torch import nn
+
+from slipstream.errors import ConfigError
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.speed import SpeedPlan
+from slipstream.speed.apply import add_parts
+
+ALL = dict(
+    gradient_centralization=True, adaptive_clip=dict(clip_factor=0.02), layer_decay=0.75, sam=dict(rho=RHO)
+)
+
+
+def changed(params, grads):
+    return clipped(params, centralized(params, grads))
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("together", [False, True])
+def test_all_of_them_train_as_a_loop_by_hand(how, together):
+    expected = by_hand(gradients=perturbed, change=changed, groups=per_layer(), together=together)
+    assert_equal(trained(how, together=together, **ALL), expected)
+
+
+def kinds(optim):
+    return [type(part).__name__ for part in optim.parts]
+
+
+def test_parts_stand_in_the_order_of_the_plan_before_those_that_are_there():
+    model = Net()
+    optim = OptimWrapper(sgd(model.parameters()), clip_grad=dict(max_norm=1.0))
+    plan = SpeedPlan.read(dict(reversed(ALL.items())))
+    for _ in range(2):  # a second call changes nothing
+        add_parts(plan, model, optim)
+        expected = ["CentralizeGradients", "ClipUnits", "DecayLayers", "SharpnessAware", "ClipGradients"]
+        assert kinds(optim) == expected
+
+
+def test_a_training_that_goes_on_has_each_part_once(tmp_path):
+    _, runner = run(tmp_path, "eager", together=True, **ALL)
+    before = kinds(runner.optim_wrapper)
+    runner.train()
+    assert kinds(runner.optim_wrapper) == before
+    assert len(set(before)) == len(before) == 6
+
+
+# ---- swa --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize(("accumulate", "interval"), [(1, 1), (1, 3), (2, 1), (2, 2)])
+def test_swa_averages_every_kth_update(how, accumulate, interval):
+    seen = []
+    model = Net()
+    optimizer = sgd(model.parameters())
+    for number, (x, y) in enumerate(batches(), 1):
+        (F.cross_entropy(model(x), y) / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.append({name: param.detach().clone() for name, param in model.named_parameters()})
+    ema = dict(type="swa", interval=interval)
+    average = trained(how, ema=ema, accumulate=accumulate)[2]
+    # The weight 1 / n of the new parameters is a float32 number where the graph reads it.
+    rtol = 1e-6 if how == "compiled" else 1e-9
+    for name in seen[0]:
+        mean = torch.stack([weights[name] for weights in seen[::interval]]).mean(0)
+        torch.testing.assert_close(average[name], mean, rtol=rtol, atol=1e-9)
+
+
+# ---- models and wrappers of one's own ---------------------------------------------------------------------
+
+
+class OwnStep(Net):
+    """Trains itself, as models did before there was a default."""
+
+    def train_step(self, data, optim_wrapper):
+        with optim_wrapper.optim_context(self):
+            loss = self(*data, mode="loss")["loss"]
+        optim_wrapper.update_params(loss)
+        return {"loss": loss.detach()}
+
+
+def test_a_model_with_its_own_train_step_gets_what_is_around_the_update(tmp_path):
+    around = {name: value for name, value in ALL.items() if name != "sam"}
+    found, _ = run(tmp_path, "eager", model=OwnStep(), **around)
+    assert_equal(found, by_hand(change=changed, groups=per_layer()))
+
+
+def test_sam_and_a_train_step_of_the_model_s_own_are_refused(tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"speed\.sam: computes the gradients itself, and OwnStep\.train_step"
+    ):
+        run(tmp_path, "eager", model=OwnStep(), sam=True)
+
+
+class TwoOptimizers(OwnStep):
+    def train_step(self, data, optim_wrapper):
+        loss = self(*data, mode="loss")["loss"]
+        for wrapper in optim_wrapper.values():
+            wrapper.zero_grad()
+        loss.backward()
+        for wrapper in optim_wrapper.values():
+            wrapper.step()
+        return {"loss": loss.detach()}
+
+
+def test_each_of_several_optimizers_gets_parts_of_its_own(tmp_path):
+    model = TwoOptimizers()
+    head = list(model.head.parameters())
+    body = [param for param in model.parameters() if all(param is not other for other in head)]
+    wrapper = OptimWrapperDict(body=OptimWrapper(sgd(body)), head=OptimWrapper(sgd(head)))
+    around = {name: value for name, value in ALL.items() if name != "sam"}
+    found, _ = run(tmp_path, "eager", model=model, optimizer=wrapper, **around)
+    assert_equal(found, by_hand(change=changed, groups=per_layer()))
+
+
+class Ignores(OptimWrapper):
+    def step(self, **kwargs):
+        self.optimizer.step(**kwargs)
+
+
+class IgnoresLater(OptimWrapper):
+    def update_params(self, loss, **kwargs):
+        loss.backward()
+        self.optimizer.step()
+        super().zero_grad()
+
+
+class Calls(OptimWrapper):
+    def step(self, **kwargs):
+        self.steps = getattr(self, "steps", 0) + 1
+        super().step(**kwargs)
+
+
+class CallsByName(Ignores):
+    def step(self, **kwargs):
+        OptimWrapper.step(self, **kwargs)
+
+
+@pytest.mark.parametrize(("kind", "method"), [(Ignores, "step"), (IgnoresLater, "update_params")])
+def test_a_wrapper_that_would_ignore_parts_is_refused(kind, method, tmp_path):
+    model = Net()
+    message = rf"speed\.gradient_centralization: {kind.__name__}\.{method} overrides .* call super\(\)\.{method}\(\)"
+    with pytest.raises(ConfigError, match=message):
+        run(
+            tmp_path,
+            "eager",
+            model=model,
+            optimizer=kind(sgd(model.parameters())),
+            gradient_centralization=True,
+        )
+
+
+@pytest.mark.parametrize("kind", [Calls, CallsByName])
+def test_a_wrapper_that_calls_the_parts_is_taken(kind, tmp_path):
+    model = Net()
+    wrapper = kind(sgd(model.parameters()))
+    found, _ = run(tmp_path, "eager", model=model, optimizer=wrapper, gradient_centralization=True)
+    assert_equal(found, by_hand(change=centralized))
+
+
+@pytest.mark.parametrize("option", ["gradient_centralization", "adaptive_clip", "sam"])
+def test_sparse_gradients_are_refused_by_name(option):
+    model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
+    optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(
+        ConfigError, match=rf"speed\.{option}: '0' has sparse gradients: build it with sparse=False"
+    ):
+        add_parts(SpeedPlan.read({option: True}), model, optim)

@@ -1,0 +1,222 @@
+"""Sharpness-aware minimization trains as a loop by hand with two passes a batch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
+from torch import nn
+
+from slipstream.errors import ConfigError, UnknownNameError
+from slipstream.hooks import Hook
+from slipstream.speed import SpeedPlan
+from slipstream.speed.accelerate import accelerate
+
+RHO = 0.3
+
+
+def perturbed(model, params, loss_of, rho=RHO, eta=None):
+    """Return the gradients at the weights moved uphill; the statistics of BatchNorm move once."""
+    grads = torch.autograd.grad(loss_of(), params)
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    scales = [torch.ones_like(param) for param in params]
+    if eta is not None:
+        named = zip(model.named_parameters(), scales, strict=True)
+        scales = [p.detach().abs() + eta if name.endswith("weight") else ones for (name, p), ones in named]
+    norm = sum(float((t * g).square().sum()) for t, g in zip(scales, grads, strict=True)) ** 0.5
+    originals = [param.detach().clone() for param in params]
+    for param, grad, scale in zip(params, grads, scales, strict=True):
+        param.data += rho * scale**2 * grad / norm
+    found = torch.autograd.grad(loss_of(), params)
+    for param, original in zip(params, originals, strict=True):
+        param.data = original
+    for name, buffer in model.named_buffers():
+        buffer.copy_(kept[name])
+    return list(found)
+
+
+def adaptive(model, params, loss_of):
+    return perturbed(model, params, loss_of, 2.0, 0.01)
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("together", [False, True])
+def test_it_trains_as_a_loop_by_hand(how, together):
+    expected = by_hand(gradients=perturbed, together=together)
+    assert differ(expected, by_hand(together=together))
+    assert_equal(trained(how, together=together, sam=dict(rho=RHO)), expected)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_adaptive_scales_weights_by_their_size(how):
+    expected = by_hand(adamw, gradients=adaptive)
+    assert differ(expected, by_hand(adamw, gradients=lambda *args: perturbed(*args, rho=2.0)))
+    assert_equal(trained(how, adamw, sam=dict(rho=2.0, adaptive=True)), expected)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_runner_trains_alike(how, tmp_path):
+    found, _ = run(tmp_path, how, together=True, sam=dict(rho=RHO))
+    assert_equal(found, by_hand(gradients=perturbed, together=True))
+
+
+# ---- what must not change ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_learning_rate_of_zero_leaves_the_weights_bit_for_bit(how):
+    def still(params):
+        return torch.optim.SGD(params, lr=0.0)
+
+    found = trained(how, still, sam=dict(rho=RHO, adaptive=True))[1]
+    for name, param in Net().named_parameters():
+        assert torch.equal(found[name], param)
+
+
+class Partly(nn.Module):
+    """One of two heads is never used."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+
+    def forward(self, x):
+        return self.used(x)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_parameters_without_a_gradient_are_not_decayed(how):
+    model = Partly()
+    kept = model.unused.weight.clone()
+    data = [(torch.randn(5, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0, 1])) for _ in range(5)]
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, dict(sam=True, compile=HOW[how]))
+    for batch in data:
+        step(batch)
+    assert torch.equal(model.unused.weight, kept)
+    assert step.compiled_scope == ("step" if how == "compiled" else None)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_a_zero_gradient_perturbs_nothing(how):
+    model = Net()
+    step = accelerate(
+        model, sgd(model.parameters()), lambda out, y: (out * 0.0).sum(), dict(sam=True, compile=HOW[how])
+    )
+    for batch in batches():
+        step(batch)
+    assert all(param.isfinite().all() for param in model.parameters())
+
+
+def test_a_pass_that_fails_leaves_the_weights_as_they_were():
+    model = Net()
+    calls = []
+
+    def loss(scores, y):
+        calls.append(0)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+        return F.cross_entropy(scores, y)
+
+    step = accelerate(model, sgd(model.parameters()), loss, dict(sam=True))
+    with pytest.raises(RuntimeError, match="no memory"):
+        step(batches()[0])
+    for mine, theirs in zip(model.parameters(), Net().parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+# ---- float16 and steps that are skipped -------------------------------------------------------------------
+
+SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30)
+
+
+def in_float16(rho):
+    """Train by hand in autocast; the first step overflows and is left out."""
+    model = Net().float()
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
+    scale = 2.0**40
+    for x, y in batches():
+
+        def loss_of(x=x, y=y, scale=scale):
+            with torch.autocast("cpu", dtype=torch.float16):
+                loss = F.cross_entropy(model(x.float()), y)
+            return loss * scale
+
+        if scale > 2.0**11:
+            loss_of()  # moves the statistics of BatchNorm once
+            scale *= 2.0**-30
+            continue
+        for param, grad in zip(params, perturbed(model, params, loss_of, rho), strict=True):
+            param.grad = grad / scale
+        optimizer.step()
+    return None, model.state_dict(), None
+
+
+class Weights(Hook):
+    def __init__(self):
+        self.seen = []
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.seen.append({n: p.detach().clone() for n, p in runner.model.named_parameters()})
+
+
+class InFloat32(Net):
+    def forward(self, x, y=None, mode="tensor"):
+        return super().forward(x.float(), y, mode)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_an_overflow_skips_the_step_and_leaves_the_weights_intact(how, tmp_path):
+    model, record = InFloat32().float(), Weights()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    wrapper = dict(
+        type="AmpOptimWrapper",
+        dtype="float16",
+        loss_scale=SCALE,
+        optimizer=dict(type="SGD", lr=0.2, momentum=0.9, weight_decay=0.01),
+    )
+    found, _ = run(tmp_path, how, model=model, optimizer=wrapper, hooks=[record], sam=dict(rho=RHO))
+    assert all(torch.equal(record.seen[0][name], param) for name, param in before.items())
+    assert not torch.equal(record.seen[1]["head.weight"], before["head.weight"])
+    exact = how == "eager"
+    assert_equal(found, in_float16(RHO), rtol=1e-6 if exact else 5e-3, atol=1e-6 if exact else 5e-3)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_the_guard_skips_a_step_whose_second_pass_alone_is_not_finite(how, tmp_path):
+    class Brittle(Net):
+        """Its loss is NaN wherever the first weight is not what it was."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("known", self.stem.weight.detach().clone())
+
+        def forward(self, x, y=None, mode="tensor"):
+            losses = super().forward(x, y, mode)
+            moved = (self.stem.weight.detach() != self.known).any()
+            return {"loss": losses["loss"] * torch.where(moved, torch.nan, 1.0)}
+
+    model = Brittle()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found, _ = run(
+        tmp_path, how, model=model, sam=dict(rho=RHO), nan_guard=dict(action="skip", max_skipped=100)
+    )
+    for name, value in found[1].items():
+        assert torch.equal(value, before[name]), name
+
+
+# ---- bad input --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "message"),
+    [
+        (0.05, ConfigError, "speed.sam: expected a dict"),
+        (dict(rho=0.0), ConfigError, "speed.sam.rho: must be positive, not 0.0; remove sam"),
+        (dict(eta=-0.1), ConfigError, "speed.sam.eta: must not be negative"),
+        (dict(adaptiv=True), UnknownNameError, "did you mean 'adaptive'"),
+    ],
+)
+def test_bad_input_is_refused_with_its_place(value, kind, message):
+    with pytest.raises(kind, match=message):
+        SpeedPlan.read(dict(sam=value))
