@@ -1,4 +1,4 @@
-"""A step that averages in itself, as a compiled graph does, makes the average that the hook would."""
+"""The average is the same as a part of the step, in a compiled step, and made by the hook after the step."""
 
 import pytest
 import torch
@@ -6,37 +6,29 @@ from ema_runs import SCHEDULED, History, StopAfter, StoppedError, assert_close, 
 from torch.utils.data import TensorDataset
 
 from slipstream.hooks import Hook
+from slipstream.step.average import AveragePart
 from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
-class AveragingStep:
-    """Runs another step and averages after it, as a compiled graph does within."""
+class OtherStep:
+    """A step that knows no parts, as that of a model with its own `train_step`: the hook averages after it."""
 
     def __init__(self, step):
         self.step = step
-        self.adopted = None
-        self.shares = []
 
-    def adopt_average(self, averages, currents, share):
-        self.adopted = averages, currents, share
-
-    @torch.no_grad()
     def __call__(self, batch):
-        with torch.enable_grad():
-            logs = self.step(batch)
-        if self.adopted is not None:
-            averages, currents, share = self.adopted
-            self.shares.append(share())
-            weight = torch.tensor(self.shares[-1])
-            torch._foreach_lerp_(averages, currents, [weight.item()] * len(averages))
-        return logs
+        return self.step(batch)
 
 
 class TakeTheStep(Hook):
     priority = "VERY_HIGH"
 
     def before_train(self, runner):
-        runner.step = self.step = AveragingStep(runner.step)
+        runner.step = OtherStep(runner.step)
+
+
+def averages_in_step(runner):
+    return any(isinstance(part, AveragePart) for part in runner.optim_wrapper.parts)
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
@@ -52,7 +44,7 @@ class TakeTheStep(Hook):
         dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4),
     ],
 )
-def test_a_step_that_averages_makes_the_same_average(tmp_path, hook, accumulate):
+def test_the_step_averages_as_the_hook_would_after_it(tmp_path, hook, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate),
@@ -61,41 +53,43 @@ def test_a_step_that_averages_makes_the_same_average(tmp_path, hook, accumulate)
     plain_history = history
     taken, history = TakeTheStep(), History()
     runner, _ = ema_run(tmp_path / "b", **changes, custom_hooks=[hook, taken, history])
-    averages, currents, _share = taken.step.adopted
-    assert len(taken.step.shares) == 10
-    assert all(one is other for one, other in zip(currents, runner.model.parameters(), strict=False))
-    assert all(
-        one is other for one, other in zip(averages, average_of(runner).module.parameters(), strict=False)
-    )
+    assert averages_in_step(plain)
+    assert not averages_in_step(runner)
     assert_same(weights(plain), weights(runner))
     assert_same(average_of(plain).state_dict(), average_of(runner).state_dict())
     for one, other in zip(plain_history.validated, history.validated, strict=True):
         assert_same(one, other)
-    shares = [share for share in taken.step.shares if share]
-    assert shares[0] == 1.0
-    assert all(0 < share < 1 for share in shares[1:])
     begin = hook.get("begin_iter", 1) if not hook.get("begin_epoch") else 6
     every = accumulate if "ScheduledEMA" in hook.values() else 1
     due = [step for step in range(begin, 11) if step % every == 0 or step == 10]
-    assert len(shares) == len(due)
+    assert average_of(plain).steps == len(due)
 
 
-def test_a_run_whose_step_averages_goes_on_bit_for_bit(tmp_path):
-    hook = dict(SCHEDULED, decay=0.8, beta=3.0)
+@pytest.mark.parametrize("hooks", [[], [TakeTheStep]])
+def test_a_run_with_an_average_goes_on_bit_for_bit(tmp_path, hooks):
+    def options():
+        return [dict(SCHEDULED, decay=0.8, beta=3.0), *(hook() for hook in hooks)]
+
     changes = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)))
-    whole = run(tmp_path / "a", **changes, custom_hooks=[hook, TakeTheStep()])
+    whole = run(tmp_path / "a", **changes, custom_hooks=options())
     with pytest.raises(StoppedError):
-        run(tmp_path / "b", **changes, custom_hooks=[hook, TakeTheStep(), StopAfter(7)])
-    parts = run(tmp_path / "b", **changes, custom_hooks=[hook, TakeTheStep()], resume=True)
+        run(tmp_path / "b", **changes, custom_hooks=[*options(), StopAfter(7)])
+    parts = run(tmp_path / "b", **changes, custom_hooks=options(), resume=True)
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-def test_an_average_of_every_third_step_stays_the_hooks_own(tmp_path):
-    hook, taken = dict(type="EMAHook", momentum=0.2, interval=3), TakeTheStep()
+def test_an_average_of_every_third_step_is_made_on_the_host(tmp_path):
+    hook = dict(type="EMAHook", momentum=0.2, interval=3)
     plain, _ = ema_run(tmp_path / "a", custom_hooks=[hook])
-    runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, taken])
-    assert taken.step.adopted is None
+    runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, TakeTheStep()])
+    assert next(part for part in plain.optim_wrapper.parts if isinstance(part, AveragePart)).on_host
     assert_same(average_of(plain).state_dict(), average_of(runner).state_dict())
+
+
+def test_a_second_training_has_one_average(tmp_path):
+    runner, _ = ema_run(tmp_path, custom_hooks=[dict(type="EMAHook", momentum=0.2)])
+    runner.train()
+    assert len(runner.optim_wrapper.parts) == 1
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])

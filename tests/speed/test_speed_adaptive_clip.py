@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from part_runs import HOW, assert_equal, by_hand, differ, run, trained
 from torch import nn
 
+from part_runs import HOW, assert_equal, by_hand, differ, run, trained
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import SpeedPlan
 from slipstream.speed.adaptive_clip import ClipUnits

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from part_runs import HOW, adamw, assert_equal, by_hand, differ, run, trained
 
+from part_runs import HOW, adamw, assert_equal, by_hand, differ, run, trained
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import SpeedPlan
 from slipstream.speed.gradient_centralization import CentralizeGradients

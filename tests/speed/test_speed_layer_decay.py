@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
+from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.optim import ZeroRedundancyOptimizer
 from slipstream.speed import SpeedPlan

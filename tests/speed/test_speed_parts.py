@@ -3,13 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from part_runs import HOW, Net, assert_equal, batches, by_hand, run, sgd, trained
 from test_speed_adaptive_clip import clipped
 from test_speed_gradient_centralization import centralized
 from test_speed_layer_decay import per_layer
 from test_speed_sam import RHO, perturbed
 from torch import nn
 
+from part_runs import HOW, Net, assert_equal, batches, by_hand, run, sgd, trained
 from slipstream.errors import ConfigError
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed import SpeedPlan

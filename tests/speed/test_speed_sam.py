@@ -3,9 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
 from torch import nn
 
+from part_runs import HOW, Net, adamw, assert_equal, batches, by_hand, differ, run, sgd, trained
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.hooks import Hook
 from slipstream.speed import SpeedPlan

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.step.numerics import Average, LossScale, Scalar, all_finite, keep_unless
+from slipstream.step.numerics import LossScale, Scalar, all_finite, keep_unless
 
 CPU = torch.device("cpu")
 
@@ -75,15 +75,5 @@ def test_a_scalar_keeps_its_place():
     assert float(place) == 0.25
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 1.0])
-def test_an_average_in_a_graph_is_that_beside_it(share):
-    def make():
-        return Average([torch.tensor([1.0, -2.0])], [torch.tensor([3.0, 7.0])], lambda: share)
-
-    inside, beside = make(), make()
-    for average, take in ((inside, inside.take), (beside, beside.take_now)):
-        average.count()
-        take()
-    torch.testing.assert_close(inside.averages, beside.averages)
-    expected = torch.tensor([1.0 + share * 2, -2 + share * 9])
-    torch.testing.assert_close(inside.averages[0], expected)
+def test_a_scalar_is_read_as_a_number():
+    assert Scalar(0.5, CPU).read().shape == ()

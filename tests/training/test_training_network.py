@@ -8,13 +8,14 @@ from torch import nn
 
 from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
 from slipstream.evaluator import BaseMetric
+from slipstream.model import ExponentialMovingAverage
 from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.optim import OptimWrapper
 from slipstream.registry import MODELS
 from slipstream.runner import Runner
 from slipstream.step import EagerStep
+from slipstream.step.average import AveragePart
 from slipstream.step.graph import GraphStep
-from slipstream.step.update import can_trace
 from slipstream.training.metrics import IoU, PixelAccuracy, Top1
 from slipstream.training.network import SupervisedModel
 from slipstream.zoo import models
@@ -213,8 +214,8 @@ def train(step_of, data, ema=False, **wrapper):
     eager = EagerStep(net.loss_step, net, optim)
     step = eager if step_of is None else step_of(net, optim, eager)
     if ema:
-        averages = [parameter.detach().clone() for parameter in net.parameters()]
-        step.adopt_average(averages, list(net.parameters()), lambda: 0.5)
+        average = ExponentialMovingAverage(net, momentum=0.5)
+        optim.parts.append(AveragePart(average, net, lambda: optim.batches))
     seen = []
     for each in data:
         with torch.no_grad():
@@ -225,13 +226,13 @@ def train(step_of, data, ema=False, **wrapper):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", [{}, {"accumulative_counts": 2}, {"ema": True}])
-def test_the_step_as_one_graph_counts_each_batch_once_the_proved_one_too(backend, options):
+def test_the_step_as_one_graph_counts_each_batch_once_the_verified_one_too(backend, options):
     graphs = []
 
     def one_graph(net, optim, eager):
-        def compiler(function):
-            graphs.append(function)
-            return torch.compile(function, fullgraph=True, backend=backend)
+        def compiler(graph, inputs):
+            graphs.append(graph)
+            return torch._dynamo.lookup_backend(backend)(graph, inputs)
 
         def refuse(error):
             raise error
@@ -244,7 +245,6 @@ def test_the_step_as_one_graph_counts_each_batch_once_the_proved_one_too(backend
             eager,
             compiler,
             refuse,
-            updates_inside=can_trace(optim.optimizer),
         )
 
     net, seen = train(one_graph, [batch(seed) for seed in range(5)], **options)

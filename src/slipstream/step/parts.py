@@ -8,8 +8,6 @@ traces the very same calls (`GraphStep`). A new part is therefore written once. 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -66,17 +64,6 @@ class StepPart:
     def state(self) -> Mapping[str, Tensor]:
         """Return the tensors that the part changes, by name."""
         return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint must keep of this part; tensors and plain values only."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
-
-    def context(self) -> AbstractContextManager[Any]:
-        """Return the context of the repeated forward of `gradients`."""
-        return nullcontext()
 
 
 def apply_update(
