@@ -200,15 +200,15 @@ def of(module):
 
 
 COMPUTED = [
-    Case("weight_norm, the old one", normed(nn.utils.weight_norm), fast=True),
-    Case("spectral_norm, the old one", normed(nn.utils.spectral_norm)),
+    Case("weight_norm, the old one", normed(nn.utils.weight_norm), FALLS_BACK, "gradient history", fast=True),
+    Case("spectral_norm, the old one", normed(nn.utils.spectral_norm), FALLS_BACK, "gradient history"),
     Case("parametrizations.weight_norm", normed(parametrizations.weight_norm)),
     Case("parametrizations.spectral_norm", normed(parametrizations.spectral_norm)),
     Case("parametrizations.orthogonal", normed(parametrizations.orthogonal)),
-    Case("pruning", pruned),
-    Case("pruning before step 5", lambda: pruned(5)),
-    Case("pruning that lasts from step 8 on", lambda: pruned(0, 8)),
-    Case("more pruning before steps 4 and 8", pruned_more),
+    Case("pruning", pruned, FALLS_BACK, "gradient history"),
+    Case("pruning before step 5", lambda: pruned(5), FALLS_BACK, "gradient history"),
+    Case("pruning that lasts from step 8 on", lambda: pruned(0, 8), FALLS_BACK, "gradient history"),
+    Case("more pruning before steps 4 and 8", pruned_more, FALLS_BACK, "gradient history"),
     Case("tied weights", tied),
     Case("a follower that forward moves", of(Momentum)),
     Case("a copy made in forward", of(Copied), FALLS_BACK, line=HERE),

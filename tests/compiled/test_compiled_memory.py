@@ -225,9 +225,9 @@ def detached_between():
 
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
-    Case("a hidden state that is detached a step later", of(DetachesLater)),
+    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "gradient history"),
     Case("hidden states in buffers", of(InBuffer)),
-    Case("a hidden state that the loop detaches", detached_between),
+    Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "gradient history"),
 ]
 
 
@@ -344,10 +344,10 @@ RANDOM = [
     Case("a numpy Generator in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("np.random in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
     Case("np.random in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
-    Case("random in forward", drawing(GlobalPython)),
-    Case("random in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random", HERE),
+    Case("random in forward", drawing(GlobalPython), FALLS_BACK, "random"),
+    Case("random in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random"),
     Case("a branch on random", drawing(PythonChoice), FALLS_BACK, "random", HERE),
-    Case("a random.Random in forward", drawing(OwnPython), FALLS_BACK, "random|rng", HERE),
+    Case("a random.Random in forward", drawing(OwnPython), FALLS_BACK, "random|rng"),
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -225,6 +226,25 @@ class OptimWrapper:
     def should_sync(self) -> bool:
         """Say whether the coming batch ends its window, so that its backward must sync gradients."""
         return self._ends_window(self._inner_count + 1)
+
+    def claim_gradients(self) -> None:
+        """Mark the gradients in `p.grad` as those of this wrapper's window, which is not at its end."""
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad._window_of = weakref.ref(self)  # type: ignore[attr-defined]
+
+    def check_gradients(self) -> None:
+        """Refuse gradients that another wrapper has accumulated for its own window.
+
+        Raises:
+            ModelError: there are some; both windows would be lost.
+        """
+        for param in self.parameters():
+            if param.grad is not None and getattr(param.grad, "_window_of", lambda: self)() is not self:
+                raise ModelError(
+                    "two steps train the same parameters, and p.grad holds the accumulation window of the other one: "
+                    "accumulate in neither, or end the window first"
+                )
 
     def begins_window(self) -> bool:
         """Say whether the coming batch is the first of its window."""

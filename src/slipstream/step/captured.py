@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from itertools import repeat
-from operator import attrgetter, is_not
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +19,7 @@ from slipstream.step.verification import NotCapturedError, UnstableGraphError
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["CapturedStep", "Outputs", "Shapes", "has_gradients"]
+__all__ = ["CapturedStep", "Outputs", "Shapes"]
 
 Outputs = tuple[dict[str, Tensor], Tensor | None]
 """What to log, and whether all gradients were finite."""
@@ -170,11 +169,6 @@ class CapturedStep:
 def _global_hooks() -> list[tuple[int, ...]]:
     """Return the keys of the hooks that torch calls for every module."""
     return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
-
-
-def has_gradients(params: Iterable[nn.Parameter]) -> bool:
-    """Say whether any parameter has a gradient."""
-    return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))
 
 
 class Shapes:

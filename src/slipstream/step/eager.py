@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import LossError
-from slipstream.step.parts import StepPart
+from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
@@ -66,7 +66,9 @@ class EagerStep:
     def train(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch for which the parts are prepared (`StepPart.before_batch`)."""
         optim = self.optim
-        self._drop_leaked_gradients()
+        if has_gradients(optim.parameters()):
+            self._drop_leaked_gradients()
+            optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
             loss, logs = self._loss(batch)
@@ -77,6 +79,8 @@ class EagerStep:
             logs = self._repeated(batch, part)
         for part in optim.parts:
             part.after_batch()
+        if not optim.should_update():
+            optim.claim_gradients()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm
         return logs

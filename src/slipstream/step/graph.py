@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
-from slipstream.step.captured import CapturedStep, Outputs, Shapes, has_gradients
+from slipstream.step.captured import CapturedStep, Outputs, Shapes
 from slipstream.step.direct import DirectCalls
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, keep_unless
-from slipstream.step.parts import apply_update
+from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
 from slipstream.step.verification import (
     Captured,
@@ -112,8 +112,6 @@ class GraphStep:
 
     def close(self) -> None:
         """Drop the compiled code; further batches are trained eagerly."""
-        if self._step is not None:
-            torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self._instead = self._instead or self.eager
         self._forget()
 
@@ -138,8 +136,12 @@ class GraphStep:
                 self._started = True
                 return self._observe(inputs)
             self._guess()
-        if self.optim.accumulative_counts == 1 and has_gradients(self.optim.parameters()):
-            return self.eager.train(inputs)  # the user has put gradients there, which belong to this update
+        if has_gradients(self.optim.parameters()):
+            if self.optim.accumulative_counts == 1:
+                return self.eager.train(
+                    inputs
+                )  # the user has put gradients there, which belong to this update
+            self.optim.check_gradients()
         return self._train(inputs)
 
     # ---- the step --------------------------------------------------------------------------------------
@@ -222,18 +224,21 @@ class GraphStep:
         captured.count_batch(ends)
         arguments = (inputs, held, ends)
         call = captured.direct.find(*arguments) if captured.direct is not None else None
+        outputs: Outputs
         if call is not None:
-            logs, finite = call(arguments)
+            outputs = call(arguments)
         else:
             with _tracing():
-                outputs: Outputs = captured.run(*arguments)
-            logs, finite = outputs
+                outputs = captured.run(*arguments)
             if captured.direct is not None and captured.running is not None:
                 captured.direct.learn(captured.running, arguments, outputs)
+        logs, finite = outputs
         optim.count_batch()
         if held is not None:
             for param, grad in zip(captured.params, held, strict=True):
                 param.grad = grad
+        if not ends:
+            optim.claim_gradients()
         outside = ends and captured.update is None
         if outside:
             optim.update()
@@ -308,20 +313,13 @@ class GraphStep:
         captured.check_hooks()
         captured.function = self._define(captured)
 
+        own, shared = weakref.ref(self), weakref.ref(captured)  # torch keeps every backend it was given
+
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-            ends = self.optim.should_sync()
-            captured.count_graph(ends)
-            _refuse_python_random()
-            # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
-            trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-            side_effects = not _translator().output.side_effects.is_empty()
-            made = Compiled(graph, self.backend(graph, inputs), trusted, side_effects)
-
-            def run(*args: Any) -> Any:
-                captured.running = made
-                return made(*args)
-
-            return run
+            step, captured = own(), shared()
+            assert step is not None
+            assert captured is not None
+            return step._compile(captured, graph, inputs)
 
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.run = run
@@ -331,6 +329,24 @@ class GraphStep:
             captured.run = self.replayed(run)
         self._step = captured
         return captured
+
+    def _compile(
+        self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        """Compile a graph that Dynamo has captured; the code runs once it is verified."""
+        ends = self.optim.should_sync()
+        captured.count_graph(ends)
+        _refuse_python_random()
+        # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
+        trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
+        side_effects = not _translator().output.side_effects.is_empty()
+        made = Compiled(graph, self.backend(graph, inputs), trusted, side_effects)
+
+        def run(*args: Any) -> Any:
+            captured.running = made
+            return made(*args)
+
+        return run
 
     def _verified(
         self, captured: CapturedStep, found: Captured | Exception, inputs: Any, ends: bool
@@ -422,6 +438,8 @@ class GraphStep:
         self._forget()
 
     def _forget(self) -> None:
+        if self._step is not None:  # torch keeps the code of a function for as long as the process lasts
+            torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self._step, self._trained, self._guessed = None, [], False
 
     def _guess(self) -> None:

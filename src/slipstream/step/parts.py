@@ -7,11 +7,13 @@ traces the very same calls (`GraphStep`). A new part is therefore written once. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import repeat
+from operator import attrgetter, is_not
 
 from torch import Tensor, nn
 
-__all__ = ["StepPart", "apply_update"]
+__all__ = ["StepPart", "apply_update", "has_gradients"]
 
 
 class StepPart:
@@ -86,3 +88,8 @@ def apply_update(
     for part in parts:
         part.after_update(params, previous)
     return logs
+
+
+def has_gradients(params: Iterable[nn.Parameter]) -> bool:
+    """Say whether any parameter has a gradient."""
+    return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))
