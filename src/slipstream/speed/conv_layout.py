@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx.experimental.symbolic_shapes import has_free_symbols
+from torch.utils._pytree import tree_leaves
 
 __all__ = ["LayOutConvolutions", "lay_out_convolutions"]
 
 _ATEN = torch.ops.aten
 _FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
 _VIEW, _RESHAPE = _ATEN.view.default, _ATEN.reshape.default
-_LAST = torch.channels_last
+_LAST, _FIRST = torch.channels_last, torch.contiguous_format
+_BY_STRIDES = {
+    _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
+    _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
+}  # fmt: skip
+"""Operators whose result depends on how their operand lies in memory."""
 _HEAVY = 8
-"""A weight with more than this many times the elements of input and output stays in the contiguous layout."""
+"""The weight of a convolution that stays contiguous has more than this many times the elements of its activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):
-    """`lay_out_convolutions`, with a name under which inductor can cache compiled code."""
+    """`lay_out_convolutions`, with a name under which inductor caches compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph."""
@@ -32,145 +39,169 @@ class LayOutConvolutions(CustomGraphPass):
 
 
 def lay_out_convolutions(graph: fx.Graph) -> None:
-    """Rewrite convolutions, and let the strides of all other nodes follow.
+    """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
-    A 1x1 convolution becomes a matrix product over pixels. Any other takes its operands in channels_last, unless its
-    weight is much larger than its activations. Inductor takes a convolution's operands with the strides in
-    `node.meta["val"]` if its option `layout_optimization` is off; the strides are computed here anew from the first
-    node to the last, so that what lies between two convolutions (BatchNorm, ReLU) takes their layout and nothing is
-    transposed.
+    A 1x1 convolution becomes a matrix product over the pixels. Any other takes its operands in channels_last, unless
+    its weight is much larger than its activations: oneDNN writes the gradient of a channels_last weight in another
+    order, and torch then transposes it, slowly.
+
+    Without its option `layout_optimization`, inductor gives a convolution its operands with the strides of
+    `node.meta["val"]`. Those are recomputed here from the first node to the last, so that BatchNorm and ReLU between
+    two convolutions are computed in the layout of the convolutions. Operators that depend on strides, draw random
+    numbers or are not torch's get their operands with the strides that eager training gives them.
+
+    Graphs of variable sizes are left unchanged.
     """
-    if not any(node.target is _FORWARD and node.meta["val"].ndim == 4 for node in graph.nodes):
+    convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
+    if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
         return
-    laid_out: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target in (_FORWARD, _BACKWARD):
-            _lay_out(graph, node, laid_out)
-        elif isinstance(node.target, torch._ops.OpOverload):
-            _refresh(node)
+    if any(_is_plane(node) for node in convolutions):
+        _Layouts(graph).assign()
 
 
-def _lay_out(graph: fx.Graph, node: fx.Node, laid_out: dict[tuple[fx.Node, torch.memory_format], fx.Node]) -> None:
-    backward = node.target is _BACKWARD
-    first = 1 if backward else 0
-    inputs, weight = node.args[first], node.args[first + 1]
-    assert isinstance(inputs, fx.Node)
-    assert isinstance(weight, fx.Node)
-    stride, padding, dilation, transposed, _, groups = node.args[first + 3 : first + 9]
-    x, w = inputs.meta["val"], weight.meta["val"]
-    if x.ndim != 4 or transposed:
-        _refresh(node)
-        return
-    out = node.args[0].meta["val"] if backward else node.meta["val"]  # type: ignore[union-attr]
-    fixed = not (has_free_symbols(x) or has_free_symbols(out))
-    pixelwise = tuple(w.shape[2:]) == (1, 1) and groups == 1 and set(stride) == {1} and set(padding) == {0}  # type: ignore[arg-type]
-    last = pixelwise or not (fixed and w.numel() > _HEAVY * (x.numel() + out.numel()))
-    wanted = _LAST if last else torch.contiguous_format
-    with graph.inserting_before(node):
-        for index in range(first + 2):
-            arg = node.args[index]
-            assert isinstance(arg, fx.Node)
-            if pixelwise and fixed and arg is weight:
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:
+    """Return input, weight and `(bias, stride, padding, dilation, transposed, output_padding, groups)`."""
+    first = 1 if node.target is _BACKWARD else 0
+    return cast(Any, (*node.args[first : first + 2], node.args[first + 2 : first + 9]))
+
+
+def _is_plane(node: fx.Node) -> bool:
+    image, _, (_, _, _, _, transposed, *_) = _operands(node)
+    return image.meta["val"].ndim == 4 and not transposed
+
+
+class _Layouts:
+    """Assigns layouts in one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.eager = {n: n.meta["val"].stride() for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+        self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+
+    def assign(self) -> None:
+        """Visit all nodes in order."""
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
                 continue
-            node.update_arg(index, _in_layout(graph, arg, wanted, laid_out))
-        if pixelwise and fixed:
-            (_pixels_backward if backward else _pixels_forward)(graph, node)
+            with self.graph.inserting_before(node):
+                if node.target in (_FORWARD, _BACKWARD) and _is_plane(node):
+                    self._convolution(node)
+                    continue
+                if _needs_eager_strides(node):
+                    self._restore(node)  # its result is then as it was
+                else:
+                    _update_strides(node)
+
+    def _convolution(self, node: fx.Node) -> None:
+        image, weight, (_, stride, padding, _, _, _, groups) = _operands(node)
+        shape = weight.meta["val"].shape
+        out = cast(fx.Node, node.args[0] if node.target is _BACKWARD else node)
+        activations = image.meta["val"].numel() + out.meta["val"].numel()
+        if tuple(shape[2:]) == (1, 1) and groups == 1 and set(stride) == {1} and set(padding) == {0}:
+            node.replace_input_with(image, self._copied(image, _LAST))
+            if node.target is _BACKWARD:
+                node.replace_input_with(out, self._copied(out, _LAST))
+                self._pixels_backward(node)
+            else:
+                self._pixels_forward(node)
             return
-    _refresh(node)
+        wanted = _FIRST if shape.numel() > _HEAVY * activations else _LAST
+        for operand in {image, weight, *([out] if node.target is _BACKWARD else [])}:
+            node.replace_input_with(operand, self._copied(operand, wanted))
+        _update_strides(node)
 
+    def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
+        """Return `node` if its result has this layout, else the one copy of it that has."""
+        value = node.meta["val"]
+        # `is_contiguous` ignores the strides of dimensions of one element; inductor does not.
+        if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
+            node.meta["inductor_realize_to_strides"] = True  # stored once, and in this layout
+            return node
+        key = (node, wanted)
+        if key not in self.copies:
+            self.copies[key] = self._call(_ATEN.clone.default, node, memory_format=wanted)
+            self.copies[key].meta["inductor_realize_to_strides"] = True
+        return self.copies[key]
 
-def _in_layout(
-    graph: fx.Graph,
-    node: fx.Node,
-    wanted: torch.memory_format,
-    laid_out: dict[tuple[fx.Node, torch.memory_format], fx.Node],
-) -> fx.Node:
-    """Return `node`, or the one copy of it in the wanted layout."""
-    value = node.meta["val"]
-    if _is_laid_out(value, wanted):
-        if node.op == "call_function" and node.target not in (_FORWARD, _BACKWARD):
-            node.meta["inductor_realize_to_strides"] = True
+    def _restore(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            strides = self.eager.get(operand)
+            if strides is not None and operand.meta["val"].stride() != strides:
+                forced = self._call(torch.ops.prims.inductor_force_stride_order.default, operand, strides)
+                node.replace_input_with(operand, forced)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        _update_strides(node)
         return node
-    key = (node, wanted)
-    if key not in laid_out:
-        laid_out[key] = _call(graph, _ATEN.clone.default, node, memory_format=wanted)
-        laid_out[key].meta["inductor_realize_to_strides"] = True
-    return laid_out[key]
+
+    # ---- 1x1 convolutions as matrix products -----------------------------------------------------------
+
+    def _rows(self, image: fx.Node) -> fx.Node:
+        """Return a channels_last image as a matrix: a row for each pixel, a column for each channel."""
+        last = self._call(_ATEN.permute.default, image, [0, 2, 3, 1])
+        return self._call(_RESHAPE, last, [-1, image.meta["val"].shape[1]])
+
+    def _image(self, rows: fx.Node, like: Tensor) -> fx.Node:
+        batch, _, height, width = like.shape
+        pixels = self._call(_RESHAPE, rows, [batch, height, width, rows.meta["val"].shape[1]])
+        return self._call(_ATEN.permute.default, pixels, [0, 3, 1, 2])
+
+    def _matrix(self, weight: fx.Node) -> fx.Node:
+        return self._call(_RESHAPE, weight, list(weight.meta["val"].shape[:2]))
+
+    def _pixels_forward(self, node: fx.Node) -> None:
+        image, weight, (bias, *_) = _operands(node)
+        transposed = self._call(_ATEN.permute.default, self._matrix(weight), [1, 0])
+        rows = self._call(_ATEN.mm.default, self._rows(image), transposed)
+        if bias is not None:
+            rows = self._call(_ATEN.add.Tensor, rows, bias)
+        self._replace(node, self._image(rows, image.meta["val"]))
+
+    def _pixels_backward(self, node: fx.Node) -> None:
+        image, weight, _ = _operands(node)
+        grad = self._rows(cast(fx.Node, node.args[0]))
+        for user in list(node.users):
+            if not user.users:  # a gradient that nobody wants, maybe None
+                self.graph.erase_node(user)
+                continue
+            if user.args[1] == 0:
+                product = self._call(_ATEN.mm.default, grad, self._matrix(weight))
+                result = self._image(product, image.meta["val"])
+            elif user.args[1] == 1:
+                transposed = self._call(_ATEN.permute.default, grad, [1, 0])
+                product = self._call(_ATEN.mm.default, transposed, self._rows(image))
+                result = self._call(_RESHAPE, product, list(weight.meta["val"].shape))
+            else:
+                result = self._call(_ATEN.sum.dim_IntList, grad, [0])
+            self._replace(user, result)
+        self.graph.erase_node(node)
+
+    def _replace(self, node: fx.Node, result: fx.Node) -> None:
+        if node in self.eager:
+            self.eager[result] = self.eager[node]
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
 
 
-def _is_laid_out(value: Tensor, wanted: torch.memory_format) -> bool:
-    """Compare strides also of dimensions of one element, which `is_contiguous` ignores and inductor does not."""
-    return value.stride() == torch.empty_like(value, memory_format=wanted).stride()
+def _needs_eager_strides(node: fx.Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or any(
+        "val" not in n.meta for n in node.all_input_nodes
+    ):
+        return True
+    own = target.namespace in ("aten", "prims", "_c10d_functional")
+    return not own or target in _BY_STRIDES or torch.Tag.nondeterministic_seeded in target.tags
 
 
-def _call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)
-    _refresh(node)
-    return node
-
-
-def _refresh(node: fx.Node) -> None:
-    """Compute the strides of a node's result from those of its operands."""
-    if node.target is _VIEW:  # of a tensor with other strides it may be a copy
+def _update_strides(node: fx.Node) -> None:
+    """Recompute a node's result, whose strides follow from those of its operands."""
+    if node.target is _VIEW:  # of a tensor with other strides it can be a copy
         node.target = _RESHAPE
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
-    fakes = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Tensor)]
-    if not fakes:
-        return
-    with fakes[0].fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-# ---- 1x1 convolutions as matrix products ----------------------------------------------------------------
-
-
-def _rows(graph: fx.Graph, image: fx.Node) -> fx.Node:
-    """Return a channels_last image as a matrix of pixels and channels."""
-    last = _call(graph, _ATEN.permute.default, image, [0, 2, 3, 1])
-    return _call(graph, _RESHAPE, last, [-1, image.meta["val"].shape[1]])
-
-
-def _image(graph: fx.Graph, rows: fx.Node, like: Tensor) -> fx.Node:
-    n, _, height, width = like.shape
-    pixels = _call(graph, _RESHAPE, rows, [n, height, width, rows.meta["val"].shape[1]])
-    return _call(graph, _ATEN.permute.default, pixels, [0, 3, 1, 2])
-
-
-def _matrix(graph: fx.Graph, weight: fx.Node) -> fx.Node:
-    return _call(graph, _RESHAPE, weight, list(weight.meta["val"].shape[:2]))
-
-
-def _pixels_forward(graph: fx.Graph, node: fx.Node) -> None:
-    image, weight, bias = node.args[:3]
-    assert isinstance(image, fx.Node)
-    assert isinstance(weight, fx.Node)
-    transposed = _call(graph, _ATEN.permute.default, _matrix(graph, weight), [1, 0])
-    rows = _call(graph, _ATEN.mm.default, _rows(graph, image), transposed)
-    if bias is not None:
-        rows = _call(graph, _ATEN.add.Tensor, rows, bias)
-    node.replace_all_uses_with(_image(graph, rows, image.meta["val"]))
-    graph.erase_node(node)
-
-
-def _pixels_backward(graph: fx.Graph, node: fx.Node) -> None:
-    grad, image, weight = node.args[:3]
-    assert isinstance(grad, fx.Node)
-    assert isinstance(image, fx.Node)
-    assert isinstance(weight, fx.Node)
-    rows = _rows(graph, grad)
-    for user in list(node.users):
-        index = user.args[1]
-        if index == 0:
-            product = _call(graph, _ATEN.mm.default, rows, _matrix(graph, weight))
-            result = _image(graph, product, image.meta["val"])
-        elif index == 1:
-            transposed = _call(graph, _ATEN.permute.default, rows, [1, 0])
-            product = _call(graph, _ATEN.mm.default, transposed, _rows(graph, image))
-            result = _call(graph, _RESHAPE, product, list(weight.meta["val"].shape))
-        else:
-            result = _call(graph, _ATEN.sum.dim_IntList, rows, [0])
-        user.replace_all_uses_with(result)
-        graph.erase_node(user)
-    graph.erase_node(node)
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if tensors and callable(node.target):  # what makes a tensor from nothing keeps its strides
+        with cast(Any, tensors[0]).fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)

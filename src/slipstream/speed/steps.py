@@ -18,6 +18,7 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.compile import CompileOptions, compile_model
 from slipstream.speed.compile_report import explain_failure
+from slipstream.speed.inductor_options import inductor_options
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.eager import Losses
@@ -140,6 +141,7 @@ def _one_graph(
             _compiled,
             how=how,
             cuda_graph=cuda_graph,
+            device_type=next(core.parameters()).device.type,
             depends=partial(_depends, list(core.modules()), optim),
             warn=warn,
         ),
@@ -168,6 +170,7 @@ def _compiled(
     step: Callable[..., Any],
     how: CompileOptions,
     cuda_graph: bool,
+    device_type: str,
     depends: Callable[[], Hashable],
     warn: Callable[[str], None],
 ) -> Callable[..., Any]:
@@ -175,6 +178,7 @@ def _compiled(
     if how.backend == "inductor":
         # Dropout as eager training draws it.
         options["fallback_random"] = True
+        options |= inductor_options(device_type)
         if get_world_size() > 1:
             from slipstream.speed.overlap import OVERLAP
 
