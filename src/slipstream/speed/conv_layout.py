@@ -61,8 +61,8 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
 
 def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:
     """Return input, weight and `(bias, stride, padding, dilation, transposed, output_padding, groups)`."""
-    first = 1 if node.target is _BACKWARD else 0
-    return cast(Any, (*node.args[first : first + 2], node.args[first + 2 : first + 9]))
+    image, weight, *others = node.args[1 if node.target is _BACKWARD else 0 :]
+    return cast(fx.Node, image), cast(fx.Node, weight), tuple(others[:7])
 
 
 def _is_plane(node: fx.Node) -> bool:
