@@ -5,7 +5,8 @@
 Three parts, each interleaved in rounds whose order rotates, ratios taken within a round: tiny networks in one process,
 the same on two gloo processes, and the recipes' networks with their own losses at small crops, whose loop also runs in
 channels_last. Every contender's losses of the first steps must agree with the loop's before anything is timed (but for
-channels_last, where dropout draws in another order). On a machine that others use, `--clock cpu --threads 1 --no-processes` counts the time of this process alone.
+channels_last, where dropout draws in another order). On a machine that others use, `--clock cpu --threads 1` counts the
+time of this process alone.
 """
 
 from __future__ import annotations
@@ -177,7 +178,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="of each contender in each round")
     parser.add_argument("--threads", type=int, default=2, help="of torch, in one process")
-    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: time of this process alone")
+    parser.add_argument(
+        "--clock", choices=CLOCKS, default="wall", help="of one process; cpu is its own time alone"
+    )
     parser.add_argument("--networks", nargs="*", default=[*TINY, *(n for n in RECIPES if n != "ddrnet_23")])
     parser.add_argument("--crop", type=int, default=64, help="of the recipes' networks, square")
     parser.add_argument("--no-processes", action="store_true", help="leave two processes out")
