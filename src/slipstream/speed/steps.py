@@ -18,6 +18,7 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_report import explain_failure
+from slipstream.speed.inductor_options import inductor_options
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.eager import Losses
@@ -125,7 +126,7 @@ def _one_graph(
     compile_model(core, how, warn)
     if (compiled := core._compiled_call_impl) is not None:
         core._compiled_call_impl = _OnlyEvaluation(core, compiled)
-    backend, replays = _backend(how, cuda_graph)
+    backend, replays = _backend(how, next(core.parameters()).device.type, cuda_graph)
     depends = partial(_depends, list(core.modules()), optim)
     return GraphStep(
         loss_of=partial(training.losses, core),
@@ -168,10 +169,11 @@ def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
     return modes, tuple(repr(plain_settings(group)) for group in optim.param_groups)
 
 
-def _backend(how: CompileOptions, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
+def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
     """Return the compiler of a captured step, and whether its code is replayed as a CUDA graph."""
     options = backend_options(how)
     if how.backend == "inductor":
+        options = inductor_options(device_type) | options
         if get_world_size() > 1:
             from slipstream.speed.overlap import OVERLAP
 

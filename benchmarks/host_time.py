@@ -1,0 +1,190 @@
+"""Host time per step of the compiled step, for networks so small that nothing else shows, against `jax.jit`.
+
+    python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
+
+All contenders run interleaved in one process on one thread; ratios are taken within a round. jax is optional
+(`pip install jax`, part of the `bench` extra): without it the result says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter, process_time
+from typing import Any, NamedTuple
+
+# jax reads this once; torch runs on one thread, too.
+os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import torch
+import torch.nn.functional as F
+from overhead import conv_net, mlp
+from report import circumstances, table, write_result
+from torch import Tensor, nn
+
+from slipstream import accelerate
+
+JAX = importlib.util.find_spec("jax") is not None
+BATCH_SIZE, CLASSES, CHECKED = 8, 4, 10
+OURS, THEIRS = "Slipstream, one graph", "jax.jit"
+
+
+def many_tensors() -> nn.Sequential:
+    """Return 25 blocks of Linear and BatchNorm and a head: 102 parameters."""
+    blocks = [(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(25)]
+    return nn.Sequential(*[layer for block in blocks for layer in block], nn.Linear(16, CLASSES))
+
+
+def sgd(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
+
+
+def adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-4)
+
+
+class Case(NamedTuple):
+    build: Callable[[], Any]
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    shape: tuple[int, ...]
+
+
+CASES = {
+    "MLP, SGD": Case(mlp, sgd, (16,)),
+    "conv net, SGD": Case(conv_net, sgd, (3, 16, 16)),
+    "25 x (Linear, BatchNorm), AdamW": Case(many_tensors, adamw, (16,)),
+}
+Step = Callable[[Any], Any]
+
+
+def parts(case: Case) -> tuple[Any, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    net = case.build().train()
+    return net, case.optimizer(net)
+
+
+def loop(case: Case) -> Step:
+    net, optimizer = parts(case)
+
+    def step(batch: Any) -> Tensor:
+        loss = F.cross_entropy(net(batch[0]), batch[1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+def one_graph(case: Case) -> Step:
+    net, optimizer = parts(case)
+    train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": {"scope": "step", "cache": False}})
+    return lambda batch: train(batch)["loss"]
+
+
+def with_jax(case: Case) -> Step:
+    from jax_step import jax_step
+
+    return jax_step(*parts(case))
+
+
+CONTENDERS: dict[str, Callable[[Case], Step]] = {"loop": loop, OURS: one_graph}
+if JAX:
+    CONTENDERS[THEIRS] = with_jax
+
+
+def batches(case: Case, count: int = 16) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        (
+            torch.randn(BATCH_SIZE, *case.shape, generator=generator),
+            torch.randint(0, CLASSES, (BATCH_SIZE,), generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def measure(case: Case, rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
+    """Return the microseconds of wall and CPU time per step of each contender in each round.
+
+    Raises:
+        AssertionError: the losses of the first steps differ by more than rounding.
+    """
+    data: dict[str, list[Any]] = dict.fromkeys(CONTENDERS, batches(case))
+    if JAX:
+        from jax_step import to_jax
+
+        data[THEIRS] = [(to_jax(x), to_jax(y)) for x, y in data[THEIRS]]
+    steps, expected = {}, None
+    for name, contender in CONTENDERS.items():
+        torch._dynamo.reset()
+        step = steps[name] = contender(case)
+        losses = torch.tensor([float(step(batch)) for batch in data[name][:CHECKED]])
+        expected = losses if expected is None else expected
+        torch.testing.assert_close(losses, expected, rtol=1e-3, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    order = list(steps)
+    counts = {name: max(1, round(seconds * 1e6 / timed(steps[name], data[name], 50)[0])) for name in order}
+    for number in range(rounds):
+        turn = number % len(order)
+        for name in order[turn:] + order[:turn]:
+            times[name].append(timed(steps[name], data[name], counts[name]))
+    return times
+
+
+def timed(step: Step, data: list[Any], count: int) -> tuple[float, float]:
+    wall, cpu = perf_counter(), process_time()
+    for number in range(count):
+        loss = step(data[number % len(data)])
+    float(loss)
+    return (perf_counter() - wall) / count * 1e6, (process_time() - cpu) / count * 1e6
+
+
+def describe(cases: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
+    rows = []
+    for name, times in cases.items():
+        row: list[Any] = [name]
+        for values in times.values():
+            wall, cpu = zip(*values, strict=True)
+            row.append(f"{median(wall):.0f} ({min(wall):.0f} to {max(wall):.0f}); {median(cpu):.0f}")
+        for other in [other for other in times if other != OURS]:
+            ratios = [a[0] / b[0] for a, b in zip(times[OURS], times[other], strict=True)]
+            row.append(f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        rows.append(row)
+    names = list(next(iter(cases.values())))
+    header = ["", *(f"{name}, us" for name in names), *(f"one graph / {n}" for n in names if n != OURS)]
+    return table(header, rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.3, help="of each contender in each round")
+    parser.add_argument("--out", help="write Markdown and, beside it, JSON")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = circumstances(["jax", "jaxlib"]) | {"n (rounds)": args.rounds, "batch size": BATCH_SIZE}
+    cases = {}
+    for name, case in CASES.items():
+        cases[name] = measure(case, args.rounds, args.seconds)
+        print(describe({name: cases[name]}), flush=True)
+    text = describe(cases)
+    text += (
+        "\n\nWall time per step, median (least to largest), then median CPU time; ratios are of wall time, "
+    )
+    text += "medians of those within a round."
+    if not JAX:
+        text += " jax was not installed."
+    print(f"\n{text}")
+    if args.out:
+        from pathlib import Path
+
+        write_result(Path(args.out), "Host time of the compiled step", facts, text, {"microseconds": cases})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""The training step of a small network in `jax.jit`, with the weights of a torch network: the same mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Params = list[dict[str, Any]]
+
+
+def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[tuple[Any, Any]], Any]:
+    """Return `step(batch) -> loss` (a jax array): cross entropy, backward, SGD or AdamW, buffers donated."""
+    params = [_arrays(dict(layer.named_parameters())) for layer in net]
+    buffers = [_arrays({k: v for k, v in layer.named_buffers() if v.is_floating_point()}) for layer in net]
+    update = _adamw(optimizer) if isinstance(optimizer, torch.optim.AdamW) else _sgd(optimizer)
+
+    def loss_of(params: Params, buffers: Params, x: Any, y: Any) -> tuple[Any, Params]:
+        after = []
+        for layer, own, held in zip(net, params, buffers, strict=True):
+            x, held = _forward(layer, own, held, x)
+            after.append(held)
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(x), y[:, None], axis=1)
+        return -chosen.mean(), after
+
+    def step(state: Any, lr: Any, x: Any, y: Any) -> Any:
+        params, buffers, moments = state
+        (loss, buffers), grads = jax.value_and_grad(loss_of, has_aux=True)(params, buffers, x, y)
+        params, moments = update(params, grads, moments, lr)
+        return (params, buffers, moments), loss
+
+    compiled = jax.jit(step, donate_argnums=0)
+    zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
+    lr = jnp.float32(optimizer.param_groups[0]["lr"])  # an argument, as a schedule needs it
+    state: Any = (params, buffers, (jnp.float32(0), *zeros))
+
+    def run(batch: tuple[Any, Any]) -> Any:
+        nonlocal state
+        state, loss = compiled(state, lr, *batch)
+        return loss
+
+    return run
+
+
+def to_jax(tensor: Tensor) -> Any:
+    """Return a copy as a jax array."""
+    return jnp.asarray(np.array(tensor.detach().numpy()))
+
+
+def _arrays(tensors: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: to_jax(tensor) for name, tensor in tensors.items()}
+
+
+def _forward(
+    layer: nn.Module, own: dict[str, Any], held: dict[str, Any], x: Any
+) -> tuple[Any, dict[str, Any]]:
+    match layer:
+        case nn.Linear():
+            return x @ own["weight"].T + own["bias"], held
+        case nn.ReLU():
+            return jax.nn.relu(x), held
+        case nn.Conv2d():
+            pads = [(p, p) for p in layer.padding]
+            return jax.lax.conv_general_dilated(x, own["weight"], layer.stride, pads), held
+        case nn.BatchNorm1d() | nn.BatchNorm2d():
+            return _batch_norm(layer, own, held, x)
+        case nn.AdaptiveAvgPool2d():
+            return x.mean((2, 3), keepdims=True), held
+        case nn.Flatten():
+            return x.reshape(x.shape[0], -1), held
+    raise NotImplementedError(type(layer).__name__)
+
+
+def _batch_norm(layer: Any, own: dict[str, Any], held: dict[str, Any], x: Any) -> tuple[Any, dict[str, Any]]:
+    dims = (0, *range(2, x.ndim))
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    mean, var = x.mean(dims), x.var(dims)
+    y = (x - mean.reshape(shape)) * jax.lax.rsqrt(var + layer.eps).reshape(shape)
+    count, new = x.size // x.shape[1], layer.momentum
+    after = {
+        "running_mean": (1 - new) * held["running_mean"] + new * mean,
+        "running_var": (1 - new) * held["running_var"] + new * var * count / (count - 1),
+    }
+    return y * own["weight"].reshape(shape) + own["bias"].reshape(shape), after
+
+
+def _sgd(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    momentum = optimizer.param_groups[0]["momentum"]
+
+    def update(params: Any, grads: Any, moments: Any, lr: Any) -> Any:
+        count, speed, unused = moments
+        speed = jax.tree.map(lambda v, g: momentum * v + g, speed, grads)
+        return jax.tree.map(lambda p, v: p - lr * v, params, speed), (count, speed, unused)
+
+    return update
+
+
+def _adamw(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
+    group = optimizer.param_groups[0]
+    (b1, b2), eps, decay = group["betas"], group["eps"], group["weight_decay"]
+
+    def update(params: Any, grads: Any, moments: Any, lr: Any) -> Any:
+        count, first, second = moments
+        count = count + 1
+        first = jax.tree.map(lambda m, g: b1 * m + (1 - b1) * g, first, grads)
+        second = jax.tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, second, grads)
+        root, size = jnp.sqrt(1 - b2**count), lr / (1 - b1**count)
+
+        def moved(p: Any, m: Any, v: Any) -> Any:
+            return p * (1 - lr * decay) - size * m / (jnp.sqrt(v) / root + eps)
+
+        return jax.tree.map(moved, params, first, second), (count, first, second)
+
+    return update

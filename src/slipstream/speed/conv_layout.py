@@ -1,0 +1,207 @@
+"""A pass over inductor's graph that lays out each convolution and its gradients as a CPU computes them fastest."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx.experimental.symbolic_shapes import has_free_symbols
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["LayOutConvolutions", "lay_out_convolutions"]
+
+_ATEN = torch.ops.aten
+_FORWARD, _BACKWARD = _ATEN.convolution.default, _ATEN.convolution_backward.default
+_VIEW, _RESHAPE = _ATEN.view.default, _ATEN.reshape.default
+_LAST, _FIRST = torch.channels_last, torch.contiguous_format
+_BY_STRIDES = {
+    _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
+    _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
+}  # fmt: skip
+"""Operators whose result depends on how their operand lies in memory."""
+_HEAVY = 8
+"""The weight of a convolution that stays contiguous has more than this many times the elements of its activations."""
+
+
+class LayOutConvolutions(CustomGraphPass):
+    """`lay_out_convolutions`, with a name under which inductor caches compiled code."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        """Rewrite the graph."""
+        lay_out_convolutions(graph)
+
+    def uuid(self) -> Any:
+        """Return a hash of this file, so that a changed pass does not find what the old one compiled."""
+        return get_hash_for_files((__file__,))
+
+
+def lay_out_convolutions(graph: fx.Graph) -> None:
+    """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
+
+    A 1x1 convolution becomes a matrix product over the pixels. Any other takes its operands in channels_last, unless
+    its weight is much larger than its activations: oneDNN writes the gradient of a channels_last weight in another
+    order, and torch then transposes it, slowly.
+
+    Without its option `layout_optimization`, inductor gives a convolution its operands with the strides of
+    `node.meta["val"]`. Those are recomputed here from the first node to the last, so that BatchNorm and ReLU between
+    two convolutions are computed in the layout of the convolutions. Operators that depend on strides, draw random
+    numbers or are not torch's get their operands with the strides that eager training gives them.
+
+    Graphs of variable sizes are left unchanged.
+    """
+    convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
+    if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
+        return
+    if any(_is_plane(node) for node in convolutions):
+        _Layouts(graph).assign()
+
+
+def _operands(node: fx.Node) -> tuple[fx.Node, fx.Node, tuple[Any, ...]]:
+    """Return input, weight and `(bias, stride, padding, dilation, transposed, output_padding, groups)`."""
+    image, weight, *others = node.args[1 if node.target is _BACKWARD else 0 :]
+    return cast(fx.Node, image), cast(fx.Node, weight), tuple(others[:7])
+
+
+def _is_plane(node: fx.Node) -> bool:
+    image, _, (_, _, _, _, transposed, *_) = _operands(node)
+    return image.meta["val"].ndim == 4 and not transposed
+
+
+class _Layouts:
+    """Assigns layouts in one graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self.eager = {n: n.meta["val"].stride() for n in graph.nodes if isinstance(n.meta.get("val"), Tensor)}
+        self.copies: dict[tuple[fx.Node, torch.memory_format], fx.Node] = {}
+
+    def assign(self) -> None:
+        """Visit all nodes in order."""
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            with self.graph.inserting_before(node):
+                if node.target in (_FORWARD, _BACKWARD) and _is_plane(node):
+                    self._convolution(node)
+                    continue
+                if _needs_eager_strides(node):
+                    self._restore(node)  # its result is then as it was
+                else:
+                    _update_strides(node)
+
+    def _convolution(self, node: fx.Node) -> None:
+        image, weight, (_, stride, padding, _, _, _, groups) = _operands(node)
+        shape = weight.meta["val"].shape
+        out = cast(fx.Node, node.args[0] if node.target is _BACKWARD else node)
+        activations = image.meta["val"].numel() + out.meta["val"].numel()
+        if tuple(shape[2:]) == (1, 1) and groups == 1 and set(stride) == {1} and set(padding) == {0}:
+            node.replace_input_with(image, self._copied(image, _LAST))
+            if node.target is _BACKWARD:
+                node.replace_input_with(out, self._copied(out, _LAST))
+                self._pixels_backward(node)
+            else:
+                self._pixels_forward(node)
+            return
+        wanted = _FIRST if shape.numel() > _HEAVY * activations else _LAST
+        for operand in {image, weight, *([out] if node.target is _BACKWARD else [])}:
+            node.replace_input_with(operand, self._copied(operand, wanted))
+        _update_strides(node)
+
+    def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
+        """Return `node` if its result has this layout, else the one copy of it that has."""
+        value = node.meta["val"]
+        # `is_contiguous` ignores the strides of dimensions of one element; inductor does not.
+        if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
+            node.meta["inductor_realize_to_strides"] = True  # stored once, and in this layout
+            return node
+        key = (node, wanted)
+        if key not in self.copies:
+            self.copies[key] = self._call(_ATEN.clone.default, node, memory_format=wanted)
+            self.copies[key].meta["inductor_realize_to_strides"] = True
+        return self.copies[key]
+
+    def _restore(self, node: fx.Node) -> None:
+        for operand in node.all_input_nodes:
+            strides = self.eager.get(operand)
+            if strides is not None and operand.meta["val"].stride() != strides:
+                forced = self._call(torch.ops.prims.inductor_force_stride_order.default, operand, strides)
+                node.replace_input_with(operand, forced)
+
+    def _call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        node = self.graph.call_function(target, args, kwargs)
+        _update_strides(node)
+        return node
+
+    # ---- 1x1 convolutions as matrix products -----------------------------------------------------------
+
+    def _rows(self, image: fx.Node) -> fx.Node:
+        """Return a channels_last image as a matrix: a row for each pixel, a column for each channel."""
+        last = self._call(_ATEN.permute.default, image, [0, 2, 3, 1])
+        return self._call(_RESHAPE, last, [-1, image.meta["val"].shape[1]])
+
+    def _image(self, rows: fx.Node, like: Tensor) -> fx.Node:
+        batch, _, height, width = like.shape
+        pixels = self._call(_RESHAPE, rows, [batch, height, width, rows.meta["val"].shape[1]])
+        return self._call(_ATEN.permute.default, pixels, [0, 3, 1, 2])
+
+    def _matrix(self, weight: fx.Node) -> fx.Node:
+        return self._call(_RESHAPE, weight, list(weight.meta["val"].shape[:2]))
+
+    def _pixels_forward(self, node: fx.Node) -> None:
+        image, weight, (bias, *_) = _operands(node)
+        transposed = self._call(_ATEN.permute.default, self._matrix(weight), [1, 0])
+        rows = self._call(_ATEN.mm.default, self._rows(image), transposed)
+        if bias is not None:
+            rows = self._call(_ATEN.add.Tensor, rows, bias)
+        self._replace(node, self._image(rows, image.meta["val"]))
+
+    def _pixels_backward(self, node: fx.Node) -> None:
+        image, weight, _ = _operands(node)
+        grad = self._rows(cast(fx.Node, node.args[0]))
+        for user in list(node.users):
+            if not user.users:  # a gradient that nobody wants, maybe None
+                self.graph.erase_node(user)
+                continue
+            if user.args[1] == 0:
+                product = self._call(_ATEN.mm.default, grad, self._matrix(weight))
+                result = self._image(product, image.meta["val"])
+            elif user.args[1] == 1:
+                transposed = self._call(_ATEN.permute.default, grad, [1, 0])
+                product = self._call(_ATEN.mm.default, transposed, self._rows(image))
+                result = self._call(_RESHAPE, product, list(weight.meta["val"].shape))
+            else:
+                result = self._call(_ATEN.sum.dim_IntList, grad, [0])
+            self._replace(user, result)
+        self.graph.erase_node(node)
+
+    def _replace(self, node: fx.Node, result: fx.Node) -> None:
+        if node in self.eager:
+            self.eager[result] = self.eager[node]
+        node.replace_all_uses_with(result)
+        self.graph.erase_node(node)
+
+
+def _needs_eager_strides(node: fx.Node) -> bool:
+    target = node.target
+    if target is operator.getitem:
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or any(
+        "val" not in n.meta for n in node.all_input_nodes
+    ):
+        return True
+    own = target.namespace in ("aten", "prims", "_c10d_functional")
+    return not own or target in _BY_STRIDES or torch.Tag.nondeterministic_seeded in target.tags
+
+
+def _update_strides(node: fx.Node) -> None:
+    """Recompute a node's result, whose strides follow from those of its operands."""
+    if node.target is _VIEW:  # of a tensor with other strides it can be a copy
+        node.target = _RESHAPE
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
+    tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if tensors and callable(node.target):  # what makes a tensor from nothing keeps its strides
+        with cast(Any, tensors[0]).fake_mode:
+            node.meta["val"] = node.target(*args, **kwargs)

@@ -1,0 +1,198 @@
+"""Convolutions of a graph get the layout that a CPU computes fastest; the numbers stay those of eager training."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch._inductor.lowering  # some decompositions want it imported
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from slipstream.speed.conv_layout import LayOutConvolutions, lay_out_convolutions
+from slipstream.speed.inductor_options import inductor_options
+
+ATEN = torch.ops.aten
+LAST = torch.channels_last
+
+
+class Residual(nn.Module):
+    def __init__(self, channels):
+        super().__init__()
+        self.first = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.first_norm = nn.BatchNorm2d(channels)
+        self.second = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.second_norm = nn.BatchNorm2d(channels)
+
+    def forward(self, x):
+        y = F.relu(self.first_norm(self.first(x)))
+        return F.relu(self.second_norm(self.second(y)) + x)
+
+
+def residual():
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3, bias=False), nn.BatchNorm2d(4), nn.ReLU(), Residual(4), Residual(4)
+    )
+
+
+def pixelwise():
+    return nn.Sequential(nn.Conv2d(3, 6, 1), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 5, 1, bias=False))
+
+
+def heavy():
+    """Return a network whose second weight is much larger than its activations."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, stride=2),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Conv2d(32, 32, 3, padding=1),
+    )
+
+
+def various():
+    """Return strides, groups, dilation, pools, a transposed convolution, and a view of a convolution's output."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1, stride=2),
+        nn.Conv2d(8, 8, 3, padding=1, groups=8),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 8, 3, padding=2, dilation=2, groups=2),
+        nn.ConvTranspose2d(8, 4, 2),
+        nn.Conv2d(4, 4, 1, groups=2),
+        nn.Flatten(),
+        nn.Unflatten(1, (4, -1)),
+    )
+
+
+def with_dropout():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Dropout(0.5), nn.Conv2d(4, 4, 3))
+
+
+def traced(net, x):
+    """Return the graph of loss and gradients as inductor sees it, and arguments for it."""
+    params = {name: p.detach() for name, p in net.named_parameters()}
+    buffers = {name: b.clone() for name, b in net.named_buffers()}
+
+    def step(params, buffers, x):
+        wanted = {name: p.requires_grad_() for name, p in params.items()}
+        loss = functional_call(net, (wanted, buffers), x).square().mean()
+        return loss.detach(), *torch.autograd.grad(loss, list(wanted.values()))
+
+    arguments = (params, buffers, x)
+    graph = make_fx(step, decomposition_table=select_decomp_table(), tracing_mode="fake")(*arguments)
+    return graph, arguments
+
+
+def results(run, arguments):
+    torch.manual_seed(0)
+    with torch.no_grad():
+        return run(*copy.deepcopy(arguments))
+
+
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, LAST])
+@pytest.mark.parametrize("make", [residual, pixelwise, heavy, various, with_dropout])
+def test_losses_and_gradients_stay_equal(make, memory_format):
+    torch.manual_seed(0)
+    net = make().double().to(memory_format=memory_format)
+    module, arguments = traced(net, torch.randn(2, 3, 12, 12, dtype=torch.float64))
+    expected = results(module, arguments)
+    lay_out_convolutions(module.graph)
+    module.graph.lint()
+    module.recompile()
+    torch.testing.assert_close(results(module, arguments), expected, rtol=1e-10, atol=1e-12)
+
+
+def convolutions(module):
+    return [
+        n
+        for n in module.graph.nodes
+        if n.target in (ATEN.convolution.default, ATEN.convolution_backward.default)
+    ]
+
+
+def operands(node):
+    return [a.meta["val"] for a in node.all_input_nodes]
+
+
+def test_all_operands_of_a_residual_net_are_channels_last_and_no_activation_is_copied():
+    module, _ = traced(residual(), torch.randn(2, 3, 12, 12).to(memory_format=LAST))
+    lay_out_convolutions(module.graph)
+    assert len(convolutions(module)) == 10
+    assert all(value.is_contiguous(memory_format=LAST) for n in convolutions(module) for value in operands(n))
+    clones = module.graph.find_nodes(op="call_function", target=ATEN.clone.default)
+    assert {n.args[0].op for n in clones} == {"placeholder"}  # weights, once each for both directions
+    assert len(clones) == 5
+
+
+def test_1x1_convolutions_are_matrix_products():
+    module, _ = traced(pixelwise(), torch.randn(2, 3, 12, 12))
+    lay_out_convolutions(module.graph)
+    assert convolutions(module) == []
+    assert len(module.graph.find_nodes(op="call_function", target=ATEN.mm.default)) == 5
+
+
+def test_a_weight_much_larger_than_its_activations_stays_contiguous():
+    module, _ = traced(heavy(), torch.randn(2, 3, 12, 12))
+    lay_out_convolutions(module.graph)
+    kinds = {
+        node.args[1].meta["val"].shape[1]: [v.is_contiguous() for v in operands(node)[:2]]
+        for node in convolutions(module)
+        if node.target is ATEN.convolution.default
+    }
+    assert not any(kinds[3])
+    assert all(kinds[32])
+
+
+def test_a_graph_without_convolutions_or_with_variable_sizes_stays_as_it_is():
+    plain, _ = traced(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3))
+    before = str(plain.graph)
+    lay_out_convolutions(plain.graph)
+    assert str(plain.graph) == before
+    variable = make_fx(lambda x, w: F.conv2d(x, w), tracing_mode="symbolic")(
+        torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    )
+    before = str(variable.graph)
+    lay_out_convolutions(variable.graph)
+    assert str(variable.graph) == before
+
+
+def test_what_depends_on_strides_gets_those_of_eager_training():
+    def step(x, w):
+        return torch.as_strided(F.conv2d(x, w), (2, 5), (7, 1))
+
+    x, w = torch.randn(2, 3, 8, 8), torch.randn(4, 3, 3, 3)
+    module = make_fx(step, tracing_mode="fake")(x, w)
+    expected = module(x, w)
+    lay_out_convolutions(module.graph)
+    module.recompile()
+    torch.testing.assert_close(module(x, w), expected)
+
+
+def test_compiled_code_with_the_pass_can_be_cached():
+    assert LayOutConvolutions().uuid() == LayOutConvolutions().uuid()
+    pickle.dumps(LayOutConvolutions().uuid())
+
+
+def test_other_devices_keep_inductors_own_layouts():
+    assert inductor_options("cuda") == {}
+    assert inductor_options("cpu")["layout_optimization"] is False
+
+
+def test_inductors_code_computes_eager_numbers_and_transposes_no_activation():
+    torch.manual_seed(0)
+    net = nn.Sequential(Residual(8), nn.Conv2d(8, 4, 1)).double()
+    x = torch.randn(2, 8, 8, 8, dtype=torch.float64).to(memory_format=LAST)
+    module, arguments = traced(net, x)
+    expected = results(module, arguments)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, options=inductor_options("cpu"))
+    found, codes = run_and_get_code(results, compiled, arguments)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    code = "\n".join(codes).partition("def call")[2]
+    assert "extern_kernels.convolution(" in code
+    assert "(512, 1, 64, 8)" in code  # strides of activations
+    assert "(512, 64, 8, 1)" not in code
