@@ -339,7 +339,7 @@ class GraphStep:
         _refuse_python_random()
         # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-        side_effects = not _translator().output.side_effects.is_empty()
+        side_effects = _has_side_effects(_translator().output.side_effects)
         made = Compiled(graph, self.backend(graph, inputs), trusted, side_effects)
 
         def run(*args: Any) -> Any:
@@ -484,6 +484,17 @@ def _tracing() -> AbstractContextManager[Any]:
 def _translator() -> Any:
     """Return what captures a step, for its backend to ask."""
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
+
+
+def _has_side_effects(effects: Any) -> bool:
+    """Say whether Dynamo changes Python objects after the graph, other than those that the step itself makes."""
+    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+
+    new = (AttributeMutationNew, ValueMutationNew)
+    changed = filter(effects.is_modified, effects.id_to_variable.values())
+    return bool(effects.tensor_hooks or effects.save_for_backward) or any(
+        not isinstance(variable.mutation_type, new) for variable in changed
+    )
 
 
 def _refuse_python_random() -> None:
