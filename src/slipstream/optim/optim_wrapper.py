@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -211,6 +210,8 @@ class OptimWrapper:
         for group in self.optimizer.param_groups:  # what the optimizer does, without its profiler record
             for param in group["params"]:
                 param.grad = None
+                if self._accumulative_counts > 1:
+                    vars(param).pop("_window_of", None)
 
     # ---- accumulation ---------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class OptimWrapper:
         """Mark the gradients in `p.grad` as those of this wrapper's window, which is not at its end."""
         for param in self.parameters():
             if param.grad is not None:
-                param.grad._window_of = weakref.ref(self)  # type: ignore[attr-defined]
+                param._window_of = id(self)  # type: ignore[attr-defined]
 
     def check_gradients(self) -> None:
         """Refuse gradients that another wrapper has accumulated for its own window.
@@ -240,7 +241,7 @@ class OptimWrapper:
             ModelError: there are some; both windows would be lost.
         """
         for param in self.parameters():
-            if param.grad is not None and getattr(param.grad, "_window_of", lambda: self)() is not self:
+            if param.grad is not None and vars(param).get("_window_of", id(self)) != id(self):
                 raise ModelError(
                     "two steps train the same parameters, and p.grad holds the accumulation window of the other one: "
                     "accumulate in neither, or end the window first"

@@ -138,13 +138,12 @@ def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, 
         "mode": None if how.backend == "inductor" else how.mode,
         "dynamic": how.dynamic,
         "fullgraph": how.fullgraph,
-        "options": backend_options(how) or None,
         **limit,
     }
     keeps = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
     for module in modules:
         try:
-            compiled = torch.compile(_call_of(module), **given)
+            compiled = torch.compile(_call_of(module), options=backend_options(how) or None, **given)
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return
@@ -157,6 +156,10 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
     if how.backend == "inductor":
         # Random numbers, of dropout for example, as eager training draws them.
         options["fallback_random"] = True
+        if how.mode and how.options:
+            raise ValueError("mode and options exclude each other")
+        if how.mode and how.mode not in _MODES:
+            raise ValueError(f"inductor has no mode '{how.mode}', only {', '.join(_MODES)}")
         options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
     return options | (how.options or {})
 

@@ -15,7 +15,7 @@ import torch
 
 import slipstream
 from slipstream.errors import SlipstreamError
-from slipstream.step.verification import UnstableGraphError
+from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
 __all__ = ["CompileFacts", "CompileReport", "explain_failure", "limit_hit"]
 
@@ -35,12 +35,10 @@ def explain_failure(error: BaseException) -> str:
     Returns:
         "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
-    own = (
-        error.__cause__ if isinstance(error.__cause__, SlipstreamError) else error
-    )  # torch wraps a backend's
+    own = NotCapturedError.inside(error) or error
     varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
     if isinstance(own, UnstableGraphError):
-        return f"{own}{f': {varied}' if varied else ''}"
+        return f"{own}{f'; it varied: {varied}' if varied else ''}"
     if isinstance(own, SlipstreamError):
         return str(own)
     if "consumed returned tensor's grad_fn" in str(error):

@@ -26,7 +26,7 @@ from slipstream.step.graph import GraphStep
 from slipstream.step.replay import CudaCapture, Replayed
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import plain_settings
-from slipstream.step.verification import OnlyEagerError, WrongNumbersError
+from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
 
@@ -113,8 +113,8 @@ def _one_graph(
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
             warn(_wrong_numbers(error, how))
-        elif isinstance(error.__cause__, OnlyEagerError):
-            warn(f"The step is not compiled: {error.__cause__}. Training continues eagerly")
+        elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
+            warn(f"The step is not compiled: {reason}. Training continues eagerly")
         else:
             warn(
                 f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "

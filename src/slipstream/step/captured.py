@@ -120,6 +120,11 @@ class CapturedStep:
                 "each step needs another graph: something that a graph holds fixed changes"
             )
 
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a graph was made."""
+        return any(self._graphs.values())
+
     def names(self) -> Mapping[int, str]:
         """Return names for the tensors of a step, by id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}

@@ -129,8 +129,15 @@ class GraphStep:
             return self._instead.train(inputs)
         if self.sync is None and not self._shapes.worth_a_graph(inputs):
             return self.eager.train(inputs)
-        if self._step is not None and (changed := self._step.why_not()) is not None:
+        if self._step is not None:
+            changed = self._step.why_not()
+        else:
+            changed = None if all(p.requires_grad for p in self._trained) else "requires_grad of parameters"
+        if changed is not None:
             self._count_change(changed)
+            if self._rebuilds > _REBUILDS:
+                error = NotCapturedError(f"{changed} changed {self._rebuilds} times")
+                return self._give_up(error, inputs)
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
                 self._started = True
@@ -260,8 +267,7 @@ class GraphStep:
         optim = self.optim
 
         def seen() -> None:
-            trained = [param for param in optim.parameters() if param.requires_grad]
-            self._trained = [param for param in trained if param.grad is not None]
+            self._trained = _with_gradients(optim)
 
         with self._on_gradients(seen):
             return self.eager.train(inputs)
@@ -288,6 +294,14 @@ class GraphStep:
         except Exception as error:
             if captured is not None and captured.running is not None and captured.running.running:
                 raise  # the code itself failed, as the eager step would have, and may have changed tensors
+            if (
+                self.sync is None
+                and captured is not None
+                and captured.has_graphs
+                and NotCapturedError.inside(error) is None
+            ):
+                self._forget()  # another branch of the model may train other parameters: see which
+                return self._observe(inputs)
             if self.sync is None or captured is None:
                 return self._give_up(error, inputs)
             if self.verify and ends not in captured.agreed:
@@ -301,13 +315,8 @@ class GraphStep:
         """Return what the graphs share; they are made at the first call.
 
         Raises:
-            NotCapturedError: hooks forbid it, or there were too many.
+            NotCapturedError: hooks forbid it.
         """
-        self._rebuilds += 1
-        if self._rebuilds > _REBUILDS:
-            raise NotCapturedError(
-                f"which parameters are trained, or how they are grouped, changed {self._rebuilds} times"
-            )
         inside = self.updates_inside and self._setting_changes < _SETTING_CHANGES
         captured = CapturedStep(self.model, self.optim, self._trained, inside)
         captured.check_hooks()
@@ -370,15 +379,25 @@ class GraphStep:
         ignored = captured.after_graph() if outside else set(held) if ends else set()
 
         def settle() -> None:
+            if ends and trained and list(map(id, trained)) != list(map(id, captured.params)):
+                self._forget()  # another branch of the model was taken: capture it with the parameters it trains
+                self._trained = trained
+                return
             gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
             results = {} if ignored.issuperset(held) else gradients
             self._settle(captured, found, verification, results, ignored, unseen, ends)
 
-        if outside:
-            with self._on_gradients(settle):
-                return self.eager.train(inputs)
-        logs = self.eager.train(inputs)
-        settle()
+        trained: list[nn.Parameter] = []
+
+        def seen() -> None:
+            trained.extend(_with_gradients(self.optim))
+            if outside:
+                settle()
+
+        with self._on_gradients(seen):
+            logs = self.eager.train(inputs)
+        if not outside:
+            settle()
         return logs
 
     def _settle(
@@ -432,8 +451,12 @@ class GraphStep:
 
     def _count_change(self, changed: str) -> None:
         """Forget the graph because of what has changed; settings that change often move the update out of it."""
-        assert self._step is not None
-        if self._step.update is not None and changed in self._step.update.optimizer.param_groups[0]:
+        self._rebuilds += 1
+        if (
+            self._step is not None
+            and self._step.update is not None
+            and changed in self._step.update.optimizer.param_groups[0]
+        ):
             self._setting_changes += 1
         self._forget()
 
@@ -465,6 +488,10 @@ class GraphStep:
         self._stop(error)
         assert self._instead is not None
         return self._instead.train(inputs)
+
+
+def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
+    return [param for param in optim.parameters() if param.requires_grad and param.grad is not None]
 
 
 def _tracing() -> AbstractContextManager[Any]:

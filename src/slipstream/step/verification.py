@@ -43,6 +43,12 @@ _WITHOUT_REFERENCE = 0.2
 class NotCapturedError(SlipstreamError, RuntimeError):
     """A step cannot stay one graph, although torch could capture it here and now."""
 
+    @staticmethod
+    def inside(error: BaseException) -> NotCapturedError | None:
+        """Return the error of this kind that torch wraps in its own when a backend raises it, or that it is."""
+        candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
+        return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
+
 
 class OnlyEagerError(NotCapturedError):
     """No part of a step may be compiled: the compiler would change its numbers."""
