@@ -235,15 +235,15 @@ class _Guarded:
         self.compiled = compiled
         self.group = group
         self.counters = torch._dynamo.utils.counters
-        self.proven: set[bool] = set()  # whether calls without (False) and with gradient (True) have worked
+        self.worked: set[bool] = set()  # whether calls without (False) and with gradient (True) have worked
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a graph around this one takes the model in
             return self.model._call_impl(*args, **kwargs)
         started, compilations = time.time_ns(), self.counters["frames"]["total"]
         try:
-            proven = torch.is_grad_enabled() in self.proven
-            result = self.compiled(*args, **kwargs) if proven else self._prove(*args, **kwargs)
+            worked = torch.is_grad_enabled() in self.worked
+            result = self.compiled(*args, **kwargs) if worked else self._first_call(*args, **kwargs)
         except Exception as error:
             if not _of_the_compiler(error):
                 raise
@@ -254,7 +254,7 @@ class _Guarded:
             self.group.notice(self.model, started)
         return result
 
-    def _prove(self, *args: Any, **kwargs: Any) -> Any:
+    def _first_call(self, *args: Any, **kwargs: Any) -> Any:
         """Make the first call, with or without gradient, such that a failure leaves no trace in the model."""
         # Of several graphs the first may have run, and updated BatchNorm, when the second fails.
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
@@ -267,7 +267,7 @@ class _Guarded:
                 for buffer, old in before:
                     buffer.copy_(old)
             raise
-        self.proven.add(torch.is_grad_enabled())
+        self.worked.add(torch.is_grad_enabled())
         return result
 
 

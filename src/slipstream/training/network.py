@@ -79,7 +79,7 @@ class SupervisedModel(Segmentor):
         self.train_metrics = [_counting(metric, place) for place, metric in enumerate(train_metrics or ())]
         for place, metric in enumerate(self.train_metrics):
             counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
-            # A buffer, so that the proof of a compiled step can take back what it counted; no part of checkpoints.
+            # A buffer, so that a compiled step changes it in place; no part of checkpoints.
             self.register_buffer(f"train_counts{place}", counts, persistent=False)
 
     def init_weights(self) -> None:
