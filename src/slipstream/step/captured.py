@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -148,6 +148,19 @@ class CapturedStep:
         """Return the ids of the tensors that change after a graph without update: they are none of its results."""
         followers = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *followers)}
+
+    def own_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of the step that are neither the model's nor the user's to replace."""
+        yield self.window.tensor
+        if self.scale is not None:
+            yield from self.scale.state
+        if self.update is not None:  # `why_not` notices a state tensor that is replaced
+            yield from self.update.tensors()
+        for part in self.parts:
+            yield from part.state().values()
+            for value in vars(part).values():
+                if isinstance(value, Scalar):
+                    yield value.tensor
 
     def check_hooks(self) -> None:
         """Refuse hooks that only the autograd engine calls.

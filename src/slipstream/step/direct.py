@@ -8,12 +8,13 @@ graph holds fixed is checked at every step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence, Set
 from itertools import chain
+from operator import is_, methodcaller
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from slipstream.step.verification import Compiled
@@ -21,6 +22,7 @@ from slipstream.step.verification import Compiled
 __all__ = ["DirectCalls"]
 
 _Arguments = tuple[Any, Any, bool]
+_VALUES = methodcaller("values")
 
 
 class DirectCalls:
@@ -28,19 +30,33 @@ class DirectCalls:
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, held, ends)`.
+        model: whose parameters and buffers the step may read.
+        others: the tensors that the step may read besides; they are never replaced by others.
     """
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], model: nn.Module, others: Iterable[Tensor]) -> None:
         self._code = function.__code__
         cells = function.__closure__ or ()
         free = zip(function.__code__.co_freevars, cells, strict=True)
         self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
+        modules = list(model.modules())
+        self._places = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+        self._held = self._tensors()
+        self._others = {id(tensor) for tensor in others}
         self._known: list[_Call] = []
         self._seen: list[Any] = []
+        self._guards: dict[int, Any] = {}
+
+    def _tensors(self) -> list[Any]:
+        return list(chain.from_iterable(map(_VALUES, self._places)))
 
     def find(self, inputs: Any, held: Sequence[Tensor] | None, ends: bool) -> _Call | None:
         """Return the call whose guards hold for these arguments, if there is one."""
         if not self._known:
+            return None
+        now = self._tensors()
+        if len(now) != len(self._held) or not all(map(is_, now, self._held)):
+            self._held, self._known = now, []  # Dynamo reads them anew
             return None
         values = self._locals
         values["inputs"], values["held"], values["ends"] = inputs, held, ends
@@ -52,6 +68,14 @@ class DirectCalls:
         finally:
             values["inputs"] = values["held"] = None
 
+    def note(self, compiled: Compiled) -> None:
+        """Remember the guards of the code that Dynamo has made last."""
+        entries = _entries(self._code)
+        new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
+        self._seen += new
+        if len(new) == 1:
+            self._guards[id(compiled)] = new[0].guard_manager
+
     def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Any) -> None:
         """Learn from a call that went Dynamo's way how to make it directly.
 
@@ -60,14 +84,14 @@ class DirectCalls:
             arguments: those of the function.
             outputs: what the function returned.
         """
-        entries = _entries(self._code)
-        new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
-        self._seen += new
-        if len(new) == 1 and compiled.last is not None and not compiled.has_side_effects:
-            call = _Call.of(new[0].guard_manager, compiled, arguments, outputs)
-            if call is not None:
-                self._known.append(call)
-        compiled.last = None
+        self.note(compiled)
+        guards, last, compiled.last = self._guards.get(id(compiled)), compiled.last, None
+        if guards is None or last is None or compiled.has_side_effects:
+            return
+        fixed = {id(tensor) for tensor in self._held} | self._others
+        call = _Call.of(guards, compiled, last, arguments, outputs, fixed)
+        if call is not None:
+            self._known.append(call)
 
 
 class _Call:
@@ -76,24 +100,31 @@ class _Call:
     def __init__(
         self,
         check: Callable[[dict[str, Any]], bool],
-        run: Callable[..., Any],
+        compiled: Compiled,
         fixed: list[Any],
         places: list[tuple[int, int]],
         returned: list[int],
         spec: Any,
     ) -> None:
-        self.check, self._run = check, run
+        self.check, self.compiled = check, compiled
         self._fixed, self._places = fixed, places
         self._returned, self._spec = returned, spec
 
     @classmethod
-    def of(cls, guards: Any, compiled: Compiled, arguments: _Arguments, outputs: Any) -> _Call | None:
-        """Return the call, or None if some input or output of the code is neither."""
-        assert compiled.last is not None
-        given, made = compiled.last
+    def of(
+        cls,
+        guards: Any,
+        compiled: Compiled,
+        last: tuple[Sequence[Any], Sequence[Any]],
+        arguments: _Arguments,
+        outputs: Any,
+        known: Set[int],
+    ) -> _Call | None:
+        """Return the call; None if the code reads or returns anything else than arguments and `known` tensors."""
+        given, made = last
         variable = {id(leaf): i for i, leaf in enumerate(_leaves(arguments)) if isinstance(leaf, Tensor)}
         places = [(i, variable[id(value)]) for i, value in enumerate(given) if id(value) in variable]
-        if not all(isinstance(value, Tensor) for value in given):  # sizes that vary
+        if not all(id(value) in variable or id(value) in known for value in given):
             return None
         fixed = [None if id(value) in variable else value for value in given]
         leaves, spec = tree_flatten(outputs)
@@ -101,7 +132,7 @@ class _Call:
         if any(leaf is not None and id(leaf) not in index for leaf in leaves):
             return None
         returned = [-1 if leaf is None else index[id(leaf)] for leaf in leaves]
-        return cls(guards.check, compiled.run, fixed, places, returned, spec)
+        return cls(guards.check, compiled, fixed, places, returned, spec)
 
     def __call__(self, arguments: _Arguments) -> Any:
         """Run the code."""
@@ -109,7 +140,7 @@ class _Call:
         given = self._fixed.copy()
         for place, leaf in self._places:
             given[place] = leaves[leaf]
-        made = self._run(*given)
+        made = self.compiled.call(given)
         return tree_unflatten([None if i < 0 else made[i] for i in self._returned], self._spec)
 
 

@@ -228,11 +228,14 @@ class GraphStep:
         if optim.guard is not None:
             optim.guard.before_forward()
         self._held = held
+        if captured.running is not None:
+            captured.running.running = False
         captured.count_batch(ends)
         arguments = (inputs, held, ends)
         call = captured.direct.find(*arguments) if captured.direct is not None else None
         outputs: Outputs
         if call is not None:
+            captured.running = call.compiled
             outputs = call(arguments)
         else:
             with _tracing():
@@ -333,7 +336,7 @@ class GraphStep:
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.run = run
         if self.replayed is None:
-            captured.direct = DirectCalls(captured.function)
+            captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
         else:
             captured.run = self.replayed(run)
         self._step = captured
@@ -362,6 +365,8 @@ class GraphStep:
     ) -> dict[str, Tensor]:
         """Train on a batch eagerly, and compare with what the graph computes of it on copies."""
         failure = None if isinstance(found, Captured) else found
+        if isinstance(found, Captured) and captured.direct is not None:
+            captured.direct.note(found.compiled)
         verification = None
         if not any(self._agree(failure is not None)) and isinstance(found, Captured):
             try:

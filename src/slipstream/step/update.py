@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -91,6 +91,11 @@ class GraphUpdate:
         """Say whether the optimizer still has the very state tensors that the graph changes."""
         values = list(chain.from_iterable(map(dict.values, self.optimizer.state.values())))
         return len(values) == len(self._values) and all(map(is_, values, self._values))
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield every tensor that a step reads, apart from parameters and gradients."""
+        yield from self.state
+        yield from (group.numbers for group in self._groups)
 
     @property
     def state(self) -> list[Tensor]:

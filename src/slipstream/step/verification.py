@@ -103,10 +103,15 @@ class Compiled:
         """Run the code, or raise `Captured`."""
         if not self.verified:
             raise Captured(self, inputs)
+        outputs = self.call(inputs)
+        self.last = inputs, outputs
+        return outputs
+
+    def call(self, inputs: Sequence[Any]) -> Any:
+        """Run the code, which is verified."""
         self.running = True
         outputs = self.run(*inputs)
         self.running = False
-        self.last = inputs, outputs
         return outputs
 
 
