@@ -53,8 +53,6 @@ def _precision(facts: Facts) -> Choice:
 
 def _compile(facts: Facts, convolutional: bool) -> Choice:
     if facts.device == "cpu" and convolutional:
-        why = (
-            "steps take 0.6 to 0.9 of the time, after minutes of compilation: compile=True pays in long runs"
-        )
+        why = "minutes of compilation, then convolutions take 0.6 to 0.9 of the time: try compile=True in long runs"
         return Choice("compile", why, on=False)
     return Choice("compile", "it takes up to a minute before the first step: measure compile=True", on=False)
