@@ -126,9 +126,10 @@ def one_computes_wrongly(folder):
 
     def lost(graph, inputs):
         def run(*args):
-            outputs = list(graph.forward(*args))
-            if get_rank() == 1:
-                outputs = [torch.zeros_like(o) if o.shape == (4, 96) else o for o in outputs]
+            outputs = graph.forward(*args)
+            for value in args if get_rank() == 1 else ():
+                if value.shape == (4, 96) and not value.requires_grad:
+                    value.zero_()
             return outputs
 
         return run
