@@ -30,7 +30,8 @@ without it, and by a plain loop. Losses, weights, buffers, averages and what els
 - *{refused}*: an error names the remedy before anything is trained.
 
 Not noticed: a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`) that is added
-after the second step, since torch does not tell that it is there.
+after the second step, since torch does not tell that it is there; an environment variable that the model or the loss reads;
+and how often a function with `functools.lru_cache` runs, which Dynamo traces anew. The last two are so wherever `torch.compile` is used.
 
 Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
 

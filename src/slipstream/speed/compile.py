@@ -166,7 +166,8 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
     """Return what `nn.Module.compile` compiles, but such that torch's own modules are compiled, too."""
-    if not type(module).forward.__module__.startswith("torch."):
+    forward = getattr(type(module), "forward", None)  # a scripted module's class has none
+    if not str(getattr(forward, "__module__", "")).startswith("torch."):
         return module._call_impl
 
     def call(*args: Any, **kwargs: Any) -> Any:  # torch compiles no function of its own files by itself

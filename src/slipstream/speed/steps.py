@@ -152,7 +152,8 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
         )
     return (
         f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random "
-        "numbers that are not torch's, and state outside of modules. Training continues eagerly"
+        "numbers that are not torch's, state outside of modules, and BatchNorm in a checkpoint, which is counted twice "
+        "when it is computed again. Training continues eagerly"
     )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +69,7 @@ class CapturedStep:
         """The kinds of batches (whether they end a window) of which all processes have verified a graph."""
         self._hooked = is_hooked(optim.optimizer)
         self._owned = list(optim.parameters())
-        self._groups = [len(group["params"]) for group in optim.param_groups]
+        self._groups = list(optim.param_groups)
         self._seen = list(map(_OF_PARAM, self._owned))
         self._global_hooks = _global_hooks()
         self._batches = {True: 0, False: 0}
@@ -81,7 +81,8 @@ class CapturedStep:
         optim = self.optim
         if optim.parts != self.parts:
             return "the parts of the step"
-        if [len(group["params"]) for group in optim.param_groups] != self._groups:
+        now = list(optim.parameters())
+        if not (_are(optim.param_groups, self._groups) and _are(now, self._owned)):
             return "the parameter groups"
         if list(map(_OF_PARAM, self._owned)) != self._seen:
             return "hooks or requires_grad of parameters"
@@ -162,6 +163,15 @@ class CapturedStep:
                 if isinstance(value, Scalar):
                     yield value.tensor
 
+    def check_params(self) -> None:
+        """Refuse parameters for whose values torch takes Python numbers.
+
+        Raises:
+            NotCapturedError: one has no dimension, is float64 and lies on the CPU.
+        """
+        if any(p.ndim == 0 and p.dtype == torch.float64 and p.device.type == "cpu" for p in self.params):
+            raise NotCapturedError("a float64 parameter has no dimension: give it the shape (1,)")
+
     def check_hooks(self) -> None:
         """Refuse hooks that only the autograd engine calls.
 
@@ -182,6 +192,11 @@ class CapturedStep:
                 raise NotCapturedError(
                     f"the module '{name}' has a backward hook, which only backward() calls"
                 )
+
+
+def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Say whether both hold the very same objects."""
+    return len(some) == len(others) and all(map(is_, some, others))
 
 
 def _global_hooks() -> list[tuple[int, ...]]:

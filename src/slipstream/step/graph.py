@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from slipstream.step.captured import CapturedStep, Outputs, Shapes
 from slipstream.step.direct import DirectCalls
@@ -153,8 +154,8 @@ class GraphStep:
 
     # ---- the step --------------------------------------------------------------------------------------
 
-    def _define(self, captured: CapturedStep) -> Callable[..., Outputs]:
-        """Return the step as a function for the compiler."""
+    def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
+        """Return the step as a function, which refuses to run otherwise than compiled if it is for the compiler."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, windows = captured.parts, optim.guard, optim.accumulative_counts > 1
@@ -180,6 +181,10 @@ class GraphStep:
 
         def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
             """Train on `inputs`; `held` are the gradients of the accumulation window so far, changed in place."""
+            if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo has skipped the function
+                raise NotCapturedError(
+                    "torch.compile is switched off, or a TorchDispatchMode keeps it from compiling"
+                )
             grads, logs = gradients(inputs)
             if repeats is not None:
                 first = grads if sync is None else sync(grads)
@@ -289,6 +294,7 @@ class GraphStep:
         captured = self._step
         try:
             if captured is None:
+                _check_batch(inputs)
                 captured = self._capture()
             return self._run(captured, inputs, ends)
         except Captured as found:
@@ -311,7 +317,7 @@ class GraphStep:
                 return self._verified(captured, error, inputs, ends)
             # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
             self.recover(error)
-            captured.run, captured.direct = captured.function, None
+            captured.run, captured.direct = self._define(captured, compiled=False), None
             return self._run(captured, inputs, ends)
 
     def _capture(self) -> CapturedStep:
@@ -323,6 +329,7 @@ class GraphStep:
         inside = self.updates_inside and self._setting_changes < _SETTING_CHANGES
         captured = CapturedStep(self.model, self.optim, self._trained, inside)
         captured.check_hooks()
+        captured.check_params()
         captured.function = self._define(captured)
 
         own, shared = weakref.ref(self), weakref.ref(captured)  # torch keeps every backend it was given
@@ -490,13 +497,26 @@ class GraphStep:
         if self._guessed:
             self._forget()
             return self._observe(inputs)
+        logs = self.eager.train(
+            inputs
+        )  # an error of the user's own is raised here, and the step stays as it is
         self._stop(error)
-        assert self._instead is not None
-        return self._instead.train(inputs)
+        return logs
 
 
 def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
     return [param for param in optim.parameters() if param.requires_grad and param.grad is not None]
+
+
+def _check_batch(inputs: Any) -> None:
+    """Refuse tensors of a subclass, which compilers take for plain ones.
+
+    Raises:
+        OnlyEagerError: the batch holds one.
+    """
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
+            raise OnlyEagerError(f"the batch holds tensors of the class {type(leaf).__name__}")
 
 
 def _tracing() -> AbstractContextManager[Any]:

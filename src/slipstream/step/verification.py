@@ -145,9 +145,11 @@ class Verification:
     def _interpreted(self, graph: fx.GraphModule, double: bool) -> list[Tensor | None] | None:
         """Return the results of the captured graph by torch's own kernels; None if they cannot be had."""
         own = copies(self.inputs, torch.float64 if double else None)
-        if not double and _is_double(self.inputs):
-            own = [_disturbed(value) for value in own]  # no higher precision: disturb the last digit instead
         try:
+            if not double and _is_double(self.inputs):
+                own = [
+                    _disturbed(value) for value in own
+                ]  # no higher precision: disturb the last digit instead
             with self._forked():
                 interpret(graph, own, double)
         except Exception:  # an operator without float64, or one that only a compiler can run
