@@ -6,6 +6,7 @@ import test_compiled_cost
 import test_compiled_hooks
 import test_compiled_memory
 import test_compiled_optimizers
+import test_compiled_replaced
 import test_compiled_state
 from compiled_runs import FALLS_BACK, ONE_GRAPH, REFUSED, STEPS, TOLERANCE
 
@@ -14,6 +15,7 @@ _TABLES = (
     test_compiled_memory,
     test_compiled_hooks,
     test_compiled_optimizers,
+    test_compiled_replaced,
     test_compiled_conditioning,
     test_compiled_cost,
     test_compiled_capture,
@@ -30,8 +32,9 @@ without it, and by a plain loop. Losses, weights, buffers, averages and what els
 - *{refused}*: an error names the remedy before anything is trained.
 
 Not noticed: a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`) that is added
-after the second step, since torch does not tell that it is there; an environment variable that the model or the loss reads;
-and how often a function with `functools.lru_cache` runs, which Dynamo traces anew. The last two are so wherever `torch.compile` is used.
+after the second step, since torch does not tell that it is there; an environment variable that the model or the loss
+reads; and how often a function with `functools.lru_cache` runs, which Dynamo traces anew. The last two are so wherever
+`torch.compile` is used.
 
 Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
 

@@ -1,0 +1,281 @@
+"""What the loop replaces between steps, and what arrives in a batch: no compiled step goes on with old tensors."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_runs import (
+    COMPILE,
+    FALLS_BACK,
+    TOLERANCE,
+    Base,
+    Case,
+    Training,
+    assert_equal,
+    batches,
+    by_hand,
+    by_step,
+    check,
+    check_plain,
+    params_of,
+    seed,
+    sgd,
+)
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from slipstream import accelerate
+
+
+class Masked(Base):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.ones(8, dtype=torch.float64)
+
+    def change(self, x):
+        return x * self.mask
+
+
+class Normed(Base):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8).double()
+
+    def change(self, x):
+        return self.norm(x)
+
+
+class Sample:
+    """A batch's inputs in an object that torch does not look into."""
+
+    def __init__(self, x):
+        self.x = x
+
+
+class OfSamples(Base):
+    def forward(self, sample):
+        return super().forward(sample.x)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def masks():
+    model, count = Masked(), iter(range(1, 99))
+
+    def replace():
+        model.mask = torch.full((8,), 1 + 0.1 * next(count), dtype=torch.float64)
+
+    return Training(model, sgd(model), after=replace)
+
+
+def class_weights():
+    model, loss = Base(), nn.CrossEntropyLoss(weight=torch.ones(3, dtype=torch.float64))
+    data = [(x, y.argmax(1)) for x, y in batches()]
+
+    def replace():
+        loss.weight = loss.weight * torch.tensor([1.0, 1.2, 0.9], dtype=torch.float64)
+
+    return Training(model, sgd(model), loss, data, after=replace)
+
+
+def teacher():
+    model = Base()
+    teachers = [copy.deepcopy(model).requires_grad_(False)]
+
+    def loss(scores, targets):
+        return F.mse_loss(scores, targets) + F.mse_loss(
+            scores, teachers[0](targets @ torch.ones(3, 4).double())
+        )
+
+    def replace(training):
+        teachers[0] = copy.deepcopy(training.model).requires_grad_(False)
+
+    return Training(model, sgd(model), loss, before={6: replace})
+
+
+def moved():
+    """As `model.cpu(); model.cuda()`: parameters stay, buffers are new tensors."""
+    model = Normed()
+    return Training(model, sgd(model), before={6: lambda training: training.model.float().double()})
+
+
+def numpy_targets():
+    model = Base()
+
+    def loss(scores, targets):
+        return F.mse_loss(scores, torch.as_tensor(targets))
+
+    return Training(model, sgd(model), loss, [(x, y.numpy()) for x, y in batches()])
+
+
+def samples():
+    model = OfSamples()
+    return Training(model, sgd(model), batches=[(Sample(x), y) for x, y in batches()])
+
+
+def subclasses():
+    model = Base()
+    return Training(model, sgd(model), batches=[(x.as_subclass(Subclass), y) for x, y in batches()])
+
+
+def two_groups(model):
+    params = list(model.parameters())
+    return torch.optim.SGD([dict(params=params[:2], lr=0.1), dict(params=params[2:], lr=0.01)])
+
+
+def swapped():
+    def swap(training):
+        one, other = training.optimizer.param_groups
+        one["params"], other["params"] = other["params"], one["params"]
+
+    model = Base()
+    return Training(model, two_groups(model), before={6: swap})
+
+
+def other_groups():
+    def replace(training):
+        training.optimizer.param_groups = [dict(group) for group in training.optimizer.param_groups]
+
+    def set_rate(training):
+        training.optimizer.param_groups[0]["lr"] = 0.5
+
+    model = Base()
+    return Training(model, two_groups(model), before={6: replace, 7: set_rate})
+
+
+def number(make):
+    """A parameter without dimension."""
+    model = Base()
+    model.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    model.change = lambda x: x * model.factor
+    return Training(model, make(model.parameters(), lr=0.01), batches=batches(14))
+
+
+REPLACED = [
+    Case("a tensor attribute that the loop replaces", masks, fast=True),
+    Case("class weights that the loop replaces", class_weights),
+    Case("a network in the loss that the loop replaces", teacher),
+    Case("buffers that .float().double() replaces", moved, fast=True),
+    Case("NumPy arrays in the batch", numpy_targets),
+    Case("objects in the batch", samples, fast=True),
+    Case("tensors of a subclass in the batch", subclasses, FALLS_BACK, "Subclass"),
+    Case("parameters that change their groups", swapped),
+    Case("parameter groups that are replaced", other_groups),
+    Case(
+        "a float64 parameter without dimension",
+        partial(number, torch.optim.Rprop),
+        FALLS_BACK,
+        "no dimension",
+    ),
+]
+HOLDS = {"What the loop replaces": REPLACED}
+
+
+@pytest.mark.parametrize("case", params_of(REPLACED, fast_only=True))
+def test_the_eager_step_trains_as_the_loop_by_hand(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("case", params_of(REPLACED))
+def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+    check(case)
+
+
+@pytest.mark.parametrize("at", [2, 5])
+def test_a_batch_is_trained_once_where_dynamo_skips_the_step(at):
+    """Under a dispatch mode, torch.compile calls the function itself before it fails."""
+    model = Base()
+    step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
+    seed(1)
+    losses = []
+    for count, batch in enumerate(batches(), 1):
+        if count == at:
+            with FlopCounterMode(display=False):
+                losses.append(step(batch)["loss"].clone())
+        else:
+            losses.append(step(batch)["loss"].clone())
+    seed()
+    other = Base()
+    expected = by_hand(Training(other, sgd(other)))
+    torch.testing.assert_close(torch.stack(losses), expected["losses"], **TOLERANCE)
+    torch.testing.assert_close(model.state_dict(), expected["state"], **TOLERANCE)
+
+
+class Raises(Base):
+    """Counts in a buffer, and then raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1, dtype=torch.float64))
+        self.broken = False
+
+    def change(self, x):
+        self.calls += 1
+        if self.broken:
+            raise ValueError("the user's own")
+        return x
+
+
+@pytest.mark.parametrize("at", [2, 6])
+def test_an_error_of_the_users_own_arrives_once_and_ends_no_compilation(at):
+    model = Raises()
+    step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
+    for count, batch in enumerate(batches(), 1):
+        model.broken = count == at
+        if model.broken:
+            with pytest.raises(ValueError, match="the user's own"):
+                step(batch)
+        else:
+            step(batch)
+    assert float(model.calls) == len(batches())
+    assert step.compiled_scope == "step"
+
+
+def test_a_label_out_of_range_is_an_error_after_which_dropout_goes_on_as_before():
+    data = [(x, y.argmax(1)) for x, y in batches()]
+    data[6] = (data[6][0], data[6][1] + 100)
+
+    def train(step):
+        seed(1)
+        losses = []
+        for batch in data:
+            try:
+                losses.append(step(batch).clone())
+            except IndexError:
+                losses.append(torch.zeros((), dtype=torch.float64))
+        return torch.stack(losses)
+
+    def dropping():
+        seed()
+        model = Base()
+        model.change = lambda x: F.dropout(x, 0.5)
+        return model, sgd(model)
+
+    model, optimizer = dropping()
+    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(compile=COMPILE))
+    found = train(lambda batch: step(batch)["loss"])
+    model, optimizer = dropping()
+
+    def plain(batch):
+        loss = F.cross_entropy(model(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    torch.testing.assert_close(found, train(plain), **TOLERANCE)
+    assert step.compiled_scope == "step"
+
+
+def test_traced_modules_train_as_plain_ones():
+    seed()
+    model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).double()
+    found, scope, _ = by_step(Training(model, sgd(model)), compile=COMPILE)
+    seed()
+    other = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    assert_equal(found, by_hand(Training(other, sgd(other))), TOLERANCE)
+    assert scope == "step"
