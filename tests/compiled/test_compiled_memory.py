@@ -160,9 +160,14 @@ ATTRIBUTES = [
     Case("a list of tensors that grows", of(Growing, "seen"), FALLS_BACK, "seen|list|Growing"),
     Case("a queue of three tensors", of(Queue, "queue")),
     Case("an int that forward counts and uses", of(Counter, "calls"), fast=True),
-    Case("an int and a float that forward counts alone", of(Unused, "calls", "time")),
+    Case(
+        "an int and a float that forward counts alone",
+        of(Unused, "calls", "time"),
+        FALLS_BACK,
+        "another graph",
+    ),
     Case("a branch on an int that forward counts", of(Every, "calls")),
-    Case("a float that falls in each step", of(Decaying, "share")),
+    Case("a float that falls in each step", of(Decaying, "share"), FALLS_BACK, "another graph"),
 ]
 
 

@@ -114,7 +114,7 @@ def _one_graph(
         if isinstance(error, WrongNumbersError):
             warn(_wrong_numbers(error, how))
         elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
-            warn(f"The step is not compiled: {reason}. Training continues eagerly")
+            warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
             warn(
                 f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "

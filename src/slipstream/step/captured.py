@@ -116,7 +116,7 @@ class CapturedStep:
             self._in_vain += 1
         self._graphs[ends] += 1
         self._batches[ends] = 1
-        if self._in_vain >= 2:
+        if self._in_vain >= 3:
             raise UnstableGraphError(
                 "each step needs another graph: something that a graph holds fixed changes"
             )

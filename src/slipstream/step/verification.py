@@ -54,7 +54,7 @@ class OnlyEagerError(NotCapturedError):
     """No part of a step may be compiled: the compiler would change its numbers."""
 
 
-class UnstableGraphError(NotCapturedError):
+class UnstableGraphError(OnlyEagerError):
     """Steps would have to be captured again and again, since a value that a graph holds fixed changes."""
 
 
