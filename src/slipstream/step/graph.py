@@ -556,9 +556,9 @@ def _refuse_python_random() -> None:
         NotCapturedError: it does.
     """
     output = _translator().output
-    if output.random_calls:
-        raise NotCapturedError("it draws from Python's random module: use torch's random numbers")
     # By name: torch has two classes of it, in modules that move.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
         # Also when it compiles the model alone, Dynamo draws other numbers from such an object.
         raise OnlyEagerError("it draws from a random.Random: use torch's random numbers")
+    if output.random_calls:
+        raise NotCapturedError("it draws from Python's random module: use torch's random numbers")
