@@ -391,7 +391,8 @@ class GraphStep:
         ignored = captured.after_graph() if outside else set(held) if ends else set()
 
         def settle() -> None:
-            if ends and trained and list(map(id, trained)) != list(map(id, captured.params)):
+            others = list(map(id, trained)) != list(map(id, captured.params))
+            if self.sync is None and ends and trained and others:
                 self._forget()  # another branch of the model was taken: capture it with the parameters it trains
                 self._trained = trained
                 return
