@@ -167,7 +167,7 @@ def _sync(model: nn.Module) -> GradientSync | None:
 def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
     """Return what the compiler looks at before each step, and a replay does not: modes, and plain settings."""
     modes = tuple(module.training for module in modules)
-    return modes, tuple(repr(plain_settings(group)) for group in optim.param_groups)
+    return modes, tuple(repr(plain_settings(optim.optimizer, group)) for group in optim.param_groups)
 
 
 def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:

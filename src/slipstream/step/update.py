@@ -65,8 +65,7 @@ class GraphUpdate:
         self.optimizer = optimizer
         self._step = _sgd if type(optimizer) is SGD else inspect.unwrap(type(optimizer).step)
         self._groups = [
-            _Group(optimizer, sources, indices, params)
-            for sources, indices in _alike(optimizer.param_groups, params)
+            _Group(optimizer, sources, indices, params) for sources, indices in _alike(optimizer, params)
         ]
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
@@ -132,7 +131,7 @@ class _Group:
         numbers = [_tensor(v).to(device, dtype) for value in self.given.values() for v in _as_list(value)]
         # One tensor for all, with a dimension: of a 0-dim float64 tensor torch takes the value for a Python number.
         self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
-        plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(own)
+        plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(optimizer, own)
         self.fixed = {name: value for name, value in plain.items() if name not in self.given}
         self.fixed.pop("capturable", None)
         self.on_device = device.type != "cpu"
@@ -236,17 +235,15 @@ class _Scratch:
         return {}
 
 
-def _alike(
-    groups: list[dict[str, Any]], params: Sequence[Tensor]
-) -> list[tuple[list[dict[str, Any]], list[int]]]:
+def _alike(optimizer: Optimizer, params: Sequence[Tensor]) -> list[tuple[list[dict[str, Any]], list[int]]]:
     """Return groups with equal settings together, with the indices of their `params`."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
-    for group in groups:
+    for group in optimizer.param_groups:
         indices = [index[p] for p in group["params"] if p in index]
         if not indices:
             continue
-        settings = plain_settings(group) | {name: group.get(name) for name in _AS_TENSORS}
+        settings = plain_settings(optimizer, group) | {name: group.get(name) for name in _AS_TENSORS}
         # Of one device and dtype, as torch's formulas want them.
         settings["kind"] = (params[indices[0]].device, params[indices[0]].dtype)
         for known, sources, members in found:
@@ -268,10 +265,12 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
-def plain_settings(group: dict[str, Any]) -> dict[str, Any]:
-    """Return what the formulas read as plain values; a scheduler's notes are not among them."""
-    left_out = {"params", "initial_lr", "param_names", "foreach", "fused", "name", *_AS_TENSORS}
-    return {name: value for name, value in group.items() if name not in left_out}
+def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
+    """Return what the formulas read as plain values; what schedules write into a group besides is not among them."""
+    left_out = {"foreach", "fused", *_AS_TENSORS}
+    return {
+        name: value for name, value in group.items() if name in optimizer.defaults and name not in left_out
+    }
 
 
 def _count_on(optimizer: Optimizer, sources: list[dict[str, Any]], params: list[Tensor], device: Any) -> None:
