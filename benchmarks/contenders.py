@@ -191,7 +191,7 @@ COMPILED: dict[str, Callable[[Work], float]] = {
     "loop": hand_written,
     "loop, torch.compile(model)": lambda work: hand_written(work, compiled=True),
     "Slipstream, one graph": lambda work: with_slipstream(
-        work, speed={"compile": {"scope": "step", "cache": False}}
+        work, speed={"compile": {"scope": "step", "cache": False, "wait": True}}
     ),
 }
 

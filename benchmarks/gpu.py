@@ -67,7 +67,7 @@ def one_graph(case: Case, device: torch.device, **levers: Any) -> Step:
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     speed = {
         "precision": "bf16",
-        "compile": {"scope": "step"},
+        "compile": {"scope": "step", "wait": True},
         "sync_bn": True,
         "ema": {"decay": 0.9999, "type": "threshold"},
         **levers,

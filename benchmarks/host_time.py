@@ -82,7 +82,8 @@ def loop(case: Case) -> Step:
 
 def one_graph(case: Case) -> Step:
     net, optimizer = parts(case)
-    train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": {"scope": "step", "cache": False}})
+    how = {"scope": "step", "cache": False, "wait": True}
+    train = accelerate(net, optimizer, F.cross_entropy, speed={"compile": how})
     return lambda batch: train(batch)["loss"]
 
 

@@ -106,7 +106,7 @@ def stdc1(dtype):
 
 @pytest.mark.slow
 def test_stdc1_by_inductor_is_not_accused():
-    assert_as_close_as_eager(stdc1, compile=dict(cache=False))
+    assert_as_close_as_eager(stdc1, compile=dict(cache=False, wait=True))
 
 
 # ---- weights that are computed ----------------------------------------------------------------------------
@@ -310,6 +310,6 @@ def test_an_interpolation_by_inductor_trains_as_eagerly():
     seed()
     expected = by_hand(upsampled(torch.float32, 4, 64))
     seed()
-    found, _, said = by_step(upsampled(torch.float32, 4, 64), compile=dict(cache=False))
+    found, _, said = by_step(upsampled(torch.float32, 4, 64), compile=dict(cache=False, wait=True))
     assert len(said) <= 1, said
     torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-4, atol=0)

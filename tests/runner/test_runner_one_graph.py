@@ -119,7 +119,9 @@ def average(found):
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_a_run_resumed_in_mid_epoch_and_mid_window_ends_bit_for_bit_the_same(tmp_path, backend):
-    how = dict(scope="step", backend=backend, **(dict(cache=False) if backend == "inductor" else {}))
+    how = dict(
+        scope="step", backend=backend, **(dict(cache=False, wait=True) if backend == "inductor" else {})
+    )
     adamw = dict(type="AdamW", lr=0.01)
     whole = stopping(tmp_path / "whole", how, optimizer=adamw)
     rest = stopping(tmp_path / "rest", how, str(tmp_path / "whole/iter_7.pth"), adamw)

@@ -88,13 +88,19 @@ def plan_hooks(plan: SpeedPlan) -> list[Mapping[str, Any]]:
     return hooks
 
 
-def make_step(model: Any, optim: OptimWrapper, plan: SpeedPlan, warn: Callable[[str], None]) -> Step:
+def make_step(
+    model: Any,
+    optim: OptimWrapper,
+    plan: SpeedPlan,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Step:
     """Return the training step: the model's own `train_step` if it overrides one, else the one the plan asks for."""
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:
         training = Training(model, optim, _losses, partial(_prepare, core), core.parse_losses)
-        return build_step(training, plan, warn)
+        return build_step(training, plan, warn, say)
     if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
             f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "

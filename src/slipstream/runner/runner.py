@@ -39,6 +39,7 @@ from slipstream.runner.logs import name_run, open_logs, write_config
 from slipstream.speed import CFG_LEVERS, compile_model
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
+from slipstream.step.graph import GraphStep
 
 __all__ = ["Runner"]
 
@@ -176,9 +177,15 @@ class Runner(RunFacts):
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-            self.step = levers.make_step(self.model, self.optim_wrapper, self.speed, self.logger.warning)
+            self.step = levers.make_step(
+                self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
+            )
             self._compiled = self.is_training = True
-            self.train_loop.run()
+            try:
+                self.train_loop.run()
+            finally:
+                if isinstance(self.step, GraphStep):
+                    self.step.pause()
             self.read_logs()
             self.call_hook("after_run")
         return self.model

@@ -126,7 +126,7 @@ class TrainStep:
         self.close = weakref.finalize(self, self._lasting.close)
         """End the step: log what was compiled, put switches of the process back; else done when the step is gone."""
         training = Training(model, self.optim, partial(_losses, loss_fn), move.cast_data)
-        self._step: Any = build_step(training, plan, warn)
+        self._step: Any = build_step(training, plan, warn, logger.info)
         if isinstance(self._step, GraphStep):
             self._lasting.callback(self._step.close)
         self.average: BaseAveragedModel | None = None

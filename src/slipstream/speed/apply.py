@@ -268,7 +268,7 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
     report = CompileReport(max(1, len({repr(block) for block in blocks})))
     report.start()
-    logger.info("torch.compile: the first steps of each kind compile, which may take minutes")
+    logger.info("torch.compile: the compilation of each kind of step may take minutes")
     yield
     facts = report.finish()
     (logger.warning if facts.troubled else logger.info)(facts.text())

@@ -50,6 +50,9 @@ class CompileOptions:
     """Keep compiled code for the next start: in the user's cache folder (True), in a folder of yours, or not."""
     verify: bool = True
     """Compare the first compiled steps with eager ones before trusting them (scope 'step')."""
+    wait: bool = False
+    """Compile before the second step, instead of in the background while steps run eagerly (scope 'step', backend
+    'inductor', CPU, Linux). The step at which the graph takes over then does not depend on how long it took."""
 
     def __post_init__(self) -> None:
         """Refuse what contradicts itself."""

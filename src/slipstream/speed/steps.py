@@ -21,6 +21,7 @@ from slipstream.speed.compile_report import explain_failure
 from slipstream.speed.inductor_options import inductor_options
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
+from slipstream.step.background import BackgroundCompiler, can_fork
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.replay import CudaCapture, Replayed
@@ -50,13 +51,19 @@ class Training:
     reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None
 
 
-def build_step(training: Training, plan: SpeedPlan, warn: Callable[[str], None]) -> Step:
+def build_step(
+    training: Training,
+    plan: SpeedPlan,
+    warn: Callable[[str], None],
+    say: Callable[[str], None] = lambda _: None,
+) -> Step:
     """Return the step that the plan asks for; with no `scope` named, the widest that works.
 
     Args:
         training: what is trained.
         plan: what is compiled, if anything, and whether it is replayed as a CUDA graph.
         warn: is told, once, if the step cannot be what was asked for.
+        say: is told when the compiled step takes over from the eager one.
 
     Raises:
         ConfigError: scope 'step' was asked for by name, and this training cannot be one graph.
@@ -73,7 +80,7 @@ def build_step(training: Training, plan: SpeedPlan, warn: Callable[[str], None])
     if how.scope in (None, "step"):
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _one_graph(training, core, how, warn, plan.cuda_graph)
+            return _one_graph(training, core, how, warn, say, plan.cuda_graph)
         if how.scope == "step":
             raise ConfigError(f"the step cannot be one graph: {reason}. Take scope 'model'", "compile.scope")
         warn(f"The step is not one graph, but the model is compiled: {reason}")
@@ -104,6 +111,7 @@ def _one_graph(
     core: nn.Module,
     how: CompileOptions,
     warn: Callable[[str], None],
+    say: Callable[[str], None],
     cuda_graph: bool,
 ) -> GraphStep:
     optim = training.optim
@@ -126,7 +134,9 @@ def _one_graph(
     compile_model(core, how, warn)
     if (compiled := core._compiled_call_impl) is not None:
         core._compiled_call_impl = _OnlyEvaluation(core, compiled)
-    backend, replays = _backend(how, next(core.parameters()).device.type, cuda_graph)
+    device_type = next(core.parameters()).device.type
+    backend, replays = _backend(how, device_type, cuda_graph)
+    in_background = not how.wait and how.backend == "inductor" and can_fork(device_type)
     depends = partial(_depends, list(core.modules()), optim)
     return GraphStep(
         loss_of=partial(training.losses, core),
@@ -141,6 +151,8 @@ def _one_graph(
         verify=how.verify,
         dynamic=how.dynamic,
         replayed=(lambda run: Replayed(run, CudaCapture(), depends, warn)) if replays else None,
+        background=BackgroundCompiler() if in_background else None,
+        say=say,
     )
 
 

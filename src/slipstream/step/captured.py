@@ -19,7 +19,7 @@ from slipstream.step.verification import NotCapturedError, UnstableGraphError
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["CapturedStep", "Outputs", "Shapes"]
+__all__ = ["CapturedStep", "Outputs", "Shapes", "shapes"]
 
 Outputs = tuple[dict[str, Tensor], Tensor | None]
 """What to log, and whether all gradients were finite."""
@@ -67,6 +67,8 @@ class CapturedStep:
         """The compiled code that was called last."""
         self.agreed: set[bool] = set()
         """The kinds of batches (whether they end a window) of which all processes have verified a graph."""
+        self.kinds: set[tuple[Any, ...]] = set()
+        """The kinds of batches (whether they end a window, their shapes) for which the background has compiled."""
         self._hooked = is_hooked(optim.optimizer)
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
@@ -94,7 +96,7 @@ class CapturedStep:
             return None
         return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
 
-    def held(self, ends: bool) -> list[Tensor] | None:
+    def held(self) -> list[Tensor] | None:
         """Return the gradients of the window so far, as the graph changes them in place; None if it keeps none."""
         if not self.keeps_gradients:
             return None
@@ -204,6 +206,11 @@ def _global_hooks() -> list[tuple[int, ...]]:
     return [tuple(hooks) for hooks in _GLOBAL_HOOKS]
 
 
+def shapes(inputs: Any) -> list[torch.Size]:
+    """Return the shapes of the tensors of a batch."""
+    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+
+
 class Shapes:
     """Decides which batches are worth a graph: those of the first shape, and others once they are many."""
 
@@ -213,11 +220,11 @@ class Shapes:
 
     def worth_a_graph(self, inputs: Any) -> bool:
         """Count a batch; say whether a graph should train on it."""
-        shapes = [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+        now = shapes(inputs)
         if self._first is None:
-            self._first = shapes
+            self._first = now
         self._steps += 1
-        if shapes == self._first:
+        if now == self._first:
             return True
         self._others += 1
         return self._others >= 8 and self._others * 8 >= self._steps

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from slipstream.step.captured import CapturedStep, Outputs, Shapes
+from slipstream.step.background import BackgroundCompiler
+from slipstream.step.captured import CapturedStep, Outputs, Shapes, shapes
 from slipstream.step.direct import DirectCalls
+from slipstream.step.dynamo import has_side_effects, refuse_python_random, tracing
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, keep_unless
 from slipstream.step.parts import apply_update, has_gradients
@@ -73,6 +76,8 @@ class GraphStep:
         verify: whether graphs are compared with the eager step before they train.
         dynamic: whether shapes may vary; None finds out.
         replayed: wraps the compiled step, for example in a CUDA graph.
+        background: compiles while batches are trained eagerly; None lets the batches wait.
+        say: is told from which batch on the graph is used, if that depends on `background`.
     """
 
     def __init__(
@@ -90,17 +95,20 @@ class GraphStep:
         verify: bool = True,
         dynamic: bool | None = None,
         replayed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        background: BackgroundCompiler | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.updates_inside, self.verify, self.dynamic = updates_inside, verify, dynamic
-        self.replayed = replayed
+        self.replayed, self.background, self.say = replayed, background, say
         self._instead: EagerStep | None = None
         self._shapes = Shapes()
         self._trained: list[nn.Parameter] = []
         self._guessed = self._started = False
         self._step: CapturedStep | None = None
+        self._compiling: tuple[Any, ...] | None = None
         self._rebuilds = self._setting_changes = 0
         guess = weakref.WeakMethod(self._guess)
 
@@ -115,6 +123,12 @@ class GraphStep:
         """Drop the compiled code; further batches are trained eagerly."""
         self._instead = self._instead or self.eager
         self._forget()
+
+    def pause(self) -> None:
+        """End a compilation in the background; it starts again with the next batch."""
+        self._compiling = None
+        if self.background is not None:
+            self.background.stop()
 
     @property
     def captured(self) -> bool:
@@ -225,25 +239,27 @@ class GraphStep:
 
     # ---- around it -------------------------------------------------------------------------------------
 
-    def _run(self, captured: CapturedStep, inputs: Any, ends: bool) -> dict[str, Tensor]:
-        """Run the compiled step, and on the host what is not part of it."""
+    def _run(self, captured: CapturedStep, inputs: Any, ends: bool) -> dict[str, Tensor] | None:
+        """Run the compiled step, and on the host what is not part of it; None if it is still being compiled."""
         optim = self.optim
-        held = captured.held(ends)
+        held = captured.held()
         captured.window.set(optim.window)
+        arguments = (inputs, held, ends)
+        call = captured.direct.find(*arguments) if captured.direct is not None else None
+        if call is None and self._compiles_elsewhere(captured, inputs, ends):
+            return None
         if optim.guard is not None:
             optim.guard.before_forward()
         self._held = held
         if captured.running is not None:
             captured.running.running = False
         captured.count_batch(ends)
-        arguments = (inputs, held, ends)
-        call = captured.direct.find(*arguments) if captured.direct is not None else None
         outputs: Outputs
         if call is not None:
             captured.running = call.compiled
             outputs = call(arguments)
         else:
-            with _tracing():
+            with tracing():
                 outputs = captured.run(*arguments)
             if captured.direct is not None and captured.running is not None:
                 captured.direct.learn(captured.running, arguments, outputs)
@@ -296,7 +312,8 @@ class GraphStep:
             if captured is None:
                 _check_batch(inputs)
                 captured = self._capture()
-            return self._run(captured, inputs, ends)
+            if (logs := self._run(captured, inputs, ends)) is not None:
+                return logs
         except Captured as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends)
@@ -318,7 +335,49 @@ class GraphStep:
             # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
-            return self._run(captured, inputs, ends)
+            if (logs := self._run(captured, inputs, ends)) is not None:
+                return logs
+        return self.eager.train(inputs)
+
+    def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
+        """Return whether the graph for such a batch is being compiled in the background, which is started if need be.
+
+        Several ranks wait for the last one. What another rank's shapes need it compiles on its own, as in `_compile`.
+        """
+        if self.background is None:
+            return False
+        kind = (ends, *(shapes(inputs) if self.sync is None else ()))
+        if kind in captured.kinds:
+            return False
+        if self._compiling is not None:
+            if any(self._agree(not self.background.done())):
+                return True
+            captured.kinds.add(self._compiling)
+            if not self.verify:
+                self._say_switch()
+        if kind in captured.kinds:
+            self._compiling = None
+            return False
+        self._compiling = kind
+        with suppress(OSError):  # without a process to do it in, compilation is done at the next batch
+            self.background.start(partial(self._only_compile, captured, inputs, ends))
+        return True
+
+    def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
+        """Compile for such a batch, in a copy of this process."""
+        self.background, self.verify = (
+            None,
+            True,
+        )  # what has been compiled raises `Captured` instead of running
+        captured.agreed.clear()
+        self._run(captured, inputs, ends)
+
+    def _say_switch(self) -> None:
+        if self.background is not None:
+            seconds, first = self.background.seconds, self.optim.batches + 1
+            self.say(
+                f"The step is one graph from batch {first} on (compiled in the background in {seconds:.0f} s)"
+            )
 
     def _capture(self) -> CapturedStep:
         """Return what the graphs share; they are made at the first call.
@@ -355,11 +414,10 @@ class GraphStep:
         """Compile a graph that Dynamo has captured; the code runs once it is verified."""
         ends = self.optim.should_sync()
         captured.count_graph(ends)
-        _refuse_python_random()
+        refuse_python_random()
         # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-        side_effects = _has_side_effects(_translator().output.side_effects)
-        made = Compiled(graph, self.backend(graph, inputs), trusted, side_effects)
+        made = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
         def run(*args: Any) -> Any:
             captured.running = made
@@ -440,6 +498,7 @@ class GraphStep:
             found.compiled.verified = True
             self._guessed = False
             captured.agreed.add(ends)
+            self._say_switch()
 
     def _unseen(self, captured: CapturedStep, found: Captured) -> list[tuple[str, Tensor, int]]:
         """Return the buffers and, if the update is inside, state tensors that the graph does not read."""
@@ -476,6 +535,7 @@ class GraphStep:
     def _forget(self) -> None:
         if self._step is not None:  # torch keeps the code of a function for as long as the process lasts
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
+        self.pause()
         self._step, self._trained, self._guessed = None, [], False
 
     def _guess(self) -> None:
@@ -518,48 +578,3 @@ def _check_batch(inputs: Any) -> None:
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
             raise OnlyEagerError(f"the batch holds tensors of the class {type(leaf).__name__}")
-
-
-def _tracing() -> AbstractContextManager[Any]:
-    """Return the settings of torch with which a step is captured, if it is."""
-    settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
-        trace_autograd_ops=True,
-        # A number that a module counts up in forward would otherwise mean a new graph at every step.
-        allow_unspec_int_on_nn_module=True,
-        # Hooks that are added or removed later mean a new graph.
-        skip_nnmodule_hook_guards=False,
-        # NumPy's random numbers would otherwise be drawn from torch's generator.
-        use_numpy_random_stream=True,
-    )
-    return settings
-
-
-def _translator() -> Any:
-    """Return what captures a step, for its backend to ask."""
-    return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
-
-
-def _has_side_effects(effects: Any) -> bool:
-    """Say whether Dynamo changes Python objects after the graph, other than those that the step itself makes."""
-    from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
-
-    new = (AttributeMutationNew, ValueMutationNew)
-    changed = filter(effects.is_modified, effects.id_to_variable.values())
-    return bool(effects.tensor_hooks or effects.save_for_backward) or any(
-        not isinstance(variable.mutation_type, new) for variable in changed
-    )
-
-
-def _refuse_python_random() -> None:
-    """Refuse a step that draws from Python's `random`: the draws of a batch that is only verified would be lost.
-
-    Raises:
-        NotCapturedError: it does.
-    """
-    output = _translator().output
-    # By name: torch has two classes of it, in modules that move.
-    if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
-        # Also when it compiles the model alone, Dynamo draws other numbers from such an object.
-        raise OnlyEagerError("it draws from a random.Random: use torch's random numbers")
-    if output.random_calls:
-        raise NotCapturedError("it draws from Python's random module: use torch's random numbers")

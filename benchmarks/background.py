@@ -1,0 +1,204 @@
+"""What a compilation in the background costs a training, and when the graph takes over.
+
+python benchmarks/background.py --out benchmarks/results/background.md
+
+For each network, with as many threads as there are cores and with one fewer, a fresh process starts with an empty cache
+and trains. While its step is compiled, the compilation is halted and continued in turn (SIGSTOP, SIGCONT), so that both
+rates come from the same seconds; then it goes on until the graph takes over or `--limit` is reached.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from networks import RECIPES, Case
+from report import circumstances, table, write_result
+from torch import nn
+
+from slipstream.speed.accelerate import TrainStep, accelerate
+
+SLICE, PAIRS = 2.0, 8
+"""Seconds for which the compilation is halted, and continued; and how often."""
+AFTER = 200
+"""Batches that are timed once the graph has taken over."""
+
+
+def _perceptron() -> nn.Module:
+    hidden = [layer for _ in range(6) for layer in (nn.Linear(128, 128), nn.BatchNorm1d(128), nn.ReLU())]
+    return nn.Sequential(*hidden, nn.Linear(128, 10))
+
+
+CASES = {
+    "6 x (Linear, BatchNorm, ReLU), batch 256": Case(
+        _perceptron, lambda x, y: F.cross_entropy(x, y), (128,), 10, 256
+    ),
+    "pp_lite_t_seg75, 4x3x128x128": RECIPES["pp_lite_t_seg75"],
+}
+
+
+def step_of(case: Case, wait: bool) -> TrainStep:
+    net = case.build()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
+    return accelerate(net, optimizer, case.loss, speed={"compile": {"scope": "step", "wait": wait}})
+
+
+def has_switched(step: TrainStep) -> bool:
+    captured = step._step._step
+    return captured is not None and bool(captured.agreed)
+
+
+def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:
+    """Return the seconds that each batch took."""
+    times, end = [], perf_counter() + seconds
+    while perf_counter() < end:
+        times.append(timed(step, batches[len(times) % len(batches)]))
+    return times
+
+
+def timed(step: TrainStep, batch: Any) -> float:
+    start = perf_counter()
+    step(batch)
+    return perf_counter() - start
+
+
+def in_background(case: Case, limit: float) -> dict[str, Any]:
+    """Train with the compilation in the background."""
+    step, batches = step_of(case, wait=False), case.batches(8)
+    begun = perf_counter()
+    first = timed(step, batches[0])
+    timed(step, batches[1])
+    compiler = step._step.background
+    halted: list[float] = []
+    running: list[float] = []
+    ratios, pid = [], compiler._pid
+    for _ in range(PAIRS):
+        if compiler.started and not has_switched(step):
+            os.killpg(pid, signal.SIGSTOP)
+            without = train_for(SLICE, step, batches)
+            os.killpg(pid, signal.SIGCONT)
+            beside = train_for(SLICE, step, batches)
+            if not has_switched(step):
+                ratios.append(statistics.mean(beside) / statistics.mean(without))
+                halted += without
+                running += beside
+    times: list[float] = []
+    while not has_switched(step) and perf_counter() - begun < limit:
+        times.append(timed(step, batches[len(times) % len(batches)]))
+    found = {
+        "seconds of the first batch": first,
+        "ms, compilation halted": 1e3 * statistics.median(halted),
+        "ms, compilation running": 1e3 * statistics.median(running),
+        "running over halted": statistics.median(ratios),
+        "all ratios": ratios,
+    }
+    if not has_switched(step):
+        return {**found, "seconds of compilation": None}
+    after = [timed(step, batches[i % len(batches)]) for i in range(AFTER)]
+    return {
+        **found,
+        "seconds of compilation": compiler.seconds - SLICE * len(ratios),
+        "seconds of the batch that takes the code over": max(times),
+        "ms, one graph": 1e3 * statistics.median(after),
+    }
+
+
+def waiting(case: Case) -> dict[str, Any]:
+    """Train with the compilation before the second batch."""
+    step, batches = step_of(case, wait=True), case.batches(8)
+    begun = perf_counter()
+    for number in range(8):
+        timed(step, batches[number])
+    after = [timed(step, batches[i % len(batches)]) for i in range(AFTER)]
+    return {
+        "seconds to batch 8": perf_counter() - begun - sum(after),
+        "ms, one graph": 1e3 * statistics.median(after),
+    }
+
+
+def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
+    """Measure in a process of its own, with an empty cache."""
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
+        environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        command = [
+            sys.executable,
+            __file__,
+            "--case",
+            name,
+            "--limit",
+            str(limit),
+            *(["--wait"] if wait else []),
+        ]
+        done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+        found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return found
+
+
+def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] | None) -> list[str]:
+    def shown(key: str, digits: int = 1, of: dict[str, Any] | None = None) -> str:
+        value = (found if of is None else of).get(key)
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    return [
+        f"{name}, {threads} threads",
+        shown("ms, compilation halted", 2),
+        shown("running over halted", 2),
+        shown("seconds of compilation", 0),
+        shown("seconds of the batch that takes the code over"),
+        shown("ms, one graph", 2),
+        shown("seconds to batch 8", 0, waited or {}),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--limit", type=float, default=300, help="seconds of training for each network")
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
+    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        case = CASES[args.case]
+        print(json.dumps(waiting(case) if args.wait else in_background(case, args.limit)))
+        return
+    facts, cores = circumstances(["slipstream"]), os.cpu_count() or 1
+    measured: dict[str, Any] = {}
+    rows = []
+    for name in CASES:
+        for threads in sorted({max(1, cores - 1), cores}):
+            found = fresh(name, threads, args.limit, wait=False)
+            waited = fresh(name, threads, args.limit, wait=True) if found["seconds of compilation"] else None
+            measured[f"{name}, {threads} threads"] = {"background": found, "wait": waited}
+            rows.append(row(name, threads, found, waited))
+    header = [
+        "network",
+        "ms a batch, eager",
+        "beside the compilation, over that",
+        "s of compilation",
+        "s of the batch that takes over",
+        "ms a batch, one graph",
+        "wait=True: s to batch 8",
+    ]
+    text = table(header, rows) + (
+        f"\n\nA dash: the graph was not compiled within {args.limit:.0f} s. The compilation has a nice value of 12, so "
+        "with threads on every core it gets 6 to 7 % of one; with a free core it takes about as long as wait=True."
+    )
+    print(text)
+    if args.out:
+        write_result(args.out, "Compilation in the background", facts, text, {"measured": measured})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""Compile a step in another process, while this one trains eagerly.
+
+The other process is a copy of this one (`fork`), so it has the model, the batch and whatever torch has compiled so far.
+It leaves the compiled code in torch's cache on disk, where this process then finds it. It changes nothing else, and
+runs at a low priority.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+
+import torch
+
+__all__ = ["BackgroundCompiler", "can_fork"]
+
+_NICE = 12
+"""What is added to the nice value of this process (nice(2)): where training keeps all cores busy, it becomes 7 to 9 %
+slower, and compilation gets that much of a core (`benchmarks/background.py`)."""
+_LIMIT = 4 * 3600.0
+"""Seconds after which the other process is ended."""
+
+
+def can_fork(device_type: str) -> bool:
+    """Say whether a copy of this process can compile for a device, and share what it made.
+
+    An accelerator cannot be used in a forked process, and inductor asks it for its properties. On macOS, system
+    libraries do not survive a fork.
+    """
+    caches = torch._inductor.config.fx_graph_cache and not torch.compiler.config.force_disable_caches
+    return sys.platform == "linux" and device_type == "cpu" and bool(caches)
+
+
+class BackgroundCompiler:
+    """Runs one function at a time in a copy of this process, for what it leaves in files."""
+
+    def __init__(self) -> None:
+        self._pid: int | None = None
+        self._began = 0.0
+        self.seconds = 0.0
+        """How long the last function took."""
+
+    @property
+    def started(self) -> bool:
+        """Whether a process was started that has not been waited for."""
+        return self._pid is not None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Start `work()` in a copy of this process; whatever it raises or prints is lost.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self.stop()
+        self._began = time.monotonic()
+        with warnings.catch_warnings():
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # of threads, whose locks the copy does not need
+            pid = os.fork()
+        if pid == 0:
+            _work_and_exit(work)
+        self._pid = pid
+        # The process has a group of its own, with the C++ compilers that it starts.
+        with suppress(OSError):
+            os.setpgid(pid, pid)
+        self._end = weakref.finalize(self, _kill, pid)
+
+    def done(self) -> bool:
+        """Return whether the process has ended, however it did, or none was started."""
+        if self._pid is None:
+            return True
+        self.seconds = time.monotonic() - self._began
+        if self.seconds > _LIMIT:
+            self.stop()
+        elif _has_ended(self._pid):
+            self._end.detach()
+            self._pid = None
+        return self._pid is None
+
+    def stop(self) -> None:
+        """End the process, if one was started."""
+        if self._pid is not None:
+            self._end()
+            self._pid = None
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        return os.waitpid(pid, os.WNOHANG)[0] == pid
+    except ChildProcessError:  # somebody else has waited for all children
+        return True
+
+
+def _kill(pid: int) -> None:
+    if _has_ended(pid):
+        return
+    for kill in (os.killpg, os.kill):  # the group does not exist before the process has begun to run
+        with suppress(OSError):
+            kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _work_and_exit(work: Callable[[], object]) -> None:
+    """Do the work of the new process, which ends here: nothing that was registered for the exit of the first runs."""
+    try:
+        parent = os.getppid()
+        os.setpgid(0, 0)
+        os.nice(_NICE)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        logging.disable(logging.CRITICAL)
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        sys.stdout = sys.stderr = os.fdopen(nowhere, "w", encoding="utf-8")
+        torch._inductor.config.compile_threads = 1  # the pool of compilers belongs to the first process
+        # OpenMP's pool of threads belongs to the thread that forked, and its threads do not exist here.
+        thread = threading.Thread(target=_quietly, args=(work,), daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(1.0)
+            if os.getppid() != parent:
+                os.killpg(0, signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+def _quietly(work: Callable[[], object]) -> None:
+    with suppress(BaseException):
+        work()

@@ -1,0 +1,319 @@
+"""A step is compiled by a copy of the process while batches are trained eagerly, and takes over between two batches."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from slipstream.speed.accelerate import accelerate
+from slipstream.step import background
+from slipstream.step.background import BackgroundCompiler, can_fork
+
+needs_fork = pytest.mark.skipif(not can_fork("cpu"), reason="processes are copied on Linux alone")
+COMPILE = dict(scope="step", backend="aot_eager", cache=False)
+
+
+def wait_for(condition, seconds=30):
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def runs(pid):
+    """Say whether there is such a process; one that has ended, but was not waited for, counts as none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# ---- the other process ------------------------------------------------------------------------------------
+
+
+@needs_fork
+def test_the_work_is_done_elsewhere_at_a_lower_priority(tmp_path):
+    compiler, mine = BackgroundCompiler(), [1]
+    mine_threads, ours = torch.get_num_threads(), os.nice(0)
+
+    def work():
+        mine.append(2)
+        total = torch.ones(2000, 2000).sum()  # large enough for several threads
+        text = f"{os.getpid()} {os.nice(0)} {torch.get_num_threads()} {total:.0f}"
+        (tmp_path / "found").write_text(text)
+
+    compiler.start(work)
+    assert compiler.started
+    wait_for(compiler.done)
+    assert not compiler.started
+    pid, nice, threads, total = (tmp_path / "found").read_text().split()
+    assert int(pid) != os.getpid()
+    assert int(nice) == min(19, ours + background._NICE)
+    # Inductor makes code for a number of threads: with another one, this process would not find it.
+    assert int(threads) == mine_threads
+    assert total == "4000000"
+    assert mine == [1]
+
+
+@needs_fork
+@pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(3), KeyboardInterrupt()])
+def test_an_error_ends_the_work_and_nothing_else(capfd, error):
+    compiler = BackgroundCompiler()
+
+    def work():
+        print("working", flush=True)
+        raise error
+
+    compiler.start(work)
+    wait_for(compiler.done)
+    assert capfd.readouterr() == ("", "")
+
+
+@needs_fork
+def test_ended_work_leaves_no_process_behind(tmp_path):
+    compiler = BackgroundCompiler()
+
+    def work():
+        with subprocess.Popen(["sleep", "60"]) as child:
+            (tmp_path / "new").write_text(f"{os.getpid()} {child.pid}")
+            (tmp_path / "new").rename(tmp_path / "pids")
+
+    compiler.start(work)
+    wait_for((tmp_path / "pids").exists)
+    pids = (tmp_path / "pids").read_text().split()
+    assert all(map(runs, pids))
+    compiler.stop()
+    wait_for(lambda: not any(map(runs, pids)))
+    assert compiler.done()
+    compiler.stop()  # twice is no error
+
+
+@needs_fork
+def test_work_ends_with_the_process_that_wanted_it(tmp_path):
+    script = (
+        "import os, sys, time\n"
+        "from pathlib import Path\n"
+        "from slipstream.step.background import BackgroundCompiler\n"
+        "def work():\n"
+        f"    Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\n"
+        "    time.sleep(60)\n"
+        "compiler = BackgroundCompiler()\n"
+        "compiler.start(work)\n"
+        "time.sleep(60)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script]) as process:
+        wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        pid = (tmp_path / "pid").read_text()
+        process.send_signal(signal.SIGKILL)
+    wait_for(lambda: not runs(pid))
+
+
+@needs_fork
+def test_work_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(background, "_LIMIT", 0.2)
+    compiler = BackgroundCompiler()
+    compiler.start(lambda: time.sleep(60))
+    assert not compiler.done()
+    time.sleep(0.3)
+    assert compiler.done()
+
+
+def test_an_accelerator_is_not_used_from_a_copy_of_the_process():
+    assert not can_fork("cuda")
+    assert not can_fork("npu")
+
+
+# ---- the step ---------------------------------------------------------------------------------------------
+
+
+class After:
+    """In the place of a compiler: has compiled after it was asked as often."""
+
+    seconds = 0.0
+
+    def __init__(self, asked):
+        self.asked, self.left, self.began, self.stopped = asked, 0, 0, 0
+
+    def start(self, work):
+        self.left, self.began = self.asked, self.began + 1
+
+    def done(self):
+        self.left -= 1
+        return self.left < 0
+
+    def stop(self):
+        self.stopped += 1
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def batch(number, size=12):
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(size, 6, generator=generator, dtype=torch.float64)
+    return x, torch.randint(0, 3, (size,), generator=generator)
+
+
+def by_hand(batches, window=1):
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number, (x, y) in enumerate(batches, 1):
+        (F.cross_entropy(model(x), y) / window).backward()
+        if number % window == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return model.state_dict()
+
+
+def step_of(model, asked=4, **speed):
+    torch._dynamo.reset()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, compile=COMPILE))
+    step._step.background = After(asked)
+    said = []
+    step._step.say = said.append
+    return step, said
+
+
+def graphs_in(step, batches):
+    """Return for each batch whether the graph trained it."""
+    found, run = [], step._step.eager.train
+
+    def train(inputs):
+        found[-1] = False
+        return run(inputs)
+
+    step._step.eager.train = train
+    for inputs in batches:
+        found.append(True)
+        step(inputs)
+    return found
+
+
+def test_batches_are_trained_eagerly_until_the_graph_is_compiled():
+    batches = [batch(number) for number in range(14)]
+    model = net()
+    step, said = step_of(model)
+    # The first shows which parameters are trained, five wait, one verifies the graph.
+    assert graphs_in(step, batches) == [False] * 7 + [True] * 7
+    assert step.compiled_scope == "step"
+    assert len(said) == 1
+    assert "from batch 8 on" in said[0]
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+def test_batches_that_end_a_window_and_those_that_do_not_are_two_graphs():
+    batches = [batch(number) for number in range(24)]
+    model = net()
+    step, _ = step_of(model, asked=3, accumulate=2)
+    found = graphs_in(step, batches)
+    assert not any(found[:6])
+    assert all(found[-4:])
+    assert step._step.background.began == 2
+    torch.testing.assert_close(model.state_dict(), by_hand(batches, 2), rtol=1e-12, atol=1e-13)
+
+
+def test_another_shape_does_not_hold_up_the_first():
+    batches = [batch(number, 12 if number < 12 or number % 2 else 9) for number in range(60)]
+    model = net()
+    step, _ = step_of(model)
+    found = graphs_in(step, batches)
+    first = [used for used, (x, _) in zip(found, batches, strict=True) if len(x) == 12]
+    assert all(first[8:]), first
+    assert all(found[-6:])
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+def test_a_change_while_the_graph_is_compiled_begins_anew():
+    model = net()
+    step, _ = step_of(model, asked=6)
+    batches = [batch(number) for number in range(20)]
+    found = graphs_in(step, batches[:4])
+    model[0].weight.requires_grad_(False)
+    found += graphs_in(step, batches[4:])
+    assert step._step.background.began == 2
+    assert step._step.background.stopped >= 1
+    assert found[-1]
+
+
+def test_a_paused_compilation_begins_again():
+    step, _ = step_of(net(), asked=3)
+    graphs_in(step, [batch(number) for number in range(3)])
+    assert step._step.background.began == 1
+    step._step.pause()
+    found = graphs_in(step, [batch(number) for number in range(10)])
+    assert step._step.background.began == 2
+    assert found[-1]
+
+
+def test_an_error_of_the_users_is_raised_while_the_graph_is_compiled():
+    step, _ = step_of(net(), asked=50)
+    graphs_in(step, [batch(number) for number in range(3)])
+    with pytest.raises(IndexError):
+        step((batch(0)[0], torch.full((12,), 7)))
+    assert step.compiled_scope == "step"
+
+
+def test_without_a_second_process_the_step_is_compiled_at_once():
+    step, _ = step_of(net())
+
+    class NoMemory(After):
+        def start(self, work):
+            raise OSError("out of memory")
+
+    step._step.background = NoMemory(0)
+    found = graphs_in(step, [batch(number) for number in range(6)])
+    assert found == [False, False, False, True, True, True]
+
+
+@pytest.mark.parametrize(
+    ("how", "used"),
+    [
+        (dict(scope="step"), can_fork("cpu")),
+        (dict(scope="step", wait=True), False),
+        (dict(scope="step", backend="aot_eager"), False),
+    ],
+)
+def test_only_inductor_keeps_what_another_process_compiles(how, used):
+    model = net()
+    step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, dict(compile=how))
+    assert (step._step.background is not None) == used
+    step.close()
+
+
+@needs_fork
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+def test_the_compiled_code_comes_from_the_other_process(monkeypatch, tmp_path):
+    monkeypatch.setattr(background, "_NICE", 0)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch._inductor.config, "fx_graph_remote_cache", False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, batches = net(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    how = dict(scope="step", cache=False)
+    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(compile=how))
+    end, after = time.monotonic() + 300, 0
+    while after < 5:
+        assert time.monotonic() < end
+        time.sleep(0.05)  # leaves the other process the cores
+        batches.append(batch(len(batches)))
+        step(batches[-1])
+        captured = step._step._step
+        after += captured is not None and bool(captured.agreed)
+    assert len(batches) > 10
+    found = torch._dynamo.utils.counters
+    assert found["inductor"]["fxgraph_cache_miss"] == 0
+    assert found["aot_autograd"]["autograd_cache_hit"] + found["inductor"]["fxgraph_cache_hit"] > 0
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-9, atol=1e-12)
