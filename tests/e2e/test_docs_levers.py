@@ -19,7 +19,7 @@ INDEX = (DOCS / "levers/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "levers").glob("[!R]*.md"))}
 VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
 HEADINGS = ("## What it does", "## When it pays", "## What it costs", "## Works with")
-LONGEST = {"compile": 170}  # lines; all other pages have 60
+LONGEST = {"compile": 185}  # lines; all other pages have 60
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
 SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # what its Trainer reads itself
 PARTS = """

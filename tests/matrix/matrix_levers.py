@@ -109,10 +109,17 @@ def pairs(processes, net=None):
 
 
 def triples(processes, net=None):
-    """Return all triples with the step as one graph that are possible; with two processes DDP is there unsaid."""
+    """Return all triples with the step as one graph that are possible; with two processes DDP is there unsaid.
+
+    In two processes, where each takes seconds, the networks take turns: each triple is trained on one of them.
+    """
     step = "compile=step"
     others = combinations([lever for lever in LEVERS if lever not in (step, "DDP")], 2)
-    return [(step, *two) for two in others if possible((step, *two), processes, net)]
+    found = [(step, *two) for two in others if possible((step, *two), processes)]
+    if processes == 1:
+        return [triple for triple in found if possible(triple, 1, net)]
+    taken = [triple for triple in found if possible(triple, 2, "transformer")][1::2]
+    return [triple for triple in found if (triple in taken) == (net == "transformer")]
 
 
 def everything(processes, net, half=None, compiled="compile=step", parallel="DDP"):

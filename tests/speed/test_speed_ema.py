@@ -7,15 +7,21 @@ from torch import nn
 from slipstream.errors import ConfigError
 from slipstream.hooks import EMAHook
 from slipstream.model import ScheduledEMA, StochasticWeightAverage
-from slipstream.registry import HOOKS, MODELS
+from slipstream.runner.levers import plan_hooks
+from slipstream.speed import SpeedPlan
 from slipstream.speed.ema import EmaOptions, read_ema
 
 
 def build(value):
-    """Return the average that the hook of `ema=value` makes."""
-    hook = HOOKS.build(read_ema(value).hook_cfg())
+    """Return the average of `ema=value`."""
+    return read_ema(value).average(nn.BatchNorm1d(2))
+
+
+def hook_of(value):
+    """Return the hook of a Runner with `ema=value`."""
+    (hook,) = plan_hooks(SpeedPlan.read(dict(ema=value)))
     assert isinstance(hook, EMAHook)
-    return MODELS.build(hook._cfg, default_args={"model": nn.BatchNorm1d(2)})
+    return hook
 
 
 @pytest.mark.parametrize("value", [None, False])
@@ -38,9 +44,11 @@ def test_every_word_reaches_the_average_and_the_hook():
     schedule = average.schedule
     assert (schedule.decay, schedule.decay_type, schedule.beta, average.interval) == (0.9, "exp", 3, 4)
     assert average.update_buffers
-    hook = HOOKS.build(read_ema(value).hook_cfg())
+    hook = hook_of(value)
     assert (hook.begin_iter, hook.begin_epoch) == (0, 2)
-    assert HOOKS.build(read_ema(dict(begin_iter=7)).hook_cfg()).begin_iter == 7
+    hooks_average = hook._new_average(nn.BatchNorm1d(2))
+    assert (hooks_average.schedule, hooks_average.interval) == (schedule, 4)
+    assert hook_of(dict(begin_iter=7)).begin_iter == 7
 
 
 @pytest.mark.parametrize(("kind", "decay"), [("constant", 0.99), ("threshold", 8 / 17)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,8 @@ class EMAHook(Hook):
     `train_step` of its own, the hook updates the average after each iteration.
 
     Args:
-        ema_type: a subclass of `BaseAveragedModel`, by name.
+        ema_type: a subclass of `BaseAveragedModel`, by name; or what makes the average of a model, such as
+            `EmaOptions(...).average`.
         strict_load: whether a loaded checkpoint must hold every tensor of the average.
         begin_iter, begin_epoch: when averaging starts; at most one of them.
         kwargs: those of the average (`momentum`, `interval`, `update_buffers`; of `ScheduledEMA`, `decay`).
@@ -45,7 +46,7 @@ class EMAHook(Hook):
 
     def __init__(
         self,
-        ema_type: str = "ExponentialMovingAverage",
+        ema_type: str | Callable[..., BaseAveragedModel] = "ExponentialMovingAverage",
         strict_load: bool = False,
         begin_iter: int = 0,
         begin_epoch: int = 0,
@@ -57,18 +58,22 @@ class EMAHook(Hook):
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
-        MODELS.build(self._cfg, default_args={"model": nn.Identity()})  # wrong arguments are found here
+        self._new_average(nn.Identity())  # wrong arguments are found here
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
         self._swapped = False
         self._part: AveragePart | None = None
         self._in_step = False
 
+    def _new_average(self, model: nn.Module) -> BaseAveragedModel:
+        average: BaseAveragedModel = MODELS.build(self._cfg, default_args={"model": model})
+        return average
+
     def before_run(self, runner: Runner) -> None:
         """Copy the model; a test after a training goes on with the training's average."""
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
-            self.ema_model = MODELS.build(self._cfg, default_args={"model": self.model})
+            self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
         """Start from the weights that were initialised or loaded, unless a resumed average is further."""

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.hooks import EMAHook, Hook
 from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
@@ -76,11 +77,12 @@ def complete_plan(plan: SpeedPlan, facts: Facts, log: Callable[[str], None]) -> 
     return plan
 
 
-def plan_hooks(plan: SpeedPlan) -> list[Mapping[str, Any]]:
-    """Return the configurations of the hooks that carry out the plan, beside those that were given."""
-    hooks: list[Mapping[str, Any]] = []
+def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
+    """Return the hooks that carry out the plan, beside those that were given."""
+    hooks: list[Hook | Mapping[str, Any]] = []
     if isinstance(plan.ema, EmaOptions):
-        hooks.append(plan.ema.hook_cfg())
+        ema = plan.ema
+        hooks.append(EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch))
     if plan.nan_guard is not None:
         hooks.append(plan.nan_guard.hook_cfg())
     if plan.gc is not None:

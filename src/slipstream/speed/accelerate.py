@@ -18,7 +18,7 @@ from slipstream.errors import ConfigError, DataError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
-from slipstream.registry import MODELS, OPTIM_WRAPPERS
+from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.facts import Facts
@@ -166,7 +166,7 @@ class TrainStep:
                 place,
             )
         core = unwrap_model(self.model)
-        self.average = average = MODELS.build(how.average_cfg(), default_args={"model": core})
+        self.average = average = how.average(core)
         window = 1 if average.every_batch else self.optim.accumulative_counts
         average.total_steps = total_steps and max(
             1, -(-total_steps // window) - max(how.begin_iter - 1, 0) // window

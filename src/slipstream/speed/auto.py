@@ -55,4 +55,4 @@ def _compile(facts: Facts, convolutional: bool) -> Choice:
     if facts.device == "cpu" and convolutional:
         why = "minutes of compilation, then convolutions take 0.6 to 0.9 of the time: try compile=True in long runs"
         return Choice("compile", why, on=False)
-    return Choice("compile", "it takes up to a minute before the first step: measure compile=True", on=False)
+    return Choice("compile", "compilation takes a minute or more: measure compile=True", on=False)

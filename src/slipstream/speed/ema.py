@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
 from slipstream.config import options
 from slipstream.errors import ConfigError, did_you_mean
-from slipstream.model import DecaySchedule
+from slipstream.model import BaseAveragedModel, DecaySchedule, ScheduledEMA, StochasticWeightAverage
 
 __all__ = ["EmaOptions", "check_begin", "read_ema"]
 
@@ -48,18 +50,12 @@ class EmaOptions:
         words = {"decay": self.decay, "beta": self.beta}
         return {word: value for word, value in words.items() if value is not None}
 
-    def average_cfg(self) -> dict[str, Any]:
-        """Return the configuration of the average, for `MODELS.build(cfg, default_args={"model": model})`."""
-        common = {"interval": self.interval, "update_buffers": True}
+    def average(self, model: nn.Module) -> BaseAveragedModel:
+        """Return an average of this kind of the model's weights, which begins with a copy of them."""
         if self.type == "swa":
-            return {"type": "StochasticWeightAverage", "every_batch": False, **common}
-        return {"type": "ScheduledEMA", "decay_type": self.type, **self._given(), **common}
-
-    def hook_cfg(self) -> dict[str, Any]:
-        """Return the configuration of the hook that keeps the average, for `custom_hooks`."""
-        average = self.average_cfg()
-        begin = {"begin_iter": self.begin_iter, "begin_epoch": self.begin_epoch}
-        return {**average, "type": "EMAHook", "ema_type": average["type"], **begin}
+            return StochasticWeightAverage(model, self.interval, update_buffers=True, every_batch=False)
+        decay = DecaySchedule.decay if self.decay is None else self.decay
+        return ScheduledEMA(model, decay, self.type, self.beta, self.interval)
 
 
 def read_ema(value: Any) -> EmaOptions | None:

@@ -22,7 +22,7 @@ from slipstream.step.captured import CapturedStep, Outputs, Shapes, shapes
 from slipstream.step.direct import DirectCalls
 from slipstream.step.dynamo import has_side_effects, refuse_python_random, tracing
 from slipstream.step.eager import EagerStep, Losses, sum_losses
-from slipstream.step.numerics import all_finite, keep_unless
+from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
 from slipstream.step.verification import (
@@ -214,14 +214,7 @@ class GraphStep:
                         grads = scale.unscale(grads)
                     if scale is not None or guard is not None:
                         finite = all_finite(grads)
-                    moved = [*params, *update.state] if finite is not None else []
-
-                    def guarded(grads: list[Tensor]) -> None:
-                        before = [tensor.clone() for tensor in moved]
-                        update(grads)
-                        if finite is not None:
-                            keep_unless(finite, moved, before)
-
+                    guarded = update if finite is None else only_if(finite, update, [*params, *update.state])
                     logs = {**logs, **apply_update(parts, params, grads, guarded)}
                     if scale is not None and finite is not None:
                         scale.adapt(finite)

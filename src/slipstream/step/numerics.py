@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "precise_dtype", "scale_"]
+__all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "only_if", "precise_dtype", "scale_"]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -27,6 +27,19 @@ def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tens
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(finite, tensor, old))
+
+
+def only_if(
+    finite: Tensor, update: Callable[[list[Tensor]], object], moved: Sequence[Tensor]
+) -> Callable[[list[Tensor]], None]:
+    """Return `update` such that the tensors it moves keep their values unless `finite` (0-dim bool) is true."""
+
+    def guarded(grads: list[Tensor]) -> None:
+        before = [tensor.clone() for tensor in moved]
+        update(grads)
+        keep_unless(finite, moved, before)
+
+    return guarded
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
