@@ -198,7 +198,9 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
         if how.backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            return cast("Callable[..., Any]", compile_fx(graph, inputs, config_patches=options))
+            made = compile_fx(graph, inputs, config_patches=options)
+            # Torch keeps Dynamo out of the code by a wrapper; whoever calls the code here does so, too.
+            return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
         given = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
         run: Callable[..., Any] = chosen(graph, inputs, **given)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
-from torch.utils._pytree import tree_leaves
 
-from slipstream.step.direct import DirectCalls
+from slipstream.step.direct import DirectCalls, Outputs
+from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import LossScale, Scalar
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
@@ -19,10 +19,7 @@ from slipstream.step.verification import NotCapturedError, UnstableGraphError
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
 
-__all__ = ["CapturedStep", "Outputs", "Shapes", "shapes"]
-
-Outputs = tuple[dict[str, Tensor], Tensor | None]
-"""What to log, and whether all gradients were finite."""
+__all__ = ["CapturedStep", "Shapes", "shapes"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -208,7 +205,7 @@ def _global_hooks() -> list[tuple[int, ...]]:
 
 def shapes(inputs: Any) -> list[torch.Size]:
     """Return the shapes of the tensors of a batch."""
-    return [leaf.shape for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
+    return [leaf.shape for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
 
 
 class Shapes:

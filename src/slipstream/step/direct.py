@@ -15,11 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from slipstream.step.leaves import leaves_of
 from slipstream.step.verification import Compiled
 
-__all__ = ["DirectCalls"]
+__all__ = ["DirectCalls", "Outputs"]
+
+Outputs = tuple[dict[str, Tensor], Tensor | None]
+"""What to log, and whether all gradients were finite."""
 
 _Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")
@@ -76,7 +79,7 @@ class DirectCalls:
         if len(new) == 1:
             self._guards[id(compiled)] = new[0].guard_manager
 
-    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Any) -> None:
+    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> None:
         """Learn from a call that went Dynamo's way how to make it directly.
 
         Args:
@@ -103,12 +106,12 @@ class _Call:
         compiled: Compiled,
         fixed: list[Any],
         places: list[tuple[int, int]],
-        returned: list[int],
-        spec: Any,
+        logs: dict[str, int],
+        finite: int | None,
     ) -> None:
         self.check, self.compiled = check, compiled
         self._fixed, self._places = fixed, places
-        self._returned, self._spec = returned, spec
+        self._logs, self._finite = logs, finite
 
     @classmethod
     def of(
@@ -117,7 +120,7 @@ class _Call:
         compiled: Compiled,
         last: tuple[Sequence[Any], Sequence[Any]],
         arguments: _Arguments,
-        outputs: Any,
+        outputs: Outputs,
         known: Set[int],
     ) -> _Call | None:
         """Return the call; None if the code reads or returns anything else than arguments and `known` tensors."""
@@ -127,26 +130,34 @@ class _Call:
         if not all(id(value) in variable or id(value) in known for value in given):
             return None
         fixed = [None if id(value) in variable else value for value in given]
-        leaves, spec = tree_flatten(outputs)
+        logs, finite = outputs
         index = {id(value): i for i, value in enumerate(made)}
-        if any(leaf is not None and id(leaf) not in index for leaf in leaves):
+        if not all(id(value) in index for value in (*logs.values(), *([] if finite is None else [finite]))):
             return None
-        returned = [-1 if leaf is None else index[id(leaf)] for leaf in leaves]
-        return cls(guards.check, compiled, fixed, places, returned, spec)
+        places_of_logs = {name: index[id(value)] for name, value in logs.items()}
+        return cls(
+            guards.check,
+            compiled,
+            fixed,
+            places,
+            places_of_logs,
+            None if finite is None else index[id(finite)],
+        )
 
-    def __call__(self, arguments: _Arguments) -> Any:
+    def __call__(self, arguments: _Arguments) -> Outputs:
         """Run the code."""
         leaves = _leaves(arguments)
         given = self._fixed.copy()
         for place, leaf in self._places:
             given[place] = leaves[leaf]
         made = self.compiled.call(given)
-        return tree_unflatten([None if i < 0 else made[i] for i in self._returned], self._spec)
+        logs = {name: made[i] for name, i in self._logs.items()}
+        return logs, None if self._finite is None else made[self._finite]
 
 
 def _leaves(arguments: _Arguments) -> list[Any]:
     inputs, held, _ = arguments
-    return list(chain(tree_leaves(inputs), held or ()))
+    return list(chain(leaves_of(inputs), held or ()))
 
 
 def _entries(code: Any) -> list[Any]:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
 
 from slipstream.step.background import BackgroundCompiler
-from slipstream.step.captured import CapturedStep, Outputs, Shapes, shapes
-from slipstream.step.direct import DirectCalls
+from slipstream.step.captured import CapturedStep, Shapes, shapes
+from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import has_side_effects, refuse_python_random, tracing
 from slipstream.step.eager import EagerStep, Losses, sum_losses
+from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
@@ -568,6 +568,6 @@ def _check_batch(inputs: Any) -> None:
     Raises:
         OnlyEagerError: the batch holds one.
     """
-    for leaf in tree_leaves(inputs):
+    for leaf in leaves_of(inputs):
         if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
             raise OnlyEagerError(f"the batch holds tensors of the class {type(leaf).__name__}")

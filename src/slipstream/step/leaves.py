@@ -1,0 +1,28 @@
+"""The leaves of a batch: what `torch.utils._pytree.tree_leaves` returns, in a fraction of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["leaves_of"]
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers, in order."""
+    kind = type(tree)
+    if kind is tuple or kind is list:
+        children = tree
+    elif kind is dict:
+        children = tree.values()
+    else:
+        return [tree] if kind is Tensor else tree_leaves(tree)
+    found: list[Any] = []
+    for child in children:
+        if type(child) is Tensor:
+            found.append(child)
+        else:
+            found += leaves_of(child)
+    return found
