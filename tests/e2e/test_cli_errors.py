@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from slipstream.cli.main import main
 from slipstream.cli.parser import parse
 from slipstream.dataset.street_folder import write_street_folder
 
@@ -51,13 +52,27 @@ RECIPE = "street_scenes_pp_lite_t"
         ),
     ],
 )
-def test_a_wrong_word_is_one_line_with_place_and_suggestion(slipstream, words, expected):
-    done = slipstream(*words, status=2)
-    lines = done.stderr.strip().splitlines()
-    assert len(lines) == 1, done.stderr
+def test_a_wrong_word_is_one_line_with_place_and_suggestion(words, expected, tmp_path, monkeypatch, capfd):
+    """In this process: each of its own would take seconds for its imports."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # `main` sets it otherwise, for good
+    try:
+        status = main(words)
+    except SystemExit as ended:
+        status = ended.code
+    said = capfd.readouterr()
+    assert status == 2, said
+    lines = said.err.strip().splitlines()
+    assert len(lines) == 1, said.err
     for part in expected:
         assert part in lines[0]
-    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" not in said.out
+
+
+def test_a_wrong_word_ends_the_command_with_status_2(slipstream):
+    done = slipstream("train", RECIPE, "max_epochs=3", status=2)
+    assert len(done.stderr.strip().splitlines()) == 1
+    assert "did you mean 'train_cfg.max_epochs'" in done.stderr
 
 
 def test_a_failed_run_is_one_line_with_exit_status_1(slipstream, tmp_path):
@@ -75,6 +90,11 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch(run):
         "import sys; from slipstream.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
     )
     run("-c", code + "assert 'torch' not in sys.modules")
+
+
+def test_the_compiler_is_not_imported_before_something_is_compiled(run):
+    code = "import sys, slipstream.runner, slipstream.training, slipstream.speed.accelerate\n"
+    run("-c", code + "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules}")
 
 
 def test_recipes_are_listed_with_what_they_do(slipstream):

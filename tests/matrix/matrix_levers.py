@@ -109,16 +109,15 @@ def pairs(processes, net=None):
 
 
 def triples(processes, net=None):
-    """Return all triples with the step as one graph that are possible; with two processes DDP is there unsaid.
+    """Return the triples with the step as one graph that a network is trained with.
 
-    In two processes, where each takes seconds, the networks take turns: each triple is trained on one of them.
+    The networks take turns: each triple that is possible for both is trained on one of them. With two processes DDP is
+    there unsaid.
     """
     step = "compile=step"
     others = combinations([lever for lever in LEVERS if lever not in (step, "DDP")], 2)
     found = [(step, *two) for two in others if possible((step, *two), processes)]
-    if processes == 1:
-        return [triple for triple in found if possible(triple, 1, net)]
-    taken = [triple for triple in found if possible(triple, 2, "transformer")][1::2]
+    taken = [triple for triple in found if possible(triple, processes, "transformer")][1::2]
     return [triple for triple in found if (triple in taken) == (net == "transformer")]
 
 

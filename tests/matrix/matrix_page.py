@@ -15,8 +15,8 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Every lever with every other
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of levers, and with every triple that has `compile=step` ({triples} trainings; in
-two processes each triple is trained on one of the networks). It compares losses, final weights and averages with a
+{batch} samples with every pair of levers, and with every triple that has `compile=step` ({triples} trainings;
+each triple is trained on one of the networks). It compares losses, final weights and averages with a
 loop written by hand in plain PyTorch: one process, eager, the whole batch, nothing of Slipstream in it. It also
 checks that each lever was in force, and none that nobody asked for. This page is written by the tables that the tests
 check: `python tests/matrix/matrix_page.py`.

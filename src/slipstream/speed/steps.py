@@ -18,7 +18,6 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_report import explain_failure
-from slipstream.speed.inductor_options import inductor_options
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
@@ -186,6 +185,8 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
     """Return the compiler of a captured step, and whether its code is replayed as a CUDA graph."""
     options = backend_options(how)
     if how.backend == "inductor":
+        from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds
+
         options = inductor_options(device_type) | options
         if get_world_size() > 1:
             from slipstream.speed.overlap import OVERLAP

@@ -7,6 +7,7 @@ runs at a low priority.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -118,6 +119,7 @@ def _work_and_exit(work: Callable[[], object]) -> None:
         os.nice(_NICE)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
+        gc.freeze()  # finalizers of what is garbage here would do their work twice
         logging.disable(logging.CRITICAL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
