@@ -298,6 +298,11 @@ def test_the_compiled_code_comes_from_the_other_process(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "_NICE", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._inductor.config, "fx_graph_remote_cache", False)
+    # What has been compiled here before has left threads behind, which the copy does not have. And the copy must
+    # use the same settings, or this process does not find its code.
+    monkeypatch.setattr(torch._inductor.config, "max_fusion_size", 32)
+    torch._dynamo.reset()
+    torch.compile(F.gelu)(torch.randn(100, 7))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, batches = net(), []

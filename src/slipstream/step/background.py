@@ -7,6 +7,7 @@ runs at a low priority.
 
 from __future__ import annotations
 
+import contextvars
 import gc
 import logging
 import os
@@ -125,9 +126,11 @@ def _work_and_exit(work: Callable[[], object]) -> None:
         for stream in (0, 1, 2):
             os.dup2(nowhere, stream)
         sys.stdout = sys.stderr = os.fdopen(nowhere, "w", encoding="utf-8")
-        torch._inductor.config.compile_threads = 1  # the pool of compilers belongs to the first process
-        # OpenMP's pool of threads belongs to the thread that forked, and its threads do not exist here.
-        thread = threading.Thread(target=_quietly, args=(work,), daemon=True)
+        # The threads of the first process do not exist here: neither those of inductor's pool, nor those of OpenMP's,
+        # which belongs to the thread that forked. Torch's settings are part of the context.
+        torch._inductor.config.compile_threads = 1
+        context = contextvars.copy_context()
+        thread = threading.Thread(target=context.run, args=(_quietly, work), daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(1.0)
