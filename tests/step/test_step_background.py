@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -34,6 +35,11 @@ def runs(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def has_ended(pid):
+    """Say whether this process could wait for that one at once; it still can."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 # ---- the other process ------------------------------------------------------------------------------------
@@ -117,6 +123,37 @@ def test_work_ends_with_the_process_that_wanted_it(tmp_path):
 
 
 @needs_fork
+def test_files_sockets_and_signals_of_this_process_are_left_alone(tmp_path, monkeypatch):
+    """Text that waits in a buffer is written once, what is closed here is closed, and handlers run here alone."""
+    compiler, handled = BackgroundCompiler(), tmp_path / "handled"
+    printed = (tmp_path / "printed").open("w")
+    printed.write("once")
+    monkeypatch.setattr(sys, "stdout", printed)
+    before = signal.signal(signal.SIGUSR1, lambda *_: handled.open("a").write("x"))
+    reading, writing = os.pipe()
+    server = socket.create_server(("127.0.0.1", 0))
+    try:
+        compiler.start(lambda: ((tmp_path / "began").touch(), time.sleep(60)))
+        wait_for((tmp_path / "began").exists)
+        os.close(writing)
+        assert os.read(reading, 1) == b""  # the end, as soon as it is closed here
+        port = server.getsockname()[1]
+        server.close()
+        socket.create_server(("127.0.0.1", port)).close()
+        os.kill(compiler._pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        assert not handled.exists()
+        assert not compiler.done()
+    finally:
+        compiler.stop()
+        signal.signal(signal.SIGUSR1, before)
+        os.close(reading)
+        server.close()
+        printed.close()
+    assert (tmp_path / "printed").read_text() == "once"
+
+
+@needs_fork
 def test_work_that_takes_too_long_is_ended(monkeypatch):
     monkeypatch.setattr(background, "_LIMIT", 0.2)
     compiler = BackgroundCompiler()
@@ -175,10 +212,11 @@ def by_hand(batches, window=1):
     return model.state_dict()
 
 
-def step_of(model, asked=4, **speed):
+def step_of(model, asked=4, dynamic=None, **speed):
     torch._dynamo.reset()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, compile=COMPILE))
+    how = dict(COMPILE, dynamic=dynamic)
+    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, compile=how))
     step._step.background = After(asked)
     said = []
     step._step.say = said.append
@@ -232,6 +270,43 @@ def test_another_shape_does_not_hold_up_the_first():
     assert all(first[8:]), first
     assert all(found[-6:])
     torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_sizes_that_never_repeat_get_one_graph(dynamic):
+    sizes = [12, 12, 12, *range(16, 76)]
+    batches = [batch(number, size) for number, size in enumerate(sizes)]
+    model = net()
+    step, _ = step_of(model, asked=2, dynamic=dynamic)
+    found = graphs_in(step, batches)
+    assert sum(found) > len(found) / 2
+    assert step._step.background.began <= 3
+    torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
+
+
+@needs_fork
+def test_the_copy_trains_nothing_not_even_weights_in_shared_memory():
+    """Also where a graph of variable sizes, which was verified before, fits the batch that the copy gets."""
+
+    class Count(nn.Module):
+        n = 0
+
+        def forward(self, x):
+            self.n += 1
+            return x
+
+    sizes = [12] * 6 + [20, 12] * 6
+    batches = [batch(number, size) for number, size in enumerate(sizes)]
+    model = nn.Sequential(*net(), Count()).share_memory()
+    step, _ = step_of(model, asked=0, dynamic=True)
+    step._step.background = BackgroundCompiler()
+    for inputs in batches:
+        step(inputs)
+        compiler = step._step.background
+        wait_for(lambda compiler=compiler: compiler._pid is None or has_ended(compiler._pid), 60)
+    assert step._step._step.agreed
+    expected = by_hand(batches)
+    torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-13)
 
 
 def test_a_change_while_the_graph_is_compiled_begins_anew():

@@ -6,7 +6,8 @@ import hashlib
 import os
 import platform
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from slipstream.errors import ConfigError
 from slipstream.speed.compile import CompileOptions
 from slipstream.version import __version__
 
-__all__ = ["cache_folder", "use_cache"]
+__all__ = ["cache_folder", "folder_now", "use_cache"]
 
 _TORCHS = "TORCHINDUCTOR_CACHE_DIR"
 _TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such folders out
@@ -57,6 +58,23 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
         return None
     os.environ[_TORCHS] = str(folder)
     return folder
+
+
+@contextmanager
+def folder_now(folder: str | None) -> Iterator[None]:
+    """Let inductor use `folder` while this lasts, whatever another run has chosen since; None changes nothing."""
+    before = os.environ.get(_TORCHS)
+    if folder is None or folder == before:
+        yield
+        return
+    os.environ[_TORCHS] = folder
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_TORCHS]
+        else:
+            os.environ[_TORCHS] = before
 
 
 def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
+from slipstream.speed.compile_cache import folder_now
 from slipstream.speed.compile_report import explain_failure
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
@@ -195,11 +197,14 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
         # The whole step is replayed instead, with its optimizer state.
         cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
 
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+
     def compiled(graph: Any, inputs: Any) -> Callable[..., Any]:
         if how.backend == "inductor":
             from torch._inductor.compile_fx import compile_fx
 
-            made = compile_fx(graph, inputs, config_patches=options)
+            with folder_now(folder):
+                made = compile_fx(graph, inputs, config_patches=options)
             # Torch keeps Dynamo out of the code by a wrapper; whoever calls the code here does so, too.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)

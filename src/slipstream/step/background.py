@@ -17,8 +17,10 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
 
 import torch
 
@@ -27,7 +29,7 @@ __all__ = ["BackgroundCompiler", "can_fork"]
 _NICE = 12
 """What is added to the nice value of this process (nice(2)): where training keeps all cores busy, it becomes 7 to 9 %
 slower, and compilation gets that much of a core (`benchmarks/background.py`)."""
-_LIMIT = 4 * 3600.0
+_LIMIT = 2 * 3600.0
 """Seconds after which the other process is ended."""
 
 
@@ -63,18 +65,22 @@ class BackgroundCompiler:
         """
         self.stop()
         self._began = time.monotonic()
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # of threads, whose locks the copy does not need
-            pid = os.fork()
-        if pid == 0:
-            _work_and_exit(work)
-        self._pid = pid
-        # The process has a group of its own, with the C++ compilers that it starts.
-        with suppress(OSError):
-            os.setpgid(pid, pid)
-        self._end = weakref.finalize(self, _kill, pid)
+        parent = os.getpid()
+        # No handler of a signal may run in the copy, nor raise here before the copy has an owner.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            with warnings.catch_warnings():  # of threads, whose locks the copy does not need
+                warnings.simplefilter("ignore", DeprecationWarning)
+                pid = os.fork()
+            if pid == 0:
+                _work_and_exit(work, parent, mask)
+            self._pid = pid
+            self._end = weakref.finalize(self, _kill, pid)
+            # The copy has a group of its own, with the C++ compilers that it starts. It makes the group, too.
+            with suppress(OSError):
+                os.setpgid(pid, pid)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def done(self) -> bool:
         """Return whether the process has ended, however it did, or none was started."""
@@ -112,25 +118,21 @@ def _kill(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _work_and_exit(work: Callable[[], object]) -> None:
+def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int]) -> None:
     """Do the work of the new process, which ends here: nothing that was registered for the exit of the first runs."""
     try:
-        parent = os.getppid()
         os.setpgid(0, 0)
         os.nice(_NICE)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
-            signal.signal(number, signal.SIG_DFL)
-        gc.freeze()  # finalizers of what is garbage here would do their work twice
-        logging.disable(logging.CRITICAL)
-        nowhere = os.open(os.devnull, os.O_RDWR)
-        for stream in (0, 1, 2):
-            os.dup2(nowhere, stream)
-        sys.stdout = sys.stderr = os.fdopen(nowhere, "w", encoding="utf-8")
+        _leave_alone_what_is_the_parents()
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        # At the end of the old ones, they would write what the first process has printed and not yet written.
+        work = partial(_quietly, work, sys.stdout, sys.stderr)
+        sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
         # The threads of the first process do not exist here: neither those of inductor's pool, nor those of OpenMP's,
         # which belongs to the thread that forked. Torch's settings are part of the context.
         torch._inductor.config.compile_threads = 1
         context = contextvars.copy_context()
-        thread = threading.Thread(target=context.run, args=(_quietly, work), daemon=True)
+        thread = threading.Thread(target=context.run, args=(work,), daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(1.0)
@@ -140,6 +142,22 @@ def _work_and_exit(work: Callable[[], object]) -> None:
         os._exit(0)
 
 
-def _quietly(work: Callable[[], object]) -> None:
+def _leave_alone_what_is_the_parents() -> None:
+    """Give up files, sockets, locks, signals and logs, so that nothing is done twice or kept open."""
+    gc.freeze()  # finalizers of what is garbage here would do their work twice
+    logging.disable(logging.CRITICAL)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            ends = number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD)
+            signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
+        with suppress(OSError):  # of the listing itself, which is closed
+            # Not closed: whoever closes the number later would close another file that has it by then.
+            os.fstat(file)
+            os.dup2(nowhere, file, inheritable=file < 3)
+
+
+def _quietly(work: Callable[[], object], *_kept: object) -> None:
     with suppress(BaseException):
         work()

@@ -66,6 +66,8 @@ class CapturedStep:
         """The kinds of batches (whether they end a window) of which all processes have verified a graph."""
         self.kinds: set[tuple[Any, ...]] = set()
         """The kinds of batches (whether they end a window, their shapes) for which the background has compiled."""
+        self.only_compiles = False
+        """Whether compiled code is called to see that it is there, and must not run."""
         self._hooked = is_hooked(optim.optimizer)
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
@@ -214,6 +216,8 @@ class Shapes:
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None
         self._steps = self._others = 0
+        self.varies = False
+        """Whether the last batch had another shape than the first."""
 
     def worth_a_graph(self, inputs: Any) -> bool:
         """Count a batch; say whether a graph should train on it."""
@@ -221,7 +225,8 @@ class Shapes:
         if self._first is None:
             self._first = now
         self._steps += 1
-        if now == self._first:
+        self.varies = now != self._first
+        if not self.varies:
             return True
         self._others += 1
         return self._others >= 8 and self._others * 8 >= self._steps

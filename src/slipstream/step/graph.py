@@ -339,7 +339,9 @@ class GraphStep:
         """
         if self.background is None:
             return False
-        kind = (ends, *(shapes(inputs) if self.sync is None else ()))
+        # One graph of variable shapes serves all batches that are not shaped as the first.
+        of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
+        kind = (ends, *of_shape)
         if kind in captured.kinds:
             return False
         if self._compiling is not None:
@@ -413,6 +415,8 @@ class GraphStep:
         made = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
         def run(*args: Any) -> Any:
+            if captured.only_compiles:
+                raise Captured(made, args)
             captured.running = made
             return made(*args)
 
