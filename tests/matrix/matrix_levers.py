@@ -19,7 +19,7 @@ def _fp16(config):
 
 def _compile(scope):
     def change(config):
-        config["speed"]["compile"] = dict(scope=scope, backend=config.pop("backend"), cache=False)
+        config["speed"]["compile"] = dict(scope=scope, backend=config.pop("backend"), cache=False, wait=True)
 
     return change
 
