@@ -295,7 +295,7 @@ def test_the_copy_trains_nothing_not_even_weights_in_shared_memory():
             self.n += 1
             return x
 
-    sizes = [12] * 6 + [20, 12] * 6
+    sizes = [12] * 6 + [20, 12] * 14
     batches = [batch(number, size) for number, size in enumerate(sizes)]
     model = nn.Sequential(*net(), Count()).share_memory()
     step, _ = step_of(model, asked=0, dynamic=True)

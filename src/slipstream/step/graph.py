@@ -360,11 +360,7 @@ class GraphStep:
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
         """Compile for such a batch, in a copy of this process."""
-        self.background, self.verify = (
-            None,
-            True,
-        )  # what has been compiled raises `Captured` instead of running
-        captured.agreed.clear()
+        self.background, captured.only_compiles = None, True
         self._run(captured, inputs, ends)
 
     def _say_switch(self) -> None:
