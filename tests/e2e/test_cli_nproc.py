@@ -17,6 +17,8 @@ from slipstream.cli.parser import parse
 from slipstream.cores import cores
 from stumbling_parts import CONFIG, FOLDER
 
+pytestmark = pytest.mark.slow  # each test starts several processes
+
 
 def stumble(how, epoch=1):
     return f"custom_hooks=[{{type: Stumble, how: {how}, epoch: {epoch}}}]"
@@ -87,7 +89,6 @@ def test_overrides_may_stand_after_an_option():
     assert parse(["train", "r", "a=1", "--nproc", "2", "b=2"]).overrides == ["a=1", "b=2"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("epoch", [0, 2])
 def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_checkpoints(
     slipstream, trained, tmp_path, epoch
@@ -135,7 +136,6 @@ def test_a_configuration_that_no_process_can_use_is_one_line_with_exit_status_2(
     assert "did you mean 'Line'" in done.stderr
 
 
-@pytest.mark.slow
 def test_val_runs_in_several_processes_and_prints_its_metrics_once(slipstream, tmp_path):
     from test_cli_train import SMALL
 
