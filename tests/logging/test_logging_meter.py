@@ -1,9 +1,8 @@
-import time
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from calls import calls_of
 from slipstream.errors import LossError, NonFiniteLossError
 from slipstream.logging import MessageHub, Meter
 
@@ -67,16 +66,10 @@ def test_record_runs_no_operation_and_flush_a_handful():
     assert len(flushing.operations) < 10
 
 
-def test_record_takes_less_than_two_microseconds():
+def test_record_makes_few_calls():
     meter = Meter(MessageHub("a"), max_pending=10**9)
     outputs = {"loss": torch.rand(()), "loss_ce": torch.rand(()), "loss_aux": torch.rand(())}
-    best = float("inf")
-    for _ in range(20):
-        start = time.perf_counter()
-        for step in range(1000):
-            meter.record(outputs, step)
-        best = min(best, time.perf_counter() - start)
-    assert best / 1000 < 2e-6
+    assert calls_of(lambda: meter.record(outputs, 0)) <= 5 + len(outputs)
 
 
 def test_the_graph_of_a_loss_is_let_go():
