@@ -24,7 +24,5 @@ def inductor_options(device_type: str) -> dict[str, Any]:
         # `convolution_backward` its operands with their eager strides, and stores and transposes what both need.
         # The pass assigns strides instead, and inductor follows strides if this option is off.
         "layout_optimization": False,
-        # Dynamo's guards have checked sizes and strides of all inputs before each step.
-        "size_asserts": False,
         "post_grad_custom_pre_pass": LayOutConvolutions(),
     }
