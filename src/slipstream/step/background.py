@@ -27,8 +27,8 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""What is added to the nice value of this process (nice(2)): where training keeps all cores busy, it becomes 7 to 9 %
-slower, and compilation gets that much of a core (`benchmarks/background.py`)."""
+"""What is added to the nice value of this process (nice(2)): where training keeps all cores busy, it becomes 2 to 6 %
+slower (`benchmarks/background.py`), and compilation gets 6 to 7 % of a core."""
 _LIMIT = 2 * 3600.0
 """Seconds after which the other process is ended."""
 
