@@ -13,7 +13,7 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.speed.compile import CompileOptions
-from slipstream.speed.compile_cache import cache_folder, use_cache
+from slipstream.speed.compile_cache import cache_folder, folder_now, use_cache
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -181,3 +181,15 @@ def test_a_second_start_finds_the_code_of_the_first(tmp_path):
     assert (int(warm[0]), int(warm[1])) == (2, 0)
     assert warm[2] == cold[2]
     assert len(list((tmp_path / "cache" / "compile").iterdir())) == 1
+
+
+@pytest.mark.parametrize("others", [None, "elsewhere"])
+def test_a_step_compiles_into_its_own_folder_whatever_another_run_chose_since(monkeypatch, others):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    if others is not None:
+        monkeypatch.setenv(VARIABLE, others)
+    with folder_now("own"):
+        assert os.environ[VARIABLE] == "own"
+    assert os.environ.get(VARIABLE) == others
+    with folder_now(None):
+        assert os.environ.get(VARIABLE) == others
