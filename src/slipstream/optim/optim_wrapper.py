@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
 from typing import Any, Literal, Protocol
 
 import torch
@@ -324,7 +326,7 @@ class OptimWrapper:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters that the optimizer moves."""
-        return (p for group in self.param_groups for p in group["params"])
+        return chain.from_iterable(map(itemgetter("params"), self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
