@@ -1,4 +1,4 @@
-# make train: set up .venv and train a network; make test: run the tests; make matrix: the long ones (every lever with
+# make train: set up .venv and train a network; make test: run the tests; make matrix: the long ones (every option with
 # every other, real launchers). Nothing needs root.
 PYTHON ?= python3
 VENV := .venv

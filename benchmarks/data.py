@@ -41,10 +41,11 @@ from PIL import Image, ImageEnhance, ImageOps
 from report import circumstances, table, write_result
 from torch.utils.data import default_collate
 
-from slipstream.dataset import SampleIndex, decode
-from slipstream.dataset.cityscapes import CityscapesDataset
-from slipstream.dataset.finish import finish_batch
-from slipstream.dataset.street_folder import write_street_folder
+from slipstream.apps.street_scenes.folder import write_street_folder
+from slipstream.dataset import SampleIndex
+from slipstream.dataset.sources import decode
+from slipstream.dataset.sources.cityscapes import CityscapesDataset
+from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 
 CROP, SCALES, JITTER, IGNORED, BATCH = 768, (0.25, 1.75), 0.5, 19, 8
 MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -188,7 +189,7 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
         samples = default_collate([get((batch * BATCH + i) % images, epoch) for i in range(BATCH)])
         middle = process_time()
         if name not in WHOLE:
-            samples = finish_batch(samples)
+            samples = apply_device_transforms(samples)
             samples["targets"] = samples["targets"].long()
         worker, rest = worker + middle - start, rest + process_time() - middle
     return {

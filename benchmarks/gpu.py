@@ -62,7 +62,7 @@ def loop(case: Case, device: torch.device, compiled: bool) -> Step:
     return step
 
 
-def one_graph(case: Case, device: torch.device, **levers: Any) -> Step:
+def one_graph(case: Case, device: torch.device, **options: Any) -> Step:
     net: nn.Module = case.build()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
     speed = {
@@ -70,7 +70,7 @@ def one_graph(case: Case, device: torch.device, **levers: Any) -> Step:
         "compile": {"scope": "step", "wait": True},
         "sync_bn": True,
         "ema": {"decay": 0.9999, "type": "threshold"},
-        **levers,
+        **options,
     }
     train = accelerate(net, optimizer, case.loss, speed=speed)
     return lambda batch: train(batch)["loss"]

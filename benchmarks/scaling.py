@@ -1,4 +1,4 @@
-"""Step times on 2 and 4 processes against what `slipstream.scale` predicts from one process and pings.
+"""Step times on 2 and 4 processes against what `slipstream.apps.scaling` predicts from one process and pings.
 
     python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
 
@@ -34,10 +34,20 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from slipstream.apps.scaling import (
+    Block,
+    Cluster,
+    Gamma,
+    Link,
+    Model,
+    Prediction,
+    Strategy,
+    describe,
+    predict,
+)
+from slipstream.apps.zoo import pp_lite_t_seg, resnet18
 from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
-from slipstream.scale import Block, Cluster, Gamma, Link, Model, Prediction, Strategy, describe, predict
-from slipstream.zoo import pp_lite_t_seg, resnet18
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
 """Bytes of a ping: about those of buckets and units."""

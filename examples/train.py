@@ -8,10 +8,10 @@ with --download, from the network, checked against their checksums.
 
 import argparse
 
+from slipstream.apps.zoo import resnet18
 from slipstream.dataset import FashionMNIST
 from slipstream.model import Classifier, ImgDataPreprocessor
 from slipstream.runner import Runner
-from slipstream.zoo import resnet18
 
 
 class ResNet18(Classifier):

@@ -122,8 +122,8 @@ def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **op
     """Train by `accelerate`; return what `by_hand` does."""
     torch._dynamo.reset()
     model = Net() if model is None else model
-    levers = dict(options, compile=HOW[how], **(TOGETHER if together else {}))
-    step = accelerate(model, make_optimizer(model.parameters()), F.cross_entropy, levers)
+    options = dict(options, compile=HOW[how], **(TOGETHER if together else {}))
+    step = accelerate(model, make_optimizer(model.parameters()), F.cross_entropy, options)
     losses = torch.stack([step(batch)["loss"] for batch in data or batches()])
     assert step.compiled_scope == ("step" if how == "compiled" else None)
     return losses, dict(model.state_dict()), _average(step.average)

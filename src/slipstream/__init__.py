@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from slipstream.config import Config as Config
-    from slipstream.dataset.feed import feed as feed
+    from slipstream.dataset.loading.feed import feed as feed
     from slipstream.runner import Runner as Runner
     from slipstream.speed.accelerate import accelerate as accelerate
     from slipstream.training.trainer import Trainer as Trainer
@@ -21,12 +21,12 @@ _HOMES = {
     "Runner": "slipstream.runner",
     "Trainer": "slipstream.training.trainer",
     "accelerate": "slipstream.speed.accelerate",
-    "feed": "slipstream.dataset.feed",
+    "feed": "slipstream.dataset.loading.feed",
     "__version__": "slipstream.version",
 }
-_ROOMS = (
-    "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
-    "recipes", "registry", "runner", "speed", "step", "training", "visualization", "zoo",
+_PACKAGES = (
+    "apps", "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
+    "recipes", "registry", "runner", "speed", "step", "training", "visualization",
 )  # fmt: skip
 
 __all__ = ["Config", "Runner", "Trainer", "__version__", "accelerate", "feed"]
@@ -35,10 +35,10 @@ __all__ = ["Config", "Runner", "Trainer", "__version__", "accelerate", "feed"]
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"slipstream.{name}")
     raise AttributeError(f"module 'slipstream' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_ROOMS])
+    return sorted([*__all__, *_PACKAGES])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from slipstream.dataset import ImageMaskFolder, SampleIndex, SegmentationDataset, StreetScenes
-from slipstream.dataset.loader import build_dataloader, set_epoch
+from slipstream.apps.street_scenes import StreetScenes
+from slipstream.dataset import ImageMaskFolder, SampleIndex, SegmentationDataset
+from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.errors import ConfigError
 
 TRANSFORMS = [

@@ -36,7 +36,7 @@ def joined(monkeypatch):
         return SimpleNamespace(set_timeout=lambda timeout: record.update(store_timeout=timeout))
 
     monkeypatch.setattr(launch, "open_store", open_store)
-    monkeypatch.setattr(launch, "start_watch", lambda: record.update(watched=True))
+    monkeypatch.setattr(launch, "start_failure_detection", lambda: record.update(watched=True))
     monkeypatch.setattr(
         launch.dist, "init_process_group", lambda backend, **kwargs: record.update(kwargs, backend=backend)
     )

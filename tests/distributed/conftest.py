@@ -22,7 +22,7 @@ def folder(tmp_path):
     """An empty folder in which commands find the project's examples; checkpoints in it do not stay."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
-    for work_dir in ("work_dirs", "work_dir", "stumbling"):
+    for work_dir in ("work_dirs", "work_dir", "faulty"):
         shutil.rmtree(tmp_path / work_dir, ignore_errors=True)
 
 

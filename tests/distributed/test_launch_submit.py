@@ -7,7 +7,7 @@ import pytest
 import torch
 from cluster.evidence import words
 
-from stumbling_parts import CONFIG, FOLDER
+from faulty_fixtures import CONFIG, FOLDER
 
 pytestmark = pytest.mark.slow
 

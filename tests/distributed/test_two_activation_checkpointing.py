@@ -116,7 +116,7 @@ def fsdp_under_autocast(folder):
 
 
 def after_fully_shard(folder):
-    """Apply the lever to a model that is sharded already."""
+    """Apply the option to a model that is sharded already."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

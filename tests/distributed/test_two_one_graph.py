@@ -16,7 +16,7 @@ from slipstream.step.sync import GradientSync
 
 STEPS, BATCH = 20, 8
 EAGER = dict(backend="eager")
-LEVERS = dict(sync_bn=True, accumulate=2, clip_grad=dict(max_norm=0.3), ema=dict(decay=0.9, type="constant"))
+OPTIONS = dict(sync_bn=True, accumulate=2, clip_grad=dict(max_norm=0.3), ema=dict(decay=0.9, type="constant"))
 
 
 class Net(nn.Module):
@@ -47,11 +47,11 @@ def averaged(losses):
     return mean / get_world_size()
 
 
-def train(compile=EAGER, data=None, model=None, **levers):
+def train(compile=EAGER, data=None, model=None, **options):
     """Train in float64; return losses of the whole batch, weights, averages, and what the step was."""
     model = (model or Net()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    step = accelerate(model, optimizer, F.cross_entropy, dict(levers, compile=compile))
+    step = accelerate(model, optimizer, F.cross_entropy, dict(options, compile=compile))
     losses = averaged([step(batch)["loss"] for batch in data or batches()])
     kinds = {type(m).__name__ for m in model.modules()}
     average = None if step.average is None else dict(step.average.module.state_dict())
@@ -60,7 +60,7 @@ def train(compile=EAGER, data=None, model=None, **levers):
 
 
 def whole(folder):
-    return train(**LEVERS)
+    return train(**OPTIONS)
 
 
 def plain(folder):
@@ -201,8 +201,8 @@ def assert_same(one, other, rtol=1e-9, atol=1e-10):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
-def test_it_equals_one_process_with_the_whole_batch_under_every_lever(answers):
-    alone = train(**LEVERS)
+def test_it_equals_one_process_with_the_whole_batch_under_every_option(answers):
+    alone = train(**OPTIONS)
     assert len(alone[0].unique()) == STEPS
     for answer in both(answers, "whole"):
         assert answer[3][:2] == ("GraphStep", False)

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from two_processes import run_in_two
 
-from slipstream.dataset.together import until_all_end
+from slipstream.dataset.loading.lockstep import until_all_end
 from slipstream.dist import all_reduce, get_rank
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook

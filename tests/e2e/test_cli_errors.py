@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.cli.main import main
 from slipstream.cli.parser import parse
-from slipstream.dataset.street_folder import write_street_folder
 
 RECIPE = "street_scenes_pp_lite_t"
 
@@ -104,7 +104,7 @@ def test_recipes_are_listed_with_what_they_do(slipstream):
     assert all(len(line.split(maxsplit=1)) == 2 for line in listed.splitlines())
 
 
-def test_doctor_reports_versions_levers_and_finds_a_misconfiguration(slipstream, monkeypatch):
+def test_doctor_reports_versions_options_and_finds_a_misconfiguration(slipstream, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     done = slipstream("doctor", status=1)
     assert "mixed precision bfloat16" in done.stdout

@@ -12,8 +12,8 @@ def explained(capsys, *words):
     return capsys.readouterr().out
 
 
-def row(printed, lever):
-    (line,) = (line for line in printed.splitlines() if line.strip().startswith(f"{lever} "))
+def row(printed, option):
+    (line,) = (line for line in printed.splitlines() if line.strip().startswith(f"{option} "))
     return " ".join(line.split())
 
 
@@ -59,8 +59,8 @@ def test_a_wrapper_is_shown_by_its_kind_and_what_was_given(capsys, word, value):
     assert row(explained(capsys, word), "parallel").startswith(f"parallel {value} {place}")
 
 
-def test_a_lever_without_effect_and_the_limits_of_the_machine_are_named(capsys, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.levers.device_type", lambda: "cpu")
+def test_a_option_without_effect_and_the_limits_of_the_machine_are_named(capsys, monkeypatch):
+    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     printed = explained(capsys, "parallel=fsdp2")
     assert "fsdp2" in row(printed, "parallel")
     assert "no effect here: there is one process" in printed
@@ -73,7 +73,7 @@ def test_a_lever_without_effect_and_the_limits_of_the_machine_are_named(capsys, 
     ("words", "expected"),
     [
         (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
-        (["speed.precison=bf16"], "speed.precison: no such lever; did you mean 'precision'"),
+        (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
         (["speed=fast"], "speed: must be 'auto' or a dict"),
         (["speed.clip_grad={max_norm: 1}"], "optim_wrapper.clip_grad: "),
         (["compile.scope=step", "parallel=hsdp"], "compile: scope 'step'"),
@@ -82,7 +82,7 @@ def test_a_lever_without_effect_and_the_limits_of_the_machine_are_named(capsys, 
     ],
 )
 def test_a_plan_that_cannot_work_is_one_line_and_status_2(capsys, words, expected, monkeypatch):
-    monkeypatch.setattr("slipstream.runner.levers.device_type", lambda: "cpu")
+    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     assert main(["explain", RECIPE, *words]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from faulty_fixtures import CONFIG, FOLDER
 from slipstream.cli.configure import command_words
 from slipstream.cli.parser import parse
 from slipstream.cores import cores
-from stumbling_parts import CONFIG, FOLDER
 
 pytestmark = pytest.mark.slow  # each test starts several processes
 

@@ -81,7 +81,8 @@ def test_resume_without_anything_left_to_do_changes_no_checkpoint(trained):
 
 
 def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained, slipstream, tmp_path):
-    from slipstream.dataset import CITYSCAPES_PALETTE, draw_street_scene
+    from slipstream.apps.street_scenes import draw_street_scene
+    from slipstream.dataset import CITYSCAPES_PALETTE
 
     image, _ = draw_street_scene(3, 0, (96, 160))
     Image.fromarray(image).save(tmp_path / "street.png")
@@ -184,7 +185,7 @@ def test_predict_follows_no_base_and_imports_nothing_that_a_checkpoint_names(tra
     assert not (tmp_path / "was_here").exists()
 
 
-def test_levers_can_be_switched_on_from_the_command_line(slipstream, tmp_path):
+def test_options_can_be_switched_on_from_the_command_line(slipstream, tmp_path):
     one = [
         "train_cfg.max_epochs=1",
         "train_dataloader.num_batch_per_epoch=2",

@@ -1,4 +1,4 @@
-"""The same run on a CUDA device: levers on, and not one wait between log intervals."""
+"""The same run on a CUDA device: options on, and not one wait between log intervals."""
 
 from pathlib import Path
 

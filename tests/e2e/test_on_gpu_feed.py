@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from slipstream.dataset.feed import DeviceFeed, feed
+from slipstream.dataset.loading.feed import DeviceFeed, feed
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import Locator, StepGuard
 from slipstream.speed.precision import tf32

@@ -1,4 +1,4 @@
-"""The one graph on a CUDA device: the eager step's numbers with every lever, replayed or not, and no waiting."""
+"""The one graph on a CUDA device: the eager step's numbers with every option, replayed or not, and no waiting."""
 
 from functools import partial
 
@@ -10,8 +10,8 @@ from torch.optim import SGD, AdamW
 
 from slipstream.model import SyncBatchNorm
 from slipstream.speed.accelerate import accelerate
+from slipstream.step.cuda_graph import Replayed
 from slipstream.step.graph import GraphStep
-from slipstream.step.replay import Replayed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -53,9 +53,9 @@ def batches(count=12, size=8):
     return list(zip(x, y, strict=True))
 
 
-def train(compile, make=MOMENTUM, data=None, norm=nn.BatchNorm2d, **levers):
+def train(compile, make=MOMENTUM, data=None, norm=nn.BatchNorm2d, **options):
     model = net(norm).cuda()
-    step = accelerate(model, make(model.parameters()), F.cross_entropy, dict(levers, compile=compile))
+    step = accelerate(model, make(model.parameters()), F.cross_entropy, dict(options, compile=compile))
     losses = torch.stack([step(batch)["loss"] for batch in data or batches()])
     return losses, model, step
 
@@ -71,10 +71,10 @@ def assert_agree(mine, theirs, rtol=1e-3, atol=1e-4):
 
 @pytest.mark.parametrize("case", CASES)
 def test_it_trains_as_the_eager_step(case):
-    levers = dict(CASES[case])
-    replays = levers.pop("cuda_graph", False)
-    eager = train(None, **levers)
-    graph = train(dict(scope="step"), **levers, **(dict(cuda_graph=True) if replays else {}))
+    options = dict(CASES[case])
+    replays = options.pop("cuda_graph", False)
+    eager = train(None, **options)
+    graph = train(dict(scope="step"), **options, **(dict(cuda_graph=True) if replays else {}))
     step = graph[2]._step
     assert type(step) is GraphStep
     assert step._instead is None
@@ -106,9 +106,9 @@ def test_sync_batchnorm_of_one_process_is_captured():
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
 def test_no_step_waits_for_the_device(cuda_graph, precision):
-    levers = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
+    options = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
     data = batches(16)
-    _, model, step = train(dict(scope="step"), data=data[:8], **levers)
+    _, model, step = train(dict(scope="step"), data=data[:8], **options)
     torch.cuda.set_sync_debug_mode("error")
     for number, batch in enumerate(data[8:]):
         step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # as a schedule does

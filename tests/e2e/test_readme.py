@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from slipstream.dataset.street_folder import write_street_folder
+from slipstream.apps.street_scenes.folder import write_street_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

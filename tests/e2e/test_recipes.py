@@ -10,12 +10,12 @@ import pytest
 import torch
 from PIL import Image
 
+from slipstream.apps.street_scenes.folder import write_street_folder
+from slipstream.apps.zoo import models
 from slipstream.cli.configure import load_config
 from slipstream.cli.main import main
-from slipstream.dataset.street_folder import write_street_folder
 from slipstream.recipes import recipes
 from slipstream.registry import MODELS
-from slipstream.zoo import models
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes"))
 from predecessor_recipes import RECIPES

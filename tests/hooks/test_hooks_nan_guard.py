@@ -115,7 +115,7 @@ def test_a_run_that_stops_names_iteration_and_module(tmp_path):
         train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
 
 
-def test_without_the_lever_a_run_stops_as_ever(tmp_path):
+def test_without_the_option_a_run_stops_as_ever(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"iteration 1\. Lower the learning rate"):
         train_on_broken_data(tmp_path)
 

@@ -20,8 +20,8 @@ LR_STEPS, MOMENTUM_STEPS = (0.1, 8), (0.5, 16)
 
 
 @cache
-def by_hand(net, levers, shares):
-    """Train with those `levers` (a frozenset of names) that change the numbers.
+def by_hand(net, options, shares):
+    """Train with those `options` (a frozenset of names) that change the numbers.
 
     With `shares` of two every batch is split in two that normalise for themselves, as two processes do without SyncBN.
 
@@ -31,14 +31,14 @@ def by_hand(net, levers, shares):
     torch.manual_seed(0)
     replicas = _replicas(make(net), shares)
     params = list(replicas[0].parameters())
-    optimizer = _optimizer(net, replicas[0], "param groups" in levers)
-    dtype = next((dtype for name, dtype in DTYPES.items() if name in levers), None)
+    optimizer = _optimizer(net, replicas[0], "param groups" in options)
+    dtype = next((dtype for name, dtype in DTYPES.items() if name in options), None)
     scale = _Scale() if dtype is torch.float16 else None
-    averages = [_Average(replica) for replica in replicas] if "EMA" in levers else None
-    window = WINDOW if "accumulation" in levers else 1
+    averages = [_Average(replica) for replica in replicas] if "EMA" in options else None
+    window = WINDOW if "accumulation" in options else 1
     held, losses = [0.0] * len(params), []
     for number, (x, y) in enumerate(batches()):
-        if "scheduler" in levers:
+        if "scheduler" in options:
             _schedule(optimizer, number)
         ends = (number + 1) % window == 0 or number + 1 == STEPS
         size = STEPS % window if window > 1 and number >= STEPS - STEPS % window else window
@@ -51,11 +51,11 @@ def by_hand(net, levers, shares):
             parts.append(loss.detach())
         losses.append(torch.stack(parts).mean())
         if ends:
-            _update(optimizer, params, held, scale, "clipping" in levers)
+            _update(optimizer, params, held, scale, "clipping" in options)
             held = [0.0] * len(params)
             for average, replica in zip(averages or [], replicas, strict=bool(averages)):
                 average.take(replica, math.ceil(STEPS / window))
-        if (number + 1) % STOP == 0 and "resume" in levers:
+        if (number + 1) % STOP == 0 and "resume" in options:
             # A checkpoint was written, which holds the mean of what the processes have seen.
             _agree([dict(replica.named_buffers()) for replica in replicas])
             _agree([average.buffers() for average in averages or []])

@@ -4,21 +4,21 @@ import sys
 from pathlib import Path
 
 from matrix_by_hand import WINDOW
-from matrix_levers import BREAKS, LEVERS, OF_SEVERAL, REFUSED, TOLERANCES, possible, refusal, triples
 from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
+from matrix_options import BREAKS, OF_SEVERAL, OPTIONS, REFUSED, TOLERANCES, possible, refusal, triples
 
 from slipstream.speed.refused import REFUSED as REFUSED_PLANS
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 COMPILED = Path(__file__).parents[1] / "compiled"
 
-_TOP = """# Every lever with every other
+_TOP = """# Every option with every other
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of levers, and with every triple that has `compile=step` ({triples} trainings;
+{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} trainings;
 each triple is trained on one of the networks). It compares losses, final weights and averages with a
 loop written by hand in plain PyTorch: one process, eager, the whole batch, nothing of Slipstream in it. It also
-checks that each lever was in force, and none that nobody asked for. This page is written by the tables that the tests
+checks that each option was in force, and none that nobody asked for. This page is written by the tables that the tests
 check: `python tests/matrix/matrix_page.py`.
 
 ```bash
@@ -43,8 +43,8 @@ _BOTTOM = """## How close
 - `accumulation` takes windows of {window} batches, of which the last is smaller. `resume` ends a run in the middle of
   an epoch and of a window, and another one goes on.
 - The graphs that Dynamo captures are computed as they are, those of recomputed convolutions by `aot_eager`. Inductor
-  compiles one training of each network, with all levers but accumulation and resume.
-- Beside pairs and triples, all levers that go together are switched on at once, in fp32, bf16 and fp16: as one
+  compiles one training of each network, with all options but accumulation and resume.
+- Beside pairs and triples, all options that go together are switched on at once, in fp32, bf16 and fp16: as one
   graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
 - With {breaks} the graph may be in pieces, around the gathering of shards; the run says so at its end.
 
@@ -59,7 +59,7 @@ Every plan that cannot work is refused before anything is trained:
 
 
 def cell(row, column, processes):
-    """Return what the tests say about two levers."""
+    """Return what the tests say about two options."""
     if row == column:
         return ""
     nets = [net for net in NETS if possible((row, column), processes, net)]
@@ -71,7 +71,7 @@ def cell(row, column, processes):
 
 def table(processes):
     """Return the Markdown table of all pairs: a row has what stands before it in the columns."""
-    names = [name for name in LEVERS if processes > 1 or name not in OF_SEVERAL]
+    names = [name for name in OPTIONS if processes > 1 or name not in OF_SEVERAL]
     lines = ["| | " + " | ".join(names[:-1]) + " |", "|---" * len(names) + "|"]
     for i, row in enumerate(names[1:], 1):
         cells = [cell(row, column, processes) for column in names[:i]]
@@ -88,7 +88,7 @@ def render():
     count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
     nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
     found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
-    plans = "\n".join(f"- `{plan.lever}`: {plan.message}" for plan in REFUSED_PLANS)
+    plans = "\n".join(f"- `{plan.option}`: {plan.message}" for plan in REFUSED_PLANS)
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
         _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),

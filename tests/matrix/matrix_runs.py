@@ -1,11 +1,11 @@
-"""Trainings of the matrix by a Runner, and what shows that each lever was in force."""
+"""Trainings of the matrix by a Runner, and what shows that each option was in force."""
 
 import traceback
 
 import torch
 from matrix_by_hand import STOP
-from matrix_levers import LEVERS, MAX_NORM
 from matrix_nets import BATCH, EPOCH, OPTIMIZERS, STEPS, make, samples
+from matrix_options import MAX_NORM, OPTIONS
 from torch._dynamo.backends.debugging import aot_eager
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
@@ -20,7 +20,7 @@ from slipstream.step.graph import GraphStep
 
 
 class Task(BaseModel):
-    """A network with its loss; logs beside it what a lever did to the activations."""
+    """A network with its loss; logs beside it what an option did to the activations."""
 
     def __init__(self, net):
         super().__init__()
@@ -90,7 +90,7 @@ def _copies(model):
     return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in model.parameters()]
 
 
-def _config(net, levers, folder, processes, backend):
+def _config(net, options, folder, processes, backend):
     images = TensorDataset(*samples())
     config = dict(
         work_dir=str(folder),
@@ -109,8 +109,8 @@ def _config(net, levers, folder, processes, backend):
         speed={},
         backend=backend,
     )
-    for lever in levers:
-        LEVERS[lever](config)
+    for option in options:
+        OPTIONS[option](config)
     config.pop("backend", None)
     return config
 
@@ -128,17 +128,17 @@ def _run(net, config, stop=None):
     return runner, record, warnings
 
 
-def train(net, levers, folder, processes=1, backend=None):
+def train(net, options, folder, processes=1, backend=None):
     """Return what a training did as a dict of plain values, or the error that refused it as a string."""
     torch._dynamo.reset()
     backend = backend or Backend(net)
     warnings, losses = [], []
     try:
-        if "resume" in levers:
-            config = _config(net, levers, folder, processes, backend)
+        if "resume" in options:
+            config = _config(net, options, folder, processes, backend)
             _, record, warnings = _run(net, config, STOP)
             losses = [logs["loss"] for logs in record.logs]
-        config = _config(net, levers, folder, processes, backend)
+        config = _config(net, options, folder, processes, backend)
         runner, record, more = _run(net, dict(config, resume=bool(losses)))
     except SlipstreamError as error:
         return str(error)
@@ -155,13 +155,13 @@ def train(net, levers, folder, processes=1, backend=None):
 
 
 def train_all(net, every, folder, processes=2):
-    """Return {levers: what `train` returned}; a failure is its traceback, and ends the list."""
+    """Return {options: what `train` returned}; a failure is its traceback, and ends the list."""
     found = {}
-    for number, levers in enumerate(every):
+    for number, options in enumerate(every):
         try:
-            found[levers] = train(net, levers, folder / str(number), processes)
+            found[options] = train(net, options, folder / str(number), processes)
         except Exception:
-            found[levers] = traceback.format_exc()
+            found[options] = traceback.format_exc()
             break  # another process may wait for this one
     return found
 
@@ -172,7 +172,7 @@ def _state(module):
 
 
 def _in_force(runner, record, backend):
-    """Return which levers had an effect, or are there, whether they were asked for or not."""
+    """Return which options had an effect, or are there, whether they were asked for or not."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
     one_graph = isinstance(step, GraphStep) and step.captured and step._step is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:

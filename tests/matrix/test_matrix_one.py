@@ -1,21 +1,23 @@
-"""Every lever with every other in one process: the numbers are those of a loop written by hand."""
+"""Every option with every other in one process: the numbers are those of a loop written by hand."""
 
 import pytest
 from matrix_by_hand import by_hand
 from matrix_checks import check
-from matrix_levers import IN_NUMBERS, LEVERS, TOLERANCES, everything, pairs, possible, precision, triples
 from matrix_nets import NETS
+from matrix_options import IN_NUMBERS, OPTIONS, TOLERANCES, everything, pairs, possible, precision, triples
 from matrix_runs import train
 
 
 def cases(kind):
     return [
-        pytest.param(net, levers, id=f"{net}-{'+'.join(levers)}") for net in NETS for levers in kind(1, net)
+        pytest.param(net, options, id=f"{net}-{'+'.join(options)}")
+        for net in NETS
+        for options in kind(1, net)
     ]
 
 
 def alone(processes, net):
-    return [(lever,) for lever in LEVERS if possible([lever], processes, net)]
+    return [(option,) for option in OPTIONS if possible([option], processes, net)]
 
 
 def at_once(processes, net):
@@ -24,31 +26,31 @@ def at_once(processes, net):
 
 
 def compiled(processes, net):
-    return [tuple(lever for lever in everything(1, net) if lever not in ("accumulation", "resume"))]
+    return [tuple(option for option in everything(1, net) if option not in ("accumulation", "resume"))]
 
 
-@pytest.mark.parametrize(("net", "levers"), [*cases(alone), *cases(pairs), *cases(at_once)])
-def test_levers_together_train_as_a_loop_by_hand(net, levers, tmp_path):
-    check(net, levers, [train(net, levers, tmp_path)])
+@pytest.mark.parametrize(("net", "options"), [*cases(alone), *cases(pairs), *cases(at_once)])
+def test_options_together_train_as_a_loop_by_hand(net, options, tmp_path):
+    check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("net", "levers"), cases(triples))
-def test_two_levers_in_one_graph_train_as_a_loop_by_hand(net, levers, tmp_path):
-    check(net, levers, [train(net, levers, tmp_path)])
+@pytest.mark.parametrize(("net", "options"), cases(triples))
+def test_two_options_in_one_graph_train_as_a_loop_by_hand(net, options, tmp_path):
+    check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
-@pytest.mark.parametrize(("net", "levers"), cases(compiled))
-def test_compiled_code_of_all_levers_trains_as_a_loop_by_hand(net, levers, tmp_path):
-    check(net, levers, [train(net, levers, tmp_path, backend="inductor")])
+@pytest.mark.parametrize(("net", "options"), cases(compiled))
+def test_compiled_code_of_all_options_trains_as_a_loop_by_hand(net, options, tmp_path):
+    check(net, options, [train(net, options, tmp_path, backend="inductor")])
 
 
 @pytest.mark.parametrize("net", NETS)
-@pytest.mark.parametrize("lever", sorted(IN_NUMBERS - {"EMA"}))
-def test_a_lever_that_were_left_out_would_be_seen(net, lever):
-    plain, with_it = (by_hand(net, frozenset(levers), 1) for levers in ([], [lever]))
-    bound = 3 * TOLERANCES[precision([lever])][1] if lever == "fp16" else 3 * TOLERANCES["fp32"][1]
+@pytest.mark.parametrize("option", sorted(IN_NUMBERS - {"EMA"}))
+def test_a_option_that_were_left_out_would_be_seen(net, option):
+    plain, with_it = (by_hand(net, frozenset(options), 1) for options in ([], [option]))
+    bound = 3 * TOLERANCES[precision([option])][1] if option == "fp16" else 3 * TOLERANCES["fp32"][1]
     apart = max(float((plain[1][0][name] - value).abs().max()) for name, value in with_it[1][0].items())
     assert apart > bound

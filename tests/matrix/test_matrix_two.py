@@ -1,10 +1,10 @@
-"""Every lever with every other in two processes: the numbers are those of a loop written by hand, in one."""
+"""Every option with every other in two processes: the numbers are those of a loop written by hand, in one."""
 
 from functools import cache
 
 import pytest
 from matrix_checks import check
-from matrix_levers import everything, pairs, triples
+from matrix_options import everything, pairs, triples
 from matrix_runs import train_all
 from two_processes import run_in_two
 
@@ -35,8 +35,8 @@ def transformer_triples(folder):
 
 def cases(of):
     for net, function in of.items():
-        for levers in triples(2, net) if "triples" in function.__name__ else shortly(net):
-            yield pytest.param(function, net, levers, id=f"{net}-{'+'.join(levers)}")
+        for options in triples(2, net) if "triples" in function.__name__ else shortly(net):
+            yield pytest.param(function, net, options, id=f"{net}-{'+'.join(options)}")
 
 
 @pytest.fixture(scope="module")
@@ -50,19 +50,19 @@ def trained(tmp_path_factory):
     return of
 
 
-def both(answers, levers):
-    return [a.get(levers, "an earlier one failed") if isinstance(a, dict) else a for a in answers]
+def both(answers, options):
+    return [a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in answers]
 
 
 SHORTLY = [*cases({"conv": conv_shortly, "transformer": transformer_shortly})]
 TRIPLES = [*cases({"conv": conv_triples, "transformer": transformer_triples})]
 
 
-@pytest.mark.parametrize(("function", "net", "levers"), SHORTLY)
-def test_levers_together_train_as_one_process_by_hand(trained, function, net, levers):
-    check(net, levers, both(trained(function), levers))
+@pytest.mark.parametrize(("function", "net", "options"), SHORTLY)
+def test_options_together_train_as_one_process_by_hand(trained, function, net, options):
+    check(net, options, both(trained(function), options))
 
 
-@pytest.mark.parametrize(("function", "net", "levers"), TRIPLES)
-def test_two_levers_in_one_graph_train_as_one_process_by_hand(trained, function, net, levers):
-    check(net, levers, both(trained(function), levers))
+@pytest.mark.parametrize(("function", "net", "options"), TRIPLES)
+def test_two_options_in_one_graph_train_as_one_process_by_hand(trained, function, net, options):
+    check(net, options, both(trained(function), options))

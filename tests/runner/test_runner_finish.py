@@ -7,7 +7,7 @@ from PIL import Image
 from torch import nn
 from torch.utils.data import Dataset
 
-from slipstream.dataset import SegmentationDataset, default_palette, finish_batch
+from slipstream.dataset import SegmentationDataset, apply_device_transforms, default_palette
 from slipstream.errors import ConfigError
 from slipstream.model import Segmentor
 from slipstream.step.graph import GraphStep
@@ -49,7 +49,7 @@ class Finished(Dataset):
 
     def __getitem__(self, index):
         one = {key: value[None] for key, value in self.dataset[index].items()}
-        return {key: value[0] for key, value in finish_batch(one).items()}
+        return {key: value[0] for key, value in apply_device_transforms(one).items()}
 
 
 class Net(nn.Module):

@@ -1,7 +1,7 @@
 """Who writes, and what is said of keys that nobody reads."""
 
 from slipstream.runner import logs
-from slipstream.runner.given import unread_keys
+from slipstream.runner.user_config import unread_keys
 from slipstream.visualization import BaseVisBackend, Visualizer
 
 

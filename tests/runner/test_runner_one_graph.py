@@ -79,7 +79,7 @@ def everything(**changes):
     )
 
 
-def test_every_lever_logs_and_validates_as_eagerly(tmp_path):
+def test_every_option_logs_and_validates_as_eagerly(tmp_path):
     graph, eager = both(tmp_path, custom_hooks=lambda: [dict(type="EMAHook", momentum=0.2)], **everything())
     close(graph, eager)
     for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):

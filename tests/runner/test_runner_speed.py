@@ -28,7 +28,7 @@ class Plain(OptimWrapper):
     pass
 
 
-# ---- doors ---------------------------------------------------------------------------------------------
+# ---- front ends ---------------------------------------------------------------------------------------------
 
 
 def test_speed_is_an_argument_and_a_key_of_configurations(tmp_path):
@@ -68,12 +68,12 @@ def test_auto_chooses_for_this_machine_and_trains(tmp_path):
     assert runner.optim_wrapper.param_groups[0]["fused"] is True
 
 
-def test_the_log_says_which_levers_are_on_from_where_and_which_have_no_effect(tmp_path):
+def test_the_log_says_which_options_are_on_from_where_and_which_have_no_effect(tmp_path):
     speed = dict(auto=True, sync_bn=True)
     runner = Runner(**training(tmp_path, speed=speed, log_level="INFO"))
     (log,) = Path(runner.log_dir).glob("*.log")
     text = log.read_text()
-    assert "Levers: sync_bn (speed.sync_bn), fused (auto: " in text
+    assert "Options: sync_bn (speed.sync_bn), fused (auto: " in text
     assert "speed.sync_bn has no effect here: one process has the whole batch" in text
 
 
@@ -182,13 +182,13 @@ def test_a_name_that_matches_nothing_is_placed_where_it_was_written(tmp_path):
         Runner(**training(tmp_path, speed=dict(activation_checkpointing=["firts"])))
 
 
-@pytest.mark.parametrize("lever", ["sync_bn", "channels_last", "activation_checkpointing"])
-def test_a_model_that_comes_wrapped_refuses_levers_inside_of_it(lever):
+@pytest.mark.parametrize("option", ["sync_bn", "channels_last", "activation_checkpointing"])
+def test_a_model_that_comes_wrapped_refuses_options_inside_of_it(option):
     wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)  # DDP itself needs a process group
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
-    with pytest.raises(ConfigError, match=rf"^speed.{lever}: the model comes wrapped in MMDistributed"):
-        prepare_model(wrapped, SpeedPlan.read({lever: True}), device)
+    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model comes wrapped in MMDistributed"):
+        prepare_model(wrapped, SpeedPlan.read({option: True}), device)
     assert prepare_model(wrapped, SpeedPlan(), device) is wrapped
 
 
@@ -264,7 +264,7 @@ def test_cudnn_benchmark_is_on_while_the_run_lasts_and_no_longer(tmp_path, words
 # ---- SuperGradients' words in a Runner's configuration -----------------------------------------------------------
 
 
-def test_levers_may_stand_in_training_params(tmp_path):
+def test_options_may_stand_in_training_params(tmp_path):
     cfg = Config(dict(training_params=dict(ema=True, batch_accumulate=2, speed=dict(gc=3))))
     runner = Runner(**training(tmp_path), cfg=cfg)
     assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)
@@ -278,7 +278,10 @@ def test_levers_may_stand_in_training_params(tmp_path):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (dict(max_epochs=3), r"training_params\.max_epochs: a Runner reads the levers .*slipstream\.Trainer"),
+        (
+            dict(max_epochs=3),
+            r"training_params\.max_epochs: a Runner reads the options .*slipstream\.Trainer",
+        ),
         (dict(batch_acumulate=2), r"training_params\.batch_acumulate: .*did you mean 'batch_accumulate'"),
         ("fast", r"training_params: must be a dict, not 'fast'"),
     ],

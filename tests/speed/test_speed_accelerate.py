@@ -1,4 +1,4 @@
-"""For people with a loop of their own: five changed lines train as their loop did, with every lever."""
+"""For people with a loop of their own: five changed lines train as their loop did, with every option."""
 
 import gc
 import logging
@@ -76,10 +76,10 @@ def assert_same(model, other, rtol=1e-5, atol=1e-6):
 
 
 @pytest.mark.parametrize("how", [None, GRAPH, dict(scope="model", backend="eager")])
-@pytest.mark.parametrize("levers", [{}, dict(accumulate=3, clip_grad=dict(max_norm=0.2))])
-def test_it_trains_as_the_loop_by_hand(how, levers):
-    hand, expected = by_hand(window=levers.get("accumulate", 1), max_norm=levers and 0.2)
-    model, losses, step = train(compile=how, **levers)
+@pytest.mark.parametrize("options", [{}, dict(accumulate=3, clip_grad=dict(max_norm=0.2))])
+def test_it_trains_as_the_loop_by_hand(how, options):
+    hand, expected = by_hand(window=options.get("accumulate", 1), max_norm=options and 0.2)
+    model, losses, step = train(compile=how, **options)
     assert type(step._step) is (GraphStep if how is GRAPH else EagerStep)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     assert_same(model, hand)
@@ -262,13 +262,13 @@ def test_without_an_average_the_block_is_the_model_itself():
 @pytest.mark.parametrize("after", [None, GRAPH])
 @pytest.mark.parametrize("stop", [4, 6, 7])
 def test_it_goes_on_from_its_state_compiled_or_not(before, after, stop, tmp_path):
-    levers = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
-    whole, expected, reference = train(compile=after, **levers)
-    model, _, step = train(batches()[:stop], compile=before, **levers)
+    options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
+    whole, expected, reference = train(compile=after, **options)
+    model, _, step = train(batches()[:stop], compile=before, **options)
     torch.save({"model": model.state_dict(), "step": step.state_dict()}, tmp_path / "state.pt")
     saved = torch.load(tmp_path / "state.pt", weights_only=True)
     other = net()
-    resumed = accelerate(other, sgd(other, lr=7.0), F.cross_entropy, dict(levers, compile=after))
+    resumed = accelerate(other, sgd(other, lr=7.0), F.cross_entropy, dict(options, compile=after))
     other.load_state_dict(saved["model"])
     resumed.load_state_dict(saved["step"])
     losses = torch.stack([resumed(batch)["loss"] for batch in batches()[stop:]])
@@ -303,7 +303,7 @@ def test_the_last_window_is_smaller_where_the_end_is_known():
         (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: epochs are the loop's own"),
         (dict(ema=True), "speed.ema: type 'exp' grows towards the end"),
         (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is no backend"),
-        (dict(compil=True), "speed.compil: no such lever"),
+        (dict(compil=True), "speed.compil: no such option"),
     ],
 )
 def test_what_cannot_work_is_refused_with_its_place(speed, message):

@@ -13,7 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 
 from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.speed import activation_checkpointing as lever
+from slipstream.speed import activation_checkpointing as option
 from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
     checkpoint_activations,
@@ -305,8 +305,8 @@ def test_the_graph_of_a_whole_step_recomputes_too():
 
 def test_offloading_sends_the_inputs_of_blocks_and_nothing_else_to_the_host(monkeypatch):
     sent, fetched = [], []
-    monkeypatch.setattr(lever, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
-    monkeypatch.setattr(lever, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
+    monkeypatch.setattr(option, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
+    monkeypatch.setattr(option, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
     assert_same(train(checkpointed(Net(), offload=True), steps=2), train(Net(), steps=2))
     assert sent == [(3, 4, 6, 6), ()] * 4  # x and scale, of two blocks in two steps
     assert sorted(fetched) == sorted(sent)
@@ -314,16 +314,16 @@ def test_offloading_sends_the_inputs_of_blocks_and_nothing_else_to_the_host(monk
 
 def test_offloading_leaves_what_is_in_host_memory_where_it_is():
     x = torch.randn(2)
-    assert lever._from_host(lever._to_host(x)) is x
+    assert option._from_host(option._to_host(x)) is x
 
 
 @pytest.mark.gpu
 def test_offloaded_inputs_leave_the_device_and_return_in_their_memory_format():
     x = torch.randn(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last)
-    device, host = packed = lever._to_host(x)
+    device, host = packed = option._to_host(x)
     assert host.is_pinned()
     assert device == x.device
-    back = lever._from_host(packed)
+    back = option._from_host(packed)
     assert torch.equal(back, x)
     assert back.stride() == x.stride()
     data = batches(1)[0].cuda()

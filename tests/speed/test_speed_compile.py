@@ -213,10 +213,10 @@ def test_ragged_batches_and_four_sizes_of_validation_need_few_graphs(dynamic, mo
     compile_model(model, CompileOptions("eager", dynamic=dynamic), warnings.append)
     report.start()
     ours = train_on_ragged_batches(model, last, sizes)
-    facts = report.finish()
+    summary = report.finish()
     torch.testing.assert_close(ours, train_on_ragged_batches(eager, last, sizes))
-    assert 2 <= facts.graphs <= most
-    assert not facts.troubled
+    assert 2 <= summary.graphs <= most
+    assert not summary.troubled
     assert warnings == []
 
 

@@ -157,8 +157,8 @@ compile_model(model, how, sys.exit)
 report = CompileReport()
 report.start()
 model(torch.ones(4, 3)).relu().sum().backward()
-facts = report.finish()
-print(facts.cache_hits, facts.cache_misses, model.weight.grad.tolist())
+summary = report.finish()
+print(summary.cache_hits, summary.cache_misses, model.weight.grad.tolist())
 """
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._inductor.cudagraph_utils import log_cudagraph_skip_and_bump_counter
 
-from slipstream.speed.compile_report import CompileFacts, CompileReport, explain_failure
+from slipstream.speed.compile_report import CompileReport, CompileSummary, explain_failure
 
 
 @pytest.fixture(autouse=True)
@@ -56,19 +56,19 @@ def reported(work, kinds=1):
 
 def test_a_run_without_trouble_says_so_in_one_line():
     module = compiled(Plain)
-    facts = reported(lambda: [module(torch.ones(n)) for n in (2, 2, 3, 4)])
-    assert (facts.graphs, facts.breaks, facts.skipped, facts.eager) == (2, {}, {}, {})
-    assert list(facts.recompiles.values()) == [1]
-    assert not facts.troubled
-    assert facts.text() == "torch.compile: 2 graphs, no graph breaks, 1 recompile, no skipped CUDA graphs"
+    summary = reported(lambda: [module(torch.ones(n)) for n in (2, 2, 3, 4)])
+    assert (summary.graphs, summary.breaks, summary.skipped, summary.eager) == (2, {}, {}, {})
+    assert list(summary.recompiles.values()) == [1]
+    assert not summary.troubled
+    assert summary.text() == "torch.compile: 2 graphs, no graph breaks, 1 recompile, no skipped CUDA graphs"
 
 
 def test_a_graph_break_is_named_with_its_line():
     module = compiled(Speaking)
-    facts = reported(lambda: module(torch.ones(2)))
-    assert facts.troubled
-    assert facts.graphs == 2
-    assert facts.text().splitlines() == [
+    summary = reported(lambda: module(torch.ones(2)))
+    assert summary.troubled
+    assert summary.graphs == 2
+    assert summary.text().splitlines() == [
         "torch.compile: 2 graphs, 1 graph break, no recompiles, no skipped CUDA graphs",
         f'  graph break: {line(Speaking, 2)}: `print("between two graphs")`: Failed to trace builtin operator',
     ]
@@ -90,16 +90,16 @@ def test_recompiles_beyond_those_of_every_run_are_trouble_and_say_what_varied():
 
 def test_unlike_blocks_that_share_a_function_may_be_compiled_once_each():
     module = compiled(Halves, dynamic=False)
-    facts = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)], kinds=2)
-    assert not facts.troubled
+    summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)], kinds=2)
+    assert not summary.troubled
 
 
 def test_the_limit_of_recompiles_is_reported():
     module = compiled(Halves, dynamic=False)
-    facts = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
-    assert facts.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
-    assert facts.troubled
-    assert "limit of recompiles reached, other calls ran eagerly: tensor 'x'" in facts.text()
+    summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
+    assert summary.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
+    assert summary.troubled
+    assert "limit of recompiles reached, other calls ran eagerly: tensor 'x'" in summary.text()
 
 
 def test_more_compilations_than_torch_remembers_are_all_counted():
@@ -115,20 +115,20 @@ def test_more_compilations_than_torch_remembers_are_all_counted():
             for n in range(2, 7):
                 modules[-1](torch.ones(n))
 
-    facts = reported(work)
-    assert facts.graphs == 100
-    assert sum(facts.recompiles.values()) == 80
+    summary = reported(work)
+    assert summary.graphs == 100
+    assert sum(summary.recompiles.values()) == 80
 
 
 def test_only_what_happens_between_start_and_finish_counts():
     module = compiled(Speaking)
     module(torch.ones(2))
     again = reported(lambda: module(torch.ones(2)))
-    assert again == CompileFacts()
-    facts = reported(lambda: module(torch.ones(3)))
+    assert again == CompileSummary()
+    summary = reported(lambda: module(torch.ones(3)))
     module(torch.ones(2, dtype=torch.int64))
-    assert sum(facts.breaks.values()) == 1
-    assert sum(facts.recompiles.values()) == 2  # before and behind the break
+    assert sum(summary.breaks.values()) == 1
+    assert sum(summary.recompiles.values()) == 2  # before and behind the break
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
@@ -140,8 +140,8 @@ def test_a_reset_of_the_compiler_in_between_does_no_harm():
         torch._dynamo.reset()
         module(torch.ones(2))
 
-    facts = reported(work)
-    assert sum(facts.breaks.values()) == 1
+    summary = reported(work)
+    assert sum(summary.breaks.values()) == 1
 
 
 def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
@@ -156,13 +156,13 @@ def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
         module(torch.ones(2))
         log_cudagraph_skip_and_bump_counter("at run time, where no compilation is recorded")
 
-    facts = reported(work)
-    assert facts.troubled
-    assert facts.skipped == {
+    summary = reported(work)
+    assert summary.troubled
+    assert summary.skipped == {
         "skipping cudagraphs due to cpu device (x)": 1,
         "while running; TORCH_LOGS=cudagraphs says why": 1,
     }
-    assert "2 skipped CUDA graphs" in facts.text()
+    assert "2 skipped CUDA graphs" in summary.text()
 
 
 def test_finishing_what_was_not_started_is_an_error():

@@ -1,4 +1,4 @@
-"""The lever `fused`: the numbers of unfused optimizers, resume both ways, and overflows under a loss scale."""
+"""The option `fused`: the numbers of unfused optimizers, resume both ways, and overflows under a loss scale."""
 
 import copy
 import math
@@ -53,7 +53,7 @@ def assert_close(one, two):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
-# ---- the lever ---------------------------------------------------------------------------------------
+# ---- the option ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("value", [True, False, None])

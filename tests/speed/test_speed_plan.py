@@ -5,27 +5,27 @@ import torch
 from torch import nn
 
 from slipstream.errors import ConfigError
-from slipstream.speed import CompileOptions, Facts, SpeedPlan
+from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
 from slipstream.speed.auto import choose
-from slipstream.speed.facts import convolution_share
+from slipstream.speed.capabilities import convolution_share
 from slipstream.speed.refused import IDLE, REFUSED, idle
 
-CPU = Facts()
-H100 = Facts(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)
-V100 = Facts(device="cuda", capability=(7, 0), bf16=False, convolutions=0.9)
+CPU = Capabilities()
+H100 = Capabilities(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)
+V100 = Capabilities(device="cuda", capability=(7, 0), bf16=False, convolutions=0.9)
 
 
-def plan(speed, facts=CPU, **doors):
-    return SpeedPlan.read(speed, **doors).complete(facts)
+def plan(speed, capabilities=CPU, **front_ends):
+    return SpeedPlan.read(speed, **front_ends).complete(capabilities)
 
 
-def test_without_words_every_lever_is_off():
+def test_without_words_every_option_is_off():
     assert SpeedPlan.read() == SpeedPlan()
     assert plan({}) == SpeedPlan()
     assert not plan(None).sources
 
 
-def test_every_lever_has_its_word():
+def test_every_option_has_its_word():
     words = dict(
         precision="bf16",
         compile=dict(scope="model", backend="eager"),
@@ -49,22 +49,22 @@ def test_every_lever_has_its_word():
         expandable_segments=True,
         gc=100,
     )
-    assert set(words) == set(SpeedPlan.levers())
+    assert set(words) == set(SpeedPlan.options())
     read = SpeedPlan.read(words)
     off = SpeedPlan()
-    assert [lever for lever in words if getattr(read, lever) == getattr(off, lever)] == []
-    assert read.sources == {lever: f"speed.{lever}" for lever in words}
+    assert [option for option in words if getattr(read, option) == getattr(off, option)] == []
+    assert read.sources == {option: f"speed.{option}" for option in words}
     assert read.compile == CompileOptions("eager", scope="model")
     assert (read.accumulate, read.clip_grad.max_norm, read.ema.decay) == (4, 1.0, 0.99)
 
 
 def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
-    read = SpeedPlan.read(dict.fromkeys(SpeedPlan.levers()))
+    read = SpeedPlan.read(dict.fromkeys(SpeedPlan.options()))
     assert read.sources == {"fused": "speed.fused"}
     assert (read.fused, SpeedPlan().fused) == (None, False)
-    assert {lever for lever in SpeedPlan.levers() if getattr(read, lever) != getattr(SpeedPlan(), lever)} == {
-        "fused"
-    }
+    assert {
+        option for option in SpeedPlan.options() if getattr(read, option) != getattr(SpeedPlan(), option)
+    } == {"fused"}
     with pytest.raises(
         ConfigError, match=r"training_params\.speed\.fused: True contradicts speed\.fused=None"
     ):
@@ -76,8 +76,8 @@ def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
     [
         ("fast", "speed: must be 'auto' or a dict"),
         (["bf16"], "speed: must be 'auto' or a dict"),
-        (dict(precison="bf16"), "speed.precison: no such lever; did you mean 'precision'"),
-        (dict(sources={}), "speed.sources: no such lever"),
+        (dict(precison="bf16"), "speed.precison: no such option; did you mean 'precision'"),
+        (dict(sources={}), "speed.sources: no such option"),
         (dict(auto="yes"), "speed.auto: must be True or False"),
         (dict(precision="int4"), "speed.precision: must be one of"),
         (dict(compile=dict(scop="step")), "speed.compile.scop: .*'scope'"),
@@ -108,13 +108,13 @@ def test_a_wrong_word_names_its_place(speed, message):
 
 
 def test_auto_takes_what_the_device_has():
-    modern, older, cpu = (plan("auto", facts) for facts in (H100, V100, CPU))
+    modern, older, cpu = (plan("auto", capabilities) for capabilities in (H100, V100, CPU))
     assert modern.precision.name == "bf16"
     assert modern.sources["precision"] == "auto: bf16 is supported by this device"
     assert older.precision is None
     assert "precision" in older.notes
     assert cpu.precision is None
-    assert plan("auto", Facts(device="cuda", capability=(8, 0))).precision.name == "tf32"
+    assert plan("auto", Capabilities(device="cuda", capability=(8, 0))).precision.name == "tf32"
     assert (modern.prefetch, older.prefetch, cpu.prefetch) == (2, 2, 0)
     assert modern.fused is older.fused is cpu.fused is None  # where torch has them
     assert modern.cudnn_benchmark
@@ -123,37 +123,37 @@ def test_auto_takes_what_the_device_has():
 
 def test_auto_lays_out_channels_last_only_where_convolutions_prevail():
     assert plan("auto", H100).channels_last
-    transformer = plan("auto", Facts(device="cuda", bf16=True, convolutions=0.1))
+    transformer = plan("auto", Capabilities(device="cuda", bf16=True, convolutions=0.1))
     assert not transformer.channels_last
     assert not transformer.cudnn_benchmark
 
 
 def test_auto_leaves_compile_off_and_says_why():
-    on_cpu = plan("auto", Facts(convolutions=0.9))
+    on_cpu = plan("auto", Capabilities(convolutions=0.9))
     assert on_cpu.compile is None
     assert "convolutions" in on_cpu.notes["compile"]
     assert "compile" in plan("auto", H100).notes
 
 
 def test_auto_keeps_deterministic_runs_deterministic():
-    assert not plan("auto", Facts(device="cuda", convolutions=0.9, deterministic=True)).cudnn_benchmark
+    assert not plan("auto", Capabilities(device="cuda", convolutions=0.9, deterministic=True)).cudnn_benchmark
 
 
 def test_auto_does_not_touch_an_optimizer_wrapper_that_is_made_already():
-    ready = Facts(device="cuda", capability=(9, 0), bf16=True, plain_wrapper=False)
+    ready = Capabilities(device="cuda", capability=(9, 0), bf16=True, plain_wrapper=False)
     assert plan("auto", ready).precision.name == "tf32"
 
 
-@pytest.mark.parametrize("door", [{}, {"env_cfg": {"cudnn_benchmark": False}}])
-def test_an_explicit_word_wins_over_auto(door):
+@pytest.mark.parametrize("front_end", [{}, {"env_cfg": {"cudnn_benchmark": False}}])
+def test_an_explicit_word_wins_over_auto(front_end):
     words = dict(auto=True, precision="fp32", channels_last=False, prefetch=0, compile=dict(backend="eager"))
-    explicit = plan(words, H100, **door)
+    explicit = plan(words, H100, **front_end)
     assert explicit.precision.name == "fp32"
     assert not explicit.channels_last
     assert explicit.prefetch == 0
     assert explicit.compile is not None
     assert explicit.fused is None  # nobody has said anything about it
-    assert explicit.cudnn_benchmark == (not door)
+    assert explicit.cudnn_benchmark == (not front_end)
     assert not explicit.notes
 
 
@@ -161,10 +161,10 @@ def test_without_auto_nothing_is_added():
     assert plan(dict(precision="fp32"), H100) == SpeedPlan.read(dict(precision="fp32"))
 
 
-def test_every_choice_is_a_lever_and_has_a_reason():
-    for facts in (CPU, H100, V100):
-        for choice in choose(facts):
-            assert choice.lever in SpeedPlan.levers()
+def test_every_choice_is_a_option_and_has_a_reason():
+    for capabilities in (CPU, H100, V100):
+        for choice in choose(capabilities):
+            assert choice.option in SpeedPlan.options()
             assert choice.why
 
 
@@ -172,11 +172,15 @@ def test_every_choice_is_a_lever_and_has_a_reason():
 
 
 @pytest.mark.parametrize(
-    ("speed", "facts", "message"),
+    ("speed", "capabilities", "message"),
     [
         (dict(precision="fp8"), CPU, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
         (dict(precision="fp8"), V100, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
-        (dict(precision="fp8"), Facts(device="cuda", capability=(9, 0)), "speed.precision: .*slipstream.fp8"),
+        (
+            dict(precision="fp8"),
+            Capabilities(device="cuda", capability=(9, 0)),
+            "speed.precision: .*slipstream.fp8",
+        ),
         (dict(cuda_graph=True, compile=True), CPU, "speed.cuda_graph: .*GPU"),
         (dict(cuda_graph=True), H100, "speed.cuda_graph: .*add compile=dict.scope='step'."),
         (dict(cuda_graph=True, compile=dict(scope="model")), H100, "speed.cuda_graph: .*scope='step'"),
@@ -185,13 +189,13 @@ def test_every_choice_is_a_lever_and_has_a_reason():
         (dict(find_unused_parameters=True, parallel="fsdp2"), CPU, "speed.find_unused_parameters: is DDP's"),
     ],
 )
-def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, facts, message):
+def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, capabilities, message):
     with pytest.raises(ConfigError, match=message):
-        plan(speed, facts)
+        plan(speed, capabilities)
 
 
 @pytest.mark.parametrize(
-    ("speed", "facts"),
+    ("speed", "capabilities"),
     [
         (dict(precision="fp8"), H100),
         (dict(cuda_graph=True, compile=True), H100),
@@ -200,29 +204,31 @@ def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, f
         (dict(compile=dict(scope="step"), accumulate=4, sync_bn=True), CPU),
     ],
 )
-def test_a_plan_that_works_is_not_refused(speed, facts):
-    assert plan(speed, facts) == SpeedPlan.read(speed)
+def test_a_plan_that_works_is_not_refused(speed, capabilities):
+    assert plan(speed, capabilities) == SpeedPlan.read(speed)
 
 
-def test_the_place_of_a_refusal_is_the_door_that_the_lever_came_through():
+def test_the_place_of_a_refusal_is_the_door_that_the_option_came_through():
     cfg = dict(compile=dict(scope="step"), parallel="fsdp2")
     with pytest.raises(ConfigError, match=r"^compile: scope"):
         plan(None, cfg=cfg)
 
 
-def test_a_lever_without_effect_here_is_kept_and_named():
+def test_a_option_without_effect_here_is_kept_and_named():
     words = dict(precision="tf32", cudnn_benchmark=True, expandable_segments=True, prefetch=2, sync_bn=True)
     on_cpu = plan(words)
     assert on_cpu == SpeedPlan.read(words)
-    assert {lever for lever, _ in idle(on_cpu, CPU)} == set(words)
+    assert {option for option, _ in idle(on_cpu, CPU)} == set(words)
     assert list(idle(plan(words, H100), H100)) == []
 
 
-def test_the_tables_name_levers_that_exist():
-    assert {refusal.lever for refusal in REFUSED} | {lever for lever, _, _ in IDLE} <= set(SpeedPlan.levers())
+def test_the_tables_name_options_that_exist():
+    assert {refusal.option for refusal in REFUSED} | {option for option, _, _ in IDLE} <= set(
+        SpeedPlan.options()
+    )
 
 
-# ---- facts ---------------------------------------------------------------------------------------------------
+# ---- capabilities ---------------------------------------------------------------------------------------------------
 
 
 def test_the_share_of_convolutions_is_that_of_the_parameters():
@@ -234,13 +240,13 @@ def test_the_share_of_convolutions_is_that_of_the_parameters():
 
 
 def test_the_facts_of_this_machine_are_found_without_touching_a_device():
-    facts = Facts.here("cpu", nn.Linear(2, 2), world_size=3, deterministic=True)
-    assert facts == Facts(torchao=facts.torchao, world_size=3, deterministic=True)
-    assert not facts.tf32
+    capabilities = Capabilities.here("cpu", nn.Linear(2, 2), world_size=3, deterministic=True)
+    assert capabilities == Capabilities(torchao=capabilities.torchao, world_size=3, deterministic=True)
+    assert not capabilities.tf32
 
 
 @pytest.mark.gpu
 def test_the_facts_of_a_gpu():
-    facts = Facts.here("cuda", nn.Conv2d(1, 1, 1))
-    assert facts.capability == torch.cuda.get_device_capability()
-    assert facts.bf16 == torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = Capabilities.here("cuda", nn.Conv2d(1, 1, 1))
+    assert capabilities.capability == torch.cuda.get_device_capability()
+    assert capabilities.bf16 == torch.cuda.is_bf16_supported(including_emulation=False)

@@ -6,8 +6,8 @@ import torch
 from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
+from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import AtLeast, build_dataloader
-from slipstream.dataset.street_folder import write_street_folder
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.training import dataloaders
 

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from slipstream.errors import ConfigError, UnknownNameError
-from slipstream.speed import PARAMS_LEVERS
+from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.params import Refused, TrainingParams
 
 # Of the reference, and of SuperGradients' default_train_params.yaml and params.py.
@@ -36,9 +36,9 @@ def test_every_key_of_supergradients_is_known_and_says_what_becomes_of_it():
     assert all(isinstance(entry, str | Refused) for entry in table.values())
 
 
-def test_the_levers_are_those_that_the_plan_reads():
+def test_the_options_are_those_that_the_plan_reads():
     table = TrainingParams.table()
-    assert {key for key, entry in table.items() if entry == "SpeedPlan"} == set(PARAMS_LEVERS)
+    assert {key for key, entry in table.items() if entry == "SpeedPlan"} == set(PARAMS_OPTIONS)
 
 
 @pytest.mark.parametrize("key", KEYS)

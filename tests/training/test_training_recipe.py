@@ -9,8 +9,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.training import Trainer
+from slipstream.training.config_paths import at_user_paths
 from slipstream.training.metrics import PixelAccuracy
-from slipstream.training.places import in_given_words
 from slipstream.training.recipe import recipe_config
 
 
@@ -125,6 +125,6 @@ def test_errors_of_the_runner_stand_at_the_words_that_were_written(tmp_path, par
 def test_places_of_a_recipe_and_of_the_runner_itself(path, place):
     translated = recipe_config(recipe())
     for cfg, wanted in ((translated, place), ({**translated, "model": dict(type="Segmentor")}, path)):
-        with pytest.raises(ConfigError) as caught, in_given_words(cfg):
+        with pytest.raises(ConfigError) as caught, at_user_paths(cfg):
             raise ConfigError("is wrong", path)
         assert caught.value.path == wanted

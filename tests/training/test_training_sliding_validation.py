@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from slipstream.dataset.base import SegmentationDataset
+from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.hooks import Hook
 from slipstream.model.sliding import SlidingWindow, slide

@@ -317,10 +317,10 @@ def test_a_misspelt_key_is_found_before_anything_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lever_that_contradicts_itself_names_its_key(tmp_path):
+def test_a_option_that_contradicts_itself_names_its_key(tmp_path):
     with pytest.raises(ConfigError, match=r"training_params\.batch_accumulate"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "batch_accumulate": 0}, loader())
-    with pytest.raises(ConfigError, match=r"training_params\.speed\.emma: no such lever"):
+    with pytest.raises(ConfigError, match=r"training_params\.speed\.emma: no such option"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "speed": dict(emma=True)}, loader())
 
 

@@ -54,8 +54,8 @@ def test_loops_folder_and_seed():
 
 
 def test_a_default_of_supergradients_says_nothing_to_the_plan():
-    levers = dict(mixed_precision=False, ema=False, sync_bn=True, batch_accumulate=1, clip_grad_norm=2.5)
-    words = translated(params=levers)["training_params"]
+    options = dict(mixed_precision=False, ema=False, sync_bn=True, batch_accumulate=1, clip_grad_norm=2.5)
+    words = translated(params=options)["training_params"]
     assert words == dict(sync_bn=True, clip_grad_norm=2.5)
     assert SpeedPlan.read(dict(ema=True), training_params=words).ema is not None
 

@@ -71,12 +71,12 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: str | None
     if is_composed(path):
         return _composed(name, overrides, config_dir)
     from slipstream.runner import Runner
-    from slipstream.speed import CFG_LEVERS
+    from slipstream.speed import CFG_OPTIONS
 
     cfg = Config.fromfile(path)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
     # A + says to Hydra that a key is new.
-    cfg.override([word.lstrip("+") for word in overrides], known=[*known, *CFG_LEVERS, *_OPEN])
+    cfg.override([word.lstrip("+") for word in overrides], known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)
 
 

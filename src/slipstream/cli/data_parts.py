@@ -15,7 +15,7 @@ from slipstream.config import Config
 from slipstream.cores import cores
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
-from slipstream.runner.given import placing
+from slipstream.runner.user_config import placing
 
 __all__ = [
     "Part",

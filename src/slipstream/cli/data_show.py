@@ -17,8 +17,8 @@ from slipstream.cli.configure import configure
 from slipstream.cli.data_parts import check_numbered, image_and_target, reading, split_names
 from slipstream.config import Config
 from slipstream.dataset import default_palette
-from slipstream.dataset.finish import COLOURS, finish
-from slipstream.dataset.loader import build_dataloader, set_epoch
+from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.dataset.transforms.device_transforms import COLOURS, finish
 from slipstream.errors import ConfigError
 from slipstream.visualization import colorize, contact_sheet, overlay
 

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: machine, versions, devices, levers, and what is misconfigured."""
+"""`slipstream doctor`: machine, versions, devices, options, and what is misconfigured."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     sections = {
         "Machine": [(_OK, name, str(value)) for name, value in collect_env().items()],
         "Packages": list(_packages()),
-        "Levers": list(_levers(device)),
+        "Options": list(_options(device)),
         "Distributed": list(_distributed(device)),
         "Configuration": list(_problems(device)) or [(_OK, "nothing wrong found", "")],
     }
@@ -66,7 +66,7 @@ def _packages() -> Iterator[Row]:
         )
 
 
-def _levers(device: torch.device) -> Iterator[Row]:
+def _options(device: torch.device) -> Iterator[Row]:
     for name in ("bfloat16", "float16"):
         problem = _autocast_problem(device, getattr(torch, name))
         mark, text = (_OK, f"AmpOptimWrapper, dtype='{name}'") if problem is None else (_NO, problem)

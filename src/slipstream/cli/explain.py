@@ -1,4 +1,4 @@
-"""`slipstream explain`: the levers of a run, where each was set, and what this machine cannot do."""
+"""`slipstream explain`: the options of a run, where each was set, and what this machine cannot do."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from slipstream.config import Config
-    from slipstream.speed import Facts, SpeedPlan
+    from slipstream.speed import Capabilities, SpeedPlan
 
 __all__ = ["run"]
 
@@ -30,19 +30,19 @@ _MACHINE_BOUND = (
 def run(args: argparse.Namespace) -> int:
     """Print the plan as a table, and below it what this machine cannot do."""
     from slipstream.registry import default_scope
-    from slipstream.runner.levers import facts_for, read_plan
+    from slipstream.runner.planning import capabilities_of, read_plan
 
     cfg = configure(args)
     plan = read_plan(cfg, cfg)
     deterministic = (cfg.get("randomness") or {}).get("deterministic", False)
     with default_scope(cfg.get("default_scope", "slipstream")):
-        facts = facts_for(_model(cfg), cfg.get("optim_wrapper"), deterministic)
-    plan = plan.complete(facts)
-    _print_table(plan, facts)
+        capabilities = capabilities_of(_model(cfg), cfg.get("optim_wrapper"), deterministic)
+    plan = plan.complete(capabilities)
+    _print_table(plan, capabilities)
     said = {**plan.sources, **plan.notes}
-    print("Off: " + ", ".join(lever for lever in plan.levers() if lever not in said))
-    if limits := [f"  {word}: {why}" for word, why in _limits(facts)]:
-        print(f"Without effect or impossible on this machine ({facts.device}):", *limits, sep="\n")
+    print("Off: " + ", ".join(option for option in plan.options() if option not in said))
+    if limits := [f"  {word}: {why}" for word, why in _limits(capabilities)]:
+        print(f"Without effect or impossible on this machine ({capabilities.device}):", *limits, sep="\n")
     return 0
 
 
@@ -51,7 +51,7 @@ def _model(cfg: Config) -> nn.Module:
     import torch
 
     from slipstream.errors import SlipstreamError
-    from slipstream.runner.parts import build_model
+    from slipstream.runner.builders import build_model
 
     try:
         with torch.device("meta"):
@@ -60,49 +60,49 @@ def _model(cfg: Config) -> nn.Module:
         return build_model(cfg.model, cfg.get("data_preprocessor"))
 
 
-def _print_table(plan: SpeedPlan, facts: Facts) -> None:
+def _print_table(plan: SpeedPlan, capabilities: Capabilities) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
-    for name in ("lever", "value", "from", "why"):
+    for name in ("option", "value", "from", "why"):
         table.add_column(name, overflow="fold")
-    for row in _rows(plan, facts):
+    for row in _rows(plan, capabilities):
         table.add_row(*row)
     console = Console()
     Console(width=max(console.width, 110), highlight=False).print(table)
 
 
-def _rows(plan: SpeedPlan, facts: Facts) -> Iterator[tuple[str, str, str, str]]:
+def _rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
     from slipstream.speed.refused import idle
 
-    without_effect = {lever: f"no effect here: {why}" for lever, why in idle(plan, facts)}
-    for lever in plan.levers():
-        if lever in plan.notes:
-            yield lever, "off", "auto", plan.notes[lever]
-        elif lever in plan.sources:
-            source, _, why = plan.sources[lever].partition(": ")
-            value = getattr(plan, lever)
-            off = value is None and lever != "fused"
-            yield lever, "off" if off else _describe(value), source, without_effect.get(lever, why)
+    without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
+    for option in plan.options():
+        if option in plan.notes:
+            yield option, "off", "auto", plan.notes[option]
+        elif option in plan.sources:
+            source, _, why = plan.sources[option].partition(": ")
+            value = getattr(plan, option)
+            off = value is None and option != "fused"
+            yield option, "off" if off else _describe(value), source, without_effect.get(option, why)
 
 
-def _limits(facts: Facts) -> Iterator[tuple[str, str]]:
+def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     """Yield what no plan can have on this machine, and why."""
     from slipstream.speed import SpeedPlan
     from slipstream.speed.refused import REFUSED, idle
 
-    for lever, value in _MACHINE_BOUND:
-        plan = SpeedPlan.read({"compile": True, lever: value})
-        refused = [refusal.message for refusal in REFUSED if refusal.when(plan, facts)]
-        without_effect = [why for name, why in idle(plan, facts) if name == lever]
+    for option, value in _MACHINE_BOUND:
+        plan = SpeedPlan.read({"compile": True, option: value})
+        refused = [refusal.message for refusal in REFUSED if refusal.when(plan, capabilities)]
+        without_effect = [why for name, why in idle(plan, capabilities) if name == option]
         for why in [*refused, *without_effect][:1]:
-            yield f"{lever}={value}", why
+            yield f"{option}={value}", why
 
 
 def _describe(value: Any) -> str:
-    """Return the value of a lever in few words: of options the first if it is a must, and those that were changed."""
+    """Return the value of an option in few words: of options the first if it is a must, and those that were changed."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:

@@ -67,7 +67,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_plan_scale,
     ):
         add(commands)
-    commands.add_parser("doctor", help="show machine, versions, levers, and what is misconfigured")
+    commands.add_parser("doctor", help="show machine, versions, options, and what is misconfigured")
     commands.add_parser("recipes", help="list the recipes")
     return parser
 
@@ -136,7 +136,7 @@ def _add_plan_scale(commands: _Commands) -> None:
 
 
 def _add_explain(commands: _Commands) -> None:
-    parser = commands.add_parser("explain", help="show a run's levers, and what this machine cannot do")
+    parser = commands.add_parser("explain", help="show a run's options, and what this machine cannot do")
     _add_run(parser)
 
 

@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.recipes import find_recipe, recipes
-from slipstream.scale import (
+from slipstream.apps.scaling import (
     GPUS,
     NETWORKS,
     Cluster,
@@ -23,7 +21,9 @@ from slipstream.scale import (
     predict,
     segformer_1b,
 )
-from slipstream.scale.presets import SUSTAINED_FLOPS, SUSTAINED_LINK
+from slipstream.apps.scaling.presets import SUSTAINED_FLOPS, SUSTAINED_LINK
+from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.recipes import find_recipe, recipes
 
 __all__ = ["run"]
 

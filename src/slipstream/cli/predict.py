@@ -16,7 +16,7 @@ from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.dataset import sample_rng
-from slipstream.dataset.pipeline import compose
+from slipstream.dataset.transforms.pipeline import compose
 from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.environment import default_device

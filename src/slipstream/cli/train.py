@@ -20,7 +20,7 @@ __all__ = ["run", "summary"]
 def run(args: argparse.Namespace) -> int:
     """Train, and print where everything lies."""
     from slipstream.runner import Runner
-    from slipstream.training.places import in_given_words
+    from slipstream.training.config_paths import at_user_paths
 
     cfg, gpus = read_config(args)
     if wants_processes(args):
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
         args.nproc = str(count)
         return launch(args, cfg.work_dir)
     _resume(args, cfg)
-    with in_given_words(cfg):
+    with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
         runner.train()
     if runner.rank == 0:
@@ -76,10 +76,10 @@ def summary(runner: Runner) -> str:
         if name.startswith("val/") and not name.endswith("time")
     ]
     speed = hub.get_info("images_per_second")
-    facts = [*metrics[:3], *([f"{speed:.1f} images/s"] if speed else [])]
+    results = [*metrics[:3], *([f"{speed:.1f} images/s"] if speed else [])]
     files = sorted(p.name for pattern in ("*.pth", "*.sharded", "*.png") for p in folder.glob(pattern))
     logs = Path(runner.log_dir).relative_to(folder)
-    return f"Done: {', '.join(facts)}. In {folder}: {', '.join(files)}; logs in {logs}/"
+    return f"Done: {', '.join(results)}. In {folder}: {', '.join(files)}; logs in {logs}/"
 
 
 def _shown(value: float) -> str:

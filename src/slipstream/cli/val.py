@@ -17,7 +17,7 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.checkpoint import find_latest_checkpoint
     from slipstream.model import unwrap_model
     from slipstream.runner import Runner
-    from slipstream.training.places import in_given_words
+    from slipstream.training.config_paths import at_user_paths
     from slipstream.training.recipe import pretrained_whole
 
     several = wants_processes(args)
@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     if several:
         return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
-    with in_given_words(cfg):
+    with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
         if checkpoint is None:  # the weights that the recipe names, of checkpoint_params
             model: Any = unwrap_model(runner.model)

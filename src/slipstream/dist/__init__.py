@@ -9,6 +9,7 @@ from slipstream.dist.collectives import (
     gather,
 )
 from slipstream.dist.data import cast_data_device, get_data_device
+from slipstream.dist.failure_detection import announce_failure, report_progress
 from slipstream.dist.info import (
     barrier,
     get_backend,
@@ -37,7 +38,6 @@ from slipstream.dist.objects import (
 )
 from slipstream.dist.placement import LAUNCHERS, Launcher, infer_launcher
 from slipstream.dist.slurm import expand_nodelist
-from slipstream.dist.watch import announce_failure, report_progress
 
 __all__ = [
     "LAUNCHERS",

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from slipstream.dist.failure_detection import start_failure_detection
 from slipstream.dist.info import is_distributed
 from slipstream.dist.placement import Placement, placement
 from slipstream.dist.rendezvous import open_store
-from slipstream.dist.watch import start_watch
 from slipstream.errors import DistributedError, did_you_mean
 
 __all__ = ["init_dist"]
@@ -73,7 +73,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
         kwargs["store"] = open_store(here, init_timeout)
         kwargs["store"].set_timeout(kwargs.get("timeout", timedelta(minutes=30)))
     dist.init_process_group(backend, rank=here.rank, world_size=here.world_size, **kwargs)
-    start_watch()
+    start_failure_detection()
 
 
 def _check(backend: str | None, kwargs: dict[str, Any]) -> None:

@@ -22,8 +22,8 @@ _NAME = "pt_gloo_runloop"
 def rest_gloo_threads(patience: float = 2.0) -> None:
     """Wait until every thread of gloo sleeps and nothing wakes it, for `patience` seconds at most.
 
-    That is less than the other ranks grant one that failed (`dist/watch.py`), so that it still ends first. A thread
-    that waits for Python's lock sleeps too, but wakes when this thread gives the lock away for a while.
+    That is less than the other ranks grant one that failed (`dist/failure_detection.py`), so that it still ends first.
+    A thread that waits for Python's lock sleeps too, but wakes when this thread gives the lock away for a while.
     """
     deadline = time.monotonic() + patience
     before: list[tuple[str, str]] = []

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from slipstream.dataset.loader import length
+from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:

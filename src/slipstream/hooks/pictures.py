@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slipstream.dataset.loader import length
+from slipstream.dataset.loading.loader import length
 from slipstream.dist import is_main_process
 from slipstream.errors import ConfigError, DataError
 from slipstream.hooks.hook import Hook

@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from slipstream.dataset.loader import length
+from slipstream.dataset.loading.loader import length
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
 

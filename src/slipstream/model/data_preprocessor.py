@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.dataset.finish import finish_batch, normalizes
+from slipstream.dataset.transforms.device_transforms import apply_device_transforms, normalizes
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import MODELS
 
@@ -22,7 +22,7 @@ class BaseDataPreprocessor(nn.Module):
     """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and finish its images there.
 
     Finished are images, `inputs`, that come with a program of what remains to be done to them, `finish` (see
-    `slipstream.dataset.finish_batch`). Subclasses that begin with `cast_data` get them so.
+    `slipstream.dataset.apply_device_transforms`). Subclasses that begin with `cast_data` get them so.
 
     Args:
         non_blocking: let copies from pinned memory overlap with computation.
@@ -52,7 +52,7 @@ class BaseDataPreprocessor(nn.Module):
             moved = [self.cast_data(value) for value in data]
             return moved if type(data) is list else _like(data, moved)
         if isinstance(data, Mapping):
-            return finish_batch({key: self.cast_data(value) for key, value in data.items()})
+            return apply_device_transforms({key: self.cast_data(value) for key, value in data.items()})
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:

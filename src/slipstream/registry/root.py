@@ -62,7 +62,7 @@ HOOKS = _root(
 LOG_PROCESSORS = _root("log processor", "slipstream.runner.log_processor")
 STRATEGIES = _root("strategy")
 
-DATASETS = _root("dataset", "slipstream.dataset")
+DATASETS = _root("dataset", "slipstream.dataset", "slipstream.apps.street_scenes")
 DATA_SAMPLERS = _root("data sampler", "slipstream.dataset", namespaces=["torch.utils.data"])
 TRANSFORMS = _root("transform", "slipstream.dataset")
 FUNCTIONS = _root("function", "slipstream.dataset")
@@ -70,7 +70,7 @@ FUNCTIONS = _root("function", "slipstream.dataset")
 MODELS = _root(
     "model",
     "slipstream.training.network",
-    "slipstream.zoo",
+    "slipstream.apps.zoo",
     "slipstream.model",
     build_func=_build_model,
     namespaces=["torch.nn"],

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from slipstream.dataset.loader import length
+from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.logging import HistoryBuffer
 from slipstream.registry import LOG_PROCESSORS

@@ -17,8 +17,8 @@ from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
-from slipstream.runner.given import placing
 from slipstream.runner.log_processor import LogProcessor
+from slipstream.runner.user_config import placing
 from slipstream.visualization import Visualizer
 
 __all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]

@@ -13,10 +13,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
-from slipstream.dataset.feed import DeviceFeed, draws_apart
-from slipstream.dataset.loader import build_dataloader, is_infinite, set_epoch
-from slipstream.dataset.samplers import EpochBatchSampler
-from slipstream.dataset.together import agree_on_length, until_all_end, until_one_ends
+from slipstream.dataset.loading.feed import DeviceFeed, draws_apart
+from slipstream.dataset.loading.loader import build_dataloader, is_infinite, set_epoch
+from slipstream.dataset.loading.lockstep import agree_on_length, until_all_end, until_one_ends
+from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator

@@ -24,7 +24,7 @@ from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, ProgressBarHo
 from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper
 from slipstream.registry import RUNNERS, default_scope
-from slipstream.runner import levers, parts, resume
+from slipstream.runner import builders, planning, resume
 from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
@@ -33,10 +33,10 @@ from slipstream.runner.environment import (
     set_random_seed,
     setup_env,
 )
-from slipstream.runner.facts import RunFacts
-from slipstream.runner.given import TRIPLES, loop_options, placing, unread_keys, with_defaults
 from slipstream.runner.logs import name_run, open_logs, write_config
-from slipstream.speed import CFG_LEVERS, compile_model
+from slipstream.runner.run_state import RunState
+from slipstream.runner.user_config import TRIPLES, loop_options, placing, unread_keys, with_defaults
+from slipstream.speed import CFG_OPTIONS, compile_model
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 from slipstream.step.graph import GraphStep
@@ -45,7 +45,7 @@ __all__ = ["Runner"]
 
 
 @RUNNERS.register_module()
-class Runner(RunFacts):
+class Runner(RunState):
     """Train, validate and test a model, by MMEngine's words.
 
     Objects may stand wherever a configuration (a dict with a `type`) may. The model is built, moved to the
@@ -70,8 +70,8 @@ class Runner(RunFacts):
         log_processor, log_level, visualizer: how the run is shown.
         default_scope: whose names are looked up first.
         experiment_name: names the run in logs.
-        cfg: the whole configuration; the keys in `slipstream.speed.CFG_LEVERS` are read from it alone.
-        speed: the levers in our own words, `'auto'` or a dict of `SpeedPlan`'s fields; else `cfg` may hold it.
+        cfg: the whole configuration; the keys in `slipstream.speed.CFG_OPTIONS` are read from it alone.
+        speed: the options in our own words, `'auto'` or a dict of `SpeedPlan`'s fields; else `cfg` may hold it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Runner(RunFacts):
     def _init_parts(self, given: dict[str, Any]) -> None:
         self._loops: dict[str, Any] = {mode: loop_options(mode, given) for mode in TRIPLES}
         self._training = {k: given[k] for k in ("auto_scale_lr", "optim_wrapper", "param_scheduler")}
-        plan = levers.read_plan(given, self.cfg)
+        plan = planning.read_plan(given, self.cfg)
         self._randomness = options(Randomness, given["randomness"], "randomness")
         setup_env(given["launcher"], options(EnvOptions, given["env_cfg"], "env_cfg"))
         self.work_dir = str(Path(given["work_dir"]).expanduser().absolute())
@@ -132,14 +132,14 @@ class Runner(RunFacts):
         self._set_seed(seed)
         self._open_logs(given)
         self.device = default_device()
-        model = parts.build_model(given["model"], given["data_preprocessor"])
-        facts = levers.facts_for(model, given["optim_wrapper"], self._randomness.deterministic)
-        self.speed = levers.complete_plan(plan, facts, self.logger.info)
+        model = builders.build_model(given["model"], given["data_preprocessor"])
+        capabilities = planning.capabilities_of(model, given["optim_wrapper"], self._randomness.deterministic)
+        self.speed = planning.complete_plan(plan, capabilities, self.logger.info)
         with switches(self.speed, self.device, self.logger.warning):
             self.model: nn.Module = prepare_model(model, self.speed, self.device)
         self._training["optim_wrapper"] = plan_optim(given["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        for hook in [*with_defaults(given["default_hooks"], self.by_epoch), *levers.plan_hooks(self.speed)]:
+        for hook in [*with_defaults(given["default_hooks"], self.by_epoch), *planning.plan_hooks(self.speed)]:
             self._hooks.register(hook)
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
@@ -159,7 +159,7 @@ class Runner(RunFacts):
                 raise ConfigError(f"the configuration needs '{required}'{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
         runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
-        for line in unread_keys(cfg, [*names, *CFG_LEVERS]):
+        for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
 
@@ -177,7 +177,7 @@ class Runner(RunFacts):
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
-            self.step = levers.make_step(
+            self.step = planning.make_step(
                 self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
             )
             self._compiled = self.is_training = True
@@ -214,19 +214,19 @@ class Runner(RunFacts):
         loop = self._loop("train")
         if self.optim_wrapper is None:
             with placing(self._given, "optim_wrapper"):
-                self.optim_wrapper = parts.build_optim(self.model, self._training["optim_wrapper"])
+                self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
             self.scale_lr(self.optim_wrapper, self._training["auto_scale_lr"])
             schedulers = self._training["param_scheduler"]
-            self.param_schedulers = parts.build_schedulers(schedulers, self.optim_wrapper, loop)
+            self.param_schedulers = builders.build_schedulers(schedulers, self.optim_wrapper, loop)
         if self._loops["val"] is not None:
             self._loop("val")
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Mapping[str, Any] | None) -> None:
         """Scale every learning rate by the batch size over `base_batch_size`, if enabled."""
         if auto_scale_lr and auto_scale_lr.get("enable", False):
-            self.logger.info(parts.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
+            self.logger.info(builders.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
 
     def _compile(self) -> None:
         if self.speed.compile is not None and not self._compiled:

@@ -1,14 +1,14 @@
-"""The levers, one file each, and the plan that says which of them a run uses."""
+"""The options, one file each, and the plan that says which of them a run uses."""
 
+from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile
-from slipstream.speed.facts import Facts
-from slipstream.speed.plan import CFG_LEVERS, PARAMS_LEVERS, SpeedPlan
+from slipstream.speed.plan import CFG_OPTIONS, PARAMS_OPTIONS, SpeedPlan
 
 __all__ = [
-    "CFG_LEVERS",
-    "PARAMS_LEVERS",
+    "CFG_OPTIONS",
+    "PARAMS_OPTIONS",
+    "Capabilities",
     "CompileOptions",
-    "Facts",
     "SpeedPlan",
     "compile_model",
     "read_compile",

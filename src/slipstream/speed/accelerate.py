@@ -1,4 +1,4 @@
-"""For people who keep their own loop: the Runner's step, with its levers, as a function of a batch."""
+"""For people who keep their own loop: the Runner's step, with its options, as a function of a batch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.ema import EmaOptions
-from slipstream.speed.facts import Facts
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
 from slipstream.step.average import AveragePart
@@ -34,7 +34,7 @@ _ELSEWHERE = {
     "nan_guard": "needs somebody who reads the losses: take a Runner, or look at them in your loop",
     "prefetch": "is the loop's: for batch in feed(loader, prefetch=2)",
 }
-"""Levers that a step alone cannot pull."""
+"""Options that a step alone cannot pull."""
 
 
 def accelerate(
@@ -54,12 +54,12 @@ def accelerate(
         optimizer: over the model's parameters.
         loss_fn: `loss_fn(outputs, targets)`, for batches `(inputs, targets)`; a scalar, or a dict of which those with
             `loss` in their name are summed. Batches may be `(*inputs, targets)`.
-        speed: the levers, `'auto'` or a dict of `SpeedPlan`'s fields.
+        speed: the options, `'auto'` or a dict of `SpeedPlan`'s fields.
         total_steps: batches of the whole training, for what follows its end: the decay of `ema` of type 'exp', a
             smaller last window of `accumulate`.
 
     Raises:
-        ConfigError: a lever cannot work here.
+        ConfigError: an option cannot work here.
     """
     if not callable(loss_fn):
         raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
@@ -70,10 +70,10 @@ def accelerate(
         )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plan = SpeedPlan.read(speed, device=device.type)
-    plan = plan.complete(Facts.here(device.type, model, world_size=get_world_size()))
-    for lever, remedy in _ELSEWHERE.items():
-        if getattr(plan, lever) and not plan.sources[lever].startswith("auto"):
-            raise ConfigError(remedy, plan.place(lever))
+    plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
+    for option, remedy in _ELSEWHERE.items():
+        if getattr(plan, option) and not plan.sources[option].startswith("auto"):
+            raise ConfigError(remedy, plan.place(option))
     if plan.parallel is not None and plan.parallel.sharded:
         raise ConfigError(
             "the optimizer holds the weights from before they are sharded: take a Runner, which builds it afterwards",

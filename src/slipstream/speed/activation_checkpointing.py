@@ -1,4 +1,4 @@
-"""Lever: recompute the inside of blocks in backward instead of keeping it in memory.
+"""Option: recompute the inside of blocks in backward instead of keeping it in memory.
 
 Chen et al. 2016 (arXiv 1604.06174), with torch's `checkpoint`. What a recomputation must not do twice, it does not:
 random numbers are drawn again from the same state, buffers (BatchNorm's running statistics) move once, and SyncBN

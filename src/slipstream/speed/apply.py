@@ -1,4 +1,4 @@
-"""Put the levers of a plan to work, in the order in which they build on each other."""
+"""Put the options of a plan to work, in the order in which they build on each other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slipstream.speed.activation_checkpointing import checkpoint_activations
 from slipstream.speed.compile import compiled_blocks
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.compile_report import CompileReport
-from slipstream.speed.doors import is_plain_wrapper
+from slipstream.speed.front_ends import is_plain_wrapper
 from slipstream.speed.fused import fuse
 from slipstream.speed.memory_format import to_channels_last
 from slipstream.speed.plan import SpeedPlan
@@ -53,10 +53,10 @@ __all__ = [
 
 
 def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model on its device with the plan's levers in it; what comes later works on what came before.
+    """Return the model on its device with the plan's options in it; what comes later works on what came before.
 
     Raises:
-        ConfigError: the model comes wrapped for several processes, too late for a lever inside of it.
+        ConfigError: the model comes wrapped for several processes, too late for an option inside of it.
     """
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
@@ -76,11 +76,11 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
 
 
 def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
-    for lever in ("sync_bn", "channels_last", "activation_checkpointing"):
-        if getattr(plan, lever):
+    for option in ("sync_bn", "channels_last", "activation_checkpointing"):
+        if getattr(plan, option):
             raise ConfigError(
-                f"the model comes wrapped in {type(model).__name__}, too late for this lever: give the model itself",
-                plan.place(lever),
+                f"the model comes wrapped in {type(model).__name__}, too late for this option: give the model itself",
+                plan.place(option),
             )
 
 
@@ -121,14 +121,14 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     if cfg is None:
         return None
     own = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
-    levers = [lever for lever in _WRAPPER_LEVERS if getattr(plan, lever) != getattr(own, lever)]
-    words = {word: value for lever in levers for word, value in _WRAPPER_LEVERS[lever](plan).items()}
+    options = [option for option in _WRAPPER_OPTIONS if getattr(plan, option) != getattr(own, option)]
+    words = {word: value for option in options for word, value in _WRAPPER_OPTIONS[option](plan).items()}
     if not words:
         return cfg
     if not is_plain_wrapper(cfg):
         said = ", ".join(f"{word}={value!r}" for word, value in words.items())
         raise ConfigError(
-            f"{plan.place(levers[0])} cannot change an optimizer wrapper that is made already or is not ours: give it "
+            f"{plan.place(options[0])} cannot change an optimizer wrapper that is made already or is not ours: give it "
             f"{said} where it is made, or let optim_wrapper be a dict with an 'optimizer'",
             "optim_wrapper",
         )
@@ -142,7 +142,7 @@ def _precision_words(plan: SpeedPlan) -> dict[str, Any]:
     return {"type": "AmpOptimWrapper", "dtype": str(dtype).removeprefix("torch.")}
 
 
-_WRAPPER_LEVERS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
+_WRAPPER_OPTIONS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
     "precision": _precision_words,
     "accumulate": lambda plan: {"accumulative_counts": plan.accumulate},
     "clip_grad": lambda plan: {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
@@ -177,36 +177,36 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
         ConfigError: an option does not fit the model or the optimizer.
     """
     core = unwrap_model(model)
-    made = {lever: how for lever in plan.levers() if isinstance(how := getattr(plan, lever), _MakesPart)}
+    made = {option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)}
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
         parts = []
-        for lever, how in made.items():
-            with _placing(plan, lever):
+        for option, how in made.items():
+            with _placing(plan, option):
                 part = how.part(core, wrapper)
-                _check_part(part, lever, core, wrapper)
+                _check_part(part, option, core, wrapper)
             parts.append(part)
         replaced = {type(part) for part in parts}
         wrapper.parts[:] = [*parts, *(part for part in wrapper.parts if type(part) not in replaced)]
 
 
-def _check_part(part: StepPart, lever: str, model: nn.Module, optim: OptimWrapper) -> None:
+def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapper) -> None:
     """Refuse a part that would be ignored, or that the model's gradients do not suit."""
     if (method := _ignores_parts(type(optim))) is not None:
         raise ConfigError(
             f"{type(optim).__name__}.{method} overrides OptimWrapper.{method} without calling it, so this option would "
             f"have no effect: call super().{method}() there, or use OptimWrapper",
-            lever,
+            option,
         )
     if part.replaces_gradients and overrides_train_step(model):
         raise ConfigError(
             f"computes the gradients itself, and {type(model).__name__}.train_step does so, too: remove one of them",
-            lever,
+            option,
         )
     if type(part).before_update is StepPart.before_update and not part.replaces_gradients:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(f"'{name}' has sparse gradients: build it with sparse=False", lever)
+            raise ConfigError(f"'{name}' has sparse gradients: build it with sparse=False", option)
 
 
 def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
@@ -248,12 +248,12 @@ def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None])
 
 
 @contextmanager
-def _placing(plan: SpeedPlan, lever: str) -> Iterator[None]:
-    """Place an error of a lever where the lever was set."""
+def _placing(plan: SpeedPlan, option: str) -> Iterator[None]:
+    """Place an error of an option where the option was set."""
     try:
         yield
     except ConfigError as error:
-        error.path = plan.place(lever) + error.path.removeprefix(lever)
+        error.path = plan.place(option) + error.path.removeprefix(option)
         raise
 
 
@@ -270,5 +270,5 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     report.start()
     logger.info("torch.compile: the compilation of each kind of step may take minutes")
     yield
-    facts = report.finish()
-    (logger.warning if facts.troubled else logger.info)(facts.text())
+    capabilities = report.finish()
+    (logger.warning if capabilities.troubled else logger.info)(capabilities.text())

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from slipstream.speed.facts import Facts
+from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.precision import PrecisionOptions
 
 __all__ = ["Choice", "choose"]
@@ -14,45 +14,45 @@ __all__ = ["Choice", "choose"]
 
 @dataclass(frozen=True)
 class Choice:
-    """A lever that is switched on, or left off, and why."""
+    """An option that is switched on, or left off, and why."""
 
-    lever: str
+    option: str
     why: str
     value: Any = None
     """What the plan then holds."""
     on: bool = True
 
 
-def choose(facts: Facts) -> Iterator[Choice]:
+def choose(capabilities: Capabilities) -> Iterator[Choice]:
     """Yield what to switch on for this device and model, and what not, each with its reason."""
-    convolutional = facts.convolutions > 0.5
-    yield _precision(facts)
+    convolutional = capabilities.convolutions > 0.5
+    yield _precision(capabilities)
     yield Choice("fused", "where torch has fused kernels for the optimizer, they do the same in fewer passes")
-    if facts.device != "cpu":
+    if capabilities.device != "cpu":
         yield Choice("prefetch", "batches are copied to the device beside the step", 2)
-    if facts.device == "cuda" and convolutional:
+    if capabilities.device == "cuda" and convolutional:
         yield Choice(
-            "channels_last", f"{facts.convolutions:.0%} of the parameters are 2-d convolutions", True
+            "channels_last", f"{capabilities.convolutions:.0%} of the parameters are 2-d convolutions", True
         )
-        if not facts.deterministic:
+        if not capabilities.deterministic:
             yield Choice("cudnn_benchmark", "cuDNN measures which of its convolutions is fastest", True)
-    yield _compile(facts, convolutional)
+    yield _compile(capabilities, convolutional)
 
 
-def _precision(facts: Facts) -> Choice:
-    if facts.bf16 and facts.plain_wrapper:
+def _precision(capabilities: Capabilities) -> Choice:
+    if capabilities.bf16 and capabilities.plain_wrapper:
         return Choice("precision", "bf16 is supported by this device", PrecisionOptions("bf16"))
-    if facts.tf32:
+    if capabilities.tf32:
         return Choice("precision", "tf32 is supported by this device", PrecisionOptions("tf32"))
-    if facts.device == "cpu":
+    if capabilities.device == "cpu":
         why = "few CPUs compute bf16 faster than float32: measure precision='bf16'"
     else:
-        why = f"this {facts.device} device is not known to gain from bf16 or tf32"
+        why = f"this {capabilities.device} device is not known to gain from bf16 or tf32"
     return Choice("precision", why, on=False)
 
 
-def _compile(facts: Facts, convolutional: bool) -> Choice:
-    if facts.device == "cpu" and convolutional:
+def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
+    if capabilities.device == "cpu" and convolutional:
         why = "minutes of compilation, then convolutions take 0.6 to 0.9 of the time: try compile=True in long runs"
         return Choice("compile", why, on=False)
     return Choice("compile", "compilation takes a minute or more: measure compile=True", on=False)

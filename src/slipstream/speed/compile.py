@@ -1,4 +1,4 @@
-"""Lever: compile the model, or each of its blocks, in place, for training and validation."""
+"""Option: compile the model, or each of its blocks, in place, for training and validation."""
 
 from __future__ import annotations
 

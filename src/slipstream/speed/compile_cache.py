@@ -1,4 +1,4 @@
-"""Lever: keep what torch.compile made for the next start, in a folder that nobody else can write to."""
+"""Option: keep what torch.compile made for the next start, in a folder that nobody else can write to."""
 
 from __future__ import annotations
 
@@ -88,8 +88,8 @@ def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
     ]
     versions = (torch.__version__, __version__, platform.python_version())
     # The repr of a function holds its address, which differs between starts.
-    facts = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
-    name = f"{type(model).__name__}-{hashlib.sha256(facts.encode()).hexdigest()[:16]}"
+    key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
+    name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _users()) / name
 
 

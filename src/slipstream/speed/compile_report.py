@@ -17,7 +17,7 @@ import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
-__all__ = ["CompileFacts", "CompileReport", "explain_failure", "limit_hit"]
+__all__ = ["CompileReport", "CompileSummary", "explain_failure", "limit_hit"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -98,7 +98,7 @@ def _recompile_reason(record: Any) -> str:
 
 
 @dataclass(frozen=True)
-class CompileFacts:
+class CompileSummary:
     """What torch compiled between two points of this process; each dict counts a line by how often it came up."""
 
     graphs: int = 0
@@ -181,7 +181,7 @@ class CompileReport:
         self._new += records[known + 1 :]
         self._latest = next(iter(records[-1:]), None)
 
-    def finish(self) -> CompileFacts:
+    def finish(self) -> CompileSummary:
         """Return what was counted since `start`, and stop counting.
 
         Raises:
@@ -205,7 +205,7 @@ class CompileReport:
                 function = f"{record.co_filename}:{record.co_firstlineno} {record.co_name}"
                 functions[function] += 1
                 recompiles[f"{function}: {reason}"] += 1
-        return CompileFacts(
+        return CompileSummary(
             graphs=counts["graphs"],
             cache_hits=counts["hits"],
             cache_misses=counts["misses"],

@@ -1,4 +1,4 @@
-"""Lever: keep an average of the weights over the steps, and validate and save with it."""
+"""Option: keep an average of the weights over the steps, and validate and save with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lever: the optimizer's fused kernels, which move many weights with one launch."""
+"""Option: the optimizer's fused kernels, which move many weights with one launch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lever: keep the channels of a pixel beside each other in memory (`channels_last`), as fast convolutions want them."""
+"""Option: `channels_last` keeps the channels of a pixel adjacent in memory, which fast convolutions prefer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lever: what happens when a loss or a gradient is no longer finite, decided without a wait for the device."""
+"""Option: what happens when a loss or a gradient is no longer finite, decided without a wait for the device."""
 
 from __future__ import annotations
 

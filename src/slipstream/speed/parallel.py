@@ -1,4 +1,4 @@
-"""Lever: several processes train one model together, with whole copies (DDP) or shares of it (FSDP2, HSDP)."""
+"""Option: several processes train one model together, with whole copies (DDP) or shares of it (FSDP2, HSDP)."""
 
 from __future__ import annotations
 

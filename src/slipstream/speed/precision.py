@@ -1,4 +1,4 @@
-"""Lever: in which precision a step computes."""
+"""Option: in which precision a step computes."""
 
 from __future__ import annotations
 

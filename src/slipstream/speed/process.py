@@ -1,4 +1,4 @@
-"""Levers: switches of the whole process, put back when a run ends."""
+"""Options: switches of the whole process, put back when a run ends."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def read_gc(value: Any) -> int | None:
 
 @contextmanager
 def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Have the levers `cudnn_benchmark` and `expandable_segments` on, as given, for as long as the context lasts."""
+    """Have the options `cudnn_benchmark` and `expandable_segments` on, as given, for as long as the context lasts."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())

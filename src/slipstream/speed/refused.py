@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from slipstream.errors import ConfigError
-from slipstream.speed.facts import Facts
+from slipstream.speed.capabilities import Capabilities
 
 if TYPE_CHECKING:
     from slipstream.speed.plan import SpeedPlan
@@ -19,9 +19,9 @@ __all__ = ["IDLE", "REFUSED", "Refusal", "check", "idle"]
 class Refusal:
     """A plan that cannot work."""
 
-    lever: str
-    """The lever whose place the error names."""
-    when: Callable[[SpeedPlan, Facts], bool]
+    option: str
+    """The option whose place the error names."""
+    when: Callable[[SpeedPlan, Capabilities], bool]
     message: str
     """What is wrong, and the remedy."""
 
@@ -37,27 +37,27 @@ def _compiles_step(plan: SpeedPlan) -> bool:
 REFUSED = (
     Refusal(
         "precision",
-        lambda plan, facts: _named(plan, "fp8") and facts.capability < (8, 9),
+        lambda plan, capabilities: _named(plan, "fp8") and capabilities.capability < (8, 9),
         "'fp8' needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper): take 'bf16'",
     ),
     Refusal(
         "precision",
-        lambda plan, facts: _named(plan, "fp8") and not facts.torchao,
+        lambda plan, capabilities: _named(plan, "fp8") and not capabilities.torchao,
         "'fp8' needs torchao: pip install 'slipstream[fp8]'",
     ),
     Refusal(
         "cuda_graph",
-        lambda plan, facts: plan.cuda_graph and facts.device != "cuda",
+        lambda plan, capabilities: plan.cuda_graph and capabilities.device != "cuda",
         "replays the step on an NVIDIA or AMD GPU, and there is none here: leave it out",
     ),
     Refusal(
         "cuda_graph",
-        lambda plan, facts: plan.cuda_graph and not _compiles_step(plan),
+        lambda plan, capabilities: plan.cuda_graph and not _compiles_step(plan),
         "replays the whole compiled step: add compile=dict(scope='step')",
     ),
     Refusal(
         "compile",
-        lambda plan, facts: (
+        lambda plan, capabilities: (
             plan.compile is not None
             and plan.compile.scope == "step"
             and plan.parallel is not None
@@ -67,7 +67,7 @@ REFUSED = (
     ),
     Refusal(
         "compile",
-        lambda plan, facts: (
+        lambda plan, capabilities: (
             plan.compile is not None
             and plan.compile.backend == "eager"
             and plan.activation_checkpointing is not None
@@ -76,7 +76,7 @@ REFUSED = (
     ),
     Refusal(
         "find_unused_parameters",
-        lambda plan, facts: (
+        lambda plan, capabilities: (
             plan.find_unused_parameters and plan.parallel is not None and plan.parallel.sharded
         ),
         "is DDP's; a sharded model needs no such search: leave it out",
@@ -85,42 +85,42 @@ REFUSED = (
 """Every plan that is refused when it is made."""
 
 IDLE = (
-    ("precision", lambda plan, facts: _named(plan, "tf32") and not facts.tf32,
+    ("precision", lambda plan, capabilities: _named(plan, "tf32") and not capabilities.tf32,
      "'tf32' needs an NVIDIA GPU of compute capability 8.0 or higher (Ampere); float32 is computed"),
-    ("cudnn_benchmark", lambda plan, facts: plan.cudnn_benchmark and facts.device != "cuda",
+    ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.device != "cuda",
      "there is no cuDNN on this device"),
-    ("cudnn_benchmark", lambda plan, facts: plan.cudnn_benchmark and facts.deterministic,
+    ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.deterministic,
      "randomness.deterministic takes the same algorithm each time"),
-    ("expandable_segments", lambda plan, facts: plan.expandable_segments and facts.device != "cuda",
+    ("expandable_segments", lambda plan, capabilities: plan.expandable_segments and capabilities.device != "cuda",
      "it concerns the memory of a GPU"),
-    ("prefetch", lambda plan, facts: bool(plan.prefetch) and facts.device == "cpu",
+    ("prefetch", lambda plan, capabilities: bool(plan.prefetch) and capabilities.device == "cpu",
      "batches are in the CPU's memory already"),
-    ("activation_checkpointing", lambda plan, facts: (
+    ("activation_checkpointing", lambda plan, capabilities: (
         plan.activation_checkpointing is not None and plan.activation_checkpointing.offload
         and plan.compile is not None),
      "offload: compiled code keeps the inputs of blocks on the device; they are recomputed all the same"),
-    ("sync_bn", lambda plan, facts: plan.sync_bn and facts.world_size == 1,
+    ("sync_bn", lambda plan, capabilities: plan.sync_bn and capabilities.world_size == 1,
      "one process has the whole batch"),
-    ("parallel", lambda plan, facts: plan.parallel is not None and facts.world_size == 1,
+    ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "there is one process: start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Every lever that has no effect on some machine: its name, when, and why. A plan may still hold it, so that one
+"""Every option that has no effect on some machine: its name, when, and why. A plan may still hold it, so that one
 configuration serves a laptop and a cluster."""
 
 
-def check(plan: SpeedPlan, facts: Facts) -> None:
+def check(plan: SpeedPlan, capabilities: Capabilities) -> None:
     """Refuse a plan that cannot work.
 
     Raises:
-        ConfigError: the first line of `REFUSED` that applies, with the place that the lever was set in.
+        ConfigError: the first line of `REFUSED` that applies, with the place that the option was set in.
     """
     for refusal in REFUSED:
-        if refusal.when(plan, facts):
-            raise ConfigError(refusal.message, plan.place(refusal.lever))
+        if refusal.when(plan, capabilities):
+            raise ConfigError(refusal.message, plan.place(refusal.option))
 
 
-def idle(plan: SpeedPlan, facts: Facts) -> Iterator[tuple[str, str]]:
-    """Yield the levers of a plan that have no effect here, and why."""
-    for lever, when, why in IDLE:
-        if when(plan, facts):
-            yield lever, why
+def idle(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
+    """Yield the options of a plan that have no effect here, and why."""
+    for option, when, why in IDLE:
+        if when(plan, capabilities):
+            yield option, why

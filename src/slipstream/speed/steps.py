@@ -23,9 +23,9 @@ from slipstream.speed.compile_report import explain_failure
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
+from slipstream.step.cuda_graph import CudaCapture, Replayed
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
-from slipstream.step.replay import CudaCapture, Replayed
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import plain_settings
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError

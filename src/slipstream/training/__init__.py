@@ -1,4 +1,4 @@
-"""SuperGradients' door: its `Trainer`, models, loaders and callbacks, over the Runner."""
+"""SuperGradients' front end: its `Trainer`, models, loaders and callbacks, over the Runner."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from slipstream.apps.zoo import models as models
     from slipstream.training import dataloaders as dataloaders
     from slipstream.training.callbacks import Callback as Callback
     from slipstream.training.callbacks import EarlyStop as EarlyStop
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
     from slipstream.training.callbacks import PhaseCallback as PhaseCallback
     from slipstream.training.callbacks import PhaseContext as PhaseContext
     from slipstream.training.trainer import Trainer as Trainer
-    from slipstream.zoo import models as models
 
 _HOMES = {
     "Callback": "slipstream.training.callbacks",
@@ -23,7 +23,7 @@ _HOMES = {
     "PhaseContext": "slipstream.training.callbacks",
     "Trainer": "slipstream.training.trainer",
 }
-_MODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.zoo.models"}
+_MODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.apps.zoo.models"}
 
 __all__ = [
     "Callback",

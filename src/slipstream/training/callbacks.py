@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from slipstream.dataset.base import SegmentationDataset
-from slipstream.dataset.loader import SeededDataset
-from slipstream.dataset.pipeline import check_transforms
-from slipstream.dataset.transforms import Affine, SegConvertToTensor
+from slipstream.dataset.loading.loader import SeededDataset
+from slipstream.dataset.sources.base import SegmentationDataset
+from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
+from slipstream.dataset.transforms.pipeline import check_transforms
 from slipstream.errors import ConfigError
 from slipstream.hooks import EarlyStoppingHook, Hook
 from slipstream.model import unwrap_model

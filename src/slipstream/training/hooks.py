@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from slipstream.dataset.loader import build_dataloader
-from slipstream.dataset.workers import end_workers
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.workers import end_workers
 from slipstream.errors import DataError
 from slipstream.hooks import Hook
 from slipstream.model import unwrap_model

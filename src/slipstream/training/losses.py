@@ -31,7 +31,7 @@ def loss_config(
 
     Args:
         loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are
-            SuperGradients', old and new, those of `slipstream.zoo` and of `torch.nn`.
+            SuperGradients', old and new, those of `slipstream.apps.zoo` and of `torch.nn`.
         criterion_params: arguments of the loss; those that stand beside its name prevail.
 
     Raises:

@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from slipstream.apps.zoo import models
+from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.apps.zoo.stdc_loss import STDCLoss
 from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.evaluator import CountingMetric
 from slipstream.hooks import Hook
@@ -16,10 +20,6 @@ from slipstream.model.sliding import SlidingWindow, slide
 from slipstream.model.tasks import main_output
 from slipstream.registry import HOOKS, METRICS, MODELS
 from slipstream.training.optimizers import freeze
-from slipstream.zoo import models
-from slipstream.zoo.dice_ce_edge import DiceCEEdgeLoss
-from slipstream.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
-from slipstream.zoo.stdc_loss import STDCLoss
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner

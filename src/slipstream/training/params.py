@@ -44,7 +44,7 @@ _PLAN = "SpeedPlan"
 class TrainingParams:
     """A field for each key, with SuperGradients' default.
 
-    The text beside a field's type says what the key becomes: an argument of the `Runner`, a hook, a lever.
+    The text beside a field's type says what the key becomes: an argument of the `Runner`, a hook, an option.
     A `Refused` key is known, and nothing but its default can be honoured.
     """
 
@@ -102,7 +102,7 @@ class TrainingParams:
     metric_to_watch: Annotated[str | None, "default_hooks.checkpoint.save_best"] = "Accuracy"
     greater_metric_to_watch_is_better: Annotated[bool, "default_hooks.checkpoint.rule"] = True
 
-    # Levers.
+    # Options.
     speed: Annotated[str | dict[str, Any] | None, _PLAN] = None
     mixed_precision: Annotated[bool | str, _PLAN] = False
     torch_compile: Annotated[bool, _PLAN] = False

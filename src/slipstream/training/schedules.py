@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError
 from slipstream.optim.scheduler import TorchSchedulerAdapter, _ParamScheduler
 from slipstream.optim.scheduler.checks import INF, check_int
 from slipstream.registry import PARAM_SCHEDULERS
-from slipstream.training.course import MODES, WARMUPS, Course, check_known
+from slipstream.training.lr_schedule import MODES, WARMUPS, LRSchedule, check_known
 from slipstream.training.params import TrainingParams
 
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
@@ -27,20 +27,20 @@ _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
-    """The learning rates of a `Course`, stepped by iteration.
+    """The learning rates of a `LRSchedule`, stepped by iteration.
 
     Without an `lr_mode` it acts during the warm-up only, and leaves the rates to others afterwards.
 
     Args:
         optimizer: see `_ParamScheduler`; a group's own `warmup_initial_lr` goes before that of the course.
-        course: a `Course` or its fields.
+        course: a `LRSchedule` or its fields.
 
     Raises:
         ConfigError, UnknownNameError: naming the field that is wrong.
     """
 
-    def __init__(self, optimizer: Any, course: Course | Mapping[str, Any]) -> None:
-        self.course = options(Course, course, "course")
+    def __init__(self, optimizer: Any, course: LRSchedule | Mapping[str, Any]) -> None:
+        self.course = options(LRSchedule, course, "course")
         end = INF if self.course.lr_mode else self.course.climbing + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
@@ -137,10 +137,10 @@ def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]
     if isinstance(params.warmup_initial_lr, Mapping) or not warms_up:
         del words["warmup_initial_lr"]  # a map of them stands in the parameter groups
     check_known(params.warmup_mode, WARMUPS, "training_params.warmup_mode")
-    course = options(Course, {"epoch_length": 1, "max_epochs": 1, **words}, "training_params")
+    course = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **words}, "training_params")
     if lr_mode is None and not warms_up:
         return []
-    default = Course(1, 1)
+    default = LRSchedule(1, 1)
     changed = {key: value for key in words if (value := getattr(course, key)) != getattr(default, key)}
     return [{"type": "RecipeLR", "convert_to_iter_based": True, **changed}]
 

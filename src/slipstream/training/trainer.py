@@ -10,16 +10,16 @@ from torch import nn
 
 from slipstream.checkpoint import find_latest_checkpoint, read_meta
 from slipstream.config import Config
-from slipstream.dataset.loader import build_dataloader
+from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dist import infer_launcher
 from slipstream.errors import CheckpointError, ConfigError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.runner import Runner
+from slipstream.training.config_paths import at_user_paths
 from slipstream.training.hooks import HistoryHook, TestLoadersHook
 from slipstream.training.metrics import metric_config
 from slipstream.training.params import plain
-from slipstream.training.places import in_given_words
 from slipstream.training.recipe import pretrained_whole, recipe_config
 from slipstream.training.translate import runner_config, work_dir
 
@@ -113,7 +113,7 @@ class Trainer:
 
     def _run(self, cfg: Mapping[str, Any]) -> list[dict[str, float]]:
         history = HistoryHook()
-        with in_given_words(cfg):
+        with at_user_paths(cfg):
             self.runner = Runner.from_cfg(cfg)
             self.runner.register_hook(history)
             self.runner.train()
@@ -209,7 +209,7 @@ class Trainer:
             name = plain(cfg).get("training_hyperparams", {}).get("ckpt_name") or "ckpt_latest.pth"
             weights["load_from"] = _existing(Path(recipe["work_dir"]) / name)
         training = ("train_dataloader", "train_cfg", "optim_wrapper", "param_scheduler", "resume")
-        with in_given_words(recipe):
+        with at_user_paths(recipe):
             runner = Runner.from_cfg(
                 {key: value for key, value in recipe.items() if key not in training} | weights
             )

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.speed import PARAMS_LEVERS
+from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import callback_hooks
 from slipstream.training.hooks import PrePredictionHook
 from slipstream.training.losses import loss_config
@@ -82,7 +82,7 @@ def runner_config(
         "launcher": launcher,
         "log_level": "WARNING" if params.silent_mode else "INFO",
         "visualizer": visualizer(params, experiment_name),
-        "training_params": _levers(params),
+        "training_params": _options(params),
     }
 
 
@@ -124,9 +124,9 @@ def _evaluation(mode: str, loader: Any, params: TrainingParams) -> dict[str, Any
     return {f"{mode}_dataloader": loader, f"{mode}_cfg": {}, f"{mode}_evaluator": evaluator}
 
 
-def _levers(params: TrainingParams) -> dict[str, Any]:
+def _options(params: TrainingParams) -> dict[str, Any]:
     """Return what the plan reads. A default says nothing, since recipes write all of them down."""
-    return {key: value for key, value in params.given().items() if key in PARAMS_LEVERS}
+    return {key: value for key, value in params.given().items() if key in PARAMS_OPTIONS}
 
 
 def _resume(params: TrainingParams, folder: str) -> bool | str:

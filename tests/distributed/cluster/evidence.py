@@ -26,7 +26,7 @@ def words(run: Run) -> str:
 
 
 def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
-    """Check that a stumbling training ended as a whole, by the failure of rank 1 and with its traceback first.
+    """Check that a faulty training ended as a whole, by the failure of rank 1 and with its traceback first.
 
     The limit leaves room for the start, which on a busy machine takes longest; the other ranks would wait for
     ten minutes.

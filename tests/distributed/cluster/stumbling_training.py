@@ -46,7 +46,7 @@ if __name__ == "__main__":
     launcher, how, others = sys.argv[1:]
     Runner(
         model=Stumbles(how, others),
-        work_dir="stumbling",
+        work_dir="faulty",
         train_dataloader=dict(
             batch_size=2, dataset=Points(), sampler=dict(type="DefaultSampler", shuffle=True)
         ),

@@ -1,0 +1,1 @@
+"""Applications of the engine: networks, generated data, and a model of how training scales."""

@@ -1,0 +1,92 @@
+"""How long collectives take: alpha-beta costs on machines of several GPUs.
+
+A collective of `n` bytes among `machines` x `local` GPUs; for reduce-scatter and all-gather `n` is the whole
+buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005 (ring); Sanders, Speck and
+Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain inside the machine, trees between machines,
+latencies by the kind of each hop).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from slipstream.apps.scaling.model_profile import Cluster, Link
+
+__all__ = ["all_gather", "all_reduce", "hierarchical", "reduce_scatter", "ring", "tree", "volume"]
+
+Links = tuple[Link, Link]
+"""Inside a machine, and between machines."""
+
+
+def ring(n: float, links: Links, machines: int, local: int) -> float:
+    """Return the seconds of a reduce-scatter or an all-gather around one ring.
+
+    Each of the p - 1 hops passes n / p bytes on, over all network cards of a machine:
+    `latencies + (p - 1) / p * n * max(beta_intra, beta_inter)`.
+    """
+    p, (intra, inter) = machines * local, links
+    latencies = (p - machines) * intra.alpha + (machines - 1) * inter.alpha
+    return latencies + (p - 1) / p * n * _slowest(links, machines, local)
+
+
+def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
+    """Return the seconds of a reduce-scatter or an all-gather, first in one level, then in the other.
+
+    Between machines each of the `local` GPUs moves its own n / local bytes, all through the machine's cards.
+    """
+    return ring(n, links, 1, local) + ring(n, links, machines, 1)
+
+
+def tree(n: float, links: Links, machines: int, local: int) -> float:
+    """Return the seconds of an all-reduce on two binary trees: few latencies, 2 n beta."""
+    intra, inter = links
+    latency = (local - 1) * intra.alpha + math.ceil(math.log2(machines)) * inter.alpha
+    return 2 * (latency + n * _slowest(links, machines, local))
+
+
+def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
+    """Return the seconds of an all-reduce by the fastest algorithm and protocol; 0 for one GPU.
+
+    On rings it is a reduce-scatter and an all-gather.
+    """
+    fastest = min(
+        min(2 * _half(n, links, machines, local), tree(n, links, machines, local))
+        for links in _protocols(cluster)
+    )
+    return _whole(fastest + n * cluster.gamma.all_reduce, cluster, machines * local)
+
+
+def all_gather(n: float, cluster: Cluster, machines: int, local: int) -> float:
+    """Return the seconds of an all-gather by the fastest algorithm and protocol; 0 for one GPU."""
+    fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
+    return _whole(fastest + n * cluster.gamma.all_gather, cluster, machines * local)
+
+
+def reduce_scatter(n: float, cluster: Cluster, machines: int, local: int) -> float:
+    """Return the seconds of a reduce-scatter by the fastest algorithm and protocol; 0 for one GPU."""
+    fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
+    return _whole(fastest + n * cluster.gamma.reduce_scatter, cluster, machines * local)
+
+
+def volume(n: float, gpus: int) -> float:
+    """Return the bytes that each GPU sends in a reduce-scatter or an all-gather; an all-reduce sends twice that."""
+    return (gpus - 1) / gpus * n
+
+
+def _half(n: float, links: Links, machines: int, local: int) -> float:
+    return min(ring(n, links, machines, local), hierarchical(n, links, machines, local))
+
+
+def _whole(seconds: float, cluster: Cluster, gpus: int) -> float:
+    return cluster.launch + seconds if gpus > 1 else 0.0
+
+
+def _protocols(cluster: Cluster) -> Iterator[Links]:
+    yield cluster.intra, cluster.inter
+    yield cluster.intra.quick(), cluster.inter.quick()
+
+
+def _slowest(links: Links, machines: int, local: int) -> float:
+    intra, inter = links
+    return max(intra.beta * (local > 1), inter.beta * (machines > 1))

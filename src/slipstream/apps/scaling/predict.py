@@ -1,0 +1,100 @@
+"""From a network and a cluster to step times, memory and the best strategy."""
+
+from __future__ import annotations
+
+from statistics import NormalDist
+
+from slipstream.apps.scaling.model_profile import Cluster, Model, Prediction, Strategy
+from slipstream.apps.scaling.simulate import Work, shards, simulate, units
+from slipstream.errors import ConfigError
+
+__all__ = ["best", "memory_per_gpu", "predict", "slowest_of", "work_of"]
+
+
+def predict(
+    model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
+) -> Prediction:
+    """Return what a step should take.
+
+    Args:
+        model: what is trained.
+        cluster: where.
+        strategy: how.
+        batch: samples per GPU.
+        step_time: measured seconds of a step on one GPU with this batch; computing then takes that long in
+            all, divided among the blocks in the estimated proportions.
+    """
+    work = work_of(model, cluster, strategy, batch, step_time)
+    schedule = simulate(model, cluster, strategy, work)
+    return Prediction(
+        strategy,
+        cluster,
+        batch,
+        compute=work.seconds,
+        exposed=max(0.0, schedule.now - work.seconds),
+        waiting=slowest_of(cluster.gpus) * strategy.noise * work.seconds,
+        sent=sum(event.sent for event in schedule.events),
+        memory=memory_per_gpu(model, cluster, strategy, batch),
+    )
+
+
+def best(predictions: list[Prediction]) -> Prediction:
+    """Return the fastest that fits, the first of equals; if none fits, the one that needs least memory."""
+    fitting = [p for p in predictions if p.fits]
+    return min(fitting, key=lambda p: p.step_time) if fitting else min(predictions, key=lambda p: p.memory)
+
+
+def work_of(
+    model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
+) -> Work:
+    """Return the seconds of computing: of each block the longer of its FLOPs and its memory traffic.
+
+    A roofline (Williams, Waterman and Patterson 2009). In the forward pass each kept value is written and read
+    once; the backward pass takes twice the FLOPs and twice the traffic. The optimizer is memory traffic:
+    parameters and state are read and written, gradients read.
+
+    Raises:
+        ConfigError: the step time is no positive number.
+    """
+    forward = []
+    for block in model.blocks:
+        traffic = 2 * batch * block.activations * strategy.activation_bytes
+        traffic += block.parameters * strategy.parameter_bytes
+        forward.append(max(batch * block.flops / cluster.flops, traffic / cluster.memory_bandwidth))
+    owned = model.parameters / shards(cluster, strategy)
+    optimizer = owned * (4 + 4 + 4 + 2 * strategy.state_bytes) / cluster.memory_bandwidth
+    work = Work(forward, [2 * seconds for seconds in forward], optimizer)
+    if step_time is None:
+        return work
+    if not step_time > 0:
+        raise ConfigError(f"the measured step time must be a positive number of seconds, not {step_time}")
+    alone = 3 * sum(forward) + optimizer * model.parameters / owned
+    factor = step_time / alone
+    return Work([factor * s for s in forward], [factor * s for s in work.backward], factor * optimizer)
+
+
+def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
+    """Return the bytes of a GPU (Rajbhandari et al. 2020): float32 parameters, gradients, state, activations.
+
+    Sharded strategies divide the first three and hold the two largest units whole, as gathered and as summed;
+    DDP holds the parameters cast for the forward pass, if they are.
+    """
+    activations = batch * model.activations * strategy.activation_bytes
+    kept = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)
+    if strategy.kind == "ddp":
+        cast = strategy.parameter_bytes * model.parameters if strategy.parameter_bytes < 4 else 0
+        return kept + cast + activations
+    sizes = [
+        sum(model.blocks[i].parameters for i in unit)
+        for unit in units(model.blocks, strategy.unit_parameters)
+    ]
+    whole = sum(sorted(sizes)[-2:]) * (strategy.parameter_bytes + strategy.gradient_bytes)
+    return kept + whole + activations
+
+
+def slowest_of(n: int) -> float:
+    """Return by how many standard deviations the slowest of `n` normal times is expected to exceed the mean.
+
+    Blom's approximation (1958) of the expected largest order statistic: the quantile (n - 3/8) / (n + 1/4).
+    """
+    return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

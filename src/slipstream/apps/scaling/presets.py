@@ -1,0 +1,128 @@
+"""Hardware as data, and networks that are formulas."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slipstream.apps.scaling.model_profile import Block, Cluster, Gamma, Link, Model
+
+__all__ = [
+    "GPUS",
+    "NETWORKS",
+    "SUSTAINED_FLOPS",
+    "SUSTAINED_LINK",
+    "Gpu",
+    "Network",
+    "make_cluster",
+    "segformer_1b",
+]
+
+SUSTAINED_FLOPS = 0.4
+"""Of the peak: what large models reach (PaLM 46 %, Chowdhery et al. 2022; MegaScale 55 %, Jiang et al. 2024),
+less a little for convolutions."""
+SUSTAINED_LINK = 0.8
+"""Of a link's nominal bandwidth, as for memory: protocols and imperfect access."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """From the vendor's data sheet."""
+
+    flops: float
+    """bf16 (V100: fp16) with float32 sums, dense, per second."""
+    memory_bandwidth: float
+    memory: float
+    link_bandwidth: float
+    """To the other GPUs of the machine, bytes per second in each direction."""
+    link_alpha: tuple[float, float] = (1.9e-6, 0.6e-6)
+    """For large and for small messages."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """Between machines."""
+
+    bandwidth: float
+    """Of one card, bytes per second in each direction."""
+    per_gpu: bool
+    """One card for each GPU, or one for the machine."""
+    alpha: tuple[float, float]
+    """For large and for small messages."""
+
+
+# NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
+# "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). NVLink figures there are both directions together.
+# Latencies of a hop: NCCL's own table (src/graph/tuning.cc) for rings by its protocols LL128 and LL: NVLink 1.9
+# and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us, an assumption.
+GPUS = {
+    "v100": Gpu(125e12, 0.9e12, 32e9, 150e9),
+    "a100": Gpu(312e12, 2.039e12, 80e9, 300e9),
+    "h100": Gpu(989e12, 3.35e12, 80e9, 450e9),
+    "h200": Gpu(989e12, 4.8e12, 141e9, 450e9),
+    "rtx4090": Gpu(165e12, 1.008e12, 24e9, 32e9, (2.5e-6, 1.0e-6)),
+}
+NETWORKS = {
+    "ib400": Network(50e9, True, (4e-6, 2.7e-6)),
+    "ib200": Network(25e9, True, (4e-6, 2.7e-6)),
+    "eth100": Network(12.5e9, False, (30e-6, 30e-6)),
+    "eth25": Network(3.125e9, False, (30e-6, 30e-6)),
+}
+_LAUNCH = 8e-6  # NCCL's base latency of a ring (src/graph/tuning.cc: 6.6 us LL, 8.4 us Simple)
+
+
+def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> Cluster:
+    """Return a cluster of `gpus` GPUs at the sustained rates.
+
+    Raises:
+        ConfigError: the GPUs do not fill the machines.
+    """
+    cards = gpus_per_node if network.per_gpu else 1
+    copy = 2 / (
+        SUSTAINED_LINK * gpu.memory_bandwidth
+    )  # FSDP2 copies out of a gathered and into a summed buffer
+    return Cluster(
+        gpus,
+        gpus_per_node,
+        intra=_link(gpu.link_alpha, gpu.link_bandwidth),
+        inter=_link(network.alpha, network.bandwidth * cards),
+        flops=SUSTAINED_FLOPS * gpu.flops,
+        memory_bandwidth=SUSTAINED_LINK * gpu.memory_bandwidth,
+        memory=gpu.memory,
+        launch=_LAUNCH,
+        gamma=Gamma(all_gather=copy, reduce_scatter=copy),
+    )
+
+
+def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
+    large, small = alpha
+    return Link(large, 1 / (SUSTAINED_LINK * bandwidth), small)
+
+
+def segformer_1b(height: int, width: int) -> Model:
+    """Return a SegFormer (arXiv 2105.15203) of one billion parameters, from formulas.
+
+    Four times B5's widths (256, 512, 1280, 2048), depths 3, 6, 30, 3, attention over keys reduced 8, 4, 2 and 1
+    times per side, feed-forward parts four times as wide with a 3x3 depthwise convolution, an all-MLP decoder
+    of 768 channels for 19 classes. Per token, a block of width C that reduces R times has
+    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and keeps `20 C` values.
+    """
+    stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
+    blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19
+    for number, (c, depth, reduction, stride) in enumerate(stages, 1):
+        tokens = (height // stride) * (width // stride)
+        patch = (7 if number == 1 else 3) ** 2 * before * c
+        blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
+        keys = tokens / reduction**2
+        # Queries, projection and feed-forward see every token; keys and values only the reduced ones.
+        per_token = 2 * c * c + 8 * c * c + 36 * c
+        per_key = 2 * c * c + ((reduction * c) ** 2 if reduction > 1 else 0)
+        vectors = 19 * c if reduction > 1 else 16 * c  # biases and LayerNorms
+        flops = 2 * (per_token * tokens + per_key * keys) + 4 * tokens * keys * c
+        block = (per_token + per_key + vectors, flops, 20.0 * c * tokens)
+        blocks += [Block(f"block{number}.{index}", *block) for index in range(depth)]
+        decoder += c * hidden
+        before = c
+    pixels = (height // 4) * (width // 4)
+    decoder += 4 * hidden * hidden + hidden * classes
+    blocks.append(Block("decoder", decoder, 2.0 * decoder * pixels, 6.0 * hidden * pixels, hidden))
+    return Model("segformer_1b", tuple(blocks))

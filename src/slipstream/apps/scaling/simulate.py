@@ -1,0 +1,175 @@
+"""One training step, event by event: a computing processor, and a network that serves one collective at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from slipstream.apps.scaling.collectives import all_gather, all_reduce, reduce_scatter, volume
+from slipstream.apps.scaling.model_profile import Block, Cluster, Model, Strategy
+
+__all__ = [
+    "FIRST_BUCKET_BYTES",
+    "SYNC_BN_ONE_MESSAGE",
+    "Event",
+    "Schedule",
+    "Work",
+    "shards",
+    "simulate",
+    "units",
+]
+
+FIRST_BUCKET_BYTES = 2**20
+"""DDP's first bucket is small, so that summing begins early (torch.nn.parallel.DistributedDataParallel)."""
+SYNC_BN_ONE_MESSAGE = 2**18
+"""Up to so many values `slipstream.model.SyncBatchNorm` sends one message instead of two."""
+_STATISTICS_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Work:
+    """Seconds of computing of each block's forward and backward, in the order of the blocks, and of the optimizer."""
+
+    forward: Sequence[float]
+    backward: Sequence[float]
+    optimizer: float
+
+    @property
+    def seconds(self) -> float:
+        """All of it."""
+        return sum(self.forward) + sum(self.backward) + self.optimizer
+
+
+@dataclass(frozen=True)
+class Event:
+    """A collective and when it ran."""
+
+    name: str
+    start: float
+    end: float
+    sent: float
+    """Bytes that each GPU sent."""
+
+
+@dataclass
+class Schedule:
+    """What one GPU does in a step; all others do the same at the same time."""
+
+    cluster: Cluster
+    now: float = 0.0
+    """Up to here the processor is busy."""
+    network: float = 0.0
+    """Up to here the network is busy."""
+    events: list[Event] = field(default_factory=list)
+
+    def compute(self, seconds: float) -> None:
+        """Keep the processor busy."""
+        self.now += seconds
+
+    def send(self, name: str, seconds: float, sent: float) -> float:
+        """Queue a collective whose data are ready now; return when it ends."""
+        start = max(self.now, self.network)
+        self.network = start + seconds
+        self.now += (1 - self.cluster.overlap) * seconds
+        self.events.append(Event(name, start, self.network, sent))
+        return self.network
+
+    def wait(self, until: float) -> None:
+        """Let the processor idle."""
+        self.now = max(self.now, until)
+
+
+def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> Schedule:
+    """Return the schedule of one step; its `now` is the step's end."""
+    schedule = Schedule(cluster)
+    run = _replicated if strategy.kind == "ddp" else _sharded
+    run(model, cluster, strategy, work, schedule)
+    schedule.wait(schedule.network)
+    schedule.compute(work.optimizer)
+    return schedule
+
+
+def units(blocks: Sequence[Block], least: int) -> list[range]:
+    """Return which consecutive blocks are gathered together: as few as have `least` parameters."""
+    found, start, size = [], 0, 0
+    for index, block in enumerate(blocks):
+        size += block.parameters
+        if size >= least or index == len(blocks) - 1:
+            found.append(range(start, index + 1))
+            start, size = index + 1, 0
+    return found
+
+
+def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
+    """DDP: all-reduce each bucket of gradients while the backward pass goes on (Li et al. 2020)."""
+    everywhere = (cluster, cluster.machines, cluster.local)
+    for index, block in enumerate(model.blocks):
+        _sync_norm(block, strategy, schedule, work.forward[index])
+    bucket, limit = 0, FIRST_BUCKET_BYTES
+    for index, block in _backwards(model.blocks):
+        _sync_norm(block, strategy, schedule, work.backward[index])
+        bucket += block.parameters * strategy.gradient_bytes
+        if bucket >= min(limit, strategy.bucket_bytes) or (index == 0 and bucket):
+            schedule.send("all-reduce", all_reduce(bucket, *everywhere), 2 * volume(bucket, cluster.gpus))
+            bucket, limit = 0, strategy.bucket_bytes
+
+
+def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
+    """FSDP2 and HSDP: gather each unit before it runs, one ahead; scatter its gradients after it (Zhao et al. 2023)."""
+    ranks = shards(cluster, strategy)
+    group = (cluster, ranks // cluster.local, cluster.local)
+    all_units = units(model.blocks, strategy.unit_parameters)
+    sizes = [sum(model.blocks[index].parameters for index in unit) for unit in all_units]
+
+    def gather(unit: int) -> float:
+        n = sizes[unit] * strategy.parameter_bytes
+        return schedule.send("all-gather", all_gather(n, *group), volume(n, ranks))
+
+    gathered = gather(0)
+    for number, unit in enumerate(all_units):
+        schedule.wait(gathered)
+        if number + 1 < len(all_units):
+            gathered = gather(number + 1)
+        for index in unit:
+            _sync_norm(model.blocks[index], strategy, schedule, work.forward[index])
+    gathered = gather(len(all_units) - 1)
+    for number in reversed(range(len(all_units))):
+        schedule.wait(gathered)
+        if number > 0:
+            gathered = gather(number - 1)
+        for index in reversed(all_units[number]):
+            _sync_norm(model.blocks[index], strategy, schedule, work.backward[index])
+        n = sizes[number] * strategy.gradient_bytes
+        schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
+        if ranks < cluster.gpus:
+            # The GPUs of a machine sum their own shares at once, through the cards they share: as n at once.
+            seconds = all_reduce(n, cluster, cluster.machines, 1)
+            schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
+
+
+def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
+    """Compute a block; a SyncBN waits in each pass for one small all-reduce, or for two.
+
+    In one each GPU has a row with its moments and count. Where that grows too large, the means with the counts are
+    summed first, then the squared deviations. In the backward pass the gradients of these go the same way.
+    """
+    cluster = schedule.cluster
+    if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:
+        c = block.norm_channels
+        rows = cluster.gpus * (2 * c + 1)
+        for values in (rows,) if rows <= SYNC_BN_ONE_MESSAGE else (c + 1, c):
+            n = values * _STATISTICS_BYTES
+            seconds_each = all_reduce(n, cluster, cluster.machines, cluster.local)
+            schedule.wait(schedule.send("SyncBN", seconds_each, 2 * volume(n, cluster.gpus)))
+    schedule.compute(seconds)
+
+
+def shards(cluster: Cluster, strategy: Strategy) -> int:
+    """Return among how many GPUs parameters, gradients and optimizer state are divided."""
+    if strategy.kind == "ddp":
+        return 1
+    return cluster.local if strategy.kind == "hsdp" else cluster.gpus
+
+
+def _backwards(blocks: Sequence[Block]) -> Iterator[tuple[int, Block]]:
+    return reversed(list(enumerate(blocks)))

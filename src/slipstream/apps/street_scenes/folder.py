@@ -1,0 +1,146 @@
+"""StreetScenes as files, in Cityscapes' own layout: `python -m slipstream.apps.street_scenes.folder ROOT`."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import multiprocessing
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from slipstream.apps.street_scenes.dataset import StreetScenes
+from slipstream.cores import cores
+from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_LABELS
+from slipstream.errors import SlipstreamError
+
+__all__ = ["write_street_folder"]
+
+_CITIES = {"train": ("aachen", "bochum", "bremen"), "val": ("frankfurt", "lindau", "munster")}
+_FEWEST = 16  # scenes for which one more process is worth its start
+
+
+class _Part(NamedTuple):
+    """A split, and every `step`-th of its scenes from `first` on: what one process writes."""
+
+    root: Path
+    split: str
+    scenes: StreetScenes
+    first: int
+    step: int
+
+
+def write_street_folder(
+    root: str | Path, train: int = 8, val: int = 4, size: tuple[int, int] = (256, 512), seed: int = 0
+) -> None:
+    """Write drawn street scenes as Cityscapes lies on disk: photographs, masks of label ids, and `lists`.
+
+    `lists` has what SuperGradients' recipes ask for: `train.lst`, `val.lst` and `labels.csv`. With many scenes several
+    processes draw, so that a script that calls this needs its `if __name__ == "__main__":`.
+
+    Args:
+        root: the folder, made if need be; files of the same names are replaced.
+        train: scenes of the training split; scene i is scene i of `StreetScenes` with this seed.
+        val: scenes of the validation split, from the series `seed + 1`.
+        size: height and width in pixels.
+        seed: which series of scenes.
+
+    Raises:
+        ConfigError: a wrong size, count or seed.
+    """
+    root = Path(root)
+    counts = {"train": train, "val": val}
+    scenes = {split: StreetScenes(size, counts[split], seed + (split == "val")) for split in counts}
+    (root / "lists").mkdir(parents=True, exist_ok=True)
+    _write_labels(root / "lists" / "labels.csv")
+    for split, count in counts.items():
+        lines = [" ".join(_names(split, i)) for i in range(count)]
+        (root / "lists" / f"{split}.lst").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    workers = max(1, min(cores(), (train + val) // _FEWEST))
+    parts = [
+        _Part(root, split, scenes[split], first, workers) for split in counts for first in range(workers)
+    ]
+    if workers == 1:
+        for part in parts:
+            _write_part(part)
+    else:
+        with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+            list(pool.map(_write_part, parts))
+
+
+def _names(split: str, index: int) -> tuple[str, str]:
+    """Return the paths of a photograph and its mask, relative to the root."""
+    cities = _CITIES[split]
+    city = cities[index % len(cities)]
+    place = f"{split}/{city}/{city}_{index // len(cities):06}_000019"
+    return f"leftImg8bit/{place}_leftImg8bit.png", f"gtFine/{place}_gtFine_labelIds.png"
+
+
+def _write_part(part: _Part) -> None:
+    label_ids = np.zeros(256, dtype=np.uint8)  # what is not scored becomes 'unlabeled'
+    for label in CITYSCAPES_LABELS:
+        if 0 <= label.train_id < 255:
+            label_ids[label.train_id] = label.id
+    for i in range(part.first, len(part.scenes), part.step):
+        image, mask = part.scenes.load(i)
+        for name, pixels in zip(_names(part.split, i), (image, label_ids.take(mask)), strict=True):
+            path = part.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # The usual level, 6, takes twice as long as drawing the scene, and saves 8 %.
+            Image.fromarray(pixels).save(path, compress_level=3)
+
+
+def _write_labels(path: Path) -> None:
+    columns = ["index", "name", "id", "trainId", "category", "catId", "hasInstances", "ignoreInEval", "color"]
+    with path.open("w", encoding="utf-8", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *_label_rows()])
+
+
+def _label_rows() -> Iterator[list[str]]:
+    categories = list(dict.fromkeys(label.category for label in CITYSCAPES_LABELS))
+    for row, label in enumerate(CITYSCAPES_LABELS):
+        ignored = label.train_id in (-1, 255)
+        numbers = (label.id, label.train_id, label.category, categories.index(label.category))
+        flags, colour = (label.has_instances, ignored), "#{:02x}{:02x}{:02x}".format(*label.color)
+        yield [str(row), label.name, *map(str, numbers), *map(str, flags), colour]
+
+
+def _size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"must be HEIGHTxWIDTH, such as 256x512, not {text!r}")
+    return int(found[1]), int(found[2])
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m slipstream.apps.street_scenes.folder", description=__doc__
+    )
+    parser.add_argument("root", type=Path, metavar="ROOT")
+    parser.add_argument("--train", type=int, default=8, metavar="N", help="training scenes (default: 8)")
+    parser.add_argument("--val", type=int, default=4, metavar="N", help="validation scenes (default: 4)")
+    parser.add_argument("--size", type=_size, default=(256, 512), metavar="HxW", help="default: 256x512")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which series (default: 0)")
+    options = parser.parse_args()
+    try:
+        write_street_folder(**vars(options))
+    except (SlipstreamError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    words = f"data_root_dir={shlex.quote(str(options.root))} num_gpus=1 batch_size=2 epochs=1"
+    print(
+        f"{options.root}: {options.train} training and {options.val} validation scenes in Cityscapes' layout; "
+        f"to train on them: slipstream train cityscapes_regseg48 {words}"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,51 @@
+"""The recipes' networks and losses: plain modules, registered in `MODELS` by their own names."""
+
+from slipstream.apps.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39
+from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss
+from slipstream.apps.zoo.losses import CrossEntropy, MultiHeadCrossEntropy
+from slipstream.apps.zoo.pp_liteseg import PPLiteSeg, pp_lite_b_seg, pp_lite_t_seg
+from slipstream.apps.zoo.regseg import RegSeg, regseg48
+from slipstream.apps.zoo.resnet import ResNet, resnet18, resnet18_cifar, resnet34, resnet50
+from slipstream.apps.zoo.segformer import (
+    SegFormer,
+    segformer_b0,
+    segformer_b1,
+    segformer_b2,
+    segformer_b3,
+    segformer_b4,
+    segformer_b5,
+)
+from slipstream.apps.zoo.stdc_loss import OhemCELoss, STDCLoss
+from slipstream.apps.zoo.stdc_seg import STDCSeg, stdc1_seg, stdc2_seg
+
+__all__ = [
+    "CrossEntropy",
+    "DDRNet",
+    "DiceCEEdgeLoss",
+    "MultiHeadCrossEntropy",
+    "OhemCELoss",
+    "PPLiteSeg",
+    "RegSeg",
+    "ResNet",
+    "STDCLoss",
+    "STDCSeg",
+    "SegFormer",
+    "ddrnet_23",
+    "ddrnet_23_slim",
+    "ddrnet_39",
+    "pp_lite_b_seg",
+    "pp_lite_t_seg",
+    "regseg48",
+    "resnet18",
+    "resnet18_cifar",
+    "resnet34",
+    "resnet50",
+    "segformer_b0",
+    "segformer_b1",
+    "segformer_b2",
+    "segformer_b3",
+    "segformer_b4",
+    "segformer_b5",
+    "stdc1_seg",
+    "stdc2_seg",
+]

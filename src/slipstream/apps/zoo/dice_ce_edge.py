@@ -1,0 +1,158 @@
+"""The loss of the PP-LiteSeg and DDRNet recipes: cross-entropy, more of it near edges, and Dice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.apps.zoo.losses import at_least_float32
+from slipstream.errors import ModelError
+from slipstream.registry import MODELS
+
+__all__ = ["DiceCEEdgeLoss"]
+
+_SMOOTH = 1.0
+_EPS = 1e-5
+
+
+@MODELS.register_module()
+class DiceCEEdgeLoss(nn.Module):
+    """Cross-entropy over all pixels and once more over those near an edge, plus Dice, for each head.
+
+    With `p` the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels
+    in whose `edge_kernel` x `edge_kernel` neighbourhood (cut off at the border) more than one label occurs,
+    and ce = -log p[y] in V, 0 elsewhere::
+
+        CE   = ce_edge_weights[0] * mean(ce) + ce_edge_weights[1] * mean(ce over E)
+        Dice = mean over classes c of 1 - (2 I_c + 1) / (A_c + 1 + 1e-5)
+               I_c = sum of p[c] over V where y = c
+               A_c = sum of p[c] over V + number of pixels with y = c
+        loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
+
+    The first mean counts ignored pixels, and an edge to them is an edge, as in the recipes' own definition
+    (SuperGradients). Without any pixel in E its mean is 0. A detail head (one channel) predicts E: its CE is
+    the binary cross-entropy with E, and its Dice that of the sigmoid. Dice is that of V-Net (arXiv 1606.04797).
+
+    Half-precision logits are summed in float32. Nothing waits for the device or depends on the data's values.
+
+    Args:
+        num_classes: channels of the logits.
+        num_aux_heads: how many outputs follow the main one.
+        num_detail_heads: how many one-channel outputs follow those.
+        weights: factors of all outputs, in the network's order.
+        dice_ce_weights: factors of cross-entropy and of Dice, in this order.
+        ignore_index: targets of this value do not count.
+        edge_kernel: width of the neighbourhood, odd: an edge is `edge_kernel - 1` pixels wide.
+        ce_edge_weights: factors of the cross-entropy of all pixels, and of those near an edge.
+
+    Raises:
+        ModelError: the numbers of weights and heads differ, or `edge_kernel` is not odd.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_aux_heads: int = 2,
+        num_detail_heads: int = 1,
+        weights: Sequence[float] = (1, 1, 1, 1),
+        dice_ce_weights: Sequence[float] = (1, 1),
+        ignore_index: int = -100,
+        edge_kernel: int = 3,
+        ce_edge_weights: Sequence[float] = (0.5, 0.5),
+    ) -> None:
+        super().__init__()
+        heads = 1 + num_aux_heads + num_detail_heads
+        for name, given, needed in (
+            ("weights", weights, heads),
+            ("dice_ce_weights", dice_ce_weights, 2),
+            ("ce_edge_weights", ce_edge_weights, 2),
+        ):
+            if len(given) != needed:
+                raise ModelError(f"DiceCEEdgeLoss: {name} must be {needed} numbers, not {list(given)}")
+        if edge_kernel < 1 or edge_kernel % 2 == 0:
+            raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
+        self.num_classes = num_classes
+        self.num_detail_heads = num_detail_heads
+        self.weights = tuple(weights)
+        self.dice_ce_weights = tuple(dice_ce_weights)
+        self.ignore_index = ignore_index
+        self.edge_kernel = edge_kernel
+        self.ce_edge_weights = tuple(ce_edge_weights)
+        kinds = ["loss_main"] + [f"loss_aux{i}" for i in range(num_aux_heads)]
+        self.names = kinds + [f"loss_detail{i}" for i in range(num_detail_heads)]
+
+    def forward(self, outputs: Tensor | Sequence[Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
+
+        Args:
+            outputs: logits (N, num_classes, H, W) of all heads, main first, details (N, 1, H, W) last; or the
+                main ones alone, as a network in evaluation gives them.
+            targets: class ids (N, H, W), of any integer dtype.
+
+        Raises:
+            ModelError: outputs are not as many, or not as wide, as was said.
+        """
+        outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+        self._check(outputs)
+        targets = targets.long()
+        valid = targets != self.ignore_index
+        edges = _edges(targets, self.edge_kernel)
+        classes = torch.arange(self.num_classes, device=targets.device).view(-1, 1, 1)
+        hits = (targets.unsqueeze(1) == classes) & valid.unsqueeze(1)
+        losses = {}
+        for name, weight, logits in zip(self.names, self.weights, outputs, strict=False):
+            logits = at_least_float32(logits)
+            if name.startswith("loss_detail"):
+                cross_entropy, dice = _detail_loss(logits, edges)
+            else:
+                log_p = F.log_softmax(logits, dim=1)
+                cross_entropy = self._cross_entropy(log_p, targets, edges)
+                dice = _dice(log_p.exp() * valid.unsqueeze(1), hits)
+            first, second = self.dice_ce_weights
+            losses[name] = weight * (first * cross_entropy + second * dice)
+        return losses
+
+    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+        if len(outputs) not in (1, len(self.names)):
+            raise ModelError(
+                f"DiceCEEdgeLoss expects {len(self.names)} outputs ({', '.join(self.names)}), but the network "
+                f"has {len(outputs)}: set num_aux_heads and num_detail_heads to what it gives in training"
+            )
+        for name, logits in zip(self.names, outputs, strict=False):
+            needed = 1 if name.startswith("loss_detail") else self.num_classes
+            if logits.shape[1] != needed:
+                raise ModelError(
+                    f"DiceCEEdgeLoss expects {needed} channels for {name}, but the network gives "
+                    f"{logits.shape[1]}: give both the same num_classes (without the ignored label)"
+                )
+
+    def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
+        ce = F.nll_loss(log_p, targets, ignore_index=self.ignore_index, reduction="none")
+        everywhere, at_edges = self.ce_edge_weights
+        return everywhere * ce.mean() + at_edges * (ce * edges).sum() / edges.sum().clamp_min(1)
+
+
+def _edges(targets: Tensor, kernel: int) -> Tensor:
+    """Return True, (N, H, W), where the neighbourhood holds more than one label."""
+    # Where some class is dilated but not eroded, in terms of one label map instead of a map for each class.
+    labels = targets.float()
+    extremes = torch.stack((labels, -labels), dim=1)
+    extremes = F.max_pool2d(extremes, (kernel, 1), stride=1, padding=(kernel // 2, 0))
+    extremes = F.max_pool2d(extremes, (1, kernel), stride=1, padding=(0, kernel // 2))
+    return extremes.sum(1) != 0
+
+
+def _dice(p: Tensor, hits: Tensor) -> Tensor:
+    """Return the mean over channels of 1 - Dice, for probabilities and truth (N, C, H, W)."""
+    over = (0, 2, 3)
+    intersection = (p * hits).sum(over)
+    area = p.sum(over) + hits.sum(over)
+    return (1 - (2 * intersection + _SMOOTH) / (area + _SMOOTH + _EPS)).mean()
+
+
+def _detail_loss(logits: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+    truth = edges.unsqueeze(1)
+    return F.binary_cross_entropy_with_logits(logits, truth.to(logits.dtype)), _dice(logits.sigmoid(), truth)

@@ -1,0 +1,156 @@
+"""ResNet (arXiv 1512.03385), with torchvision's parameter names, so that its weights load as they are."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.apps.zoo.layers import check_num_classes, init_weights
+from slipstream.registry import MODELS
+
+__all__ = ["ResNet", "resnet18", "resnet18_cifar", "resnet34", "resnet50"]
+
+
+def _conv3x3(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 3, stride, padding=1, bias=False)
+
+
+def _conv1x1(in_channels: int, out_channels: int, stride: int = 1) -> nn.Conv2d:
+    return nn.Conv2d(in_channels, out_channels, 1, stride, bias=False)
+
+
+def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential | None:
+    if stride == 1 and in_channels == out_channels:
+        return None
+    return nn.Sequential(_conv1x1(in_channels, out_channels, stride), nn.BatchNorm2d(out_channels))
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions around a shortcut."""
+
+    expansion = 1
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = _conv3x3(in_channels, width, stride)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv3x3(width, width)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(in_channels, width, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, width, ceil(H / stride), ceil(W / stride))."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.bn2(self.conv2(out))
+        return F.relu(out + shortcut, inplace=True)
+
+
+class Bottleneck(nn.Module):
+    """A 3x3 convolution between two 1x1 around a shortcut; the 3x3 carries the stride (ResNet v1.5)."""
+
+    expansion = 4
+
+    def __init__(self, in_channels: int, width: int, stride: int) -> None:
+        super().__init__()
+        out_channels = width * self.expansion
+        self.conv1 = _conv1x1(in_channels, width)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.conv2 = _conv3x3(width, width, stride)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.conv3 = _conv1x1(width, out_channels)
+        self.bn3 = nn.BatchNorm2d(out_channels)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = _shortcut(in_channels, out_channels, stride)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, 4 * width, ceil(H / stride), ceil(W / stride))."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        out = self.relu(self.bn1(self.conv1(x)))
+        out = self.relu(self.bn2(self.conv2(out)))
+        out = self.bn3(self.conv3(out))
+        return F.relu(out + shortcut, inplace=True)
+
+
+class ResNet(nn.Module):
+    """A stem, four stages of residual blocks, global average pooling and a linear classifier.
+
+    Args:
+        block: `BasicBlock` or `Bottleneck`.
+        depths: blocks in each stage.
+        num_classes: classes of the classifier.
+        in_channels: channels of the images.
+        small_input: a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 and no
+            max-pooling, in place of 7x7 with stride 2 and pooling.
+
+    Raises:
+        ModelError: `num_classes` is below 1.
+    """
+
+    def __init__(
+        self,
+        block: type[BasicBlock] | type[Bottleneck],
+        depths: tuple[int, int, int, int],
+        num_classes: int = 1000,
+        in_channels: int = 3,
+        small_input: bool = False,
+    ) -> None:
+        super().__init__()
+        check_num_classes(num_classes)
+        if small_input:
+            self.conv1 = _conv3x3(in_channels, 64)
+            self.maxpool: nn.Module = nn.Identity()
+        else:
+            self.conv1 = nn.Conv2d(in_channels, 64, 7, stride=2, padding=3, bias=False)
+            self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.bn1 = nn.BatchNorm2d(64)
+        self.relu = nn.ReLU(inplace=True)
+        self.layer1 = _stage(block, 64, 64, depths[0], stride=1)
+        self.layer2 = _stage(block, 64 * block.expansion, 128, depths[1], stride=2)
+        self.layer3 = _stage(block, 128 * block.expansion, 256, depths[2], stride=2)
+        self.layer4 = _stage(block, 256 * block.expansion, 512, depths[3], stride=2)
+        self.fc = nn.Linear(512 * block.expansion, num_classes)
+        init_weights(self)
+
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the classifier learns, the rest is frozen."""
+        return {"fc": lr, "default": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits (N, num_classes) for images (N, in_channels, H, W)."""
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        logits: Tensor = self.fc(x.mean((2, 3)))
+        return logits
+
+
+def _stage(
+    block: type[BasicBlock] | type[Bottleneck], in_channels: int, width: int, depth: int, stride: int
+) -> nn.Sequential:
+    rest = (block(width * block.expansion, width, 1) for _ in range(depth - 1))
+    return nn.Sequential(block(in_channels, width, stride), *rest)
+
+
+@MODELS.register_module()
+def resnet18(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+    """Return ResNet-18 (11.7 million parameters for 1000 classes); see `ResNet`."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input)
+
+
+@MODELS.register_module()
+def resnet18_cifar(num_classes: int = 10, in_channels: int = 3) -> ResNet:
+    """Return ResNet-18 for images of 32x32 pixels (11.2 million parameters for 10 classes); see `ResNet`."""
+    return ResNet(BasicBlock, (2, 2, 2, 2), num_classes, in_channels, small_input=True)
+
+
+@MODELS.register_module()
+def resnet34(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+    """Return ResNet-34 (21.8 million parameters for 1000 classes); see `ResNet`."""
+    return ResNet(BasicBlock, (3, 4, 6, 3), num_classes, in_channels, small_input)
+
+
+@MODELS.register_module()
+def resnet50(num_classes: int = 1000, in_channels: int = 3, small_input: bool = False) -> ResNet:
+    """Return ResNet-50 v1.5 (25.6 million parameters for 1000 classes); see `ResNet`."""
+    return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, in_channels, small_input)

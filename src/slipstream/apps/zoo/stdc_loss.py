@@ -1,0 +1,191 @@
+"""The loss of STDC-Seg (arXiv 2104.13188): hard pixels for the classifiers, the labels' edges for the details."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slipstream.apps.zoo.losses import at_least_float32
+from slipstream.errors import ConfigError, ModelError
+from slipstream.registry import MODELS
+
+__all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
+
+
+@MODELS.register_module()
+class OhemCELoss(nn.Module):
+    """Cross-entropy over the hard pixels only (online hard example mining, arXiv 1604.03540).
+
+    Hard are the pixels whose own class gets a probability below `threshold`; where they are fewer than
+    k = max(1, floor(mining_percent * n)), of n pixels that count, the k pixels with the largest losses.
+    Pixels that tie for the last of the k places share them. The loss is the mean over the hard pixels,
+    and 0 with gradient 0 where no pixel counts. Nothing waits for the device.
+
+    Args:
+        threshold: probability, above 0 and at most 1.
+        mining_percent: the least share of pixels to keep, from 0 to 1.
+        ignore_index: targets of this value do not count.
+
+    Raises:
+        ConfigError: `threshold` or `mining_percent` is out of its range.
+    """
+
+    def __init__(
+        self, threshold: float = 0.7, mining_percent: float = 1 / 16, ignore_index: int = 255
+    ) -> None:
+        super().__init__()
+        if not 0 < threshold <= 1:
+            raise ConfigError(f"a probability above 0 and at most 1 is needed, not {threshold}", "threshold")
+        if not 0 <= mining_percent <= 1:
+            raise ConfigError(f"a share from 0 to 1 is needed, not {mining_percent}", "mining_percent")
+        self.mining_percent = mining_percent
+        self.ignore_index = ignore_index
+        self.hard_loss = -math.log(threshold)
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, 0-dim, of logits (N, classes, H, W) for integer class ids (N, H, W)."""
+        logits, targets = at_least_float32(logits), targets.long()
+        losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
+        return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
+
+    def _weights(self, losses: Tensor, counts: Tensor) -> Tensor:
+        """Return each pixel's part in the mean, given which count; they add up to 1."""
+        most = max(1, int(self.mining_percent * losses.numel()))
+        # The number to keep is known on the device only, so the kth largest is read off the `most` largest;
+        # an ignored pixel's loss is 0, the least there is.
+        keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
+        kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
+        cut = kth.clamp_max(self.hard_loss)
+        above, level = losses > cut, losses == cut
+        hard = above.sum()
+        places = (keep - hard).clamp_min(0).to(losses.dtype)
+        return (above + level * (places / level.sum().clamp_min(1))) / torch.maximum(keep, hard)
+
+
+def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
+    """Return where the details of class ids (N, H, W) are: a bool map (N, 1, H, W).
+
+    A pixel that counts is an edge when at least `threshold` of its eight neighbours have another class, do not count
+    or lie outside the image. Details are the edges, and every pixel whose 2x2 block begins with an edge.
+
+    This is what the paper's pyramid amounts to: a Laplacian (8 in the middle, -1 around) of each class's
+    mask, with strides 1, 2 and 4, each map 1 where it is at least `threshold`; enlarged, weighted by 0.6, 0.3 and
+    0.1, and 1 where the sum is at least 0.3. The third map decides nothing, and no gradient reaches the weights.
+    """
+    height, width = targets.shape[-2:]
+    labels = targets.to(torch.int16)
+    counts = labels != ignore_index
+    padded = F.pad(labels.masked_fill(~counts, -1), (1, 1, 1, 1), value=-1)
+    windows = padded.unfold(1, 3, 1).unfold(2, 3, 1)
+    differing = (windows != labels[..., None, None]).sum((-2, -1), dtype=torch.int16)
+    edges = counts & (differing >= threshold)
+    halved = edges[:, ::2, ::2].repeat_interleave(2, dim=1).repeat_interleave(2, dim=2)
+    return (edges | halved[:, :height, :width])[:, None]
+
+
+@MODELS.register_module()
+class STDCLoss(nn.Module):
+    """`OhemCELoss` of the main and the auxiliary classifiers, plus the loss of the details.
+
+    The detail loss is, times `detail_weights`, binary cross-entropy, a mean over all pixels, plus 1 - Dice, with
+    Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the batch.
+    Half-precision outputs are summed in float32.
+
+    Args:
+        num_classes: if given, the number of channels that the main output must have.
+        weights: factors of the main output, the auxiliary ones (s32, s16) and the details, in that order.
+        threshold: see `OhemCELoss`.
+        mining_percent: see `OhemCELoss`.
+        ignore_index: targets of this value do not count.
+        num_detail_heads: how many of the outputs, the last ones, are details.
+        detail_weights: factors of cross-entropy and of Dice, in this order.
+        detail_threshold: see `detail_target`, from 1 to 8.
+
+    Raises:
+        ConfigError: an option is out of its range.
+    """
+
+    def __init__(
+        self,
+        num_classes: int | None = None,
+        weights: tuple[float, ...] = (1.0, 0.6, 0.4, 1.0),
+        threshold: float = 0.7,
+        mining_percent: float = 1 / 16,
+        ignore_index: int = 255,
+        num_detail_heads: int = 1,
+        detail_weights: tuple[float, float] = (1.0, 1.0),
+        detail_threshold: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if len(weights) < 1 + num_detail_heads:
+            raise ConfigError(
+                f"factors of the main output, any auxiliary ones and the details are needed, not {weights!r}",
+                "weights",
+            )
+        if len(detail_weights) != 2:
+            raise ConfigError(
+                f"factors of cross-entropy and Dice are needed, not {detail_weights!r}", "detail_weights"
+            )
+        if not 1 <= detail_threshold <= 8:
+            raise ConfigError(
+                f"a number of neighbours from 1 to 8 is needed, not {detail_threshold}", "detail_threshold"
+            )
+        self.num_classes = num_classes
+        self.num_detail_heads = num_detail_heads
+        self.detail_weights = tuple(detail_weights)
+        self.detail_threshold = detail_threshold
+        self.weights = tuple(weights)
+        self.ohem = OhemCELoss(threshold, mining_percent, ignore_index)
+        self.ignore_index = ignore_index
+
+    def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
+        """Return `{"loss_main", "loss_aux0", ..., "loss_detail"}`, 0-dim tensors whose sum is the loss.
+
+        Several detail heads are `loss_detail0`, `loss_detail1`, ...
+
+        Args:
+            outputs: (main, auxiliary..., details), as `STDCSeg` gives them in training: logits
+                (N, classes, H, W), the details' (N, 1, H, W); or the main logits alone.
+            targets: class ids (N, H, W), of any integer dtype.
+
+        Raises:
+            ModelError: the outputs are neither one nor as many as the weights, or not of `num_classes`.
+        """
+        if isinstance(outputs, Tensor):
+            outputs = (outputs,)
+        self._check(outputs)
+        classifiers = len(self.weights) - self.num_detail_heads
+        names = ["loss_main", *(f"loss_aux{index}" for index in range(classifiers - 1))]
+        losses = {
+            name: factor * self.ohem(logits, targets)
+            for name, factor, logits in zip(names, self.weights, outputs, strict=False)
+        }
+        if details := outputs[classifiers:]:
+            truth = detail_target(targets, self.ignore_index, self.detail_threshold)
+            for index, (factor, logits) in enumerate(zip(self.weights[classifiers:], details, strict=True)):
+                name = "loss_detail" if len(details) == 1 else f"loss_detail{index}"
+                losses[name] = factor * self._detail(logits, truth)
+        return losses
+
+    def _check(self, outputs: tuple[Tensor, ...]) -> None:
+        if len(outputs) not in (1, len(self.weights)):
+            raise ModelError(
+                f"STDCLoss has {len(self.weights)} weights for the network's {len(outputs)} outputs; give "
+                "`weights` one factor for each: main, auxiliary ones, details"
+            )
+        if self.num_classes not in (None, outputs[0].shape[1]):
+            raise ModelError(
+                f"STDCLoss expects {self.num_classes} classes, and the network puts out {outputs[0].shape[1]}; "
+                "give both the same num_classes"
+            )
+
+    def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:
+        logits = at_least_float32(logits)
+        details = truth.to(logits.dtype)
+        found = torch.sigmoid(logits)
+        overlap = (2 * (found * details).sum() + 1) / (found.sum() + details.sum() + 1)
+        cross_entropy, dice = self.detail_weights
+        return cross_entropy * F.binary_cross_entropy_with_logits(logits, details) + dice * (1 - overlap)

@@ -1,0 +1,179 @@
+"""STDC-Seg, a real-time segmentation network whose detail path is learnt in training only (arXiv 2104.13188)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.apps.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
+from slipstream.apps.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
+from slipstream.registry import MODELS
+
+__all__ = ["STDCSeg", "stdc1_seg", "stdc2_seg"]
+
+_CONTEXT_CHANNELS = 128
+_FUSED_CHANNELS = 256
+_HIDDEN_CHANNELS = 64
+
+
+class AttentionRefinement(nn.Module):
+    """A convolution whose channels are then gated by their own global means."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.conv_first = ConvBNReLU(in_channels, out_channels)
+        self.attention_block = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            ConvBNReLU(out_channels, out_channels, kernel_size=1, relu=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, out_channels, h, w) for `x` of (N, in_channels, h, w)."""
+        x = self.conv_first(x)
+        out: Tensor = x * self.attention_block(x)
+        return out
+
+
+class GlobalContext(nn.Module):
+    """The features' global mean, projected: one vector per image."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        self.context_embedding = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1), ConvBNReLU(in_channels, out_channels, kernel_size=1)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, out_channels, 1, 1)."""
+        out: Tensor = self.context_embedding(x)
+        return out
+
+
+class ContextPath(nn.Module):
+    """The backbone, and its context brought from 1/32 over 1/16 to 1/8 of the resolution."""
+
+    def __init__(self, backbone: STDCBackbone, channels: int) -> None:
+        super().__init__()
+        self.backbone = backbone
+        _, width16, width32 = backbone.out_channels
+        self.context_embedding = GlobalContext(width32, channels)
+        self.arm32 = AttentionRefinement(width32, channels)
+        self.arm16 = AttentionRefinement(width16, channels)
+        self.upsample32 = nn.Sequential(nn.Upsample(scale_factor=2), ConvBNReLU(channels, channels))
+        self.upsample16 = nn.Sequential(nn.Upsample(scale_factor=2), ConvBNReLU(channels, channels))
+
+    def forward(self, x: Tensor) -> tuple[list[Tensor], Tensor]:
+        """Return the backbone's features at 1/8, 1/16 and 1/32 of the resolution of `x`, and the context at 1/8."""
+        features = self.backbone(x)
+        feature8, feature16, feature32 = features
+        context = self.arm32(feature32) + self.context_embedding(feature32)
+        context = self.arm16(feature16) + _cut(self.upsample32(context), feature16)
+        return features, _cut(self.upsample16(context), feature8)
+
+
+def _cut(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` without the row or column by which a doubled size may exceed an odd one."""
+    height, width = like.shape[-2:]
+    return x[..., :height, :width]
+
+
+class FeatureFusion(nn.Module):
+    """Joins details and context, and adds the channels that global means select once more."""
+
+    def __init__(self, in_channels: int, out_channels: int) -> None:
+        super().__init__()
+        hidden = out_channels // 4
+        self.pw_conv = ConvBNReLU(in_channels, out_channels, kernel_size=1)
+        squeeze = OrderedDict(conv=nn.Conv2d(out_channels, hidden, 1, bias=False), act=nn.ReLU(inplace=True))
+        self.attention_block = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Sequential(OrderedDict(seq=nn.Sequential(squeeze))),
+            nn.Conv2d(hidden, out_channels, 1, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, details: Tensor, context: Tensor) -> Tensor:
+        """Return (N, out_channels, h, w) at the resolution of both inputs."""
+        x = self.pw_conv(torch.cat([details, context], dim=1))
+        out: Tensor = x + x * self.attention_block(x)
+        return out
+
+
+class STDCSeg(nn.Module):
+    """STDC-Seg; build it with `stdc1_seg` or `stdc2_seg`.
+
+    Parameter names are those of SuperGradients' checkpoints; the backbone is `cp.backbone`. In training,
+    BatchNorm sees one value per image and channel behind the global means: a batch (of all processes,
+    with SyncBatchNorm) needs two images at least.
+
+    Args:
+        num_classes: channels of the logits.
+        blocks: STDC blocks in each of the last three stages of the backbone.
+        use_aux_heads: whether training also supervises the backbone's features.
+        dropout: probability that an activation before a classifier is zeroed in training.
+
+    Raises:
+        ModelError: `num_classes` is below 1.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        blocks: tuple[int, int, int],
+        use_aux_heads: bool = True,
+        dropout: float = 0.2,
+    ) -> None:
+        super().__init__()
+        check_num_classes(num_classes)
+        self.use_aux_heads = use_aux_heads
+        self.cp = ContextPath(STDCBackbone(blocks), _CONTEXT_CHANNELS)
+        width8, width16, width32 = self.cp.backbone.out_channels
+        self.ffm = FeatureFusion(width8 + _CONTEXT_CHANNELS, _FUSED_CHANNELS)
+        self.segmentation_head = _head(_FUSED_CHANNELS, _FUSED_CHANNELS, num_classes, dropout)
+        if use_aux_heads:
+            self.aux_head_s16 = _head(width16, _HIDDEN_CHANNELS, num_classes, dropout)
+            self.aux_head_s32 = _head(width32, _HIDDEN_CHANNELS, num_classes, dropout)
+            self.detail_head8 = _head(width8, _HIDDEN_CHANNELS, 1, dropout)
+        init_weights(self)
+
+    def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
+        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
+
+        In training mode with auxiliary heads: the tuple (main, aux at 1/32, aux at 1/16, detail at 1/8),
+        all interpolated to H x W; detail logits have one channel. `STDCLoss` takes them.
+        """
+        (feature8, feature16, feature32), context = self.cp(x)
+        main = _enlarge(self.segmentation_head(self.ffm(feature8, context)), x)
+        if not (self.training and self.use_aux_heads):
+            return main
+        aux32 = _enlarge(self.aux_head_s32(feature32), x)
+        aux16 = _enlarge(self.aux_head_s16(feature16), x)
+        return main, aux32, aux16, _enlarge(self.detail_head8(feature8), x)
+
+
+def _head(in_channels: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
+    # A sequence of one keeps the names of checkpoints in which an upsampling module follows the head.
+    return nn.Sequential(SegmentationHead(in_channels, hidden, num_classes, dropout))
+
+
+def _enlarge(logits: Tensor, like: Tensor) -> Tensor:
+    return resize(logits, like, align_corners=True)
+
+
+@MODELS.register_module(["stdc1_seg", "stdc1_seg50", "stdc1_seg75"])
+def stdc1_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.2) -> STDCSeg:
+    """Return STDC1-Seg (8.3 million parameters at inference); see `STDCSeg`."""
+    return STDCSeg(num_classes, STDC1_BLOCKS, use_aux_heads, dropout)
+
+
+@MODELS.register_module(["stdc2_seg", "stdc2_seg50", "stdc2_seg75"])
+def stdc2_seg(num_classes: int = 19, use_aux_heads: bool = True, dropout: float = 0.2) -> STDCSeg:
+    """Return STDC2-Seg (12.3 million parameters at inference); see `STDCSeg`."""
+    return STDCSeg(num_classes, STDC2_BLOCKS, use_aux_heads, dropout)

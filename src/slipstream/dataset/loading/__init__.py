@@ -1,0 +1,1 @@
+"""Loaders: how samples become batches."""

@@ -1,0 +1,186 @@
+"""The order of samples, as a function of (seed, epoch) alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sized
+from itertools import islice
+from typing import Any, cast
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from slipstream.dataset.loading.generators import in_own_stream
+from slipstream.dataset.loading.sample_index import SampleIndex
+from slipstream.dist import get_dist_info
+from slipstream.errors import DataError
+from slipstream.registry import DATA_SAMPLERS
+
+__all__ = ["DefaultSampler", "EpochBatchSampler", "InfiniteSampler"]
+
+
+def _order(size: int, shuffle: bool, seed: int) -> list[int]:
+    if not shuffle:
+        return list(range(size))
+    return cast("list[int]", torch.randperm(size, generator=torch.Generator().manual_seed(seed)).tolist())
+
+
+@DATA_SAMPLERS.register_module()
+class DefaultSampler(Sampler[int]):
+    """Each rank's share of a data set: samples rank, rank + world_size, ... of a shuffled or plain order.
+
+    Args:
+        dataset: anything with a length.
+        shuffle: shuffle anew in each epoch.
+        seed: of the shuffle; the same on every rank.
+        round_up: repeat the first samples so that all ranks get equally many. The Runner's validation and
+            test loaders do not, so that no sample counts twice.
+    """
+
+    def __init__(
+        self, dataset: Sized, shuffle: bool = True, seed: int | None = None, round_up: bool = True
+    ) -> None:
+        self.rank, self.world_size = get_dist_info()
+        self.size = len(dataset)
+        self.shuffle, self.seed, self.round_up = shuffle, seed or 0, round_up
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        indices = _order(self.size, self.shuffle, self.seed + self.epoch)
+        if self.round_up:
+            total = len(self) * self.world_size
+            indices = (indices * math.ceil(total / max(self.size, 1)))[:total]
+        return iter(indices[self.rank :: self.world_size])
+
+    def __len__(self) -> int:
+        if self.round_up:
+            return math.ceil(self.size / self.world_size)
+        return math.ceil((self.size - self.rank) / self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order comes next."""
+        self.epoch = epoch
+
+
+@DATA_SAMPLERS.register_module()
+class InfiniteSampler(Sampler[int]):
+    """An endless stream of samples, pass after pass, each in an order of its own; for iteration-based loops."""
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
+        self.rank, self.world_size = get_dist_info()
+        self.size = len(dataset)
+        self.shuffle, self.seed = shuffle, seed or 0
+        self.epoch = 0
+
+    def _stream(self) -> Iterator[int]:
+        sweep = self.epoch
+        while self.size:
+            yield from _order(self.size, self.shuffle, self.seed + sweep)
+            sweep += 1
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(self._stream(), self.rank, None, self.world_size)
+
+    def __len__(self) -> int:
+        return math.ceil(self.size / self.world_size)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start the stream at its pass number `epoch`."""
+        self.epoch = epoch
+
+
+# Given a generator of their own, these draw from no other.
+_DRAW_APART = (
+    DefaultSampler,
+    InfiniteSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+
+class EpochBatchSampler(Sampler[list[int]]):
+    """Batches of another batch sampler, from any batch of any epoch on, each index stamped with its epoch.
+
+    Starting in the middle draws the skipped indices but loads none of their samples. Samplers that have a
+    `generator` get it seeded from seed and epoch; those that draw from the global generators do so in a
+    stream of their own, seeded likewise.
+
+    Args:
+        batch_sampler: yields lists of indices.
+        seed: the run's.
+        samples: this rank's samples in one pass over the data set.
+        stamp: whether samples depend on the epoch; plain tensors do not.
+        limit: batches of an epoch, if not all.
+    """
+
+    def __init__(
+        self, batch_sampler: Any, seed: int, samples: int, stamp: bool = True, limit: int | None = None
+    ) -> None:
+        self.batch_sampler = batch_sampler
+        self.sampler: Any = getattr(batch_sampler, "sampler", None)
+        self.seed = seed
+        self.samples = max(samples, 1)
+        self.stamp = stamp
+        self.limit = limit
+        self.epoch = 0
+        self.start = 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch, and the batch within it, at which the next iteration starts."""
+        self.epoch, self.start = epoch, start
+        for sampler in (self.sampler, self.batch_sampler):
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(epoch)
+
+    @property
+    def endless(self) -> bool:
+        """Whether an iteration never ends."""
+        return isinstance(self.sampler, InfiniteSampler) and self.limit is None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start, self.start = self.start, 0
+        first, drawn = self.epoch, 0
+        for number, batch in enumerate(islice(self._batches(), self.limit)):
+            # An endless stream passes the data set again and again: each pass counts as an epoch.
+            epoch = first + drawn // self.samples
+            drawn += len(batch)
+            if number >= start:
+                yield [self._stamped(index, epoch) for index in batch] if self.stamp else batch
+
+    def _batches(self) -> Iterator[list[int]]:
+        for sampler in (self.sampler, self.batch_sampler):
+            if getattr(sampler, "generator", 0) is None:
+                sampler.generator = torch.Generator()
+            if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
+                generator.manual_seed(self.seed + self.epoch)
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _DRAW_APART:
+            return iter(self.batch_sampler)
+        return in_own_stream(self.batch_sampler, (self.seed, self.epoch))
+
+    def _stamped(self, index: Any, epoch: int) -> Any:
+        return SampleIndex(index, self.seed, epoch) if hasattr(index, "__index__") else index
+
+    def __len__(self) -> int:
+        if self.limit is None:
+            return len(self.batch_sampler)
+        endless = isinstance(self.sampler, InfiniteSampler)
+        return self.limit if endless else min(self.limit, len(self.batch_sampler))
+
+
+def check_not_empty(dataset: Any, name: str) -> None:
+    """Raise DataError if a sized data set is empty."""
+    if isinstance(dataset, Sized) and len(dataset) == 0:
+        raise DataError(
+            f"{name}: the data set {type(dataset).__name__} has no samples; check its folder and split"
+        )

@@ -1,0 +1,109 @@
+"""What every segmentation data set shares: loading, augmenting, packing into tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.sources.cache import DecodeCache
+from slipstream.dataset.transforms.crop import Sample
+from slipstream.dataset.transforms.pipeline import Transform, apply_transforms, check_transforms
+from slipstream.errors import ConfigError
+from slipstream.registry import TRANSFORMS
+
+__all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette"]
+
+
+class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
+    """Base of the data sets of images with one class id a pixel.
+
+    A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
+    (one [r, g, b] a class) and `ignore_index` (the id that counts as no class, or None).
+
+    `dataset[i]` is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`, and, where the transforms change
+    colours or normalise, `"finish"`, what the data preprocessor shall do to `inputs` on the device (see
+    `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, never on workers,
+    processes or the order of access.
+
+    Args:
+        transforms: functions of a sample and a generator, which return a new sample and leave the
+            arrays they were given as they are; or dicts that TRANSFORMS builds.
+        cache_in_memory: keep each loaded pair (before the transforms) in memory: for data that is small,
+            or slow to make. Every worker process keeps its own copy, for as long as it lives.
+        cache: folder that keeps each loaded pair decoded, for later epochs and all processes (see `DecodeCache`).
+    """
+
+    metainfo: dict[str, Any]
+
+    def __init__(
+        self,
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_in_memory: bool = False,
+        cache: str | Path | None = None,
+    ) -> None:
+        self.transforms: list[Transform] = [
+            TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms
+        ]
+        check_transforms(self.transforms)
+        self.cache = DecodeCache(cache) if cache else None  # '' is what `cache=` gives on a command line
+        self._cache: dict[int, Sample] | None = {} if cache_in_memory else None
+
+    @abstractmethod
+    def load(self, index: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return the class ids that occur in the mask of sample `index`, sorted, without the ignored id."""
+        _, mask = self.load(index)
+        return [i for i in np.unique(mask).tolist() if i != self.metainfo["ignore_index"]]
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return which sample it is, and a version that changes when `load(index)` would return something else."""
+        raise ConfigError(
+            f"{type(self).__name__} cannot be cached on disk: it does not define cache_key(index)", "cache"
+        )
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"{type(self).__name__} has samples 0 to {len(self) - 1}, not {int(index)}")
+        name = f"sample {int(index)} of {type(self).__name__}"
+        return apply_transforms(self.transforms, self._loaded(int(index)), sample_rng(index), name)
+
+    def _loaded(self, index: int) -> Sample:
+        if self._cache is not None and index in self._cache:
+            return dict(self._cache[index])
+        if self.cache is None:
+            image, mask = self.load(index)
+        else:
+            image, mask = self.cache.get(self.cache_key(index), partial(self.load, index))
+            if self._cache is not None:  # a mapped file stays open, and a process may have about a thousand
+                image, mask = image.copy(), mask.copy()
+        if self._cache is not None:
+            # A transform that wrote into the cache would change every later epoch.
+            image.flags.writeable = mask.flags.writeable = False
+            self._cache[index] = {"image": image, "mask": mask}
+        return {"image": image, "mask": mask}
+
+
+def default_palette(count: int) -> list[list[int]]:
+    """Return `count` distinct colours (at most 256), the colour map of the PASCAL VOC development kit.
+
+    Bits 0, 3, 6 of the class id are the highest bits of red, bits 1, 4, 7 those of green and bits 2, 5
+    those of blue.
+    """
+    shifts = [(bit, 7 - bit // 3) for bit in range(8)]
+    return [
+        [sum((i >> bit & 1) << place for bit, place in shifts if bit % 3 == channel) for channel in range(3)]
+        for i in range(count)
+    ]

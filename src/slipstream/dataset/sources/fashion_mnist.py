@@ -1,0 +1,193 @@
+"""Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747), from its IDX files."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import math
+import urllib.request
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import sample_rng
+from slipstream.dataset.sources.base import default_palette
+from slipstream.errors import ConfigError, DataError
+from slipstream.files import replacing
+from slipstream.registry import DATASETS
+
+__all__ = ["FashionMNIST"]
+
+# Where Debian's package dataset-fashion-mnist puts the files.
+_SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+_URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+# The authors publish MD5 sums of the compressed files, and no others.
+_MD5 = {
+    "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
+    "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
+    "t10k-images-idx3-ubyte": "bef4ecab320f06d8554ea6380940ec79",
+    "t10k-labels-idx1-ubyte": "bb300cfdad3c16e7a12a480ee83cd310",
+}
+_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+_CLASSES = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
+_PAD = 2
+
+
+@DATASETS.register_module()
+class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
+    """60,000 training and 10,000 test images of clothes in ten classes.
+
+    `dataset[i]` is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. `images`, uint8 (N, 1, 28, 28), and
+    `targets`, int64 (N,), hold the whole split; samples that are not augmented are views of them.
+
+    Args:
+        data_root: folder with the IDX files, as they are or with `.gz`; by default, that of Debian's
+            package `dataset-fashion-mnist`.
+        split: 'train' or 'test'.
+        download: where `data_root` has not the files, use the Debian package's, or else fetch them into
+            `data_root` and check their published MD5 sums.
+        augment: shift by up to 2 pixels (pad 2, random crop) and mirror with probability 1/2, as a function
+            of the sample's (seed, epoch, index).
+
+    Raises:
+        DataError: the files are not there, are damaged, or cannot be fetched.
+    """
+
+    def __init__(
+        self,
+        data_root: str | Path | None = None,
+        split: Literal["train", "test"] = "train",
+        download: bool = False,
+        augment: bool = False,
+    ) -> None:
+        if split not in _FILES:
+            raise ConfigError(f"split must be 'train' or 'test', not {split!r}")
+        images, labels = _find(data_root, _FILES[split], download)
+        self.images = _read_idx(images, ndim=3).unsqueeze(1)
+        self.targets = _read_idx(labels, ndim=1).long()
+        self.augment = augment
+        self.metainfo = {"classes": _CLASSES, "palette": default_palette(10), "ignore_index": None}
+        _check(self.images, self.targets, images, labels)
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if not 0 <= index < len(self):
+            raise IndexError(f"FashionMNIST has samples 0 to {len(self) - 1}, not {int(index)}")
+        image = self.images[int(index)]
+        return {
+            "inputs": _augmented(image, sample_rng(index)) if self.augment else image,
+            "targets": self.targets[int(index)],
+        }
+
+    @property
+    def draws_nothing_global(self) -> bool:
+        """Whether samples use no global random generator, so that a loader need not seed them."""
+        return type(self) is FashionMNIST
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return the class id of sample `index`, as a list of one."""
+        return [int(self.targets[index])]
+
+
+def _augmented(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
+    places = 2 * _PAD + 1
+    mirrored, place = divmod(int(rng.integers(2 * places * places)), places * places)
+    top, left = divmod(place, places)
+    height, width = image.shape[1:]
+    padded = torch.nn.functional.pad(image, (_PAD,) * 4)
+    crop = padded[:, top : top + height, left : left + width]
+    return crop.flip(2) if mirrored else crop
+
+
+def _find(data_root: str | Path | None, names: Sequence[str], download: bool) -> list[Path]:
+    """Return the file of each name from the first folder that has all, fetching them where allowed."""
+    folders = [Path(data_root)] if data_root is not None else []
+    if data_root is None or download:
+        folders.append(_SYSTEM_FOLDER)
+    for folder in folders:
+        found = [p for n in names for p in (folder / n, folder / f"{n}.gz") if p.is_file()]
+        if len({p.name.removesuffix(".gz") for p in found}) == len(names):
+            return [next(p for p in found if p.name.startswith(n)) for n in names]
+    if download and data_root is not None:
+        return [_fetch(name, Path(data_root)) for name in names]
+    raise DataError(
+        f"no Fashion-MNIST in {' or '.join(map(repr, map(str, folders)))}: looked for {' and '.join(names)}, "
+        "with or without .gz. Run 'apt-get install dataset-fashion-mnist', or pass as data_root the folder "
+        "that has the files, or pass a data_root and download=True"
+    )
+
+
+def _fetch(name: str, folder: Path) -> Path:
+    url = f"{_URL}{name}.gz"
+    try:
+        with urllib.request.urlopen(url, timeout=60) as response:
+            data = response.read()
+    except OSError as error:
+        raise DataError(
+            f"cannot fetch {url}: {error}. Put the file into '{folder}' by other means, or run "
+            "'apt-get install dataset-fashion-mnist'"
+        ) from error
+    found = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    if found != _MD5[name]:
+        raise DataError(f"{url} arrived damaged: its MD5 is {found}, not {_MD5[name]}; try again")
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.gz"
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+    return path
+
+
+def _read_idx(path: Path, ndim: int) -> torch.Tensor:
+    """Return the array of unsigned bytes in an IDX file, as uint8 with `ndim` dimensions.
+
+    The format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
+    big-endian 32-bit integer, and the values in row-major order.
+    """
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"cannot read '{path}': {error}; fetch it again") from error
+    start = 4 + 4 * ndim
+    if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
+        raise DataError(
+            f"'{path}' is no IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}"
+        )
+    shape = np.frombuffer(data, dtype=">u4", count=ndim, offset=4).tolist()
+    if len(data) - start != math.prod(shape):
+        raise DataError(
+            f"'{path}' promises {' x '.join(map(str, shape))} values and has {len(data) - start}; "
+            "fetch it again"
+        )
+    return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
+
+
+def _check(images: torch.Tensor, targets: torch.Tensor, image_file: Path, label_file: Path) -> None:
+    if tuple(images.shape[1:]) != (1, 28, 28) or len(images) == 0:
+        raise DataError(
+            f"'{image_file}' must hold images of 28 x 28; its shape is {tuple(images[:, 0].shape)}"
+        )
+    if len(images) != len(targets):
+        raise DataError(f"'{image_file}' has {len(images)} images, '{label_file}' {len(targets)} labels")
+    if int(targets.max()) >= len(_CLASSES):
+        raise DataError(f"'{label_file}' has the label {int(targets.max())}; the classes are 0 to 9")

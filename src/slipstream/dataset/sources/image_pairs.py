@@ -1,0 +1,246 @@
+"""Data sets of files: an image and a mask of class ids a sample; how they are found, checked and read."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slipstream.cores import cores
+from slipstream.dataset.sources.base import SegmentationDataset, Transform
+from slipstream.dataset.sources.decode import check_readable, read_image, read_mask
+from slipstream.dataset.transforms.crop import Sample
+from slipstream.errors import DataError, did_you_mean
+from slipstream.logging import print_log
+
+__all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
+
+_LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
+# A mask that went through JPEG has label ids that nobody drew, so those extensions must be asked for.
+_EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
+
+
+_REMEDY = "Mend or replace it (`slipstream data stats RECIPE` lists every broken file)"
+_SKIP = ", or leave out what cannot be read: skip_corrupt=True of the data set"
+
+
+@dataclass(frozen=True)
+class MaskIds:
+    """What the pixel values of a mask file mean.
+
+    Attributes:
+        table: what each of the 256 values becomes, uint8 (256,), or None where they stay. What becomes
+            neither a class id nor the ignored id is an error.
+        expected: what an error says that the values should have been.
+    """
+
+    table: NDArray[np.uint8] | None
+    expected: str
+
+
+class ImageMaskPairs(SegmentationDataset):
+    """Base of the data sets that read a sample from two files. A subclass defines `mask_ids`.
+
+    Args:
+        pairs: image and mask of each sample.
+        metainfo: see `SegmentationDataset`.
+        transforms, cache_in_memory, cache: see `SegmentationDataset`.
+        skip_corrupt: read every file once, here, and leave out the samples that have one which cannot be
+            read. Each is logged as a warning. Otherwise such a sample is an error when it is needed.
+
+    Raises:
+        DataError: there are no pairs left.
+    """
+
+    def __init__(
+        self,
+        pairs: Sequence[tuple[Path, Path]],
+        metainfo: dict[str, Any],
+        transforms: Sequence[Transform | Mapping[str, Any]] = (),
+        cache_in_memory: bool = False,
+        cache: str | Path | None = None,
+        skip_corrupt: bool = False,
+    ) -> None:
+        super().__init__(transforms, cache_in_memory, cache)
+        self.metainfo = metainfo
+        if skip_corrupt:
+            pairs = _readable(pairs)
+        self.image_paths = [image for image, _ in pairs]
+        self.mask_paths = [mask for _, mask in pairs]
+
+    def __len__(self) -> int:
+        return len(self.image_paths)
+
+    @abstractmethod
+    def mask_ids(self, path: Path) -> MaskIds:
+        """Return what the pixel values of the mask file `path` mean."""
+
+    def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
+        """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
+        image, mask = self.load_image(index), self.load_mask(index)
+        if image.shape[:2] != mask.shape:
+            raise DataError(
+                f"'{self.image_paths[index]}' is {image.shape[1]} x {image.shape[0]} pixels, but its mask "
+                f"'{self.mask_paths[index]}' is {mask.shape[1]} x {mask.shape[0]}"
+            )
+        return image, mask
+
+    def load_image(self, index: int) -> NDArray[np.uint8]:
+        """Return image `index` as uint8 (H, W, 3) RGB."""
+        return read_image(self.image_paths[index])
+
+    def load_mask(self, index: int) -> NDArray[np.uint8]:
+        """Return the mask of sample `index` as uint8 (H, W)."""
+        path = self.mask_paths[index]
+        values, ids = read_mask(path), self.mask_ids(path)
+        mask = values
+        if ids.table is not None:  # several times faster than to index with each pixel
+            mask = np.frombuffer(bytearray(values).translate(ids.table.data), np.uint8).reshape(values.shape)
+        wrong = self._wrong(mask)
+        if wrong is not None:
+            found, pixels = np.unique(values[wrong], return_counts=True)
+            listed = ", ".join(f"{i} ({n} pixels)" for i, n in zip(found, pixels, strict=True))
+            raise DataError(f"the mask '{path}' has label ids that are no class: {listed}; {ids.expected}")
+        return mask
+
+    def get_cat_ids(self, index: int) -> list[int]:
+        """Return the class ids that occur in the mask of sample `index`, sorted, without the ignored id."""
+        ids: list[int] = np.unique(self.load_mask(index)).tolist()
+        return [i for i in ids if i != self.metainfo["ignore_index"]]
+
+    def cache_key(self, index: int) -> tuple[str, str]:
+        """Return the files of a sample and the class that reads them; their sizes and times, and what ids mean."""
+        files = (self.image_paths[index], self.mask_paths[index])
+        try:
+            stats = [path.stat() for path in files]
+        except OSError as error:
+            raise DataError(f"cannot read '{error.filename}': {error.strerror}") from error
+        table = self.mask_ids(files[1]).table
+        meaning = f"{len(self.metainfo['classes'])} {self.metainfo['ignore_index']} ".encode()
+        digest = hashlib.blake2b(meaning + (b"" if table is None else table.tobytes()), digest_size=8)
+        version = "-".join(f"{s.st_size}-{s.st_mtime_ns}" for s in stats)
+        reader = f"{type(self).__module__}.{type(self).__qualname__}"  # a subclass may read other pixels
+        return "\n".join(
+            [reader, *(str(path.absolute()) for path in files)]
+        ), f"{version}-{digest.hexdigest()}"
+
+    def _loaded(self, index: int) -> Sample:
+        try:
+            return super()._loaded(index)
+        except DataError as error:
+            unreadable = _faults((self.image_paths[index], self.mask_paths[index]))
+            raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
+
+    def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
+        """Return where the mask has neither a class nor the ignored id, or None if that is nowhere."""
+        count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
+        if mask.max() < count + (ignored == count):
+            return None
+        wrong: NDArray[np.bool_] = mask >= count
+        if ignored is not None:
+            wrong &= mask != ignored
+        return wrong if wrong.any() else None
+
+
+def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path]:
+    """Return the files below `folder` whose names end in `suffix`, by their path there without it.
+
+    Linked folders count, hidden files and folders do not. `what` is "image" or "mask": without a suffix, files of that
+    kind's usual endings count.
+
+    Raises:
+        DataError: the folder is not there, cannot be read, has no such file, or has two of the same name.
+    """
+    check_folder(folder, what)
+    endings = (suffix,) if suffix else _EXTENSIONS[what]
+    found: dict[str, Path] = {}
+    for path in sorted(_files_below(folder)):
+        if not path.name.lower().endswith(tuple(e.lower() for e in endings)):
+            continue
+        stem = path.name[: -len(suffix)] if suffix else path.stem
+        name = (path.relative_to(folder).parent / stem).as_posix()
+        if name in found:
+            raise DataError(f"two {what} files are called '{name}': '{found[name]}' and '{path}'; remove one")
+        found[name] = path
+    if not found:
+        raise DataError(f"no {what} files in '{folder}': no name below it ends in {' or '.join(endings)}")
+    return found
+
+
+def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Yield the files; `above` are the folders around this one, into which a link may lead back."""
+    place = folder.resolve()
+    if place in above:
+        return
+    try:
+        with os.scandir(folder) as entries:
+            found = [(entry.is_dir(), folder / entry.name) for entry in entries if entry.name[0] != "."]
+    except OSError as error:
+        raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
+    for is_folder, path in found:
+        if is_folder:
+            yield from _files_below(path, above | {place})
+        else:
+            yield path
+
+
+def check_folder(folder: Path, what: str) -> None:
+    """Raise DataError if `folder` does not exist; it says from where on, and what is there instead."""
+    if folder.is_dir():
+        return
+    missing = folder
+    while not missing.parent.is_dir():
+        missing = missing.parent
+    hint = did_you_mean(missing.name, [p.name for p in missing.parent.iterdir() if p.is_dir()])
+    raise DataError(
+        f"the {what} folder '{folder}' does not exist: "
+        f"'{missing.parent}' has no folder '{missing.name}'{hint}"
+    )
+
+
+def with_remedy(error: DataError, remedy: str) -> DataError:
+    """Return the error with one more sentence."""
+    text = str(error)
+    return DataError(f"{text}{'' if text.endswith('?') else '.'} {remedy}")
+
+
+def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
+    """Raise DataError with every file that has no partner of the same name in the other mapping."""
+    lonely = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
+    lonely += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
+    if lonely:
+        raise DataError(
+            f"{len(lonely)} files have no partner of the same name ({remedy}; "
+            "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(lonely)
+        )
+
+
+def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
+    # Decoding does without the interpreter's lock.
+    with ThreadPoolExecutor(cores()) as pool:
+        faults = list(pool.map(_faults, pairs))
+    for fault in (fault for found in faults for fault in found):
+        print_log(f"skip_corrupt leaves a sample out: {fault}", "current", logging.WARNING)
+    left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
+    if not left:
+        raise DataError(f"none of the {len(pairs)} samples can be read; the first: {faults[0][0]}")
+    return left
+
+
+def _faults(pair: tuple[Path, Path]) -> list[str]:
+    found = []
+    for path in pair:
+        try:
+            check_readable(path)
+        except DataError as error:
+            found.append(str(error))
+    return found

@@ -1,0 +1,191 @@
+"""Data sets made of other data sets; they pass a `SampleIndex`'s seed and epoch on to them."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch.utils.data import ConcatDataset as TorchConcatDataset
+from torch.utils.data import Dataset
+
+from slipstream.dataset.loading.sample_index import SampleIndex
+from slipstream.errors import ConfigError, DataError
+from slipstream.registry import DATASETS
+
+__all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
+
+
+@DATASETS.register_module()
+class ConcatDataset(TorchConcatDataset[Any]):
+    """Data sets one after the other; `metainfo` is that of the first.
+
+    Args:
+        datasets: data sets, or dicts that DATASETS builds.
+        ignore_keys: keys of `metainfo` in which the data sets may differ.
+
+    Raises:
+        DataError: the `metainfo` of two data sets differ.
+    """
+
+    def __init__(
+        self,
+        datasets: Sequence[Dataset[Any] | Mapping[str, Any]],
+        ignore_keys: str | Sequence[str] = (),
+    ) -> None:
+        if not datasets:
+            raise ConfigError("ConcatDataset needs at least one data set")
+        super().__init__([_built(dataset) for dataset in datasets])
+        ignored = {ignore_keys} if isinstance(ignore_keys, str) else set(ignore_keys)
+        self.metainfo = _metainfo(self.datasets[0])
+        for position, dataset in enumerate(self.datasets[1:], start=1):
+            _check_same(self.metainfo, _metainfo(dataset), ignored, position)
+
+    def __getitem__(self, idx: int) -> Any:
+        which, local = self._place(idx)
+        return self.datasets[which][_moved(idx, local)]
+
+    def get_cat_ids(self, idx: int) -> list[int]:
+        """Return the class ids that occur in sample `idx`."""
+        which, local = self._place(idx)
+        return _cat_ids(self.datasets[which], local)
+
+    def _place(self, idx: int) -> tuple[int, int]:
+        """Return which data set sample `idx` is in, and its index there."""
+        _check_index(idx, len(self))
+        which = bisect.bisect_right(self.cumulative_sizes, idx)
+        return which, int(idx) - (self.cumulative_sizes[which - 1] if which else 0)
+
+
+@DATASETS.register_module()
+class RepeatDataset(Dataset[Any]):
+    """A data set `times` over, in one epoch: for small data, where starting an epoch costs much.
+
+    The repeats of a sample are augmented differently: repeat r of epoch e counts as epoch e * times + r.
+
+    Args:
+        dataset: a data set, or a dict that DATASETS builds.
+        times: how often.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], times: int) -> None:
+        if times < 1:
+            raise ConfigError(f"times must be at least 1, not {times}")
+        self.dataset = _built(dataset)
+        self.times = times
+        self.metainfo = _metainfo(self.dataset)
+
+    def __len__(self) -> int:
+        return self.times * len(self.dataset)
+
+    def __getitem__(self, idx: int) -> Any:
+        _check_index(idx, len(self))
+        repeat, local = divmod(int(idx), len(self.dataset))
+        return self.dataset[_moved(idx, local, repeat, self.times)]
+
+    def get_cat_ids(self, idx: int) -> list[int]:
+        """Return the class ids that occur in sample `idx`."""
+        return _cat_ids(self.dataset, int(idx) % len(self.dataset))
+
+
+@DATASETS.register_module()
+class AtLeast(RepeatDataset):
+    """A data set as many whole times over as an epoch of at least `min_samples` samples takes.
+
+    Args:
+        dataset: a data set, or a dict that DATASETS builds.
+        min_samples: the fewest samples of an epoch.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
+        if min_samples < 1:
+            raise ConfigError(f"must be at least 1, not {min_samples}", "min_samples")
+        built = _built(dataset)
+        super().__init__(built, math.ceil(min_samples / max(1, len(built))))
+
+
+@DATASETS.register_module()
+class ClassBalancedDataset(Dataset[Any]):
+    """A data set in which samples with rare classes stand several times (Gupta et al. 2019, LVIS).
+
+    With f(c) the share of samples that contain class c and t the threshold, a sample stands
+    `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times, in a row. Its copies are augmented
+    differently.
+
+    Args:
+        dataset: a data set with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS
+            builds. All samples are asked once, here.
+        oversample_thr: t; classes at least as frequent are not repeated.
+
+    Raises:
+        DataError: the data set has no `get_cat_ids`.
+    """
+
+    def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:
+        self.dataset = _built(dataset)
+        self.oversample_thr = oversample_thr
+        self.metainfo = _metainfo(self.dataset)
+        factors = self._repeat_factors()
+        self.repeat_indices = [i for i, factor in enumerate(factors) for _ in range(math.ceil(factor))]
+        self._copies = [copy for factor in factors for copy in range(math.ceil(factor))]
+        self._most_copies = math.ceil(max(factors, default=1.0))
+
+    def __len__(self) -> int:
+        return len(self.repeat_indices)
+
+    def __getitem__(self, idx: int) -> Any:
+        _check_index(idx, len(self))
+        return self.dataset[_moved(idx, self.repeat_indices[idx], self._copies[idx], self._most_copies)]
+
+    def get_cat_ids(self, idx: int) -> list[int]:
+        """Return the class ids that occur in sample `idx`."""
+        return _cat_ids(self.dataset, self.repeat_indices[idx])
+
+    def _repeat_factors(self) -> list[float]:
+        classes = [set(_cat_ids(self.dataset, i)) for i in range(len(self.dataset))]
+        samples_with = Counter(c for ids in classes for c in ids)
+        share = {c: n / len(classes) for c, n in samples_with.items()}
+        factor = {c: max(1.0, math.sqrt(self.oversample_thr / f)) for c, f in share.items()}
+        return [max((factor[c] for c in ids), default=1.0) for ids in classes]
+
+
+def _built(dataset: Dataset[Any] | Mapping[str, Any]) -> Any:
+    return DATASETS.build(dataset) if isinstance(dataset, Mapping) else dataset
+
+
+def _metainfo(dataset: Any) -> dict[str, Any]:
+    return dict(getattr(dataset, "metainfo", {}))
+
+
+def _cat_ids(dataset: Any, index: int) -> list[int]:
+    if not hasattr(dataset, "get_cat_ids"):
+        raise DataError(
+            f"{type(dataset).__name__} has no get_cat_ids(index); "
+            "define it to return the class ids of a sample"
+        )
+    return list(dataset.get_cat_ids(index))
+
+
+def _check_index(index: int, length: int) -> None:
+    if not 0 <= index < length:
+        raise IndexError(f"samples are 0 to {length - 1}, not {int(index)}")
+
+
+def _moved(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
+    """Return sample `to` with the seed of `index` and an epoch that no other repeat of any epoch has."""
+    epoch = getattr(index, "epoch", 0) * times + repeat
+    return SampleIndex(to, getattr(index, "seed", 0), epoch)
+
+
+def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
+    for key in sorted((first.keys() | other.keys()) - ignored):
+        ours, theirs = first.get(key), other.get(key)
+        # A tuple here and a list or array there, with the same values, are the same.
+        if not np.array_equal(ours, theirs):  # type: ignore[arg-type]
+            raise DataError(
+                f"metainfo['{key}'] of data set {position} is {theirs!r}, but data set 0 has {ours!r}; "
+                f"make them the same, or pass ignore_keys=['{key}'] if they may differ"
+            )

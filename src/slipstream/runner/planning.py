@@ -1,0 +1,130 @@
+"""How a Runner reads its plan and carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.dist import get_world_size
+from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
+from slipstream.hooks import EMAHook, Hook
+from slipstream.model import unwrap_model
+from slipstream.model.base_model import run_forward
+from slipstream.model.wrappers import MMFullyShardedDataParallel
+from slipstream.optim import OptimWrapper
+from slipstream.runner.environment import device_type
+from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
+from slipstream.speed.apply import overrides_train_step
+from slipstream.speed.ema import EmaOptions
+from slipstream.speed.front_ends import is_plain_wrapper
+from slipstream.speed.refused import idle
+from slipstream.speed.steps import Training, build_step
+from slipstream.step import Step
+
+__all__ = ["capabilities_of", "complete_plan", "make_step", "plan_hooks", "read_plan"]
+
+
+def read_plan(given: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
+    """Return what a Runner's arguments, and `cfg` for those that are no arguments, say about the options.
+
+    Raises:
+        ConfigError: see `SpeedPlan.read`.
+    """
+    speed = cfg.get("speed") if given.get("speed") is None else given["speed"]
+    words = {name: given.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
+    params = cfg.get("training_params")
+    _check_params(params)
+    return SpeedPlan.read(speed, cfg=cfg, **words, training_params=params, device=device_type())
+
+
+def _check_params(params: Any) -> None:
+    """Refuse the keys of SuperGradients' `training_params` that are no options: a Runner would not read them."""
+    for key in params if isinstance(params, Mapping) else ():
+        if key not in PARAMS_OPTIONS:
+            raise UnknownNameError(
+                f"a Runner reads the options of training_params alone{did_you_mean(str(key), PARAMS_OPTIONS)} "
+                "(slipstream.Trainer reads all of its keys)",
+                f"training_params.{key}",
+            )
+
+
+def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
+    """Return what completes a plan: the capabilities of this machine, this model and this run."""
+    return Capabilities.here(
+        device_type(),
+        model,
+        world_size=get_world_size(),
+        plain_wrapper=is_plain_wrapper(optim_wrapper),
+        deterministic=deterministic,
+    )
+
+
+def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
+    """Return the plan with what the capabilities decide, and log what was chosen and what has no effect here.
+
+    Raises:
+        ConfigError: the plan cannot work.
+    """
+    plan = plan.complete(capabilities)
+    if plan.sources:
+        log("Options: " + ", ".join(f"{option} ({source})" for option, source in plan.sources.items()))
+    for option, why in idle(plan, capabilities):
+        log(f"{plan.sources[option]} has no effect here: {why}")
+    return plan
+
+
+def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
+    """Return the hooks that carry out the plan, beside those that were given."""
+    hooks: list[Hook | Mapping[str, Any]] = []
+    if isinstance(plan.ema, EmaOptions):
+        ema = plan.ema
+        hooks.append(EMAHook(ema.average, begin_iter=ema.begin_iter, begin_epoch=ema.begin_epoch))
+    if plan.nan_guard is not None:
+        hooks.append(plan.nan_guard.hook_cfg())
+    if plan.gc is not None:
+        hooks.append({"type": "GcHook", "interval": plan.gc})
+    return hooks
+
+
+def make_step(
+    model: Any,
+    optim: OptimWrapper,
+    plan: SpeedPlan,
+    warn: Callable[[str], None],
+    say: Callable[[str], None],
+) -> Step:
+    """Return the training step: the model's own `train_step` if it overrides one, else the one the plan asks for."""
+    core: Any = unwrap_model(model)
+    own = next((m for m in (model, core) if overrides_train_step(m)), None)
+    if own is None:
+        training = Training(model, optim, _losses, partial(_prepare, core), core.parse_losses)
+        return build_step(training, plan, warn, say)
+    if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
+        raise ModelError(
+            f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
+            "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
+        )
+    if plan.compile is not None:
+        if plan.compile.scope == "step":
+            raise ConfigError(
+                f"{type(own).__name__} overrides train_step: take scope='model'", "compile.scope"
+            )
+        compile_model(core, plan.compile, warn)
+
+    def own_step(batch: Any) -> dict[str, Tensor]:
+        logs: dict[str, Tensor] = own.train_step(batch, optim)
+        return logs
+
+    return own_step
+
+
+def _losses(module: nn.Module, inputs: Any) -> Any:
+    return run_forward(module, inputs, "loss")
+
+
+def _prepare(core: Any, batch: Any) -> Any:
+    return core.data_preprocessor(batch, True)

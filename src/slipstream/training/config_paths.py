@@ -1,0 +1,80 @@
+"""Where an error's thing stands in SuperGradients' words, when the Runner has found it in its own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from itertools import takewhile
+from typing import Any
+
+from slipstream.errors import BuildError, ConfigError
+
+__all__ = ["at_user_paths"]
+
+_OWN_HOOKS = ("LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
+              "AverageBestHook")  # fmt: skip
+"""What a translation puts before `phase_callbacks`."""
+
+_PLACES = (
+    (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
+    (r"training_params\.ema\.", "training_params.ema_params."),
+    (r"training_params\.torch_compile\.", "training_params.torch_compile_options."),
+    (r"model\.training_params\.", "training_params."),
+    (
+        r"(custom_hooks\[\d+\]\.metric|default_hooks\.checkpoint\.save_best)$",
+        "training_params.metric_to_watch",
+    ),
+    (r"param_scheduler\[\d+\]", "training_params.lr_mode"),
+    (r"val_evaluator(?=\[)", "training_params.valid_metrics_list"),
+    (r"model\.train_metrics(?=\[)", "training_params.train_metrics_list"),
+    (r"train_dataloader\.dataset", "dataset_params.train_dataset_params"),
+    (r"val_dataloader\.dataset", "dataset_params.val_dataset_params"),
+    (r"train_dataloader\.", "dataset_params.train_dataloader_params."),
+    (r"val_dataloader\.", "dataset_params.val_dataloader_params."),
+)
+_NAMED = {
+    "optim_wrapper.optimizer": ("training_params.optimizer", "training_params.optimizer_params"),
+    "model.loss": ("training_params.loss", "training_params.criterion_params"),
+    "model.network": ("architecture", "arch_params"),
+}
+"""Where a part's name stands, and where its arguments."""
+
+
+@contextmanager
+def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
+    """Place configuration errors of a Runner where the words stood of which `cfg` is the translation.
+
+    A configuration in the Runner's own words is left alone.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        model = cfg.get("model")
+        if "training_params" in cfg and isinstance(model, Mapping) and model.get("type") == "SupervisedModel":
+            error.path = _place(error, cfg)
+        raise
+
+
+def _place(error: ConfigError, cfg: Mapping[str, Any]) -> str:
+    path = error.path
+    if path == "training_params.torch_compile.mode" and "torch_compile_mode" in cfg["training_params"]:
+        return "training_params.torch_compile_mode"
+    for part, (name, arguments) in _NAMED.items():
+        if path == part:
+            return arguments if isinstance(error, BuildError) else name
+        if path.startswith(f"{part}."):
+            return arguments + path.removeprefix(part)
+    if found := re.match(r"custom_hooks\[(\d+)\]", path):
+        own = len(list(takewhile(_is_own, cfg.get("custom_hooks") or ())))
+        if (index := int(found[1]) - own) >= 0:
+            return f"training_params.phase_callbacks[{index}]{path[found.end() :]}"
+    for pattern, place in _PLACES:
+        if found := re.match(pattern, path):
+            return place + path[found.end() :]
+    return path
+
+
+def _is_own(hook: Any) -> bool:
+    kind = hook.get("type") if isinstance(hook, Mapping) else type(hook).__name__
+    return kind in _OWN_HOOKS

@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from slipstream.apps.zoo import MultiHeadCrossEntropy
+from slipstream.errors import ModelError
+from slipstream.registry import MODELS
+
+IGNORE = 255
+
+
+def reference(logits, targets, ignore_index=IGNORE):
+    """Mean of -log softmax over the pixels that count, in float64 numpy; 0 where there are none."""
+    z = logits.detach().double().numpy()
+    t = targets.numpy().astype(np.int64)
+    z = np.moveaxis(z, 1, -1).reshape(-1, z.shape[1])
+    t = t.reshape(-1)
+    z = z - z.max(1, keepdims=True)
+    log_p = z - np.log(np.exp(z).sum(1, keepdims=True))
+    keep = t != ignore_index
+    return -log_p[keep, t[keep]].sum() / max(keep.sum(), 1)
+
+
+def batch(seed=0, heads=4, ignored=0.3, dtype=torch.uint8):
+    torch.manual_seed(seed)
+    outputs = tuple(torch.randn(2, 5, 8, 9, requires_grad=True) for _ in range(heads))
+    targets = torch.randint(0, 5, (2, 8, 9))
+    targets[torch.rand(targets.shape) < ignored] = IGNORE
+    return outputs, targets.to(dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 2**31),
+    st.floats(0, 1),
+    st.sampled_from([torch.uint8, torch.int64, torch.int32]),
+    st.lists(st.floats(0, 3), min_size=4, max_size=4),
+)
+def test_equals_the_float64_reference(seed, ignored, dtype, weights):
+    outputs, targets = batch(seed, ignored=ignored, dtype=dtype)
+    losses = MultiHeadCrossEntropy(tuple(weights))(outputs, targets)
+    assert list(losses) == ["loss_main", "loss_aux0", "loss_aux1", "loss_aux2"]
+    for loss, weight, logits in zip(losses.values(), weights, outputs, strict=True):
+        assert loss.shape == ()
+        assert loss.item() == pytest.approx(weight * reference(logits, targets), rel=1e-5, abs=1e-6)
+
+
+def test_equals_torch_on_the_gradient_too():
+    (logits,), targets = batch(heads=1)
+    (loss,) = MultiHeadCrossEntropy((1.0,))(logits, targets).values()
+    (gradient,) = torch.autograd.grad(loss, logits)
+    theirs = torch.nn.CrossEntropyLoss(ignore_index=IGNORE)(logits, targets.long())
+    torch.testing.assert_close(loss, theirs)
+    torch.testing.assert_close(gradient, torch.autograd.grad(theirs, logits)[0])
+
+
+def test_a_batch_without_a_valid_pixel_gives_zero_loss_and_zero_gradient():
+    outputs, targets = batch(ignored=1.1)
+    assert (targets == IGNORE).all()
+    total = sum(MultiHeadCrossEntropy()(outputs, targets).values())
+    total.backward()
+    assert total.item() == 0
+    assert all((logits.grad == 0).all() for logits in outputs)
+
+
+def test_a_single_output_is_weighted_by_the_first_weight():
+    (logits,), targets = batch(heads=1)
+    losses = MultiHeadCrossEntropy((2.0, 0.4))(logits, targets)
+    assert list(losses) == ["loss_main"]
+    assert losses["loss_main"].item() == pytest.approx(2 * reference(logits, targets), rel=1e-5)
+
+
+def test_another_ignore_index_leaves_other_pixels_alone():
+    (logits,), targets = batch(heads=1, ignored=0)
+    loss = MultiHeadCrossEntropy((1.0,), ignore_index=3)(logits, targets)["loss_main"]
+    assert loss.item() == pytest.approx(reference(logits, targets, ignore_index=3), rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_logits_are_summed_in_float32(dtype):
+    torch.manual_seed(0)
+    logits = torch.randn(1, 19, 256, 256).to(dtype)
+    targets = torch.randint(0, 19, (1, 256, 256))
+    with torch.autocast("cpu", dtype):
+        loss = MultiHeadCrossEntropy()(logits, targets)["loss_main"]
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(reference(logits, targets), rel=1e-5)
+
+
+def test_classification_logits_are_served_too():
+    torch.manual_seed(0)
+    logits, targets = torch.randn(6, 10), torch.randint(0, 10, (6,))
+    loss = MultiHeadCrossEntropy((1.0,))(logits, targets)["loss_main"]
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets))
+
+
+def test_reads_no_value_back_to_the_host():
+    class NoSync(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            assert func.overloadpacket not in (
+                torch.ops.aten._local_scalar_dense,
+                torch.ops.aten.nonzero,
+                torch.ops.aten.masked_select,
+            ), f"{func} waits for the device"
+            return func(*args, **(kwargs or {}))
+
+    outputs, targets = batch()
+    with NoSync():
+        sum(MultiHeadCrossEntropy()(outputs, targets).values()).backward()
+
+
+def test_compiles_without_graph_breaks_to_the_same_numbers():
+    outputs, targets = batch()
+    loss = MultiHeadCrossEntropy()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(compiled(outputs, targets), loss(outputs, targets))
+
+
+def test_more_outputs_than_weights_are_refused():
+    outputs, targets = batch(heads=3)
+    with pytest.raises(ModelError, match="2 weights for the network's 3 outputs"):
+        MultiHeadCrossEntropy((1.0, 0.4))(outputs, targets)
+
+
+def test_is_built_by_name_from_lists():
+    loss = MODELS.build({"type": "MultiHeadCrossEntropy", "weights": [1, 0.5], "ignore_index": 19})
+    assert loss.weights == (1, 0.5)
+    assert loss.ignore_index == 19

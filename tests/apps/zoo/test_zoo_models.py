@@ -1,0 +1,332 @@
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slipstream.apps.zoo import models
+from slipstream.errors import BuildError, CheckpointError, ConfigError, ModelError, UnknownNameError
+from slipstream.registry import MODELS
+
+PROMISED = [
+    *(
+        "pp_lite_t_seg",
+        "pp_lite_t_seg50",
+        "pp_lite_t_seg75",
+        "pp_lite_b_seg",
+        "pp_lite_b_seg50",
+        "pp_lite_b_seg75",
+    ),
+    *("stdc1_seg", "stdc1_seg50", "stdc1_seg75", "stdc2_seg", "stdc2_seg50", "stdc2_seg75"),
+    *("regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"),
+    *("resnet18", "resnet18_cifar", "resnet34", "resnet50"),
+    *("segformer_b0", "segformer_b1", "segformer_b2", "segformer_b3", "segformer_b4", "segformer_b5"),
+]
+
+COUNTS = {
+    "pp_lite_t_seg": (8_197_056, 8_027_808),
+    "pp_lite_b_seg": (12_412_704, 12_234_240),
+    "regseg48": (3_334_983, 3_334_983),
+    "stdc1_seg": (9_310_176, 8_275_104),
+    "stdc2_seg": (13_340_640, 12_305_568),
+    "ddrnet_23": (20_299_366, 20_148_947),
+    "ddrnet_23_slim": (5_734_342, 5_695_987),
+    "ddrnet_39": (32_660_838, 32_360_275),
+    "segformer_b0": (3_719_027, 3_719_027),
+    "segformer_b1": (13_682_131, 13_682_131),
+    "segformer_b2": (27_361_235, 27_361_235),
+    "segformer_b3": (47_237_075, 47_237_075),
+    "segformer_b4": (64_007_635, 64_007_635),
+    "segformer_b5": (84_607_955, 84_607_955),
+}
+"""Parameters in training and in inference, for 19 classes, as SuperGradients' networks have them."""
+
+BACKBONES = {
+    "pp_lite_t_seg": "encoder.backbone",
+    "stdc1_seg": "cp.backbone",
+    "regseg48": "backbone",
+    "ddrnet_23_slim": "",
+    "segformer_b0": "_backbone",
+}
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """A network and a function that writes a checkpoint of what is made of its weights."""
+    network = models.get("ddrnet_23_slim", 5)
+    for parameter in network.parameters():
+        torch.nn.init.uniform_(parameter)
+
+    def write(wrap):
+        torch.save(wrap(network.state_dict()), tmp_path / "weights.pth")
+        return tmp_path / "weights.pth"
+
+    return network, write
+
+
+def same(network, other):
+    state = other.state_dict()
+    return {key: torch.equal(value, state[key]) for key, value in network.state_dict().items()}
+
+
+def test_every_promised_name_is_known_here_and_to_configurations():
+    assert models.names() == sorted(PROMISED)
+    assert all(name in MODELS for name in PROMISED)
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_every_name_builds_a_network_for_so_many_classes(name):
+    with torch.device("meta"):
+        network = models.get(name, num_classes=7).eval()
+        assert network(torch.empty(1, 3, 64, 64)).shape == ((1, 7) if "resnet" in name else (1, 7, 64, 64))
+
+
+@pytest.mark.parametrize(("name", "counts"), COUNTS.items())
+def test_parameters_are_as_many_as_in_the_original_with_and_without_auxiliary_heads(name, counts):
+    def parameters(**options):
+        with torch.device("meta"):
+            return sum(p.numel() for p in models.get(name, 19, **options).parameters())
+
+    assert parameters() == counts[0]
+    has_heads = counts[0] != counts[1]
+    assert parameters(**({"use_aux_heads": False} if has_heads else {})) == counts[1]
+
+
+def test_the_resnet_of_the_cifar10_recipe_has_as_many_parameters_as_the_original():
+    with torch.device("meta"):
+        network = models.get("resnet18_cifar", arch_params={"num_classes": 10})
+        assert network.layer1(network.maxpool(network.conv1(torch.empty(1, 3, 32, 32)))).shape[-1] == 32
+    assert sum(p.numel() for p in network.parameters()) == 11_173_962
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["pp_lite_b_seg", "stdc2_seg", "ddrnet_39", "segformer_b1", "resnet18_cifar"]
+)
+def test_sizes_that_their_own_tests_leave_out_are_one_graph_in_training_and_export(name):
+    with torch.device("meta"):
+        network, x = models.get(name, 19), torch.empty(2, 3, 128, 64)
+    outputs = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")(x)
+    main = outputs[0] if isinstance(outputs, tuple) else outputs
+    exported = torch.export.export(network.eval(), (x,)).module()
+    assert exported(x).shape == main.shape == ((2, 19) if "resnet" in name else (2, 19, 128, 64))
+
+
+def test_options_reach_the_network():
+    with torch.device("meta"):
+        network = models.get("pp_lite_t_seg75", 4, use_aux_heads=False)
+        same = models.get("pp_lite_t_seg75", arch_params={"num_classes": 4, "use_aux_heads": False})
+    assert len(network.aux_heads) == len(same.aux_heads) == 0
+
+
+@pytest.mark.parametrize(
+    ("word", "place"), [("aux_head", "use_aux_heads"), ("sync_bn", "training_params.sync_bn")]
+)
+def test_a_word_of_older_recipes_is_answered_with_todays(word, place):
+    with pytest.raises(ConfigError, match=f"is {place} here") as error:
+        models.get("ddrnet_23_slim", 19, **{word: True})
+    assert error.value.path == f"arch_params.{word}"
+
+
+def test_the_number_of_classes_must_be_given_and_only_once():
+    with pytest.raises(ConfigError, match="needs a number of classes"):
+        models.get("resnet18")
+    with pytest.raises(ConfigError, match="is 10, and 19 in arch_params"):
+        models.get("resnet18", 10, arch_params={"num_classes": 19})
+
+
+def test_weights_that_would_be_downloaded_are_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match=r"nothing is downloaded: .* 'imagenet' .* checkpoint_path"):
+        models.get("resnet18", 10, pretrained_weights="imagenet")
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(UnknownNameError, match="no network 'ddrnet23'; did you mean 'ddrnet_23'"):
+        models.get("ddrnet23", 19)
+
+
+def test_an_unknown_option_is_refused_by_name():
+    with pytest.raises(BuildError, match="use_aux_heads"):
+        models.get("ddrnet_23_slim", 19, use_aux_head=False)
+
+
+def test_fewer_than_one_class_is_refused():
+    with pytest.raises(ModelError, match="num_classes"):
+        models.get("segformer_b0", 0)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda state: state,
+        lambda state: {"state_dict": state, "meta": {"epoch": 3}},
+        lambda state: {
+            "net": {key: torch.zeros_like(v) for key, v in state.items()},
+            "ema_net": state,
+            "epoch": 3,
+        },
+        lambda state: {"net": {f"module.{key}": value for key, value in state.items()}, "acc": 0.5},
+        lambda state: {"net": {f"_orig_mod.{key}": value for key, value in state.items()}},
+        lambda state: {"net": {f"_orig_mod.module.{key}": value for key, value in state.items()}},
+        lambda state: {
+            "state_dict": {**{f"network.{key}": v for key, v in state.items()}, "loss.weight": torch.ones(5)}
+        },
+    ],
+    ids=[
+        "tensors",
+        "MMEngine",
+        "SuperGradients with an average",
+        "SuperGradients under DDP",
+        "SuperGradients compiled",
+        "SuperGradients compiled under DDP",
+        "SupervisedModel",
+    ],
+)
+def test_weights_are_found_in_checkpoints_of_every_kind(trained, wrap):
+    network, write = trained
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=write(wrap))
+    assert all(same(loaded, network).values())
+
+
+def test_strict_loading_refuses_another_number_of_classes(trained):
+    _, write = trained
+    with pytest.raises(
+        CheckpointError, match=r"final_layer\.conv2\.weight is \(5, 64, 1, 1\) there and \(7, 64"
+    ):
+        models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict))
+
+
+def test_loose_loading_skips_what_does_not_match_and_says_which(trained, capsys):
+    network, write = trained
+    path = write(lambda state: {**{k: v for k, v in state.items() if "spp" not in k}, "odd": torch.ones(1)})
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
+    assert all(equal for key, equal in same(loaded, network).items() if "spp" not in key)
+    said = capsys.readouterr().err
+    assert f"WARNING - {path} into DDRNet: missing in it: spp." in said
+    assert "unknown to the model: odd" in said
+
+
+@pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", ""])
+def test_a_backbone_is_loaded_without_its_classifier_which_is_named(tmp_path, capsys, prefix):
+    source = models.get("pp_lite_t_seg", 5)
+    backbone = {
+        f"{prefix}{key}": torch.rand(v.shape) for key, v in source.encoder.backbone.state_dict().items()
+    }
+    path = tmp_path / "stdc1.pth"
+    torch.save({"net": {**backbone, "linear.weight": torch.rand(10, 1024)}}, path)
+    network = models.get("pp_lite_t_seg75", 5, checkpoint_path=path, load_backbone=True)
+    for key, value in network.encoder.backbone.state_dict().items():
+        assert torch.equal(value, backbone[prefix + key].to(value.dtype))
+    assert "unknown to the model: linear.weight" in capsys.readouterr().err
+
+
+STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value": True}
+
+
+@pytest.mark.parametrize(
+    "strict", [True, None, STRICT, {"value": "no_key_matching"}, SimpleNamespace(value=True)]
+)
+def test_every_strict_way_refuses_another_networks_weights(trained, strict):
+    _, write = trained
+    path = write(lambda state: dict(list(state.items())[:-1]))
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=strict)
+
+
+def test_loading_without_names_goes_by_the_order_and_the_shapes(trained):
+    network, write = trained
+    path = write(lambda state: {f"layer{number}": value for number, value in enumerate(state.values())})
+    with pytest.raises(CheckpointError):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=path)
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
+    assert all(same(loaded, network).values())
+    with pytest.raises(
+        CheckpointError, match=r"by their order, layer\d+ is .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)"
+    ):
+        models.get("ddrnet_23_slim", 7, checkpoint_path=path, strict_load="no_key_matching")
+
+
+def test_matching_names_prevail_over_the_order(trained):
+    network, write = trained
+    path = write(lambda state: dict(reversed(state.items())))
+    loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
+    assert all(same(loaded, network).values())
+
+
+@pytest.mark.parametrize("way", [{"strict_load": "key_matching"}, {"checkpoint_num_classes": 5}])
+def test_a_head_for_other_classes_is_left_out_and_named(trained, capsys, way):
+    network, write = trained
+    loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
+    assert (
+        "final_layer.conv2.weight is (5, 64, 1, 1) there and (7, 64, 1, 1) in the model"
+        in capsys.readouterr().err
+    )
+    assert all(
+        equal for key, equal in same(loaded, network).items() if "conv2" not in key or "layer" in key[:5]
+    )
+
+
+def test_an_unknown_way_to_be_strict_is_refused(trained):
+    _, write = trained
+    with pytest.raises(
+        ConfigError, match="must be True, False, 'no_key_matching' or 'key_matching', not 'loose'"
+    ):
+        models.get("ddrnet_23_slim", 5, checkpoint_path=write(dict), strict_load="loose")
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone.", "network.{}"])
+@pytest.mark.parametrize(("name", "place"), BACKBONES.items())
+def test_every_familys_backbone_is_loaded_and_what_does_not_match_is_named(
+    tmp_path, capsys, name, place, prefix
+):
+    source = models.get(name, 5)
+    for parameter in source.parameters():
+        torch.nn.init.uniform_(parameter)
+    weights = source.get_submodule(place).state_dict()
+    prefix = prefix.format(f"{place}." if place else "")
+    classifier = {f"{prefix}head.weight": torch.rand(1000, 256), f"{prefix}head.bias": torch.rand(1000)}
+    torch.save(
+        {"net": {**{prefix + key: v for key, v in weights.items()}, **classifier}}, tmp_path / "weights.pth"
+    )
+    network = models.get(name, 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=True)
+    loaded = network.get_submodule(place).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in weights.items())
+    assert "unknown to the model: head.weight, head.bias" in capsys.readouterr().err
+
+
+def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tmp_path, capsys):
+    source = models.get("stdc1_seg", 5).cp.backbone
+    state = {
+        f"features.{number}": torch.rand(v.shape).to(v.dtype)
+        for number, v in enumerate(source.state_dict().values())
+    }
+    torch.save({"state_dict": {**state, "fc.weight": torch.rand(10, 4)}}, tmp_path / "stdc.pth")
+    options = dict(checkpoint_path=tmp_path / "stdc.pth", load_backbone=True, strict_load="no_key_matching")
+    network = models.get("stdc1_seg75", 5, **options)
+    for mine, theirs in zip(network.cp.backbone.state_dict().values(), state.values(), strict=True):
+        assert torch.equal(mine, theirs)
+    assert "unknown to the model: fc.weight" in capsys.readouterr().err
+
+
+def test_a_network_without_a_backbone_has_nowhere_to_load_one(tmp_path):
+    torch.save({"weight": torch.ones(1, 1)}, tmp_path / "weights.pth")
+    with pytest.raises(ModelError, match="Linear has no part named 'backbone'"):
+        models.load(torch.nn.Linear(1, 1), tmp_path / "weights.pth", load_backbone=True)
+
+
+def test_a_file_of_another_network_is_refused_even_when_loose(trained):
+    _, write = trained
+    with pytest.raises(CheckpointError, match="has not one tensor of this model"):
+        models.get("segformer_b0", 5, checkpoint_path=write(dict), strict_load=False)
+
+
+def test_a_file_without_weights_is_refused(tmp_path):
+    torch.save({"epoch": 3}, tmp_path / "empty.pth")
+    with pytest.raises(CheckpointError, match=r"holds no weights: none of its keys \['epoch'\]"):
+        models.get("resnet18", 10, checkpoint_path=tmp_path / "empty.pth")
+
+
+def test_a_missing_file_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        models.get("resnet18", 10, checkpoint_path=tmp_path / "none.pth")

@@ -1,0 +1,383 @@
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+    default_collate,
+)
+
+from slipstream.dataset.loading.loader import (
+    SeededDataset,
+    batch_size,
+    build_dataloader,
+    is_infinite,
+    set_epoch,
+)
+from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
+
+
+class Draws(Dataset):
+    """Samples (index, a draw of each global generator)."""
+
+    def __init__(self, size=10):
+        self.metainfo = {"classes": ("a",)}
+        self.size = size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        return int(index), random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)
+
+
+class Keyed(Dataset):
+    def __getitem__(self, key):
+        return {"a": 1, "b": 2}[key]
+
+    def __len__(self):
+        return 2
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(5))
+
+
+class Augmented(TensorDataset):
+    def __getitem__(self, index):
+        return super().__getitem__(index)[0] + torch.rand(())
+
+
+def mixup(samples):
+    data = default_collate(samples)
+    return [*data, np.random.beta(1, 1), torch.rand(1).item()]
+
+
+def build(cfg, seed=1, training=True):
+    return build_dataloader(cfg, seed, "train_dataloader", training)
+
+
+def content(loader, epoch=None, start=0):
+    if epoch is not None:
+        set_epoch(loader, epoch, start)
+    return [[part.tolist() if isinstance(part, torch.Tensor) else part for part in batch] for batch in loader]
+
+
+def indices(loader, epoch=None, start=0):
+    return [batch[0] for batch in content(loader, epoch, start)]
+
+
+@pytest.fixture(autouse=True)
+def _generators_stay_as_they_are():
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    yield
+    assert random.getstate() == states[0]
+    assert np.array_equal(np.random.get_state()[1], states[1][1])
+    assert np.random.get_state()[2] == states[1][2]
+    assert torch.equal(torch.get_rng_state(), states[2])
+
+
+# ---- order and augmentation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collate", [default_collate, mixup])
+def test_samples_and_batches_do_not_depend_on_the_number_of_workers(collate):
+    cfg = dict(dataset=Draws(), batch_size=3, sampler=dict(type="DefaultSampler"), collate_fn=collate)
+    alone = build(cfg)
+    helped = build(dict(cfg, num_workers=2, persistent_workers=True))
+    seen = []
+    for epoch in (1, 0):
+        wanted = content(alone, epoch)
+        assert content(helped, epoch) == wanted, "persistent workers see the new epoch"
+        seen.append(wanted)
+    assert sorted(i for batch in seen[0] for i in batch[0]) == list(range(10))
+    values = [x for epoch in seen for batch in epoch for x in batch[1]]
+    assert len(set(values)) == 20, "every sample of every epoch has draws of its own"
+    assert content(helped, 1, start=2) == seen[0][2:]
+    assert content(alone, 1, start=2) == seen[0][2:]
+
+
+def test_another_seed_gives_another_order_and_other_draws():
+    cfg = dict(dataset=Draws(), batch_size=10, sampler=dict(type="DefaultSampler"))
+    (first,), (second,) = content(build(cfg, seed=1)), content(build(cfg, seed=2))
+    assert first[0] != second[0]
+    assert set(first[1]).isdisjoint(second[1])
+    assert content(build(cfg, seed=1)) == [first]
+
+
+def test_a_users_subclass_of_a_tensor_data_set_is_seeded_too():
+    loader = build(dict(dataset=Augmented(torch.zeros(6)), batch_size=6))
+    values = next(iter(loader)).tolist()
+    assert len(set(values)) == 6
+    assert next(iter(loader)).tolist() == values
+
+
+def test_a_seeded_data_set_passes_attributes_on_and_takes_any_index():
+    seeded = SeededDataset(Draws(), default_collate)
+    assert seeded.metainfo == {"classes": ("a",)}
+    assert len(seeded) == 10
+    assert seeded[2] == seeded[2] != seeded[3]
+    assert seeded[-1][0] == -1
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = seeded.nothing
+
+
+def test_tensors_are_collated_as_default_collate_does():
+    data = TensorDataset(torch.arange(14.0).view(7, 2), torch.arange(7), torch.ones(7, 1, 3).bfloat16())
+    loader = build(dict(dataset=data, batch_size=3, sampler=dict(type="DefaultSampler", shuffle=True)))
+    set_epoch(loader, 4)
+    order = iter(list(loader.batch_sampler))
+    set_epoch(loader, 4)
+    for batch in loader:
+        wanted = default_collate([data[i] for i in next(order)])
+        assert type(batch) is type(wanted)
+        for got, want in zip(batch, wanted, strict=True):
+            assert torch.equal(got, want)
+            assert got.dtype == want.dtype
+    assert loader.dataset[0][1] == 0
+    assert len(loader.dataset.tensors) == 3
+
+
+# ---- configuration ---------------------------------------------------------------------------------
+
+
+def test_only_a_training_loader_is_padded_for_its_ranks(monkeypatch):
+    monkeypatch.setattr("slipstream.dataset.loading.samplers.get_dist_info", lambda: (1, 2))
+    for kind in ("DefaultSampler", "slipstream.DefaultSampler", "mmengine.DefaultSampler"):
+        cfg = dict(dataset=Draws(5), batch_size=8, sampler=dict(type=kind, shuffle=False))
+        assert indices(build(cfg, training=True)) == [[1, 3, 0]]
+        assert indices(build(cfg, training=False)) == [[1, 3]]
+        cfg["sampler"]["round_up"] = True
+        assert indices(build(cfg, training=False)) == [[1, 3, 0]]
+
+
+def test_without_a_sampler_the_order_is_plain_and_shuffle_shuffles():
+    assert indices(build(dict(dataset=Draws(5), batch_size=2))) == [[0, 1], [2, 3], [4]]
+    assert indices(build(dict(dataset=Draws(5), batch_size=2, drop_last=True))) == [[0, 1], [2, 3]]
+    (order,) = indices(build(dict(dataset=Draws(30), batch_size=30, shuffle=True)))
+    assert order != sorted(order)
+
+
+def test_torchs_samplers_are_built_by_name_and_follow_the_seed():
+    cfg = dict(dataset=Draws(), batch_size=10, sampler=dict(type="RandomSampler"))
+    orders = [indices(build(cfg), epoch) for epoch in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_a_batch_sampler_is_built_with_sampler_and_batch_size():
+    batches = dict(type="BatchSampler", drop_last=True)
+    loader = build(dict(dataset=Draws(5), batch_size=2, batch_sampler=batches, num_batch_per_epoch=1))
+    assert indices(loader) == [[0, 1]]
+    assert batch_size(loader) == 2
+
+
+def test_num_batch_per_epoch_ends_an_epoch_early():
+    cfg = dict(dataset=Draws(), batch_size=3, sampler=dict(type="DefaultSampler"))
+    whole, cut = build(cfg), build(dict(cfg, num_batch_per_epoch=2))
+    assert len(cut) == 2
+    assert content(cut, 1) == content(whole, 1)[:2]
+    assert content(cut, 1, start=1) == content(whole, 1)[1:2]
+
+
+def test_an_endless_loader_says_so_and_starts_where_it_is_told():
+    loader = build(dict(dataset=Draws(4), batch_size=3, sampler=dict(type="InfiniteSampler")))
+    assert is_infinite(loader)
+    assert not is_infinite(build(dict(dataset=Draws(4), batch_size=3)))
+    set_epoch(loader, 0)
+    stream = list(itertools.islice(loader, 6))
+    set_epoch(loader, 0, 4)
+    rest = list(itertools.islice(loader, 2))
+    assert [[p.tolist() for p in b] for b in rest] == [[p.tolist() for p in b] for b in stream[4:]]
+    assert sorted(torch.cat([b[0] for b in stream])[:4].tolist()) == [0, 1, 2, 3]
+
+
+def test_a_collate_function_is_given_by_name_by_dict_or_as_it_is():
+    for collate in (
+        "pseudo_collate",
+        dict(type="pseudo_collate"),
+        lambda samples: list(zip(*samples, strict=True)),
+    ):
+        batch = next(iter(build(dict(dataset=Draws(2), batch_size=2, collate_fn=collate))))
+        assert list(batch[0]) == [0, 1]
+        assert not isinstance(batch[0], torch.Tensor)
+
+
+def test_options_for_workers_may_stay_when_there_are_none():
+    options = dict(batch_size=2, num_workers=0, persistent_workers=True, prefetch_factor=4)
+    assert len(indices(build(dict(dataset=Draws(4), **options)))) == 2
+    assert torch.cat(list(build(dict(dataset=Stream(), **options)))).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_data_set_is_built_from_its_configuration():
+    class Lazy(Draws):
+        def full_init(self):
+            self.size = 3
+
+    assert indices(build(dict(dataset=dict(type=Lazy, size=0), batch_size=5))) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean"),
+        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be a whole number of at least 1, not 0"),
+        (dict(batch_size="8"), ConfigError, "not '8'"),
+        (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),
+        (dict(dataset=[]), DataError, "train_dataloader: the data set list has no samples"),
+        (dict(collate_fn=dict(size=1)), BuildError, "train_dataloader.collate_fn: needs a 'type'"),
+        (dict(sampler=dict(type="DefaultSampler", shufle=True)), ConfigError, "'shufle'; did you mean 'shuffle'"),
+        (dict(sampler=dict(type="DefaultSampeler")), UnknownNameError, "did you mean 'DefaultSampler'"),
+        (dict(sampler=dict(shuffle=True)), ConfigError, "needs a 'type'"),
+        (
+            dict(batch_size=99, drop_last=True), DataError,
+            "train_dataloader gives no batch: its samples, 10, are fewer than batch_size=99, and drop_last=True",
+        ),
+    ],
+)  # fmt: skip
+def test_wrong_options_are_errors_that_name_the_place_and_the_remedy(change, error, message):
+    with pytest.raises(error) as caught:
+        build({"dataset": Draws(), "batch_size": 2, **change})
+    assert message in str(caught.value)
+
+
+def test_a_loader_without_data_set_or_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="needs a 'dataset'"):
+        build(dict(batch_size=2))
+    with pytest.raises(ConfigError, match="must be a DataLoader or a dict, not list"):
+        build([1])
+    with pytest.raises(DataError, match="no samples"):
+        build(DataLoader(TensorDataset(torch.zeros(0))))
+
+
+def test_a_loader_that_drops_its_only_batch_is_refused_for_training_alone():
+    ready = DataLoader(Draws(), batch_size=11, drop_last=True)
+    with pytest.raises(DataError, match="samples, 10, are fewer than batch_size=11"):
+        build(ready)
+    assert content(build(ready, training=False)) == []
+    endless = build(
+        dict(dataset=Draws(), batch_size=11, drop_last=True, sampler=dict(type="InfiniteSampler"))
+    )
+    assert len(next(iter(endless))[0]) == 11
+
+
+# ---- ready loaders ---------------------------------------------------------------------------------
+
+
+def weighted(generator=None):
+    return WeightedRandomSampler([0.0, 1.0, 0.0, 3.0, 1.0], 12, generator=generator)
+
+
+class Halves:
+    """A batch sampler that shuffles with Python's global generator, as users' often do."""
+
+    def __iter__(self):
+        batches = [[0, 1], [2, 3], [4]]
+        random.shuffle(batches)
+        return iter(batches)
+
+    def __len__(self):
+        return 3
+
+
+READY = {
+    "shuffle": lambda: DataLoader(Draws(5), batch_size=2, shuffle=True),
+    "drop_last": lambda: DataLoader(Draws(5), batch_size=2, shuffle=True, drop_last=True),
+    "sampler": lambda: DataLoader(Draws(5), batch_size=2, sampler=RandomSampler(Draws(5), True, 8)),
+    "generator": lambda: DataLoader(
+        Draws(5), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "weighted": lambda: DataLoader(Draws(5), batch_size=2, sampler=weighted()),
+    "weighted_generator": lambda: DataLoader(
+        Draws(5), batch_size=2, sampler=weighted(torch.Generator().manual_seed(3))
+    ),
+    "batch_sampler": lambda: DataLoader(Draws(5), batch_sampler=Halves()),
+    "torchs_batch_sampler": lambda: DataLoader(Draws(5), batch_sampler=BatchSampler(range(5), 2, True)),
+    "plain": lambda: DataLoader(Draws(5), batch_size=2),
+}
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_loader_keeps_its_meaning_and_becomes_reproducible(name):
+    one, other = build(READY[name]()), build(READY[name]())
+    whole = content(one, 2)
+    before = random.getstate()
+    random.seed(0)
+    torch_state = torch.get_rng_state()
+    torch.manual_seed(5)
+    assert content(other, 2) == whole, "order and draws depend on seed and epoch alone"
+    assert content(other, 2, start=1) == whole[1:]
+    random.setstate(before)
+    torch.set_rng_state(torch_state)
+    assert content(one, 2) == whole, "not on what was drawn before"
+
+    sizes = [len(batch[0]) for batch in whole]
+    drawn = sorted(i for batch in whole for i in batch[0])
+    assert len(one) == len(whole) == len(READY[name]())
+    if name in ("shuffle", "generator", "batch_sampler"):
+        assert drawn == [0, 1, 2, 3, 4]
+    if name in ("plain", "torchs_batch_sampler"):
+        assert drawn == list(range(sum(sizes)))
+    if name.startswith("weighted"):
+        assert len(drawn) == 12
+        assert set(drawn) <= {1, 3, 4}
+    if name in ("drop_last", "torchs_batch_sampler"):
+        assert sizes == [2, 2]
+    if name not in ("plain", "torchs_batch_sampler"):
+        orders = {str(indices(one, epoch)) for epoch in range(8)}
+        assert len(orders) > 1, "epochs differ"
+
+
+def test_a_ready_loader_keeps_its_collate_function_and_its_workers_settings():
+    def init(worker):
+        return None
+
+    loader = DataLoader(
+        Draws(5), batch_size=2, collate_fn=mixup, num_workers=1, worker_init_fn=init, timeout=7,
+        prefetch_factor=3, persistent_workers=True, in_order=False, multiprocessing_context="fork",
+    )  # fmt: skip
+    taken = build(loader)
+    for name in (
+        "num_workers",
+        "worker_init_fn",
+        "timeout",
+        "prefetch_factor",
+        "persistent_workers",
+        "in_order",
+    ):
+        assert getattr(taken, name) == getattr(loader, name), name
+    assert taken.multiprocessing_context.get_start_method() == "fork"
+    assert len(next(iter(build(DataLoader(Draws(5), collate_fn=mixup))))) == 7
+
+
+def test_a_loader_that_was_taken_over_is_not_wrapped_again():
+    taken = build(DataLoader(Draws(5)))
+    assert build(taken, seed=9) is taken
+
+
+def test_a_streaming_data_set_passes_through():
+    loader = DataLoader(Stream(), batch_size=2)
+    assert build(loader) is loader
+    assert [b.tolist() for b in build(dict(dataset=Stream(), batch_size=2))] == [[0, 1], [2, 3], [4]]
+    assert not is_infinite(loader)
+
+    class Counting(Stream):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+    data = Counting()
+    set_epoch(build(dict(dataset=data, batch_size=2)), 3)
+    assert data.epoch == 3
+
+
+def test_keys_that_are_no_numbers_work_as_in_torch():
+    loader = build(DataLoader(Keyed(), batch_sampler=[["b"], ["a", "b"]]))
+    assert [batch.tolist() for batch in loader] == [[2], [1, 2]]

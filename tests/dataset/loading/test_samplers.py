@@ -1,0 +1,187 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
+
+from slipstream.dataset.loading import samplers
+from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
+
+
+@pytest.fixture(autouse=True)
+def _leave_generators_alone():
+    before = torch.get_rng_state()
+    yield
+    assert torch.equal(torch.get_rng_state(), before), "no sampler draws from the global generator"
+
+
+def shares(kind, size, world, epoch=0, **options):
+    """The samples of every rank."""
+    result = []
+    for rank in range(world):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samplers, "get_dist_info", lambda rank=rank: (rank, world))
+            sampler = kind(range(size), **options)
+        sampler.set_epoch(epoch)
+        result.append(sampler)
+    return result
+
+
+@given(st.integers(1, 40), st.integers(1, 7), st.booleans(), st.integers(0, 3))
+def test_rounded_up_ranks_get_equally_many_and_together_every_sample(size, world, shuffle, epoch):
+    ranks = shares(DefaultSampler, size, world, epoch, shuffle=shuffle, seed=5)
+    parts = [list(sampler) for sampler in ranks]
+    assert {len(part) for part in parts} == {len(sampler) for sampler in ranks} == {-(-size // world)}
+    interleaved = [index for column in zip(*parts, strict=True) for index in column]
+    order = interleaved[:size]
+    assert sorted(order) == list(range(size))
+    assert interleaved[size:] == list(itertools.islice(itertools.cycle(order), len(interleaved) - size))
+    if not shuffle:
+        assert order == list(range(size))
+
+
+@given(st.integers(1, 40), st.integers(1, 7))
+def test_without_rounding_every_sample_comes_exactly_once(size, world):
+    ranks = shares(DefaultSampler, size, world, shuffle=True, round_up=False)
+    parts = [list(sampler) for sampler in ranks]
+    assert sorted(itertools.chain(*parts)) == list(range(size))
+    assert [len(part) for part in parts] == [len(sampler) for sampler in ranks]
+
+
+def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+    def order(seed, epoch):
+        (sampler,) = shares(DefaultSampler, 50, 1, epoch, seed=seed)
+        torch.rand(1, generator=torch.Generator())
+        return list(sampler)
+
+    assert order(1, 2) == order(1, 2)
+    assert len({tuple(order(seed, epoch)) for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]}) == 4
+
+
+def test_an_endless_stream_passes_the_data_again_and_again_in_new_orders():
+    (sampler,) = shares(InfiniteSampler, 10, 1, seed=3)
+    stream = list(itertools.islice(sampler, 30))
+    passes = [stream[i : i + 10] for i in (0, 10, 20)]
+    assert all(sorted(p) == list(range(10)) for p in passes)
+    assert len({tuple(p) for p in passes}) == 3
+    assert list(itertools.islice(sampler, 30)) == stream
+    sampler.set_epoch(1)
+    assert list(itertools.islice(sampler, 20)) == passes[1] + passes[2]
+
+
+def test_the_ranks_of_an_endless_stream_take_turns():
+    (alone,) = shares(InfiniteSampler, 7, 1, seed=3)
+    ranks = shares(InfiniteSampler, 7, 2, seed=3)
+    columns = zip(*(itertools.islice(r, 10) for r in ranks), strict=True)
+    assert [index for column in columns for index in column] == list(itertools.islice(alone, 20))
+    assert len(ranks[0]) == 4
+
+
+def test_an_endless_stream_without_shuffling_counts():
+    (sampler,) = shares(InfiniteSampler, 3, 1, shuffle=False)
+    assert list(itertools.islice(sampler, 7)) == [0, 1, 2, 0, 1, 2, 0]
+
+
+def batches(sampler, epoch, start=0):
+    sampler.set_epoch(epoch, start)
+    return [[(int(i), i.seed, i.epoch) for i in batch] for batch in sampler]
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda: DefaultSampler(range(11), seed=4),
+        lambda: RandomSampler(range(11)),
+        lambda: RandomSampler(range(11), generator=torch.Generator().manual_seed(9)),
+        lambda: SequentialSampler(range(11)),
+    ],
+)
+@pytest.mark.parametrize("drop_last", [True, False])
+def test_starting_at_any_batch_yields_exactly_the_rest_of_that_epoch(inner, drop_last):
+    def fresh():
+        return EpochBatchSampler(BatchSampler(inner(), 3, drop_last), seed=4, samples=11)
+
+    sampler = fresh()
+    if not isinstance(sampler.sampler, SequentialSampler):
+        orders = [[[i for i, *_ in batch] for batch in batches(sampler, epoch)] for epoch in (0, 2)]
+        assert orders[0] != orders[1]
+    for epoch in (2, 0):
+        whole = batches(sampler, epoch)
+        assert len(whole) == len(sampler)
+        assert {(seed, e) for batch in whole for _, seed, e in batch} == {(4, epoch)}
+        for start in range(len(whole) + 1):
+            assert batches(fresh(), epoch, start) == whole[start:]
+
+
+def test_a_start_counts_for_one_iteration_only():
+    sampler = EpochBatchSampler(BatchSampler(range(4), 2, False), seed=0, samples=4)
+    assert len(batches(sampler, 0, start=1)) == 1
+    assert len(list(sampler)) == 2
+
+
+def test_each_pass_of_an_endless_stream_counts_as_an_epoch():
+    inner = InfiniteSampler(range(4), seed=1)
+    sampler = EpochBatchSampler(BatchSampler(inner, 2, False), seed=1, samples=4)
+    sampler.set_epoch(0, 3)
+    stream = list(itertools.islice(sampler, 4))
+    assert [batch[0].epoch for batch in stream] == [1, 2, 2, 3]
+    assert [i for batch in stream for i in batch] == list(itertools.islice(inner, 14))[6:]
+    assert sampler.endless
+
+
+def test_samplers_that_draw_from_numpys_global_generator_are_as_reproducible_as_others():
+    class Shuffled:
+        def __iter__(self):
+            order = np.random.permutation(12)
+            for i in range(0, 12, 3):
+                yield [int(j) for j in np.random.permutation(order[i : i + 3])]
+
+        def __len__(self):
+            return 4
+
+    sampler = EpochBatchSampler(Shuffled(), seed=0, samples=12)
+    whole = batches(sampler, 3)
+    np.random.seed(99)
+    assert batches(sampler, 3) == whole
+    assert batches(sampler, 3, start=2) == whole[2:]
+    assert batches(sampler, 4) != whole
+    assert sorted(i for batch in whole for i, _, _ in batch) == list(range(12))
+    np.random.seed(99)
+    batches(sampler, 5)
+    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator was put back"
+
+
+def test_a_stream_of_its_own_goes_on_between_batches():
+    class Uniform:
+        def __iter__(self):
+            return ([int(np.random.randint(10**6))] for _ in range(20))
+
+    drawn = [int(i) for (i,) in EpochBatchSampler(Uniform(), seed=0, samples=20)]
+    assert len(set(drawn)) > 15
+
+
+@pytest.mark.parametrize("limit", [1, 2, 99])
+def test_a_limit_takes_the_first_batches_of_each_epoch(limit):
+    whole = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10)
+    cut = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10, limit=limit)
+    assert batches(cut, 1) == batches(whole, 1)[:limit]
+    assert len(cut) == min(limit, 3)
+
+
+def test_a_limit_makes_epochs_of_an_endless_stream_and_each_is_another():
+    inner = InfiniteSampler(range(20), seed=0)
+    sampler = EpochBatchSampler(BatchSampler(inner, 2, False), seed=0, samples=20, limit=3)
+    assert not sampler.endless
+    first, second = batches(sampler, 0), batches(sampler, 1)
+    assert len(first) == len(second) == len(sampler) == 3
+    assert [i for batch in first for i, *_ in batch] != [i for batch in second for i, *_ in batch]
+
+
+def test_keys_that_are_no_numbers_pass_through_and_tensors_count_as_numbers():
+    sampler = EpochBatchSampler([["a", ("b", 1)], [torch.tensor(3)]], seed=0, samples=3)
+    first, second = list(sampler)
+    assert first == ["a", ("b", 1)]
+    assert (second[0], second[0].seed) == (3, 0)

@@ -1,0 +1,220 @@
+"""Workers and prefetching chosen by measuring: what is chosen, that nothing else moves, and how it is switched off."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset
+
+from slipstream.dataset.loading import workers
+from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.errors import ConfigError, DataError
+from tiny_runs import Noisy, assert_same, loader, run, weights
+
+# torch counts the cores of this machine; these tests pretend to have four.
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_WINDOW", 0.15)
+    monkeypatch.setattr(workers, "cores", lambda: 4)
+
+
+class Sleeping(Dataset[Any]):
+    """Takes its time without a processor, so that workers do not stand in each other's way."""
+
+    def __init__(self, seconds: float, size: int = 40) -> None:
+        self.seconds, self.size = seconds, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(self.seconds)
+        return torch.full((4,), int(index))
+
+
+class Draws(Dataset[Any]):
+    """Draws from the global generators and from one of its own, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.asked, self.own = 0, random.Random(0)
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.asked += 1
+        return [int(index), random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
+
+
+def build(dataset: Any, **options: Any) -> Any:
+    cfg = dict(dataset=dataset, batch_size=4, collate_fn="default_collate", **options)
+    return build_dataloader(cfg, 1, "train_dataloader", training=True)
+
+
+def states() -> list[Any]:
+    numpy_state: Any = np.random.get_state()
+    return [random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()]
+
+
+def test_slow_samples_get_as_many_workers_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(workers, "print_log", lambda line, logger: lines.append(line))
+    built = build(Sleeping(0.02), num_workers="auto")
+    assert built.num_workers == 4
+    (line,) = lines
+    assert line.startswith("train_dataloader: a batch takes ")
+    assert "num_workers=4 of at most 4 (samples/s: 0: " in line
+
+
+def test_samples_that_cost_less_than_their_way_get_no_worker() -> None:
+    built = build(
+        TensorDataset(torch.arange(40.0), torch.arange(40)),
+        num_workers="auto",
+        prefetch_factor="auto",
+        persistent_workers=True,
+    )
+    assert built.num_workers == 0
+    assert len(list(built)) == 10
+
+
+def test_a_number_is_taken_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "_Trials", None)
+    assert build(Sleeping(0), num_workers=2).num_workers == 2
+    assert build(Sleeping(0), num_workers=0, prefetch_factor="auto").prefetch_factor is None
+
+
+def test_the_share_of_one_process_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "get_local_size", lambda: 2)
+    assert build(Sleeping(0.02), num_workers="auto").num_workers == 2
+
+
+def test_samples_are_the_same_whatever_is_chosen_and_no_generator_moves() -> None:
+    data, before = Draws(), states()
+    chosen = build(data, num_workers="auto", prefetch_factor="auto", shuffle=True)
+    assert states() == before
+    assert (data.asked, data.own.getstate()) == (0, random.Random(0).getstate())
+    plain = build(Draws(), num_workers=0, shuffle=True)
+    for epoch, start in ((0, 0), (1, 2)):
+        for built in (chosen, plain):
+            set_epoch(built, epoch, start)
+        for one, other in zip(chosen, plain, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_a_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    measured = run(tmp_path / "a", train_dataloader=loader(Noisy(), num_workers="auto"))
+    plain = run(tmp_path / "b", train_dataloader=loader(Noisy(), num_workers=0))
+    assert_same(weights(measured), weights(plain))
+    logs = "".join(path.read_text() for path in Path(measured.log_dir).glob("*.log"))
+    assert "train_dataloader: a batch takes" in logs
+
+
+def test_the_errors_of_a_sample_are_its_own() -> None:
+    class Broken(Sleeping):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            raise ValueError(f"no image {int(index)}")
+
+    with pytest.raises(ValueError, match="no image"):
+        build(Broken(0), num_workers="auto")
+
+
+def test_a_data_set_smaller_than_a_batch_is_no_matter_of_the_measuring() -> None:
+    cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
+    assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
+    with pytest.raises(DataError, match="fewer than batch_size=4"):
+        build_dataloader(cfg, 1, "train_dataloader", training=True)
+
+
+def test_ones_own_batch_sampler_says_what_is_tried() -> None:
+    batches = BatchSampler(SequentialSampler(range(40)), 5, False)
+    cfg = dict(dataset=Sleeping(0.02), batch_sampler=batches, num_workers="auto")
+    built = build_dataloader(cfg, 1, "val_dataloader", training=False)
+    assert built.num_workers == 4
+    assert [batch[0, 0].item() for batch in built] == list(range(0, 40, 5))
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Any:
+        return iter(range(5))
+
+
+@pytest.mark.parametrize(("key", "least"), [("num_workers", 0), ("prefetch_factor", 1)])
+@pytest.mark.parametrize("wrong", ["max", 1.5, -1])
+def test_words_that_cannot_be_followed_are_named(key: str, least: int, wrong: object) -> None:
+    expected = f"train_dataloader.{key}: must be a whole number of at least {least} or 'auto', not {wrong!r}"
+    with pytest.raises(ConfigError, match=expected):
+        build(Sleeping(0), **{"num_workers": 1, key: wrong})
+    with pytest.raises(
+        ConfigError, match=f"train_dataloader.{key}: an iterable data set cannot be tried out"
+    ):
+        build(Stream(), **{key: "auto"})
+
+
+# ---- what is chosen ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rates", "limit", "expected"),
+    [
+        ({0: 10, 1: 10, 2: 20, 4: 38, 8: 39}, 8, 4),  # 38 is within 5 % of 39
+        ({0: 10, 1: 9.9, 2: 10.1}, 8, 1),
+        ({0: 10, 1: 9}, 1, 1),  # the step does not wait for a worker
+        ({0: 10, 1: 6, 2: 5}, 8, 0),
+        ({0: 10, 1: 10, 2: 19}, 8, 4),  # the time was over while more still helped
+        ({0: 10, 1: 10}, 8, 2),
+    ],
+)
+def test_the_fewest_workers_within_five_percent_of_the_best_are_taken(
+    rates: dict[int, float], limit: int, expected: int
+) -> None:
+    assert workers._fewest(rates, limit) == expected
+
+
+def test_trials_end_when_more_workers_do_not_help_or_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials = workers._Trials(Sleeping(0.02), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
+    monkeypatch.setattr(trials, "_delivered", lambda count, chunk: min(count, 3) * 10.0)
+    assert list(trials.rates(16)) == [0, 1, 2, 4, 8]
+    assert list(trials.rates(3)) == [0, 1, 2, 3]
+    monkeypatch.setattr(workers, "_SECONDS", -1.0)
+    assert list(trials.rates(16)) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "room", "expected"),
+    [(1.0, 100, 2), (1.2, 100, 3), (2.5, 100, 4), (50.0, 100, 8), (2.5, 2.9, 2), (2.5, 0.1, 1)],
+)
+def test_batches_ahead_cover_a_slow_one_as_far_as_memory_allows(
+    ratio: float, room: float, expected: int
+) -> None:
+    assert workers._depth(ratio, room) == expected
+
+
+def test_the_slowest_sample_makes_less_of_a_large_batch() -> None:
+    trials = workers._Trials(Sleeping(0.001), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
+    trials.sample_seconds = [1.0, 1.0, 1.0, 5.0]
+    assert trials.slowest_batch() == pytest.approx((3 * 2 + 5) / (4 * 2))
+    trials.size = 1
+    assert trials.slowest_batch() == pytest.approx(2.5)
+
+
+def test_batches_ahead_are_chosen_from_the_spread_of_the_samples() -> None:
+    class Uneven(Sleeping):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            time.sleep(0.03 if int(index) % 4 == 0 else 0.001)
+            return torch.zeros(4)
+
+    cfg = dict(
+        dataset=Uneven(0), batch_size=1, num_workers=1, prefetch_factor="auto", collate_fn="default_collate"
+    )
+    assert build_dataloader(cfg, 1, "train_dataloader", training=True).prefetch_factor >= 4

@@ -1,0 +1,222 @@
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import tarfile
+import urllib.error
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.dataset import CIFAR10, ConcatDataset, SampleIndex, build_dataloader
+from slipstream.dataset.loading.loader import SeededDataset
+from slipstream.dataset.sources import cifar10
+from slipstream.dataset.transforms.device_transforms import apply_device_transforms
+from slipstream.errors import DataError
+from slipstream.registry import DATASETS
+
+FOLDER = "cifar-10-batches-bin"
+TRAIN = [f"data_batch_{i}.bin" for i in range(1, 6)]
+TRANSFORMS = [
+    {"type": "RandomCrop", "size": 32, "padding": 4},
+    {"type": "RandomHorizontalFlip"},
+    {"type": "ToTensor"},
+    {"type": "Normalize", "mean": [0.4914, 0.4822, 0.4465], "std": [0.2023, 0.1994, 0.2010]},
+]
+
+
+def records(seed, count):
+    found = np.random.default_rng(seed).integers(0, 256, (count, 3073), dtype=np.uint8)
+    found[:, 0] %= 10
+    return found
+
+
+def make(folder, counts=(3, 1, 2, 4, 1), test=2):
+    folder.mkdir(parents=True)
+    for seed, (name, count) in enumerate(zip([*TRAIN, "test_batch.bin"], [*counts, test], strict=True)):
+        (folder / name).write_bytes(records(seed, count).tobytes())
+    return folder.parent
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+
+
+@pytest.mark.parametrize("inside", [FOLDER, "."])
+def test_samples_are_the_files_bytes(tmp_path, inside):
+    make(tmp_path / "data" / FOLDER)
+    dataset = CIFAR10(tmp_path / "data" / (FOLDER if inside == "." else ""))
+    expected = np.concatenate([records(seed, n) for seed, n in enumerate((3, 1, 2, 4, 1))])
+    assert len(dataset) == 11
+    for i, sample in enumerate(dataset):
+        assert set(sample) == {"inputs", "targets"}
+        assert (sample["inputs"].dtype, sample["targets"].dtype) == (torch.uint8, torch.int64)
+        assert torch.equal(sample["inputs"], torch.from_numpy(expected[i, 1:].reshape(3, 32, 32)))
+        assert sample["targets"].shape == ()
+        assert int(sample["targets"]) == expected[i, 0]
+        assert dataset.get_cat_ids(i) == [expected[i, 0]]
+    assert len(CIFAR10(tmp_path / "data", train=False)) == 2
+    assert len(dataset.metainfo["classes"]) == len(dataset.metainfo["palette"]) == 10
+    with pytest.raises(IndexError, match="samples 0 to 10, not 11"):
+        dataset[11]
+
+
+def test_what_a_sample_gives_can_be_written_to_without_changing_the_file(tmp_path):
+    dataset = CIFAR10(make(tmp_path / FOLDER))
+    before = dataset[0]["inputs"].clone()
+    dataset[0]["inputs"].zero_()
+    assert torch.equal(dataset[0]["inputs"], before)
+
+
+def test_a_batch_is_finished_into_normalised_crops(tmp_path):
+    dataset = CIFAR10(make(tmp_path / FOLDER), transforms=TRANSFORMS)
+    batch = next(iter(DataLoader(dataset, batch_size=4)))
+    assert batch["inputs"].shape == (4, 3, 32, 32)
+    assert batch["inputs"].dtype == torch.uint8
+    finished = apply_device_transforms(batch)
+    assert set(finished) == {"inputs", "targets"}
+    mean, std = (torch.tensor(TRANSFORMS[3][k]).view(3, 1, 1) for k in ("mean", "std"))
+    torch.testing.assert_close(finished["inputs"], (batch["inputs"] / 255 - mean) / std, rtol=0, atol=1e-5)
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
+    make(tmp_path / FOLDER)
+
+    def epoch(number, seed=1, workers=0):
+        dataset = CIFAR10(tmp_path, transforms=TRANSFORMS)
+        order = [SampleIndex(i, seed, number) for i in (10, 0, 4, 1, 2)]
+        loader = DataLoader(dataset, batch_size=2, sampler=order, num_workers=workers)
+        return torch.cat([batch["inputs"] for batch in loader])
+
+    assert torch.equal(epoch(0), epoch(0))
+    assert torch.equal(epoch(0), epoch(0, workers=2))
+    assert not torch.equal(epoch(0), epoch(1))
+    assert not torch.equal(epoch(0), epoch(0, seed=2))
+
+
+def test_a_spawned_worker_gets_the_files_names_and_not_their_bytes(tmp_path):
+    dataset = CIFAR10(make(tmp_path / FOLDER, counts=(200, 1, 1, 1, 1)))
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 20_000 < 200 * 3073
+    copy = pickle.loads(sent)
+    assert all(torch.equal(a["inputs"], b["inputs"]) for a, b in zip(dataset, copy, strict=True))
+
+
+def test_supergradients_name_of_the_class_is_known(tmp_path):
+    make(tmp_path / FOLDER)
+    assert len(DATASETS.build({"type": "Cifar10", "root": str(tmp_path), "train": False})) == 2
+
+
+def test_what_is_missing_is_named(tmp_path):
+    make(tmp_path / FOLDER)
+    (tmp_path / FOLDER / "data_batch_3.bin").unlink()
+    with pytest.raises(DataError, match=r"no CIFAR-10 in '.*looked for data_batch_1\.bin.*download=True"):
+        CIFAR10(tmp_path)
+    assert len(CIFAR10(tmp_path, train=False)) == 2
+
+
+def test_the_pickled_version_is_not_read_and_the_other_one_named(tmp_path):
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with pytest.raises(
+        DataError, match=r"cifar-10-batches-py', the Python version.*cifar-10-binary\.tar\.gz"
+    ):
+        CIFAR10(tmp_path)
+
+
+@pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[:-1], lambda d: d + b"x"])
+def test_a_damaged_file_is_named(tmp_path, spoil):
+    path = make(tmp_path / FOLDER) / FOLDER / "data_batch_2.bin"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DataError, match=r"data_batch_2\.bin' is damaged"):
+        CIFAR10(tmp_path)
+
+
+def test_a_label_that_is_no_class_is_refused(tmp_path):
+    path = make(tmp_path / FOLDER) / FOLDER / "test_batch.bin"
+    path.write_bytes(b"\x0a" + bytes(3072))
+    with pytest.raises(DataError, match=r"/test_batch\.bin' has the label 10; the classes are 0 to 9"):
+        CIFAR10(tmp_path, train=False)
+
+
+def archive(members):
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w:gz") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return data.getvalue()
+
+
+def serve(monkeypatch, data, summed=True):
+    asked = []
+
+    def urlopen(url, timeout):
+        asked.append(url)
+        return io.BytesIO(data)
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    if summed:
+        monkeypatch.setattr(cifar10, "_MD5", hashlib.md5(data).hexdigest())
+    return asked
+
+
+def test_a_download_is_kept_and_read_the_next_time(tmp_path, monkeypatch):
+    files = {f"{FOLDER}/{p.name}": p.read_bytes() for p in (make(tmp_path / "x" / FOLDER) / FOLDER).iterdir()}
+    asked = serve(monkeypatch, archive(files))
+    assert len(CIFAR10(tmp_path / "new/data", download=True)) == 11
+    assert len(CIFAR10(tmp_path / "new/data", train=False, download=True)) == 2
+    assert asked == ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
+    assert [p.name for p in (tmp_path / "new/data").iterdir()] == [FOLDER]
+
+
+def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
+    serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), summed=False)
+    with pytest.raises(
+        DataError, match=r"arrived damaged: its MD5 is [0-9a-f]{32}, not c32a1d4ab5d03f1284b6"
+    ):
+        CIFAR10(tmp_path, download=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_archive_that_would_write_elsewhere_is_not_unpacked(tmp_path, monkeypatch):
+    serve(monkeypatch, archive({"../../escaped": b"x"}))
+    with pytest.raises(tarfile.OutsideDestinationError):
+        CIFAR10(tmp_path / "data", download=True)
+    assert not list(tmp_path.rglob("escaped"))
+
+
+def test_a_failed_download_names_the_address_and_the_remedy(tmp_path, monkeypatch):
+    def urlopen(url, timeout):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(DataError, match=r"cannot fetch https://www\.cs\.toronto.*no route.*by other means"):
+        CIFAR10(tmp_path, download=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_what_draws_nothing_global_is_read_without_seeding(tmp_path):
+    make(tmp_path / FOLDER)
+
+    class Subclass(CIFAR10):
+        pass
+
+    def noise(image, rng):
+        return image
+
+    def loaded(dataset, **options):
+        return build_dataloader({"dataset": dataset, **options}, 0, "train_dataloader", True).dataset
+
+    own = CIFAR10(tmp_path, transforms=TRANSFORMS)
+    assert loaded(own) is own
+    assert isinstance(loaded(own, collate_fn="pseudo_collate"), SeededDataset)
+    for dataset in (Subclass(tmp_path), CIFAR10(tmp_path, transforms=[noise]), ConcatDataset([own])):
+        assert isinstance(loaded(dataset), SeededDataset)

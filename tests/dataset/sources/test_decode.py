@@ -1,0 +1,200 @@
+"""Image files to pixels: pywuffs, where it is installed, gives what Pillow gives, and finds the same faults."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from slipstream.dataset.sources import decode
+from slipstream.dataset.sources.decode import check_readable, read_image, read_mask
+from slipstream.errors import DataError
+
+SIGNATURE = b"\x89PNG\r\n\x1a\n"
+GREY, RGB = 0, 2
+CHANNELS = {GREY: 1, RGB: 3}
+
+
+def chunk(kind, data):
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
+    """Write a PNG by hand: `filters` names the filter of each row in turn, `extra` are chunks before the pixels."""
+    height, width, channels = pixels.shape
+    rows, before = [], np.zeros(width * channels, int)
+    for y, row in enumerate(pixels.reshape(height, -1).astype(int)):
+        kind = filters[y % len(filters)]
+        rows.append(bytes([kind]) + predicted(kind, row, before, channels).astype(np.uint8).tobytes())
+        before = row
+    colour = RGB if channels == 3 else GREY
+    header = struct.pack(">IIBBBBB", *(size or (width, height)), 8, colour, 0, 0, 0)
+    data = zlib.compress(b"".join(rows), level)
+    step = -(-len(data) // pieces)
+    idat = b"".join(chunk(b"IDAT", data[at : at + step]) for at in range(0, len(data), step))
+    return SIGNATURE + chunk(b"IHDR", header) + extra + idat + chunk(b"IEND", b"")
+
+
+def predicted(kind, row, above, channels):
+    """What remains of a row after one of the five filters of the PNG specification."""
+    left, corner = (np.concatenate([np.zeros(channels, int), values[:-channels]]) for values in (row, above))
+    near = np.stack([left, above, corner])
+    paeth = np.take_along_axis(near, np.abs(near - (left + above - corner)).argmin(0)[None], 0)[0]
+    return (row - [np.zeros_like(row), left, above, (left + above) // 2, paeth][kind]) % 256
+
+
+def outcome(read, path):
+    try:
+        return read(path)
+    except DataError as error:
+        return str(error)
+
+
+def by_pillow(read, path):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode, "_plain_png", lambda *_: None)
+        return outcome(read, path)
+
+
+def noise(width, height, channels, seed=0):
+    return np.random.default_rng(seed).integers(0, 256, (height, width, channels), dtype=np.uint8)
+
+
+SIDES, FILTERS = st.integers(1, 40), st.lists(st.integers(0, 4), min_size=1, max_size=5)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    return tmp_path_factory.mktemp("decode") / "picture.png"
+
+
+@given(SIDES, SIDES, st.sampled_from([GREY, RGB]), FILTERS, st.sampled_from([0, 1, 9]), st.integers(1, 4))
+@settings(max_examples=80, deadline=None)
+def test_plain_pngs_are_decoded_to_the_pixels_they_were_made_of(
+    file, width, height, colour, filters, level, pieces
+):
+    pixels = noise(width, height, CHANNELS[colour])
+    file.write_bytes(png(pixels, filters, level, pieces=pieces))
+    if colour == RGB:
+        np.testing.assert_array_equal(read_image(file), pixels)
+    else:
+        np.testing.assert_array_equal(read_mask(file), pixels[..., 0])
+        np.testing.assert_array_equal(read_image(file), np.repeat(pixels, 3, axis=2))
+
+
+@pytest.mark.parametrize("colour", [GREY, RGB])
+def test_pywuffs_decodes_them_where_it_is_installed(file, colour, monkeypatch):
+    pytest.importorskip("pywuffs")
+    file.write_bytes(png(noise(9, 7, CHANNELS[colour])))
+    monkeypatch.setattr(Image, "open", None)
+    (read_image if colour == RGB else read_mask)(file)
+    check_readable(file)
+
+
+@pytest.mark.parametrize("read", [read_image, read_mask])
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
+@pytest.mark.parametrize("more", ["", "transparency", "interlace"])
+def test_every_mode_of_png_gives_what_pillow_gives(file, mode, read, more):
+    options = {more: {"RGB": (1, 2, 3)}.get(mode, 1)} if more and not mode.endswith("A") else {}
+    picture = Image.fromarray(noise(12, 8, 3))
+    picture = picture.convert("L").convert(mode) if mode == "I;16" else picture.convert(mode)
+    picture.save(file, **options)
+    np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
+
+
+def damaged(data, draw):
+    """Return the bytes with some changed, cut out, doubled, or missing at the end."""
+    at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
+    match draw(st.sampled_from(["bit", "cut", "double", "truncated"])):
+        case "bit":
+            return data[:at] + bytes([data[at] ^ 1 << draw(st.integers(0, 7))]) + data[at + 1 :]
+        case "cut":
+            return data[:at] + data[at + length :]
+        case "double":
+            return data[: at + length] + data[at:]
+        case _:
+            return data[:at]
+
+
+@given(st.data())
+@settings(max_examples=400, deadline=None)
+def test_a_damaged_file_gives_the_same_pixels_or_the_same_error_with_pywuffs_as_without(file, data):
+    """Unless told otherwise pywuffs ignores checksums, and returns what it makes of a broken file."""
+    pytest.importorskip("pywuffs")
+    colour = data.draw(st.sampled_from([GREY, RGB]))
+    pixels = noise(data.draw(SIDES), data.draw(SIDES), CHANNELS[colour])
+    file.write_bytes(damaged(png(pixels, data.draw(FILTERS)), data.draw))
+    read = read_image if colour == RGB else read_mask
+    np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
+
+
+@pytest.mark.parametrize("colour", [GREY, RGB])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        b"",
+        chunk(b"tEXt", b"IDAT\0IDAT") + chunk(b"tRNS", bytes(6)),
+        chunk(b"acTL", struct.pack(">II", 2, 0)),
+        chunk(b"gAMA", struct.pack(">I", 99000)) + chunk(b"sRGB", b"\0"),
+    ],
+    ids=["plain", "transparent", "animated", "gamma"],
+)
+@pytest.mark.parametrize("size", [None, (9, 8), (9, 6), (8, 7), (0, 7)])
+def test_what_stands_before_the_pixels_changes_nothing_between_the_decoders(file, colour, extra, size):
+    file.write_bytes(png(noise(9, 7, CHANNELS[colour]), extra=extra, size=size))
+    read = read_image if colour == RGB else read_mask
+    np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
+
+
+@pytest.mark.parametrize("depth", [2, 4])
+def test_masks_whose_grey_values_would_be_spread_are_refused(file, depth):
+    """A PNG's grey 1 of 4 bits is 17 to Pillow: perhaps the id of another class."""
+    header = struct.pack(">IIBBBBB", 2, 1, depth, GREY, 0, 0, 0)
+    pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
+    file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
+    with pytest.raises(DataError, match=r"picture\.png' has grey values of fewer than 8 bits"):
+        read_mask(file)
+
+
+@pytest.mark.parametrize("kind", [b"P5\n2 1\n%d\n\0\1", b"P2\n2 1\n%d\n0 1\n"])
+def test_pgm_masks_are_read_where_their_maximum_is_that_of_8_bits(tmp_path, kind):
+    (tmp_path / "mask.pgm").write_bytes(kind % 255)
+    assert read_mask(tmp_path / "mask.pgm").tolist() == [[0, 1]]
+    (tmp_path / "mask.pgm").write_bytes(kind % 18)
+    with pytest.raises(DataError, match="fewer than 8 bits"):
+        read_mask(tmp_path / "mask.pgm")
+
+
+@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
+def test_a_file_that_claims_to_be_huge_is_refused_before_it_is_decoded(file, read):
+    file.write_bytes(png(noise(9, 7, 1 if read is read_mask else 3), size=(60_000, 60_000)))
+    with pytest.raises(DataError, match=r"cannot read '.*picture\.png': .*decompression bomb"):
+        read(file)
+
+
+@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
+def test_an_unreadable_file_is_named(tmp_path, read):
+    with pytest.raises(DataError, match=r"cannot read '.*none\.png': .*No such file"):
+        read(tmp_path / "none.png")
+    (tmp_path / "text.png").write_text("no picture")
+    with pytest.raises(DataError, match=r"cannot read '.*text\.png': cannot identify image file"):
+        read(tmp_path / "text.png")
+    data = png(noise(30, 30, 1 if read is read_mask else 3))
+    (tmp_path / "half.png").write_bytes(data[: len(data) // 2])
+    with pytest.raises(DataError, match=r"cannot read '.*half\.png': image file is truncated"):
+        read(tmp_path / "half.png")
+
+
+def test_without_pywuffs_pillow_reads_everything(file, monkeypatch):
+    monkeypatch.setattr(decode, "_formats", lambda: None)
+    pixels = noise(9, 7, 3)
+    file.write_bytes(png(pixels, filters=(4,)))
+    np.testing.assert_array_equal(read_image(file), pixels)
+    check_readable(file)
+    with pytest.raises(DataError, match="has mode RGB; its pixels must be class ids"):
+        read_mask(file)

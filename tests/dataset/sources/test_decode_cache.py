@@ -1,0 +1,258 @@
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import warnings
+import zlib
+
+import numpy as np
+import pytest
+
+from slipstream.dataset import DecodeCache
+from slipstream.errors import DataError
+
+KEY = ("sample 1", "version 1")
+
+
+def make_pair(seed=0, size=(37, 53)):
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (*size, 3), np.uint8), rng.integers(0, 19, size, np.uint8)
+
+
+def must_not_load():
+    raise AssertionError("decoded, though it is in the cache")
+
+
+def assert_same(found, expected):
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [(1, 1), (37, 53), (64, 64), (1, 5000)])
+def test_a_sample_is_decoded_once_by_any_number_of_caches_of_the_folder(tmp_path, size):
+    pair = make_pair(size=size)
+    assert_same(DecodeCache(tmp_path / "c").get(KEY, lambda: pair), pair)
+    again = DecodeCache(tmp_path / "c").get(KEY, must_not_load)
+    assert_same(again, pair)
+    for array in again:
+        assert not array.flags.writeable
+        assert array.flags.c_contiguous
+
+
+def test_pixels_that_are_not_contiguous_are_kept_as_they_are_seen(tmp_path):
+    image, mask = make_pair()
+    DecodeCache(tmp_path).write(KEY, image[::-1, ::2], mask[::-1, ::2])
+    assert_same(DecodeCache(tmp_path).read(KEY), (image[::-1, ::2], mask[::-1, ::2]))
+
+
+def test_views_stay_as_they_were_while_the_file_is_made_again_and_removed(tmp_path):
+    cache = DecodeCache(tmp_path)
+    cache.write(KEY, *make_pair(1))
+    views = cache.read(KEY)
+    cache.write(KEY, *make_pair(2))
+    cache.prune(keep=())
+    assert_same(views, make_pair(1))
+
+
+def test_another_version_is_made_in_the_same_file_without_a_word(tmp_path, recwarn):
+    cache = DecodeCache(tmp_path)
+    cache.get(KEY, lambda: make_pair(1))
+    new = (KEY[0], "version 2")
+    assert_same(cache.get(new, lambda: make_pair(2, size=(5, 6))), make_pair(2, size=(5, 6)))
+    assert_same(cache.get(new, must_not_load), make_pair(2, size=(5, 6)))
+    assert cache.read(KEY) is None
+    assert len([p for p in tmp_path.rglob("*") if p.is_file()]) == 1
+    assert not recwarn
+
+
+def test_the_halves_of_a_key_are_not_mixed_up(tmp_path):
+    cache = DecodeCache(tmp_path)
+    cache.write(("ab", "c"), *make_pair())
+    assert cache.read(("a", "bc")) is None
+    cache.path("a").parent.mkdir(exist_ok=True)
+    cache.path("ab").rename(cache.path("a"))  # a file of another sample
+    assert cache.read(("a", "c")) is None
+
+
+def test_a_name_that_is_no_unicode_has_a_file(tmp_path):
+    key = (os.fsdecode(b"stra\xdfe.png"), "1")
+    DecodeCache(tmp_path).write(key, *make_pair())
+    assert_same(DecodeCache(tmp_path).read(key), make_pair())
+
+
+@pytest.mark.parametrize("part", ["magic", "header", "image", "padding", "mask"])
+def test_a_flipped_bit_is_noticed_named_and_mended(tmp_path, part):
+    image, mask = make_pair()
+    cache = DecodeCache(tmp_path)
+    cache.write(KEY, image, mask)
+    path = cache.path(KEY[0])
+    place = {"magic": 0, "header": 14, "image": 4096 + 2000, "padding": 4096 + image.nbytes + 1, "mask": -1}
+    data = bytearray(path.read_bytes())
+    data[place[part]] ^= 0x10
+    path.write_bytes(data)
+    fresh = DecodeCache(tmp_path)
+    with pytest.warns(UserWarning, match=rf"{path.name}' is damaged"):
+        assert_same(fresh.get(KEY, lambda: (image, mask)), (image, mask))
+    assert_same(fresh.get(KEY, must_not_load), (image, mask))
+
+
+@pytest.mark.parametrize("length", [0, 10, 4096, 5000, -1])
+def test_a_file_that_was_cut_is_noticed(tmp_path, length):
+    cache = DecodeCache(tmp_path)
+    cache.write(KEY, *make_pair())
+    data = cache.path(KEY[0]).read_bytes()
+    cache.path(KEY[0]).write_bytes(data[:length])
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert cache.read(KEY) is None
+
+
+def test_a_file_of_another_format_is_made_again_without_a_word(tmp_path, recwarn):
+    cache = DecodeCache(tmp_path)
+    cache.write(KEY, *make_pair())
+    data = bytearray(cache.path(KEY[0]).read_bytes())
+    data[8] += 1
+    cache.path(KEY[0]).write_bytes(data)
+    assert cache.read(KEY) is None
+    assert not recwarn
+
+
+def test_pixels_are_summed_at_the_first_opening_and_the_header_at_each(tmp_path, monkeypatch):
+    DecodeCache(tmp_path).write(KEY, *make_pair())
+    cache, summed = DecodeCache(tmp_path), []
+    crc32, pixels = zlib.crc32, cache.path(KEY[0]).stat().st_size - 4096
+    monkeypatch.setattr(
+        "slipstream.dataset.sources.cache.zlib.crc32", lambda d: summed.append(len(d)) or crc32(d)
+    )
+    for _ in range(3):
+        cache.read(KEY)
+    assert len(summed) == 4
+    assert summed.count(pixels) == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes wherever it wants")
+def test_a_folder_that_is_read_only_for_a_user_gives_a_warning(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.warns(UserWarning, match="Permission denied"):
+        DecodeCache(tmp_path / "c").get(KEY, make_pair)
+
+
+def fail_to_replace(self, target):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_costs_one_warning_and_no_sample(tmp_path, monkeypatch):
+    cache = DecodeCache(tmp_path)
+    cache.write(("kept", "1"), *make_pair(1))
+    monkeypatch.setattr("pathlib.Path.replace", fail_to_replace)
+    with pytest.warns(UserWarning, match=r"No space left on device.*make room"):
+        assert_same(cache.get(KEY, make_pair), make_pair())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_same(cache.get(KEY, make_pair), make_pair())
+    assert_same(cache.get(("kept", "1"), must_not_load), make_pair(1))
+    assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [cache.path("kept").name]
+
+
+def test_a_folder_that_is_a_file_gives_a_warning_not_an_error(tmp_path):
+    (tmp_path / "c").touch()
+    with pytest.warns(UserWarning, match="cannot write to the cache"):
+        assert_same(DecodeCache(tmp_path / "c").get(KEY, make_pair), make_pair())
+
+
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [
+        (np.zeros((2, 3, 3), np.float32), np.zeros((2, 3), np.uint8)),
+        (np.zeros((2, 3, 3), np.uint8), np.zeros((2, 3), np.int64)),
+        (np.zeros((2, 3, 3), np.uint8), np.zeros((3, 2), np.uint8)),
+        (np.zeros((2, 3), np.uint8), np.zeros((2, 3), np.uint8)),
+    ],
+)
+def test_what_is_no_sample_is_refused_and_named(tmp_path, image, mask):
+    with pytest.raises(DataError, match="'sample 1' cannot be cached"):
+        DecodeCache(tmp_path / "c").get(KEY, lambda: (image, mask))
+    assert not (tmp_path / "c").exists()
+
+
+def test_pruning_removes_what_no_sample_needs_and_nothing_else(tmp_path):
+    cache = DecodeCache(tmp_path)
+    for name in "abc":
+        cache.write((name, "1"), *make_pair())
+    folder = cache.path("a").parent
+    old, new, foreign = folder / ".x.decoded.1.tmp", folder / ".y.decoded.2.tmp", folder / "README"
+    for path in (old, new, foreign):
+        path.write_bytes(b"12345")
+    os.utime(old, (0, 0))
+    size = cache.path("b").stat().st_size
+    assert cache.prune(keep=["a", "c"]) == (2, size + 5)
+    assert cache.read(("b", "1")) is None
+    assert [old.exists(), new.exists(), foreign.exists()] == [False, True, True]
+    assert_same(cache.read(("a", "1")), make_pair())
+
+
+def test_pruning_bears_that_a_writer_renames_its_file(tmp_path):
+    cache = DecodeCache(tmp_path)
+    cache.write(("a", "1"), *make_pair())
+    # What a listing shows and a look at it does not find: as a temporary file whose writer has just finished.
+    (cache.path("a").parent / ".b.decoded.1.tmp").symlink_to("gone")
+    assert cache.prune(keep=["a"]) == (0, 0)
+
+
+def test_pruning_a_folder_that_is_not_there_removes_nothing(tmp_path):
+    assert DecodeCache(tmp_path / "none").prune([]) == (0, 0)
+
+
+def fill(folder, start, samples, versions):
+    warnings.simplefilter("error")
+    cache = DecodeCache(folder)
+    start.wait()
+    for version in range(versions):
+        for i in range(samples):
+            expected = make_pair(100 * version + i, size=(64, 96))
+            found = cache.get((str(i), str(version)), lambda expected=expected: expected)
+            assert_same(found, expected)
+
+
+def test_processes_that_fill_at_once_never_see_half_a_file(tmp_path):
+    context = multiprocessing.get_context("fork")
+    start = context.Barrier(3)
+    workers = [context.Process(target=fill, args=(tmp_path, start, 12, 6)) for _ in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    names = [p.name for p in tmp_path.rglob("*") if p.is_file()]
+    assert len(names) == 12
+    cache = DecodeCache(tmp_path)
+    for i in range(12):
+        assert cache.read((str(i), "5")) is not None or cache.read((str(i), "4")) is not None
+
+
+def write_and_stop_before_the_rename(folder, half_way):
+    def stop(descriptor):
+        half_way.set()
+        signal.pause()
+
+    os.fsync = stop
+    DecodeCache(folder).write(KEY, *make_pair(1))
+
+
+def test_a_writer_that_is_killed_leaves_the_old_sample(tmp_path):
+    cache = DecodeCache(tmp_path)
+    cache.write((KEY[0], "version 0"), *make_pair(0))
+    context = multiprocessing.get_context("fork")
+    half_way = context.Event()
+    writer = context.Process(target=write_and_stop_before_the_rename, args=(tmp_path, half_way))
+    writer.start()
+    assert half_way.wait(60)
+    writer.kill()
+    writer.join(60)
+    assert_same(cache.read((KEY[0], "version 0")), make_pair(0))
+    (left,) = cache.path(KEY[0]).parent.glob("*.tmp")
+    assert_same(cache.get(KEY, lambda: make_pair(1)), make_pair(1))
+    os.utime(left, (0, 0))
+    assert cache.prune([KEY[0]])[0] == 1
+    assert_same(DecodeCache(tmp_path).get(KEY, must_not_load), make_pair(1))

@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import gzip
+import hashlib
+import io
+import struct
+import urllib.error
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from slipstream.dataset import FashionMNIST, SampleIndex
+from slipstream.dataset.sources import fashion_mnist
+from slipstream.errors import ConfigError, DataError
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
+
+
+def arrays(count=5):
+    images = np.random.default_rng(0).integers(0, 256, (count, 28, 28), dtype=np.uint8)
+    return images, np.arange(count, dtype=np.uint8) % 10
+
+
+def idx(array):
+    header = struct.pack(f">HBB{array.ndim}I", 0, 8, array.ndim, *array.shape)
+    return header + array.astype(np.uint8).tobytes()
+
+
+def make(folder, zipped=True, count=5):
+    folder.mkdir(exist_ok=True)
+    for name, array in zip((IMAGES, LABELS), arrays(count), strict=True):
+        data = idx(array)
+        (folder / (name + ".gz" * zipped)).write_bytes(gzip.compress(data) if zipped else data)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_system_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(fashion_mnist, "_SYSTEM_FOLDER", tmp_path / "system")
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr("urllib.request.urlopen", refuse)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_samples_are_the_files_bytes(tmp_path, zipped):
+    dataset = FashionMNIST(make(tmp_path / "data", zipped))
+    images, labels = arrays()
+    assert len(dataset) == 5
+    assert dataset.images.is_contiguous()
+    assert dataset.images.shape == (5, 1, 28, 28)
+    for i, sample in enumerate(dataset):
+        assert (sample["inputs"].dtype, sample["inputs"].shape) == (torch.uint8, (1, 28, 28))
+        assert (sample["targets"].dtype, sample["targets"].shape) == (torch.int64, ())
+        np.testing.assert_array_equal(sample["inputs"][0].numpy(), images[i])
+        assert int(sample["targets"]) == labels[i]
+        assert dataset.get_cat_ids(i) == [labels[i]]
+    assert len(dataset.metainfo["classes"]) == len(dataset.metainfo["palette"]) == 10
+
+
+def test_a_batch_has_the_contracts_shapes(tmp_path):
+    batch = next(iter(DataLoader(FashionMNIST(make(tmp_path / "data")), batch_size=4)))
+    assert batch["inputs"].shape == (4, 1, 28, 28)
+    assert batch["targets"].tolist() == [0, 1, 2, 3]
+
+
+def test_augmentation_is_a_shift_of_up_to_two_pixels_and_a_mirror(tmp_path):
+    dataset = FashionMNIST(make(tmp_path / "data"), augment=True)
+    padded = np.pad(arrays()[0][0], 2)
+    crops = {(y, x): padded[y : y + 28, x : x + 28] for y in range(5) for x in range(5)}
+    possible = {c.tobytes() for c in crops.values()} | {c[:, ::-1].tobytes() for c in crops.values()}
+    seen = {dataset[SampleIndex(0, 1, e)]["inputs"].contiguous().numpy().tobytes() for e in range(400)}
+    assert seen == possible
+
+
+def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
+    make(tmp_path / "data")
+
+    def epoch(number, seed=1, workers=0):
+        dataset = FashionMNIST(tmp_path / "data", augment=True)
+        order = [SampleIndex(i, seed, number) for i in (3, 0, 4, 1, 2)]
+        loader = DataLoader(dataset, batch_size=2, sampler=order, num_workers=workers)
+        return torch.cat([batch["inputs"] for batch in loader])
+
+    assert torch.equal(epoch(0), epoch(0))
+    assert torch.equal(epoch(0), epoch(0, workers=2))
+    assert not torch.equal(epoch(0), epoch(1))
+    assert not torch.equal(epoch(0), epoch(0, seed=2))
+
+
+def test_without_a_folder_the_system_package_is_read(tmp_path):
+    make(tmp_path / "system")
+    assert len(FashionMNIST()) == 5
+
+
+def test_a_given_folder_without_the_files_is_not_silently_replaced(tmp_path):
+    make(tmp_path / "system")
+    with pytest.raises(DataError, match=r"no Fashion-MNIST in '.*/nothing'") as caught:
+        FashionMNIST(tmp_path / "nothing")
+    for remedy in ("apt-get install dataset-fashion-mnist", "data_root", "download=True"):
+        assert remedy in str(caught.value)
+    assert len(FashionMNIST(tmp_path / "nothing", download=True)) == 5
+
+
+def test_one_file_of_the_two_is_not_enough(tmp_path):
+    (make(tmp_path / "data") / f"{LABELS}.gz").unlink()
+    with pytest.raises(DataError, match="no Fashion-MNIST"):
+        FashionMNIST(tmp_path / "data")
+
+
+def served(monkeypatch, files, sums=True):
+    asked = []
+
+    def urlopen(url, timeout):
+        asked.append(url)
+        return io.BytesIO(files[url.rsplit("/", 1)[1]])
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    if sums:
+        found = {n.removesuffix(".gz"): hashlib.md5(d).hexdigest() for n, d in files.items()}
+        monkeypatch.setattr(fashion_mnist, "_MD5", found)
+    return asked
+
+
+def test_downloaded_files_are_kept_and_read_the_next_time(tmp_path, monkeypatch):
+    files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
+    asked = served(monkeypatch, files)
+    assert len(FashionMNIST(tmp_path / "new/data", download=True)) == 5
+    assert len(FashionMNIST(tmp_path / "new/data", download=True)) == 5
+    assert len(FashionMNIST(tmp_path / "new/data")) == 5
+    assert len(asked) == 2
+    assert sorted(p.name for p in (tmp_path / "new/data").iterdir()) == sorted(files)
+
+
+def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
+    files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
+    served(monkeypatch, files, sums=False)
+    with pytest.raises(
+        DataError, match=r"arrived damaged: its MD5 is [0-9a-f]{32}, not 8d4fb7e6c68d591d4c3dfef9"
+    ):
+        FashionMNIST(tmp_path / "data", download=True)
+    assert not (tmp_path / "data").exists()
+
+
+def test_a_failed_download_names_the_address_and_the_remedy(tmp_path, monkeypatch):
+    def urlopen(url, timeout):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    with pytest.raises(DataError, match=r"cannot fetch http://fashion-mnist.*no route.*apt-get"):
+        FashionMNIST(tmp_path / "data", download=True)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: b"\0\0\x0b" + d[3:], "is no IDX file of unsigned bytes in 3 dimensions"),
+        (lambda d: d[:3] + b"\1" + d[4:], "is no IDX file"),
+        (lambda d: d[:10], "is no IDX file"),
+        (lambda d: b"", "is no IDX file"),
+        (lambda d: d[:-1], "promises 5 x 28 x 28 values and has 3919"),
+        (lambda d: d + b"\0", "promises 5 x 28 x 28 values and has 3921"),
+        (lambda d: idx(np.zeros((5, 14, 14))), r"must hold images of 28 x 28; its shape is \(5, 14, 14\)"),
+        (lambda d: idx(np.zeros((4, 28, 28))), "has 4 images, .* 5 labels"),
+        (lambda d: idx(np.zeros((0, 28, 28))), "must hold images"),
+    ],
+)
+def test_damaged_image_files_are_named(tmp_path, spoil, message):
+    path = make(tmp_path / "data", zipped=False) / IMAGES
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DataError, match=message) as caught:
+        FashionMNIST(tmp_path / "data")
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda d: d[:-9], lambda d: b"no gzip", lambda d: d[:40] + b"\xff" * 40 + d[80:]]
+)
+def test_damaged_gzip_files_are_named(tmp_path, spoil):
+    path = make(tmp_path / "data") / f"{IMAGES}.gz"
+    path.write_bytes(spoil(path.read_bytes()))
+    with pytest.raises(DataError, match=r"cannot read '.*train-images-idx3-ubyte\.gz'"):
+        FashionMNIST(tmp_path / "data")
+
+
+def test_a_label_that_is_no_class_is_refused(tmp_path):
+    make(tmp_path / "data", zipped=False)
+    (tmp_path / "data" / LABELS).write_bytes(idx(np.array([0, 1, 2, 3, 10])))
+    with pytest.raises(DataError, match="has the label 10"):
+        FashionMNIST(tmp_path / "data")
+
+
+def test_an_unknown_split_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="split must be 'train' or 'test', not 'val'"):
+        FashionMNIST(make(tmp_path / "data"), split="val")

@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from slipstream.dataset import (
+    SegCropImageAndMask,
+    SegPadShortToCropSize,
+    SegRandomFlip,
+    SegRandomRescale,
+    SegRescale,
+    apply_transforms,
+)
+from slipstream.dataset.transforms.crop import Window
+
+
+def make(width, height, seed=0):
+    rng = np.random.default_rng(seed)
+    image = rng.integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return {"image": image, "mask": rng.integers(0, 256, (height, width), dtype=np.uint8)}
+
+
+# ---- each transform by itself, with Pillow and whole images ---------------------------------------------
+
+
+def flip(transform, image, mask, rng):
+    mirrored = rng.random() < transform.prob
+    return (ImageOps.mirror(image), ImageOps.mirror(mask)) if mirrored else (image, mask)
+
+
+def resize(image, mask, scale):
+    size = tuple(max(1, round(side * scale)) for side in image.size)
+    return image.resize(size, Image.Resampling.BILINEAR), mask.resize(size, Image.Resampling.NEAREST)
+
+
+def rescale(transform, image, mask, rng):
+    if transform.scale_factor:
+        return resize(image, mask, transform.scale_factor)
+    if transform.short_size:
+        return resize(image, mask, transform.short_size / min(image.size))
+    return resize(image, mask, transform.long_size / max(image.size))
+
+
+def random_rescale(transform, image, mask, rng):
+    return resize(image, mask, rng.uniform(*transform.scales))
+
+
+def pad(transform, image, mask, rng):
+    right, down = (max(0, c - s) for c, s in zip(transform.crop_size, image.size, strict=True))
+    if not right and not down:
+        return image, mask
+    top, left = -(-down // 2), -(-right // 2)
+    if transform.padding_mode == "random":
+        top, left = int(rng.integers(down + 1)), int(rng.integers(right + 1))
+    border = (left, top, right - left, down - top)
+    return (
+        ImageOps.expand(image, border, tuple(transform.fill_image)),
+        ImageOps.expand(mask, border, transform.fill_mask),
+    )
+
+
+def crop(transform, image, mask, rng):
+    (width, height), (spare_x, spare_y) = transform.crop_size, np.subtract(image.size, transform.crop_size)
+    top, left = spare_y // 2, spare_x // 2
+    if transform.mode == "random":
+        top, left = int(rng.integers(spare_y + 1)), int(rng.integers(spare_x + 1))
+    box = (left, top, left + width, top + height)
+    return image.crop(box), mask.crop(box)
+
+
+ALONE = {
+    SegRandomFlip: flip,
+    SegRescale: rescale,
+    SegRandomRescale: random_rescale,
+    SegPadShortToCropSize: pad,
+    SegCropImageAndMask: crop,
+}
+
+
+def one_by_one(transforms, sample, rng):
+    image, mask = Image.fromarray(sample["image"]), Image.fromarray(sample["mask"])
+    for transform in transforms:
+        image, mask = ALONE[type(transform)](transform, image, mask, rng)
+    return np.asarray(image), np.asarray(mask)
+
+
+SIDES = st.integers(1, 40)
+PAIRS = st.tuples(SIDES, SIDES)
+SCALES = st.one_of(st.sampled_from([0.25, 0.5, 0.75, 1.0, 1.5, 2.0]), st.floats(0.2, 2.5))
+FLIPS = st.builds(SegRandomFlip, st.sampled_from([0.0, 0.5, 1.0]))
+RESCALES = st.one_of(
+    st.builds(SegRescale, scale_factor=SCALES),
+    st.builds(SegRescale, short_size=SIDES),
+    st.builds(SegRescale, long_size=SIDES),
+    st.builds(SegRandomRescale, st.tuples(SCALES, SCALES)),
+)
+MODES = st.sampled_from(["center", "random"])
+PADS = st.builds(
+    SegPadShortToCropSize, PAIRS, st.sampled_from([19, 255]), st.sampled_from([0, (1, 2, 3)]), MODES
+)
+
+
+@st.composite
+def crops(draw):
+    """A crop that always fits, since it is preceded by a padding to its size."""
+    size, fill = draw(PAIRS), draw(st.sampled_from([19, 255]))
+    mode = draw(MODES)
+    return [SegPadShortToCropSize(size, fill, padding_mode=mode), SegCropImageAndMask(size, draw(MODES))]
+
+
+ONE = st.one_of(FLIPS, RESCALES, PADS).map(lambda transform: [transform])
+CHAINS = st.lists(st.one_of(ONE, crops()), max_size=6)
+RECIPE = [
+    [SegRandomFlip(1.0)],
+    [SegRandomRescale((0.25, 1.75))],
+    [SegPadShortToCropSize((24, 24), 19)],
+    [SegCropImageAndMask((24, 24), "random")],
+]
+
+
+@given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
+@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest neighbours break ties to one side
+@example((37, 23), 3, RECIPE)
+@settings(max_examples=300, deadline=None)
+def test_a_chain_seen_through_windows_equals_its_transforms_one_by_one(size, seed, chain):
+    transforms = [transform for part in chain for transform in part]
+    sample = make(*size, seed)
+    image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    found = apply_transforms(transforms, sample, rng)
+    np.testing.assert_array_equal(found["targets"].numpy(), mask)
+    # Each resize rounds twice, to the side and down.
+    resizes = sum(isinstance(t, SegRescale | SegRandomRescale) for t in transforms)
+    difference = found["inputs"].numpy().transpose(1, 2, 0).astype(int) - image
+    assert np.abs(difference).max(initial=0) <= 2 * resizes
+    reference = np.random.default_rng(seed)
+    one_by_one(transforms, sample, reference)
+    assert rng.bit_generator.state == reference.bit_generator.state
+
+
+def test_a_corner_of_an_enlarged_image_as_large_as_the_image_is_not_the_image():
+    transforms = [SegRescale(2.0), SegCropImageAndMask((8, 6), "random"), lambda sample, rng: sample]
+    sample = make(8, 6)
+    image = Image.fromarray(sample["image"]).resize((16, 12), Image.Resampling.BILINEAR)
+    mask = sample["mask"].repeat(2, 0).repeat(2, 1)
+    corners = set()
+    for seed in range(80):
+        rng = np.random.default_rng(seed)
+        top, left = (int(rng.integers(spare + 1)) for spare in (6, 8))
+        corners.add((top, left))
+        found = apply_transforms(transforms, sample, np.random.default_rng(seed))
+        np.testing.assert_array_equal(found["targets"], mask[top : top + 6, left : left + 8])
+        seen = np.asarray(image.crop((left, top, left + 8, top + 6)), int).transpose(2, 0, 1)
+        assert np.abs(found["inputs"].numpy() - seen).max() <= 2
+    assert (0, 0) in corners
+
+
+@given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
+@settings(max_examples=100, deadline=None)
+def test_transforms_called_by_themselves_are_the_same_chain(size, seed, chain):
+    transforms = [transform for part in chain for transform in part]
+    sample = make(*size, seed)
+    image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
+    rng = np.random.default_rng(seed)
+    for transform in transforms:
+        sample = transform(sample, rng)
+    np.testing.assert_array_equal(sample["mask"], mask)
+    resizes = sum(isinstance(t, SegRescale | SegRandomRescale) for t in transforms)
+    assert np.abs(sample["image"].astype(int) - image).max(initial=0) <= 2 * resizes
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_hardly_a_pixel_of_a_large_resized_images_crop_is_off_by_more_than_one_level(seed):
+    """At sizes of Cityscapes: where the resized image's pixels lie is known to Pillow in single precision only."""
+    transforms = [
+        SegRandomFlip(0.5),
+        SegRandomRescale((0.25, 1.75)),
+        SegPadShortToCropSize((384, 384), 19),
+        SegCropImageAndMask((384, 384), "random"),
+    ]
+    sample = make(2048, 1024, seed)
+    image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
+    found = apply_transforms(transforms, sample, np.random.default_rng(seed))
+    np.testing.assert_array_equal(found["targets"].numpy(), mask)
+    difference = np.abs(found["inputs"].numpy().transpose(1, 2, 0).astype(int) - image)
+    assert difference.max() <= 2
+    assert (difference > 1).mean() < 1e-4
+
+
+@pytest.mark.parametrize("scale", [0.5, 1.0, 1.5])
+def test_only_what_will_be_seen_is_read(scale):
+    class Watched(np.ndarray):
+        def __getitem__(self, key):
+            rows, columns = key
+            read.append((rows.start, rows.stop, columns.start, columns.stop))
+            return np.asarray(self)[key]
+
+    read = []
+    sample = {key: value.view(Watched) for key, value in make(200, 100).items()}
+    window = Window.whole(sample["mask"]).resized((round(200 * scale), round(100 * scale)))
+    window.cropped(round(100 * scale), round(40 * scale), (round(20 * scale), round(10 * scale))).render(
+        sample
+    )
+    assert len(read) == 2  # image and mask
+    for top, bottom, left, right in read:
+        assert 36 <= top <= 41
+        assert 49 <= bottom <= 54
+        assert 96 <= left <= 101
+        assert 119 <= right <= 124
+
+
+def test_rendering_never_hands_out_the_samples_own_memory():
+    sample = make(8, 6)
+    for value in sample.values():
+        value.flags.writeable = False
+    for transforms in ([], [SegRescale(1.0)], [SegCropImageAndMask((4, 4))], [SegRandomFlip(1.0)]):
+        found = apply_transforms(transforms, sample, np.random.default_rng(0))
+        for tensor in found.values():
+            assert tensor.is_contiguous()
+            tensor.zero_()
+    assert sample["image"].max() > 0
+    assert sample["mask"].max() > 0
+
+
+def test_the_picture_is_where_there_is_no_padding():
+    whole = Window.whole(np.zeros((4, 6), np.uint8))
+    padded = whole.padded(3, 1, (10, 8), (7, 7, 7, 7))
+    assert padded.picture == (3, 1, 9, 5)
+    assert padded.flipped().picture == (1, 1, 7, 5)
+    assert padded.cropped(4, 0, (3, 3)).picture == (0, 1, 3, 3)
+    nothing = padded.cropped(0, 0, (2, 8))
+    assert nothing.picture[0] == nothing.picture[2]
+    sample = {"image": np.zeros((4, 6, 3), np.uint8), "mask": np.zeros((4, 6), np.uint8)}
+    assert all((array == 7).all() for array in nothing.render(sample))
+
+
+def test_what_was_cut_off_does_not_come_back_with_padding():
+    sample = make(10, 8)
+    transforms = [SegCropImageAndMask((4, 4), "center"), SegPadShortToCropSize((10, 8), 255)]
+    sample["mask"][:] = 5
+    found = apply_transforms(transforms, sample, np.random.default_rng(0))
+    mask = np.full((8, 10), 255)
+    mask[2:6, 3:7] = 5
+    np.testing.assert_array_equal(found["targets"].numpy(), mask)
+    seen = sample["image"].copy()
+    seen[mask == 255] = 0
+    np.testing.assert_array_equal(found["inputs"].numpy().transpose(1, 2, 0), seen)

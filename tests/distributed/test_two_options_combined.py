@@ -1,0 +1,285 @@
+"""Options that each work alone also work together, on two processes."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from sharded_runs import FSDP, SGD, Net, Record, assert_same, full, make, train
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from two_processes import run_in_two
+
+from slipstream.errors import SlipstreamError
+from slipstream.hooks import EMAHook
+from slipstream.model import BaseModel, unwrap_model
+from slipstream.model.sync_batchnorm import convert_sync_batchnorm
+from slipstream.optim import OptimWrapper
+
+WINDOWS = dict(SGD, accumulative_counts=2)
+EMA = dict(type="EMAHook", momentum=0.2)
+SCALED = dict(
+    SGD, type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**20), accumulative_counts=2
+)
+
+
+# ---- every option at once ------------------------------------------------------------------------------
+
+
+def all_options(folder, parallel=FSDP, world=2, **precision):
+    cfg = dict(parallel=parallel, sync_bn="torch", compile=dict(backend="eager"))
+    return train(folder, world=world, model=Net(norm=True), optim=WINDOWS | precision, ema=True, cfg=cfg)
+
+
+def sharded(folder):
+    return all_options(folder)
+
+
+def replicated(folder):
+    return all_options(folder, None)
+
+
+def in_bfloat16(folder):
+    amp = dict(type="AmpOptimWrapper", dtype="bfloat16")
+    return [all_options(folder / str(kind), kind, **amp) for kind in ("fsdp2", None)]
+
+
+def resumed(folder):
+    """Stop an all-options run in the middle of an epoch and of a window, and let another go on."""
+
+    def run(name, **changes):
+        checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=7, by_epoch=False))
+        cfg = dict(parallel=FSDP, sync_bn="torch", compile=dict(backend="eager"))
+        changes = dict(changes, custom_hooks=[Record(), EMA], default_hooks=checkpoints, cfg=cfg)
+        runner = make(folder / name, world=2, model=Net(norm=True), optim=WINDOWS, **changes)
+        runner.train()
+        record = next(hook for hook in runner.hooks if isinstance(hook, Record))
+        weights = full(dict(unwrap_model(runner.model).state_dict()))
+        return torch.stack(record.losses), record.errors, weights
+
+    return run("whole"), run("rest", resume=str(folder / "whole" / "iter_7.sharded"))
+
+
+def group_options(folder, world=2):
+    paramwise = dict(
+        bias_lr_mult=2.0,
+        norm_decay_mult=0.0,
+        custom_keys={"blocks.0": dict(lr_mult=0.1), "head": dict(decay_mult=0.5)},
+    )
+    optim = dict(SGD, optimizer=dict(SGD["optimizer"], weight_decay=0.05), paramwise_cfg=paramwise)
+    cfg = dict(parallel=FSDP, sync_bn="torch") if world > 1 else None
+    return train(folder, world=world, model=Net(norm=True), optim=optim, cfg=cfg)
+
+
+def infinity_norm(folder, world=2):
+    """Rank 1 holds no row of the head."""
+    optim = dict(SGD, clip_grad=dict(max_norm=0.05, norm_type=math.inf))
+    return train(folder, FSDP if world > 1 else None, world=world, optim=optim)
+
+
+def stopped_early(folder):
+    stop = dict(type="EarlyStoppingHook", monitor="error", rule="less", patience=2, min_delta=10.0)
+    keep = dict(type="CheckpointHook", interval=1, save_best="error", rule="less", max_keep_ckpts=1)
+    options = dict(custom_hooks=[Record(), EMA, stop], default_hooks=dict(checkpoint=keep))
+    runner = make(folder, FSDP, world=2, epochs=6, **options)
+    runner.train()
+    torch.distributed.barrier()  # rank 0 removes files
+    return runner.epoch, sorted(path.name for path in Path(runner.work_dir).glob("*.sharded"))
+
+
+def zero_of_shards(folder):
+    zero = dict(optimizer=dict(type="ZeroRedundancyOptimizer", optimizer_type="AdamW", lr=0.01))
+    try:
+        train(folder, FSDP, world=2, optim=zero)
+    except SlipstreamError as error:
+        return str(error)
+
+
+# ---- a model that trains its parts itself -------------------------------------------------------------
+
+
+class Gan(BaseModel):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.generator = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 3))
+        self.discriminator = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    def train_step(self, data, optim_wrapper):
+        real, _ = self.data_preprocessor(data, True)
+        generator, discriminator = optim_wrapper["generator"], optim_wrapper["discriminator"]
+        with discriminator.optim_context(self.discriminator):
+            fake = self.generator(real + 1)
+            scores = self.discriminator(torch.cat([real, fake.detach()]))
+            truth = torch.cat([torch.zeros(len(real), 1), torch.ones(len(real), 1)])
+        discriminator.update_params((scores - truth).square().mean())
+        self.discriminator.requires_grad_(False)
+        with generator.optim_context(self.generator):
+            loss = self.discriminator(self.generator(real + 1)).square().mean()
+        generator.update_params(loss)
+        self.discriminator.requires_grad_(True)
+        return {"loss": loss.detach()}
+
+    def forward(self, x, y, mode):
+        return self.generator(x).sum(1, keepdim=True) - y
+
+
+def gan(folder, world=2, **wrapper):
+    model = Gan()
+    parts = {name: getattr(model, name).parameters() for name in ("generator", "discriminator")}
+    optim = {
+        name: OptimWrapper(torch.optim.SGD(own, lr=0.1), accumulative_counts=2) for name, own in parts.items()
+    }
+    cfg = dict(sync_bn="torch", model_wrapper_cfg=wrapper or None)
+    runner = make(folder, world=world, model=model, optim=optim, param_scheduler=None, ema=True, cfg=cfg)
+    runner.train()
+    record = next(hook for hook in runner.hooks if isinstance(hook, Record))
+    average = next(hook for hook in runner.hooks if isinstance(hook, EMAHook)).ema_model.module
+    assert not any(isinstance(module, DistributedDataParallel) for module in average.modules())
+    weights = full({"own": dict(model.state_dict()), "average": dict(average.state_dict())})
+    return {
+        "weights": weights,
+        "losses": torch.stack(record.losses),
+        "errors": record.errors,
+        "norms": None,
+        "optimizer": {},
+    }
+
+
+def gan_whose_gradients_are_halved(folder):
+    return gan(folder, type="MMSeparateDistributedDataParallel", comm_hook="bf16")
+
+
+# ---- what is sent, and the loss scale -----------------------------------------------------------------
+
+
+def scaled(folder):
+    hooks = (None, "bf16", "fp16", dict(type="powersgd", start_step=2))
+    runs = []
+    for number, hook in enumerate(hooks):
+        runner = make(
+            folder / str(number), world=2, optim=SCALED, cfg=dict(model_wrapper_cfg=dict(comm_hook=hook))
+        )
+        runner.train()
+        record = next(hook for hook in runner.hooks if isinstance(hook, Record))
+        weights = full(dict(unwrap_model(runner.model).state_dict()))
+        runs.append((torch.stack(record.losses), weights, runner.optim_wrapper.loss_scaler.get_scale()))
+    return runs
+
+
+# ---- SyncBN and checkpoints where one rank is unlike the others ---------------------------------------
+
+
+def an_empty_batch(folder):
+    """Normalise five samples on rank 0 and none on rank 1."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 3, dtype=torch.float64)
+    norm = nn.BatchNorm1d(3).double()
+    own = convert_sync_batchnorm(nn.Sequential(nn.BatchNorm1d(3).double()))
+    mine = x if torch.distributed.get_rank() == 0 else x[:0]
+    y = own(mine.requires_grad_())
+    y.pow(3).sum().backward()
+    reference = x.detach().clone().requires_grad_()
+    norm(reference).pow(3).sum().backward()
+    state = {name: (value, norm.state_dict()[name]) for name, value in own[0].state_dict().items()}
+    return y.shape, mine.grad, reference.grad, state
+
+
+def a_file_that_rank_0_cannot_write(folder):
+    runner = make(folder, world=2)
+    runner.train()
+    if torch.distributed.get_rank() == 0:
+        (folder / "taken.pth").mkdir()
+    try:
+        runner.save_checkpoint(folder, "taken.pth")
+    except SlipstreamError as error:
+        return str(error), sorted(path.name for path in folder.glob(".taken*"))
+
+
+FUNCTIONS = [
+    sharded, replicated, in_bfloat16, resumed, group_options, infinity_norm, stopped_early, zero_of_shards, gan,
+    gan_whose_gradients_are_halved, scaled, an_empty_batch, a_file_that_rank_0_cannot_write,
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    return run_in_two(FUNCTIONS, tmp_path_factory.mktemp("options"))
+
+
+def of_both(answers, function):
+    first, second = answers[function.__name__]
+    assert not isinstance(first, str), first
+    assert not isinstance(second, str), second
+    return first, second
+
+
+@pytest.mark.parametrize("function", [sharded, replicated])
+def test_all_options_together_train_as_one_process(answers, function, tmp_path):
+    first, second = of_both(answers, function)
+    assert_same(first, second, steps=20)
+    assert_same(first, all_options(tmp_path, None, world=1), rtol=1e-5, atol=1e-6, steps=20)
+
+
+def test_in_bfloat16_a_sharded_model_trains_as_a_replicated_one(answers):
+    shards, copies = of_both(answers, in_bfloat16)[0]
+    assert_same(shards, copies, rtol=1e-3, atol=1e-3, steps=20)
+
+
+def test_a_run_stopped_within_epoch_and_window_goes_on_with_all_options(answers):
+    (losses, errors, weights), (rest, later, ends) = of_both(answers, resumed)[0]
+    # The window's gradients are summed over the ranks before they are saved, which rounds once more.
+    torch.testing.assert_close(rest, losses[7:], rtol=1e-5, atol=0)
+    assert later == pytest.approx(errors[-len(later) :], rel=1e-5)
+    torch.testing.assert_close(ends, weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("function", [group_options, infinity_norm])
+def test_options_of_groups_and_infinity_norms_of_shards_are_those_of_one_process(answers, function, tmp_path):
+    first, second = of_both(answers, function)
+    assert_same(first, second, steps=20)
+    assert_same(first, function(tmp_path, world=1), rtol=1e-5, atol=1e-5, steps=20)
+
+
+def test_early_stopping_and_the_best_checkpoint_work_on_shards(answers):
+    first, second = of_both(answers, stopped_early)
+    assert first == second == (3, ["best_error_epoch_3.sharded", "epoch_3.sharded"])
+
+
+def test_zero_on_a_sharded_model_is_refused_with_the_remedy(answers):
+    for answer in answers["zero_of_shards"]:
+        assert "FSDP shards the optimizer's state already: take 'AdamW'" in answer
+
+
+def test_a_gan_trains_as_on_one_process_with_averages_accumulation_and_sync_bn(answers, tmp_path):
+    first, second = of_both(answers, gan)
+    assert_same(first, second, steps=20)
+    assert_same(first, gan(tmp_path, world=1), rtol=1e-4, atol=1e-5, steps=20)
+
+
+def test_a_gans_averages_leave_communication_hooks_alone(answers):
+    first, second = of_both(answers, gan_whose_gradients_are_halved)
+    assert_same(first, second)
+    assert_same(first, of_both(answers, gan)[0], rtol=0.02, atol=0.02)
+
+
+def test_communication_hooks_bear_a_loss_scale_and_windows(answers):
+    exact, *others = of_both(answers, scaled)[0]
+    for losses, weights, scale in others:
+        assert scale == exact[2] < 2.0**20  # every one has skipped the steps that overflowed
+        torch.testing.assert_close(losses, exact[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(weights, exact[1], rtol=0.02, atol=0.02)
+
+
+def test_a_rank_without_samples_leaves_sync_bn_the_others_statistics(answers):
+    (shape, gradient, expected, state), (none, empty, _, _) = of_both(answers, an_empty_batch)
+    assert (tuple(shape), tuple(none), tuple(empty.shape)) == ((5, 3), (0, 3), (0, 3))
+    torch.testing.assert_close(gradient, expected)
+    for own, reference in state.values():
+        torch.testing.assert_close(own, reference)
+
+
+def test_a_checkpoint_file_that_cannot_be_written_is_an_error_on_every_rank(answers):
+    for message, left in of_both(answers, a_file_that_rank_0_cannot_write):
+        assert "taken.pth cannot be written: " in message
+        assert left == []

@@ -1,0 +1,175 @@
+"""The pages on the options say what the code does: their lines are read by it, their tables and outputs are its own."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.cli.main import main
+from slipstream.optim import build_optim_wrapper
+from slipstream.registry import HOOKS
+from slipstream.speed import SpeedPlan
+from slipstream.speed.refused import IDLE, REFUSED
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
+PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
+VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
+HEADINGS = ("## What it does", "## When it pays", "## What it costs", "## Works with")
+LONGEST = {"compile": 185}  # lines; all other pages have 60
+INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
+SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # what its Trainer reads itself
+PARTS = """
+import torch
+from torch import nn
+from slipstream import Runner
+from slipstream.model import BaseModel
+
+
+class ResNet18(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, inputs, labels, mode):
+        return {"loss": nn.functional.cross_entropy(self.head(inputs), labels)}
+
+
+Runner.train = lambda self: None  # what would be trained is tested elsewhere
+data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
+train_dataloader_cfg = dict(batch_size=4, dataset=data, sampler=dict(type="DefaultSampler", shuffle=True))
+"""
+"""What the guide's snippets leave out."""
+
+
+def table(text: str, heading: str) -> list[list[str]]:
+    """Return the cells of the rows of the first table below a heading."""
+    section = text.split(f"## {heading}\n", 1)[1]
+    rows = re.search(r"^\|.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", section, re.MULTILINE)[1]
+    return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
+
+
+def lines(page: str) -> list[tuple[str, str]]:
+    """Return the vocabulary and the text of each line in the table at the top of a page."""
+    rows = re.findall(r"^\| (`speed=`|MMEngine|SuperGradients) \| (.*) \|$", PAGES[page], re.MULTILINE)
+    assert tuple(vocabulary for vocabulary, _ in rows) == VOCABULARIES, page
+    return [(vocabulary, code) for vocabulary, cell in rows for code in re.findall(r"`([^`]+)`", cell)]
+
+
+LINES = [(page, *line) for page in PAGES for line in lines(page)]
+
+
+def given(code: str) -> dict:
+    return eval(f"dict({code})", {"__builtins__": {"dict": dict, "float": float}})
+
+
+def test_every_option_has_a_page_and_the_index_names_both():
+    listed = [name for names in INDEXED.values() for name in re.findall(r"`(\w+)`", names)]
+    assert sorted(listed) == sorted([*SpeedPlan.options(), "auto"])
+    assert sorted(INDEXED) == sorted(PAGES)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_are_short_and_have_the_same_parts(page):
+    text = PAGES[page]
+    places = [text.find(part) for part in HEADINGS]
+    assert -1 not in places
+    assert places == sorted(places)
+    assert re.match(r"# .+\n\n.+\n\n\| vocabulary \| the line \|\n", text)
+    assert len(text.splitlines()) <= LONGEST.get(page, 60)
+    assert "../matrix.md" in text or page == "npu"  # optimizers by name are no option of a plan
+
+
+@pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)
+def test_the_line_of_each_vocabulary_sets_a_option_of_its_page(page, vocabulary, code):
+    words = given(code)
+    plan = SpeedPlan.read(**words)
+    own = set(re.findall(r"`(\w+)`", INDEXED[page]))
+    if page == "cuda_graph":
+        own.add("compile")  # whose mode says it, too
+    if vocabulary == "`speed=`":
+        assert set(words) == {"speed"}
+        assert plan.auto or own & set(plan.sources) or page == "accelerate"
+        return
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    if "optim_wrapper" in words:
+        wrapper = build_optim_wrapper(nn.ParameterList(parameters), words["optim_wrapper"])
+        assert type(wrapper.optimizer).__name__ in words["optim_wrapper"]["optimizer"]["type"]
+    hooks = [HOOKS.build(hook) for hook in words.get("custom_hooks", ())]
+    foreign = SUPERGRADIENTS & set(words.get("training_params", ()))
+    kernels = page in ("fused", "npu") and (foreign or "optim_wrapper" in words)
+    assert plan.auto or own & set(plan.sources) or hooks or kernels
+
+
+def test_every_snippet_in_a_text_is_read_too():
+    snippets = [
+        code
+        for text in [INDEX, *PAGES.values()]
+        for code in re.findall(r"`((?:speed|cfg|env_cfg)=[^`]*)`", text)
+        if "..." not in code and code != "speed="
+    ]
+    assert len(snippets) > 15
+    for code in snippets:
+        SpeedPlan.read(**given(code))
+
+
+def test_refusals_are_listed_as_they_are_raised():
+    assert table(INDEX, "What is refused") == [[f"`{r.option}`", r.message] for r in REFUSED]
+
+
+def test_options_without_effect_are_listed_as_they_are_logged():
+    assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in IDLE]
+
+
+def test_explain_prints_what_the_page_shows(capsys, monkeypatch):
+    ((words, expected),) = re.findall(
+        r"```console\n\$ slipstream ([^\n]*)\n(.*?)```", PAGES["auto"], re.DOTALL
+    )
+    monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
+    monkeypatch.setenv("COLUMNS", "110")
+    assert main(shlex.split(words)) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.strip("\n").splitlines()]
+    while not printed[0]:
+        printed.pop(0)
+    assert printed == expected.splitlines()
+
+
+def test_the_page_on_ones_own_loop_runs(run):
+    (snippet,) = re.findall(r"```python\n(.*?)```", PAGES["accelerate"], re.DOTALL)
+    run("-c", snippet + "\nassert step.average.steps == 4\nassert log['loss'].ndim == 0\n")
+
+
+@pytest.mark.parametrize(
+    "page", ["architecture.md", "speed_up_training.md", "zh/speed_up_training.md", "options"]
+)
+def test_links_lead_somewhere(page):
+    files = [DOCS / page] if page.endswith(".md") else [*(DOCS / page).glob("*.md")]
+    for file in files:
+        for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", file.read_text(encoding="utf-8")):
+            assert link.startswith("https://") or (file.parent / link).exists(), f"{file.name}: {link}"
+
+
+def blocks(page: str) -> list[str]:
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return re.findall(r"^```\w*\n.*?^```$", text, re.MULTILINE | re.DOTALL)
+
+
+def test_both_languages_show_the_same_code():
+    assert blocks("speed_up_training.md") == blocks("zh/speed_up_training.md")
+
+
+def test_the_guide_s_snippets_build_a_runner_with_the_options_they_name(run):
+    snippets = [
+        block.split("\n", 1)[1][:-3] for block in blocks("zh/speed_up_training.md") if "Runner(" in block
+    ]
+    assert len(snippets) >= 4
+    program = [PARTS, "options = set()"]
+    for snippet in snippets:
+        program += [snippet, "options |= set(runner.speed.sources)"]
+    run(
+        "-c",
+        "\n".join([*program, "assert {'precision', 'compile', 'ema', 'channels_last'} <= options, options"]),
+    )

@@ -1,0 +1,132 @@
+"""The options of the matrix: what each changes in the configuration of a Runner, and what goes with what."""
+
+from itertools import combinations
+
+from matrix_by_hand import BETA, DECAY, LR_STEPS, MAX_NORM, MOMENTUM_STEPS, SCALE, STOP, WINDOW
+
+
+def _speed(**words):
+    def change(config):
+        config["speed"].update(words)
+
+    return change
+
+
+def _fp16(config):
+    config["speed"]["precision"] = "fp16"
+    config["optim_wrapper"]["loss_scale"] = SCALE
+
+
+def _compile(scope):
+    def change(config):
+        config["speed"]["compile"] = dict(scope=scope, backend=config.pop("backend"), cache=False, wait=True)
+
+    return change
+
+
+def _param_groups(config):
+    rules = dict(bias_lr_mult=2.0, norm_decay_mult=0.0, custom_keys={"head": dict(lr_mult=0.5)})
+    config["optim_wrapper"]["paramwise_cfg"] = rules
+
+
+def _scheduler(config):
+    (lr, lr_steps), (momentum, momentum_steps) = LR_STEPS, MOMENTUM_STEPS
+    config["param_scheduler"] = [
+        dict(type="LinearLR", start_factor=lr, end=lr_steps, by_epoch=False),
+        dict(type="LinearMomentum", start_factor=momentum, end=momentum_steps, by_epoch=False),
+    ]
+
+
+def _resume(config):
+    checkpoint = dict(type="CheckpointHook", interval=STOP, by_epoch=False, save_last=False)
+    config["default_hooks"]["checkpoint"] = checkpoint
+
+
+OPTIONS = {
+    "bf16": _speed(precision="bf16"),
+    "fp16": _fp16,
+    "compile=step": _compile("step"),
+    "compile=model": _compile("model"),
+    "EMA": _speed(ema=dict(decay=DECAY, type="exp", beta=BETA)),
+    "SyncBN": _speed(sync_bn=True),
+    "DDP": _speed(parallel="ddp"),
+    "FSDP2": _speed(parallel=dict(type="fsdp2", wrap=["Block"])),
+    "accumulation": _speed(accumulate=WINDOW),
+    "clipping": _speed(clip_grad=dict(max_norm=MAX_NORM)),
+    "channels_last": _speed(channels_last=True),
+    "checkpointing": _speed(activation_checkpointing=["Block"]),
+    "fused": _speed(fused=True),
+    "param groups": _param_groups,
+    "scheduler": _scheduler,
+    "resume": _resume,
+}
+"""What each option does to the arguments of a Runner; `backend` in them is the compiler's."""
+
+ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}]
+"""Of these one can be taken."""
+OF_SEVERAL = {"SyncBN", "DDP", "FSDP2"}
+"""Options that need several processes."""
+IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler"}
+"""Options that change the numbers; all others must not."""
+REFUSED = {
+    ("compile=step", "FSDP2", None): "speed.compile: scope 'step' sums whole gradients itself, as DDP does",
+    ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused kernel of SGD for sharded parameters",
+}
+"""Options that are refused together, with the net for which they are (None: both), and how the error begins."""
+BREAKS = {("compile=model", "FSDP2")}
+"""Options that work together, though the run may report at its end that the graph is in pieces."""
+
+TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
+"""By precision: by how much losses, weights and averages may differ, relatively, and the latter two absolutely.
+
+In fp32 the absolute bound is for weights near zero: 1e-5 of 0.1, the size of the others. Half precision is compared
+with the same loop under autocast, which differs where operations come in another order: one rounding is 4e-3 of a
+value in bf16 and 5e-4 in fp16."""
+
+
+def precision(options):
+    """Return which line of TOLERANCES holds."""
+    return next((name for name in ("bf16", "fp16") if name in options), "fp32")
+
+
+def refusal(options, net):
+    """Return how the error begins that refuses these options, or None."""
+    found = (m for (*pair, of), m in REFUSED.items() if {*pair} <= {*options} and of in (None, net))
+    return next(found, None)
+
+
+def possible(options, processes, net=None):
+    """Say whether these options can be asked for together: on a net without BatchNorm, SyncBN has nothing to do."""
+    chosen = set(options)
+    if any(alternatives <= chosen for alternatives in ONE_OF):
+        return False
+    return not (processes == 1 and chosen & OF_SEVERAL) and not (net == "transformer" and "SyncBN" in chosen)
+
+
+def pairs(processes, net=None):
+    """Return all pairs that are possible."""
+    return [pair for pair in combinations(OPTIONS, 2) if possible(pair, processes, net)]
+
+
+def triples(processes, net=None):
+    """Return the triples with the step as one graph that a network is trained with.
+
+    The networks take turns: each triple that is possible for both is trained on one of them. With two processes DDP is
+    there unsaid.
+    """
+    step = "compile=step"
+    others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
+    found = [(step, *two) for two in others if possible((step, *two), processes)]
+    taken = [triple for triple in found if possible(triple, processes, "transformer")][1::2]
+    return [triple for triple in found if (triple in taken) == (net == "transformer")]
+
+
+def everything(processes, net, half=None, compiled="compile=step", parallel="DDP"):
+    """Return all options that go together with those that are named."""
+    left_out = set().union(*ONE_OF) - {half, compiled, parallel}
+    if processes == 1:
+        left_out |= OF_SEVERAL
+    if not possible(["SyncBN"], processes, net):
+        left_out.add("SyncBN")
+    options = [option for option in OPTIONS if option not in left_out]
+    return tuple(option for option in options if option != "fused" or refusal(options, net) is None)

@@ -1,0 +1,116 @@
+"""Loops and hooks of users, options of a whole run, and runs one after the other."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+from slipstream.hooks import Hook
+from slipstream.registry import HOOKS, LOOPS
+from slipstream.runner import EpochBasedTrainLoop, IterBasedTrainLoop, Runner
+from tiny_runs import Losses, Net, Scripted, assert_same, loader, run, training, validation, weights
+
+
+def small(count=8, **options):
+    inputs = torch.randn(count, 4, generator=torch.Generator().manual_seed(5))
+    return loader(TensorDataset(inputs, torch.arange(count) % 3), batch_size=8, **options)
+
+
+def test_loops_of_users_are_taken_by_name(tmp_path):
+    @LOOPS.register_module(force=True)
+    class HalvedIterLoop(IterBasedTrainLoop):
+        def __init__(self, runner, dataloader, max_iters):
+            super().__init__(runner, dataloader, max_iters // 2)
+
+    runner = Runner(**training(tmp_path, train_cfg=dict(type="HalvedIterLoop", max_iters=8)))
+    assert not runner.by_epoch
+    runner.train()
+    assert not runner.by_epoch
+    assert runner.iter == 4
+    assert [p.name for p in tmp_path.glob("*.pth")] == ["iter_4.pth"]
+    epochs = run(tmp_path / "e", train_cfg=dict(type=EpochBasedTrainLoop, max_epochs=1))
+    assert epochs.iter == 5
+
+
+def test_hooks_of_users_are_taken_by_name(tmp_path):
+    @HOOKS.register_module(force=True)
+    class Counting(Hook):
+        def __init__(self, start):
+            self.count = start
+
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            self.count += 1
+
+    runner = run(tmp_path, custom_hooks=[dict(type="Counting", start=100)])
+    assert next(hook.count for hook in runner.hooks if isinstance(hook, Counting)) == 110
+
+
+def test_auto_scale_lr_multiplies_by_batch_size_over_base(tmp_path):
+    options = dict(
+        optim_wrapper=dict(
+            optimizer=dict(type="SGD", lr=0.1),
+            paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.1)}),
+        )
+    )
+    scaled = run(tmp_path / "a", **options, auto_scale_lr=dict(enable=True, base_batch_size=32))
+    assert sorted(g["lr"] for g in scaled.optim_wrapper.param_groups) == [
+        pytest.approx(0.0025),
+        pytest.approx(0.025),
+    ]
+    off = run(tmp_path / "b", **options, auto_scale_lr=dict(enable=False, base_batch_size=32))
+    assert sorted(g["lr"] for g in off.optim_wrapper.param_groups) == [
+        pytest.approx(0.01),
+        pytest.approx(0.1),
+    ]
+
+
+def test_deterministic_runs_switch_torch_to_deterministic_algorithms(tmp_path):
+    Runner(**training(tmp_path, randomness=dict(seed=1, deterministic=True)))
+    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py puts it back
+
+
+def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(torch.is_grad_enabled())
+        return graph.forward
+
+    changes = dict(model=dict(type=Net, norm=True), **validation())
+    compiled = run(tmp_path / "a", **changes, cfg=dict(compile=dict(backend=backend)))
+    assert True in graphs  # training
+    assert False in graphs  # validation
+    plain = run(tmp_path / "b", **changes)
+    assert weights(compiled).keys() == weights(plain).keys()
+    for name, value in weights(plain).items():
+        torch.testing.assert_close(weights(compiled)[name], value)
+    run(tmp_path / "c", **changes, cfg=dict(compile=dict(backend="eager")))
+
+
+def test_a_validation_alone_runs_compiled_too(tmp_path):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    runner = Runner(**training(tmp_path, **validation(), cfg=dict(compile=dict(backend=backend))))
+    runner.val()
+    assert graphs
+
+
+def test_a_training_can_be_followed_by_validation_and_test_in_one_runner(tmp_path):
+    runner = Runner(**training(tmp_path, **validation(Scripted([0.1, 0.2, 0.3]))))
+    runner.train()
+    before = weights(runner)
+    assert runner.val() == {"acc": 0.3}
+    assert_same(before, weights(runner))
+
+
+def test_a_second_training_of_a_finished_run_changes_nothing(tmp_path):
+    losses = Losses()
+    runner = Runner(**training(tmp_path, custom_hooks=[losses]))
+    runner.train()
+    before = weights(runner)
+    runner.train()
+    assert len(losses.by_iter) == 10
+    assert_same(before, weights(runner))

@@ -1,0 +1,316 @@
+"""MMEngine's and SuperGradients' words, and what happens when two front ends speak of one option."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+from slipstream.hooks import EMAHook
+from slipstream.optim import AmpOptimWrapper, OptimWrapper, OptimWrapperDict
+from slipstream.speed import CompileOptions, SpeedPlan
+from slipstream.speed.ema import EmaOptions
+from slipstream.speed.front_ends import is_plain_wrapper
+
+SGD = dict(type="SGD", lr=0.1)
+
+
+def optimizer():
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+# ---- MMEngine ------------------------------------------------------------------------------------------
+
+
+def test_mmengines_words_are_understood():
+    cfg = Config(
+        dict(
+            compile=dict(backend="eager", dynamic=False),
+            sync_bn="torch",
+            model_wrapper_cfg=dict(type="MMDistributedDataParallel", static_graph=True),
+            find_unused_parameters=True,
+            activation_checkpointing=["layer1"],
+        )
+    )
+    wrapper = dict(type="OptimWrapper", optimizer=SGD, accumulative_counts=2, clip_grad=dict(max_norm=3))
+    plan = SpeedPlan.read(cfg=cfg, optim_wrapper=wrapper, env_cfg=dict(cudnn_benchmark=True))
+    assert plan.compile == CompileOptions("eager", dynamic=False)
+    assert plan.sync_bn is plan.find_unused_parameters is plan.cudnn_benchmark is True
+    assert plan.parallel.kind == "ddp"
+    assert plan.parallel.wrapper == {"type": "MMDistributedDataParallel", "static_graph": True}
+    assert plan.activation_checkpointing.modules == ["layer1"]
+    assert (plan.accumulate, plan.clip_grad.max_norm) == (2, 3)
+    assert plan.precision is None
+    assert plan.sources == {
+        "compile": "cfg.compile",
+        "sync_bn": "cfg.sync_bn",
+        "parallel": "cfg.model_wrapper_cfg",
+        "find_unused_parameters": "cfg.find_unused_parameters",
+        "accumulate": "optim_wrapper.accumulative_counts",
+        "clip_grad": "optim_wrapper.clip_grad",
+        "activation_checkpointing": "cfg.activation_checkpointing",
+        "cudnn_benchmark": "env_cfg.cudnn_benchmark",
+    }
+
+
+@pytest.mark.parametrize(("word", "on"), [(True, True), ("torch", True), (False, False), (None, False)])
+def test_sync_bn_is_torchs_or_none(word, on):
+    assert SpeedPlan.read(cfg={"sync_bn": word}).sync_bn is on
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "precision"),
+    [
+        ("bfloat16", "cpu", "bf16"),
+        ("float16", "cpu", "fp16"),
+        (torch.bfloat16, "cuda", "bf16"),
+        (None, "cpu", "bf16"),
+        (None, "cuda", "fp16"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["AmpOptimWrapper", "mmengine.AmpOptimWrapper", AmpOptimWrapper])
+def test_the_wrapper_of_mixed_precision_is_a_precision(dtype, device, precision, kind):
+    wrapper = dict(type=kind, optimizer=SGD, dtype=dtype)
+    assert SpeedPlan.read(optim_wrapper=wrapper, device=device).precision.name == precision
+
+
+def test_a_ready_wrapper_says_what_it_does_and_is_not_read_too_early():
+    clip = dict(type="value", clip_value=0.5)
+    wrapper = AmpOptimWrapper(optimizer=optimizer(), dtype="float16", accumulative_counts=3, clip_grad=clip)
+    plan = SpeedPlan.read(optim_wrapper=wrapper)
+    assert (plan.precision.name, plan.accumulate, plan.clip_grad.clip_value) == ("fp16", 3, 0.5)
+    assert "device_type" not in vars(wrapper)  # its parameters may still be moved
+    assert SpeedPlan.read(optim_wrapper=OptimWrapper(optimizer())) == SpeedPlan()
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "plain"),
+    [
+        (dict(optimizer=SGD), True),
+        (dict(type="AmpOptimWrapper", optimizer=SGD), True),
+        (dict(constructor="Mine"), True),
+        (optimizer(), True),
+        (dict(type="MyWrapper", optimizer=SGD), False),
+        (OptimWrapper(optimizer()), False),
+        (dict(a=OptimWrapper(optimizer())), False),
+        (OptimWrapperDict(a=OptimWrapper(optimizer())), False),
+        (None, False),
+        (5, False),
+    ],
+)
+def test_only_a_wrapper_of_ours_that_is_not_made_yet_can_be_told_more(wrapper, plain):
+    assert is_plain_wrapper(wrapper) is plain
+    assert SpeedPlan.read(optim_wrapper=wrapper).accumulate == 1
+
+
+def test_a_wrapper_of_the_users_own_class_keeps_its_words_to_itself():
+    wrapper = dict(type="MyWrapper", optimizer=SGD, accumulative_counts="per layer", clip_grad=3)
+    assert SpeedPlan.read(optim_wrapper=wrapper) == SpeedPlan()
+
+
+def test_the_ema_hook_is_the_option_as_it_was_given():
+    hook = dict(type="EMAHook", momentum=0.01)
+    plan = SpeedPlan.read(custom_hooks=[dict(type="EarlyStoppingHook", monitor="acc"), hook])
+    assert plan.ema.hook is hook
+    assert plan.sources == {"ema": "custom_hooks.EMAHook"}
+    ready = EMAHook()
+    assert SpeedPlan.read(custom_hooks=[ready]).ema.hook is ready
+
+
+class Mine(DistributedDataParallel):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kind", "wrapper"),
+    [
+        (dict(parallel="ddp"), "ddp", {}),
+        (dict(parallel=dict(type="ddp", static_graph=True)), "ddp", {"static_graph": True}),
+        (dict(parallel="fsdp2"), "fsdp2", {"type": "MMFullyShardedDataParallel"}),
+        (
+            dict(parallel="hsdp"),
+            "hsdp",
+            {"type": "MMFullyShardedDataParallel", "shard_size": "machine"},
+        ),
+        (
+            dict(parallel=dict(type="hsdp", shard_size=4, wrap=["Block"], param_dtype="bf16")),
+            "hsdp",
+            {"type": "MMFullyShardedDataParallel", "shard_size": 4, "wrap": ["Block"], "param_dtype": "bf16"},
+        ),
+        (dict(model_wrapper_cfg=dict(static_graph=True)), "ddp", {"static_graph": True}),
+        (
+            dict(model_wrapper_cfg=dict(type="MMFullyShardedDataParallel")),
+            "fsdp2",
+            {"type": "MMFullyShardedDataParallel"},
+        ),
+        (
+            dict(model_wrapper_cfg=dict(type="MMFullyShardedDataParallel", shard_size=2)),
+            "hsdp",
+            {"type": "MMFullyShardedDataParallel", "shard_size": 2},
+        ),
+        (dict(model_wrapper_cfg=dict(type=Mine)), "custom", {"type": Mine}),
+    ],
+)
+def test_parallel_and_model_wrapper_cfg_mean_one_option(cfg, kind, wrapper):
+    parallel = SpeedPlan.read(cfg=cfg).parallel
+    assert (parallel.kind, parallel.wrapper) == (kind, wrapper)
+    assert parallel.sharded == (kind in ("fsdp2", "hsdp"))
+
+
+@pytest.mark.parametrize(
+    ("cfg", "message"),
+    [
+        (dict(sync_bn="mmcv"), "^sync_bn: must be 'torch' .*, not 'mmcv'"),
+        (dict(efficient_conv_bn_eval="[net]"), "^efficient_conv_bn_eval: .* not available"),
+        (dict(compile={"bakcend": "eager"}), "^compile.bakcend: .*'backend'"),
+        (dict(parallel="fsdp"), "^parallel: must be one of .*; did you mean 'fsdp2'"),
+        (dict(parallel=2), "^parallel: must be a name or a dict"),
+        (dict(parallel=dict(shard_size=2)), "^parallel: must be a name or a dict"),
+        (dict(parallel="ddp", model_wrapper_cfg=dict(type="X")), "^model_wrapper_cfg: .*parallel='ddp'"),
+        (dict(model_wrapper_cfg="ddp"), "^model_wrapper_cfg: must be a dict"),
+        (
+            dict(parallel=dict(type="fsdp2", warp=["A"])),
+            "^parallel.warp: no such option; did you mean 'wrap'",
+        ),
+        (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "^parallel.param_dtype: expected"),
+        (dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)), "^parallel.min_params: give wrap or"),
+        (dict(parallel=dict(type="fsdp2", min_params=0)), "^parallel.min_params: must be at least 1"),
+        (dict(activation_checkpointing=[]), None),
+    ],
+)
+def test_a_wrong_word_in_cfg_names_its_place_even_on_one_process(cfg, message):
+    if message is None:
+        assert SpeedPlan.read(cfg=cfg) == SpeedPlan()
+        return
+    with pytest.raises(ConfigError, match=message):
+        SpeedPlan.read(cfg=cfg)
+
+
+# ---- SuperGradients ---------------------------------------------------------------------------------------
+
+
+def test_supergradients_words_are_understood():
+    params = dict(
+        max_epochs=3,  # not an option
+        mixed_precision=True,
+        torch_compile=True,
+        torch_compile_mode="max-autotune",
+        torch_compile_options=dict(dynamic=False),
+        torch_compile_loss=True,
+        ema=True,
+        ema_params=dict(decay=0.9999, decay_type="exp", beta=15),
+        sync_bn=True,
+        multi_gpu="DDP",
+        batch_accumulate=4,
+        clip_grad_norm=2.5,
+        speed=dict(channels_last=True),
+    )
+    plan = SpeedPlan.read(training_params=params, device="cuda")
+    assert plan.precision.name == "fp16"
+    assert plan.compile == CompileOptions(mode="max-autotune", dynamic=False)
+    assert (plan.ema.decay, plan.ema.type, plan.ema.beta) == (0.9999, "exp", 15)
+    assert plan.sync_bn is plan.channels_last is True
+    assert plan.parallel.kind == "ddp"
+    assert (plan.accumulate, plan.clip_grad.max_norm) == (4, 2.5)
+    assert plan.sources["ema"] == "training_params.ema"
+    assert plan.sources["channels_last"] == "training_params.speed.channels_last"
+    assert SpeedPlan.read(training_params=params).precision.name == "bf16"  # the CPU's own
+
+
+@pytest.mark.parametrize(
+    ("params", "option", "value"),
+    [
+        (dict(mixed_precision=False), "precision", "fp32"),
+        (dict(mixed_precision="bf16"), "precision", "bf16"),
+        (dict(torch_compile=True, torch_compile_options=dict(dynamic=True)), "compile", CompileOptions(dynamic=True)),
+        (dict(torch_compile=False, torch_compile_mode="default"), "compile", None),
+        (dict(torch_compile_mode="default"), "compile", None),
+        (dict(ema=False, ema_params=dict(decay=0.9)), "ema", None),
+        (dict(torch_compile=True, torch_compile_options=dict(disable=True)), "compile", None),
+        (dict(torch_compile=True, torch_compile_options=dict(disable=False)), "compile", CompileOptions()),
+        (dict(ema=True, ema_params=dict(exp_activation=True)), "ema", EmaOptions(type="exp")),
+        (dict(ema=True, ema_params=dict(exp_activation=False)), "ema", EmaOptions(type="constant")),
+        (dict(multi_gpu="Off"), "parallel", None),
+        (dict(multi_gpu="MultiGPUMode.OFF"), "parallel", None),
+        (dict(clip_grad_norm=None), "clip_grad", None),
+        (dict(speed="auto"), "auto", True),
+    ],
+)  # fmt: skip
+def test_words_of_training_params_one_by_one(params, option, value):
+    read = getattr(SpeedPlan.read(training_params=params), option)
+    assert (read.name if option == "precision" else read) == value
+
+
+@pytest.mark.parametrize(("kind", "beta"), [("exp", 15), ("constant", None), ("threshold", None)])
+def test_the_beta_that_supergradients_adds_to_every_average_is_read_where_it_counts(kind, beta):
+    params = dict(ema=True, ema_params=dict(decay=0.99, decay_type=kind, beta=15))
+    assert SpeedPlan.read(training_params=params).ema == EmaOptions(0.99, kind, beta)
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        (dict(mixed_precision="fp61"), "training_params.mixed_precision: must be one of"),
+        (
+            dict(torch_compile=True, torch_compile_mode="default", torch_compile_options=dict(mode="x")),
+            "training_params.torch_compile_mode: .*torch_compile_options.mode is 'x'",
+        ),
+        (dict(torch_compile_loss=True), "training_params.torch_compile_loss: .*give torch_compile"),
+        (dict(torch_compile=True, torch_compile_options=dict(mod=1)), "training_params.torch_compile.mod: "),
+        (dict(ema=True, ema_params=dict(decay_type="linear")), "training_params.ema.type: .*'linear'"),
+        (dict(multi_gpu="DP"), "training_params.multi_gpu: must be 'DDP' or 'Off', not 'DP'"),
+        (dict(batch_accumulate=0), "training_params.batch_accumulate: "),
+        (dict(clip_grad_norm=-1.0), "training_params.clip_grad_norm: .*-1.0"),
+        (dict(speed=dict(emma=True)), "training_params.speed.emma: no such option; did you mean 'ema'"),
+        ("fast", "training_params: must be a dict"),
+    ],
+)
+def test_a_wrong_word_in_training_params_names_its_place(params, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeedPlan.read(training_params=params)
+
+
+# ---- two front ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("front_ends", "message"),
+    [
+        (
+            dict(speed=dict(accumulate=4), optim_wrapper=dict(optimizer=SGD, accumulative_counts=2)),
+            "optim_wrapper.accumulative_counts: 2 contradicts speed.accumulate=4",
+        ),
+        (
+            dict(speed=dict(precision="fp32"), optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD)),
+            "optim_wrapper.dtype: 'bf16' contradicts speed.precision='fp32'",
+        ),
+        (
+            dict(speed=dict(compile=False), cfg=dict(compile=True)),
+            "compile: True contradicts speed.compile=False",
+        ),
+        (
+            dict(speed=dict(ema=True), custom_hooks=[dict(type="EMAHook", momentum=0.01)]),
+            "custom_hooks.EMAHook: .*0.01.* contradicts speed.ema=True",
+        ),
+        (
+            dict(cfg=dict(sync_bn="torch"), training_params=dict(sync_bn=False)),
+            "training_params.sync_bn: False contradicts sync_bn='torch'",
+        ),
+    ],
+)
+def test_two_doors_that_contradict_each_other_are_both_named(front_ends, message):
+    with pytest.raises(ConfigError, match=message):
+        SpeedPlan.read(**front_ends)
+
+
+def test_two_doors_that_agree_are_fine_and_the_first_is_remembered():
+    plan = SpeedPlan.read(
+        dict(precision="bf16", accumulate=2, sync_bn=True, compile=True),
+        cfg=dict(sync_bn="torch", compile=dict(backend="inductor")),
+        optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD, dtype="bfloat16", accumulative_counts=2),
+        training_params=dict(mixed_precision=True, batch_accumulate=2),
+    )
+    assert set(plan.sources.values()) == {
+        f"speed.{x}" for x in ("precision", "accumulate", "sync_bn", "compile")
+    }
