@@ -17,6 +17,7 @@ __all__ = [
     "DataError",
     "DistributedError",
     "LossError",
+    "MissingPackageError",
     "ModelError",
     "NonFiniteLossError",
     "SlipstreamError",
@@ -66,6 +67,10 @@ class DataError(SlipstreamError, ValueError):
 
 class ModelError(SlipstreamError, ValueError):
     """A model cannot be trained as it is."""
+
+
+class MissingPackageError(SlipstreamError, ModuleNotFoundError):
+    """An optional package is needed and not installed."""
 
 
 class LossError(SlipstreamError, TypeError, ValueError):

@@ -24,20 +24,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         SystemExit: Hydra, or a run of several, ends the process.
     """
-    from slipstream.errors import ConfigError
+    from slipstream.errors import ConfigError, MissingPackageError
 
     try:
         return _main(list(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
+    except (ConfigError, MissingPackageError) as error:
         print(f"train_from_recipe: error: {error}", file=sys.stderr)
         return 2
 
 
 def _main(argv: list[str]) -> int:
-    from hydra._internal.utils import get_args_parser
-
     from slipstream.errors import ConfigError
+    from slipstream.extras import extra
     from slipstream.recipes import find_recipe
+
+    with extra("recipes"):
+        from hydra._internal.utils import get_args_parser
 
     args = get_args_parser().parse_args(argv)
     folder = args.config_dir or args.config_path

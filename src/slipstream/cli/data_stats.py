@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 from torch import Tensor
 
 from slipstream.cli.configure import configure
@@ -20,6 +19,10 @@ from slipstream.cli.data_parts import Part, each, image_and_target, loader_batch
 from slipstream.cli.data_table import print_statistics
 from slipstream.dataset import SampleIndex, SegmentationDataset, apply_transforms, sample_rng
 from slipstream.errors import DataError
+from slipstream.extras import extra
+
+with extra("images"):
+    from PIL import Image
 
 __all__ = ["run"]
 

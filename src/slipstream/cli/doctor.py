@@ -24,6 +24,10 @@ __all__ = ["run"]
 Row = tuple[str, str, str]  # mark, name, what about it
 _OK, _NO, _WARN = "ok", "--", "!!"
 _EXTRAS = {
+    "images": "PIL",
+    "recipes": "hydra",
+    "plots": "matplotlib",
+    "tensorboard": "tensorboard",
     "metrics": "torchmetrics",
     "wandb": "wandb",
     "mlflow": "mlflow",
@@ -52,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _packages() -> Iterator[Row]:
-    for name in ("slipstream", "torch", "numpy", "pillow", "tensorboard"):
+    for name in ("slipstream", "torch", "numpy"):
         try:
             yield _OK, name, version(name)
         except PackageNotFoundError:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 import yaml
-from PIL import Image, UnidentifiedImageError
 
 from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_weights
 from slipstream.cli.configure import load_config
@@ -18,9 +17,13 @@ from slipstream.config import Config
 from slipstream.dataset import sample_rng
 from slipstream.dataset.transforms.pipeline import compose
 from slipstream.errors import CheckpointError, ConfigError, DataError
+from slipstream.extras import extra
 from slipstream.registry import MODELS, TRANSFORMS
 from slipstream.runner.environment import default_device
 from slipstream.visualization import colorize, overlay
+
+with extra("images"):
+    from PIL import Image, UnidentifiedImageError
 
 __all__ = ["run"]
 

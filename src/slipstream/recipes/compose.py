@@ -12,6 +12,7 @@ import yaml
 
 from slipstream.config.override import check_override
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.extras import extra
 from slipstream.recipes.find import FOLDER, find_recipe, read_yaml
 from slipstream.recipes.resolvers import register_resolvers
 
@@ -65,8 +66,9 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | N
         UnknownNameError: a recipe, group option or key that there is not; it names the nearest.
         ConfigError: a file or an override cannot be read, or an interpolation leads nowhere.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    with extra("recipes"):
+        from omegaconf import OmegaConf
+        from omegaconf.errors import OmegaConfBaseException
 
     words = hydra_words(overrides)
     path = find_recipe(name, config_dir)
@@ -166,7 +168,8 @@ def words_for_hydra(path: Path, overrides: Iterable[str], config_dir: str | Path
 
 def _meanings(words: Iterable[str]) -> Iterator[str]:
     """Yield the words that shortcuts stand for; not of several values, which Hydra would combine with themselves."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+    with extra("recipes"):
+        from hydra.core.override_parser.overrides_parser import OverridesParser
 
     for override in OverridesParser.create().parse_overrides(list(words)):
         places = _SHORTCUTS.get(override.key_or_group, ())

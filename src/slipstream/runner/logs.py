@@ -15,11 +15,12 @@ from slipstream.checkpoint import write_text
 from slipstream.config import Config
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
+from slipstream.extras import is_installed
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import placing
-from slipstream.visualization import Visualizer
+from slipstream.visualization import Visualizer, default_backends
 
 __all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]
 
@@ -75,8 +76,9 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
     if processor is None or isinstance(processor, Mapping):
         defaults = {"type": "LogProcessor", "by_epoch": by_epoch}
         processor = LOG_PROCESSORS.build(processor or {}, default_args=defaults)
+    without_tensorboard = visualizer is None and not is_installed("tensorboard")
     if visualizer is None:
-        visualizer = {"vis_backends": [{"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"}]}
+        visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
         visualizer = {}  # a ready visualizer would write from every rank
     if isinstance(visualizer, Mapping):
@@ -85,6 +87,8 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
         with placing({}, "visualizer"):
             visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
     logger = build_logger(name.experiment, log_file, level, get_rank())
+    if without_tensorboard:
+        logger.info("No TensorBoard files are written: run pip install 'slipstream[tensorboard]' to get them")
     return Logs(logger, hub, Meter(hub), processor, visualizer)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.utils.data import DataLoader, Dataset
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.extras import extra
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
 from slipstream.training.factories import configuration, read_factory
 from slipstream.training.params import plain
@@ -159,7 +160,8 @@ def _completed(
 
 def _read_defaults(name: str) -> dict[str, Any]:
     """Return a file of `recipes/dataset_params` on top of those that its `defaults` name, as plain values."""
-    from omegaconf import OmegaConf
+    with extra("recipes"):
+        from omegaconf import OmegaConf
 
     top: Any = OmegaConf.load(_DEFAULTS / f"{name}.yaml")
     below = [entry for entry in top.pop("defaults", []) if entry != "_self_"]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.dist import is_main_process
+from slipstream.extras import is_installed
 from slipstream.files import replacing
 from slipstream.hooks import Hook
 from slipstream.optim import OptimWrapperDict
@@ -44,6 +45,11 @@ class LrPlotHook(Hook):
         if not is_main_process():
             return
         _warn_of_climbs(runner)
+        if not is_installed("matplotlib"):
+            runner.logger.info(
+                f"No {self.filename}: matplotlib is not installed; run: pip install 'slipstream[plots]'"
+            )
+            return
         steps = runner.max_iters
         points = sorted({round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
         rates = _rates_ahead(runner, points)

@@ -7,10 +7,10 @@ from typing import Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.training.params import TrainingParams
+from slipstream.visualization import default_backends
 
 __all__ = ["visualizer"]
 
-_FILES = ({"type": "LocalVisBackend"}, {"type": "TensorboardVisBackend"})
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
 """Words of `wandb.init` for those of `sg_logger_params`."""
 _UNNEEDED = ("project_name", "monitor_system", "model_name")
@@ -33,7 +33,7 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
         UnknownNameError: no such logger, or no such key in `sg_logger_params`.
         ConfigError: a key that asks for what does not happen.
     """
-    backends: list[Any] = [dict(backend) for backend in _FILES]
+    backends: list[Any] = [*default_backends()]
     if not isinstance(params.sg_logger, str):
         backends.append(params.sg_logger)  # a backend, or its configuration
     elif params.sg_logger == "wandb_sg_logger":

@@ -1,6 +1,11 @@
 """What a run shows: scalars, configuration and pictures, sent to files and tracking services."""
 
-from slipstream.visualization.backends import BaseVisBackend, LocalVisBackend, TensorboardVisBackend
+from slipstream.visualization.backends import (
+    BaseVisBackend,
+    LocalVisBackend,
+    TensorboardVisBackend,
+    default_backends,
+)
 from slipstream.visualization.segmentation import colorize, contact_sheet, overlay
 from slipstream.visualization.trackers import MLflowVisBackend, WandbVisBackend
 from slipstream.visualization.visualizer import Visualizer
@@ -14,5 +19,6 @@ __all__ = [
     "WandbVisBackend",
     "colorize",
     "contact_sheet",
+    "default_backends",
     "overlay",
 ]

@@ -11,13 +11,20 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import ConfigError
+from slipstream.extras import extra, is_installed
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend"]
+__all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
+
+
+def default_backends() -> list[dict[str, str]]:
+    """Return the configurations of the backends that write files; TensorBoard's only if it is installed."""
+    names = ["LocalVisBackend", *(["TensorboardVisBackend"] if is_installed("tensorboard") else [])]
+    return [{"type": name} for name in names]
 
 
 class BaseVisBackend:
@@ -107,7 +114,8 @@ class LocalVisBackend(BaseVisBackend):
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
         """Write `<img_save_dir>/<name>_<step>.png`."""
-        from PIL import Image
+        with extra("images"):
+            from PIL import Image
 
         path = self.img_save_dir / f"{name}_{step}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -134,7 +142,8 @@ class TensorboardVisBackend(BaseVisBackend):
     @cached_property
     def experiment(self) -> SummaryWriter:
         """The `torch.utils.tensorboard.SummaryWriter`."""
-        from torch.utils.tensorboard import SummaryWriter
+        with extra("tensorboard"):
+            from torch.utils.tensorboard import SummaryWriter
 
         return SummaryWriter(str(self.save_dir))
 

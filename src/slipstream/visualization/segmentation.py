@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import DataError
+from slipstream.extras import extra
 
 if TYPE_CHECKING:
     from PIL import Image, ImageDraw
@@ -89,7 +90,8 @@ def contact_sheet(
     Raises:
         DataError: there are no rows, or pictures or captions do not fit titles and rows.
     """
-    from PIL import Image, ImageDraw
+    with extra("images"):
+        from PIL import Image, ImageDraw
 
     _check_rows(rows, titles, captions)
     cells = [[_fitted(Image.fromarray(picture)) for picture in row] for row in rows]

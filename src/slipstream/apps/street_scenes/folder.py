@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from slipstream.apps.street_scenes.dataset import StreetScenes
 from slipstream.cores import cores
 from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_LABELS
 from slipstream.errors import SlipstreamError
+from slipstream.extras import extra
 
 __all__ = ["write_street_folder"]
 
@@ -84,6 +84,9 @@ def _names(split: str, index: int) -> tuple[str, str]:
 
 
 def _write_part(part: _Part) -> None:
+    with extra("images"):
+        from PIL import Image
+
     label_ids = np.zeros(256, dtype=np.uint8)  # what is not scored becomes 'unlabeled'
     for label in CITYSCAPES_LABELS:
         if 0 <= label.train_id < 255:

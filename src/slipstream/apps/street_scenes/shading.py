@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageDraw, ImageFilter
 
 from slipstream.apps.street_scenes import canvas as sc
 from slipstream.apps.street_scenes.canvas import Canvas, Shape
 from slipstream.apps.street_scenes.textures import PAINTS, Floats, Pixels, between_bars, noise
+from slipstream.extras import extra
 
 __all__ = ["render"]
 
@@ -51,6 +51,9 @@ def _key(shape: Shape) -> float:
 
 
 def _rasterise(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_Hole]]:
+    with extra("images"):
+        from PIL import Image, ImageDraw
+
     height, width = size
     picture = Image.new("I", (width, height))
     draw = ImageDraw.Draw(picture)
@@ -139,6 +142,9 @@ def _sky(
 
 def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
     """Return smooth noise in 0..1 over the image, from grids whose sizes do not depend on the image."""
+    with extra("images"):
+        from PIL import Image
+
     total = np.zeros(size, np.float32)
     for cells, weight in ((4, 0.5), (10, 0.3), (26, 0.2)):
         grid = Image.fromarray(rng.integers(0, 256, (cells, cells), np.uint8))
@@ -172,6 +178,9 @@ def _sensor(
     image: NDArray[np.uint8], rng: np.random.Generator, finish: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
     """Blur a little, as a lens does, and add the noise of a sensor."""
+    with extra("images"):
+        from PIL import Image, ImageFilter
+
     radius = float(0.3 + 0.35 * finish[0]) * max(1.0, image.shape[1] / 1400)
     soft = np.asarray(Image.fromarray(image).filter(ImageFilter.GaussianBlur(radius))).astype(np.int16)
     strength = 2 + int(finish[1] * finish[1] * 9)

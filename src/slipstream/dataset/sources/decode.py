@@ -6,13 +6,16 @@ import functools
 import importlib.util
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
 
 from slipstream.errors import DataError
+from slipstream.extras import extra
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 __all__ = ["check_readable", "read_image", "read_mask"]
 
@@ -115,6 +118,9 @@ def _is_plain(start: bytes, kinds: tuple[int, ...]) -> bool:
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
+    with extra("images"):
+        from PIL import Image
+
     limit = Image.MAX_IMAGE_PIXELS  # above it Pillow warns, or refuses to be made to fill the memory
     return start[24] == 8 and start[25] in kinds and (limit is None or width * height <= limit)
 
@@ -135,7 +141,10 @@ def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
-    """Return the image, loaded, and by which codecs, with which arguments, its pixels were made."""
+    """Return the loaded image, and the codecs of its tiles with their arguments."""
+    with extra("images"):
+        from PIL import Image
+
     try:
         with Image.open(path) as image:
             codecs = [

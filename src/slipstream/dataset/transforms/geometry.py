@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
-from PIL import Image, ImageEnhance
 
 from slipstream.dataset.transforms.crop import Geometric, Sample, Window
 from slipstream.errors import ConfigError, DataError
+from slipstream.extras import extra
 from slipstream.registry import TRANSFORMS
 
 __all__ = [
@@ -211,6 +211,9 @@ class SegColorJitter:
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample with other colours and the same mask."""
+        with extra("images"):
+            from PIL import Image, ImageEnhance
+
         enhancers = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
         image = Image.fromarray(sample["image"])
         for i, factor in self.draw(rng):

@@ -8,9 +8,10 @@ from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+
+from slipstream.extras import extra
 
 __all__ = ["Box", "Pair", "Pixels", "bilinear", "nearest"]
 
@@ -138,6 +139,9 @@ def _by_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
         p * axis.source / axis.scaled for p, axis in ((x.first, x), (y.first, y), (x.last, x), (y.last, y))
     ]
     box = (corners[0] - x0, corners[1] - y0, min(corners[2], x1) - x0, min(corners[3], y1) - y0)
+    with extra("images"):
+        from PIL import Image
+
     source, size = Image.fromarray(image[y0:y1, x0:x1]), (x.last - x.first, y.last - y.first)
     return np.asarray(source.resize(size, Image.Resampling.BILINEAR, box))
 

@@ -1,0 +1,98 @@
+"""Optional packages: what runs without them, and what an error names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.errors import MissingPackageError
+from slipstream.extras import extra, is_installed
+
+OPTIONAL = ("PIL", "hydra", "matplotlib", "omegaconf", "tensorboard", "torchmetrics")
+
+WITHOUT_OPTIONAL_PACKAGES = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Hidden(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {OPTIONAL} else super().find_spec(name, path, target)
+
+sys.meta_path = [Hidden if finder is PathFinder else finder for finder in sys.meta_path]
+
+"""
+
+
+def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_OPTIONAL_PACKAGES + code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+
+
+def test_a_missing_package_is_an_error_with_the_command_that_installs_it():
+    with (
+        pytest.raises(MissingPackageError, match=r"no_such_package .* pip install 'slipstream\[plots\]'"),
+        extra("plots"),
+    ):
+        import no_such_package
+    with pytest.raises(ModuleNotFoundError), extra("plots"):
+        import no_such_package  # noqa: F401
+
+
+def test_installed_packages_are_found_without_importing_them():
+    assert is_installed("torch")
+    assert not is_installed("no_such_package")
+
+
+def test_a_runner_trains_without_optional_packages(tmp_path):
+    done = run(
+        """
+import torch
+from slipstream import Runner
+from slipstream.model import BaseModel
+
+class Net(BaseModel):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(4, 2)
+
+    def forward(self, x, y, mode):
+        return {"loss": torch.nn.functional.cross_entropy(self.layer(x), y)}
+
+data = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randint(0, 2, (16,)))
+Runner(
+    model=Net(),
+    work_dir=sys.argv[1],
+    train_dataloader=dict(batch_size=8, dataset=data),
+    train_cfg=dict(by_epoch=True, max_epochs=1),
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1)),
+).train()
+""",
+        str(tmp_path),
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "epoch_1.pth").exists()
+    assert (
+        "No TensorBoard files are written: run pip install 'slipstream[tensorboard]'"
+        in done.stderr + done.stdout
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"), [("street_scenes_pp_lite_t", "images"), ("cityscapes_pplite_seg75", "recipes")]
+)
+def test_a_command_names_the_extra_that_it_needs_in_one_line(recipe, name, tmp_path):
+    done = run(
+        f"from slipstream.cli.main import main; sys.exit(main(['train', '{recipe}', 'work_dir={tmp_path}']))"
+    )
+    assert done.returncode in (1, 2)
+    error = done.stderr.strip().splitlines()[-1]
+    assert error.startswith("slipstream: error: ")
+    assert f"pip install 'slipstream[{name}]'" in error
