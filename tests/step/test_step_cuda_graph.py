@@ -1,9 +1,13 @@
 """A step that is recorded and replayed gets its inputs and gives its outputs as if it were called."""
 
+from functools import partial
+
+import graphs
 import pytest
 import torch
 
-from slipstream.step.cuda_graph import CudaCapture, Replayed
+from slipstream.optim import OptimWrapper
+from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
 
 
 class Tape:
@@ -33,7 +37,8 @@ class Tape:
 STATE = torch.zeros(())
 
 
-def step(inputs, factor):
+def step(arguments):
+    inputs, factor = arguments
     STATE.add_(inputs[0].sum())
     return {"all": [inputs[0] * factor, STATE.clone()]}
 
@@ -45,9 +50,9 @@ def _from_zero():
 
 def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
     tape = Tape()
-    run, total, kept = Replayed(step, tape), 0.0, []
+    run, total, kept = partial(RecordedCalls(tape), step), 0.0, []
     for number in range(6):
-        doubled, state = run([torch.full((2,), float(number))], 2)["all"]
+        doubled, state = run(([torch.full((2,), float(number))], 2))["all"]
         total += 2 * number
         assert torch.equal(doubled, torch.full((2,), 2.0 * number))
         assert float(state) == total == float(STATE)
@@ -58,35 +63,138 @@ def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
 
 def test_other_shapes_and_other_plain_values_are_recorded_for_themselves():
     tape = Tape()
-    run = Replayed(step, tape)
+    run = partial(RecordedCalls(tape), step)
     for _ in range(5):
-        run([torch.ones(2)], 2)
-        run([torch.ones(3)], 2)
-        assert float(run([torch.ones(2)], 5)["all"][0][0]) == 5
+        run(([torch.ones(2)], 2))
+        run(([torch.ones(3)], 2))
+        assert float(run(([torch.ones(2)], 5))["all"][0][0]) == 5
     assert tape.recorded == 3
 
 
-def test_what_the_work_depends_on_is_asked_before_each_replay():
-    """The compiler would check that a module is still in training; a replay would not."""
-    tape, mode = Tape(), [1]
-
-    def work(inputs):
-        return {"all": [inputs[0] * mode[0]]}
-
-    run = Replayed(work, tape, lambda: mode[0])
-    for mode[0] in (1, 2, 1, 2) * 5:
-        assert float(run([torch.ones(1)])["all"][0]) == mode[0]
+def test_another_function_is_recorded_for_itself():
+    """Dynamo's guards choose the function before each replay."""
+    tape = Tape()
+    calls = RecordedCalls(tape)
+    functions = [lambda arguments, factor=factor: {"all": [arguments[0] * factor]} for factor in (1, 2)]
+    for factor in (1, 2, 1, 2) * 5:
+        assert float(calls(functions[factor - 1], [torch.ones(1)])["all"][0]) == factor
     assert tape.recorded == 2
+
+
+def test_arguments_that_the_function_changes_in_place_are_changed_by_a_replay():
+    def work(arguments):
+        arguments[1].add_(arguments[0])
+        return {"all": [arguments[1].sum()]}
+
+    calls, total = RecordedCalls(Tape()), torch.zeros(2)
+    for number in range(8):
+        given = torch.full((2,), float(number))
+        calls(work, [given, total])
+        assert torch.equal(given, torch.full((2,), float(number)))
+    assert torch.equal(total, torch.full((2,), 28.0))
+
+
+class StepTape:
+    """Records a step of a model: what recording changes is put back, as if nothing had run."""
+
+    def __init__(self, model, optim):
+        self.model, self.optim, self.replayed = model, optim, 0
+
+    def warm_up(self, run):
+        return run()
+
+    def record(self, run):
+        state = [*self.model.parameters(), *self.model.buffers()]
+        state += [
+            t
+            for values in self.optim.optimizer.state.values()
+            for t in values.values()
+            if isinstance(t, torch.Tensor)
+        ]
+        kept = [tensor.detach().clone() for tensor in state]
+        outputs = run()
+        with torch.no_grad():
+            for tensor, value in zip(state, kept, strict=True):
+                tensor.copy_(value)
+
+        def replay():
+            self.replayed += 1
+            logs, finite = run()
+            for name, value in logs.items():
+                outputs[0][name].copy_(value)
+            if finite is not None:
+                outputs[1].copy_(finite)
+
+        return outputs, replay
+
+
+class Foreign(torch.optim.SGD):
+    """Steps after the graph, since it is not torch's own class."""
+
+
+Foreign.__module__ = __name__
+
+
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("make", [torch.optim.SGD, Foreign])
+def test_a_replayed_step_trains_as_a_loop(make, window):
+    make, data = partial(make, lr=0.05, momentum=0.9), graphs.batches(16)
+    expected, _, losses = graphs.by_hand(make, data, window=window)
+    model = graphs.net()
+    optim = OptimWrapper(optimizer=make(model.parameters()), accumulative_counts=window)
+    tape = StepTape(model, optim)
+    step = graphs.graph_step(model, optim, record=lambda: RecordedCalls(tape), dynamic=False)
+    torch.testing.assert_close(graphs.train(step, data), losses)
+    assert tape.replayed >= 4
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_a_replayed_step_notices_a_changed_attribute():
+    make, data = partial(torch.optim.SGD, lr=0.05), graphs.batches(16)
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.factor = graphs.net(), 1.0
+
+        def forward(self, x):
+            return self.net(x) * self.factor
+
+    def train(step_of):
+        model = Scaled()
+        step = step_of(model)
+        for number, batch in enumerate(data):
+            model.factor = 1.0 if number < 10 else 3.0
+            step(batch)
+        return model
+
+    def by_hand(model):
+        optimizer = make(model.parameters())
+
+        def step(batch):
+            optimizer.zero_grad()
+            torch.nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        return step
+
+    def replayed(model):
+        optim = OptimWrapper(optimizer=make(model.parameters()))
+        tape = StepTape(model, optim)
+        return graphs.graph_step(model, optim, record=lambda: RecordedCalls(tape), dynamic=False)
+
+    torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
 
 
 def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
     tape, said = Tape(), []
-    run = Replayed(step, tape, warn=said.append)
+    calls = RecordedCalls(tape, said.append)
+    run = partial(calls, step)
     for number in range(200):
-        assert float(run([torch.ones(1)], number)["all"][0]) == number
-        run([torch.ones(3)], 0)
+        assert float(run(([torch.ones(1)], number))["all"][0]) == number
+        run(([torch.ones(3)], 0))
     assert tape.recorded == 1
-    assert len(run._calls) == 16
+    assert len(calls._calls) == 16
     assert tape.warmed == 18
     (message,) = said
     assert "More than 16 kinds of steps" in message
@@ -102,8 +210,8 @@ def test_a_cuda_graph_trains_as_its_function():
 
     inputs = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).cuda()
     expected = torch.ones(4, device="cuda")
-    run = Replayed(descend, CudaCapture())
+    calls = RecordedCalls(CudaCapture())
     for x in inputs:
         expected.sub_(0.1 * (expected * x).sum() * x)
-        torch.testing.assert_close(run(x), expected.sum())
+        torch.testing.assert_close(calls(descend, x), expected.sum())
     torch.testing.assert_close(weight, expected)

@@ -15,6 +15,7 @@ from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.speed.nan_guard import StepGuard
 from slipstream.step import EagerStep
 from slipstream.step.average import AveragePart
+from slipstream.step.parts import StepPart
 from slipstream.step.verification import WrongNumbersError
 
 MOMENTUM = partial(SGD, lr=0.1, momentum=0.9)
@@ -333,3 +334,83 @@ def test_a_loss_that_is_nan_without_any_gradient_is_skipped_by_a_guard():
     assert all(bool(loss.isnan()) for loss in losses)
     torch.testing.assert_close((model.state_dict(), optim.state_dict()), before, rtol=0, atol=0)
     assert guard.read() == 3
+
+
+def test_a_hook_is_called_although_another_was_removed_before_the_capture():
+    """Torch keeps the empty dict of a removed hook and uses it again."""
+    make, data = partial(SGD, lr=0.05), batches()
+
+    def run(step_of):
+        model = net()
+        weight = model[0].weight
+        weight.register_hook(lambda grad: grad).remove()
+        step = step_of(model)
+        for number, batch in enumerate(data):
+            if number == 6:
+                weight.register_hook(lambda grad: 2 * grad)
+            step(batch)
+        return model
+
+    def loop(model):
+        optimizer = make(model.parameters())
+
+        def step(batch):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        return step
+
+    def captured(model):
+        optim = OptimWrapper(optimizer=make(model.parameters()))
+        return graph_step(model, optim, recover=lambda _: EagerStep(_losses_of(model), model, optim))
+
+    torch.testing.assert_close(run(captured).state_dict(), run(loop).state_dict())
+
+
+def _losses_of(model):
+    return lambda batch: {"loss": F.cross_entropy(model(batch[0]), batch[1])}
+
+
+class _FailsOnce(StepPart):
+    on_host = True
+
+    def __init__(self):
+        self.batches = 0
+
+    def after_batch(self):
+        self.batches += 1
+        if self.batches == 8:
+            raise ZeroDivisionError
+
+
+def test_an_error_after_the_graph_is_raised_and_the_batch_is_trained_once():
+    make, data = partial(SGD, lr=0.05), batches()
+    model = net()
+    optim = OptimWrapper(optimizer=make(model.parameters()))
+    optim.parts.append(_FailsOnce())
+    step = graph_step(model, optim)
+    for number, batch in enumerate(data):
+        if number == 7:
+            with pytest.raises(ZeroDivisionError):
+                step(batch)
+        else:
+            step(batch)
+    torch.testing.assert_close(model.state_dict(), by_hand(make, data)[0].state_dict())
+    assert optim.batches == len(data)
+
+
+class _LogsTwo(StepPart):
+    def before_update(self, params, grads):
+        return {"two": torch.tensor(2.0)}
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_what_parts_log_is_the_same_eagerly_and_in_the_graph(window):
+    model = net()
+    optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05), accumulative_counts=window)
+    optim.parts.append(_LogsTwo())
+    step = graph_step(model, optim)
+    assert [("two" in step(batch)) for batch in batches()] == [
+        (number + 1) % window == 0 for number in range(STEPS)
+    ]

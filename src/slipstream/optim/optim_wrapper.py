@@ -133,6 +133,8 @@ class OptimWrapper:
         self.on_gradients: Callable[[], None] | None = None
         """Called before each update, while `p.grad` holds the gradients of the whole window."""
         self.grad_norm: Tensor | None = None
+        self.logs: Mapping[str, Tensor] = {}
+        """What the parts of the last update log."""
         self.guard: _Guard | None = None
         """Decides on the device whether a step is sound; None takes every step."""
         self._accumulative_counts = accumulative_counts
@@ -192,17 +194,15 @@ class OptimWrapper:
 
     def _apply_parts(self, step: Callable[[], Any]) -> None:
         """Call `step`, which steps the optimizer, with `parts` around it."""
-        if not self.parts:
-            step()
-            return
-        params = [param for param in self.parameters() if param.grad is not None]
+        params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
+        self.logs, self.grad_norm = {}, None
         if not params:
             step()
             return
         grads = [param.grad for param in params if param.grad is not None]
         with torch.no_grad():
-            logs = apply_update(self.parts, params, grads, lambda _: step())
-        self.grad_norm = logs.get("grad_norm")
+            self.logs = apply_update(self.parts, params, grads, lambda _: step())
+        self.grad_norm = self.logs.get("grad_norm")
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Drop the gradients."""

@@ -22,7 +22,7 @@ class OptimWrapperDict(OptimWrapper):
             if not isinstance(wrapper, OptimWrapper):
                 raise ConfigError(f"must be an OptimWrapper, not {type(wrapper).__name__}", name)
         self.optim_wrappers = optim_wrappers
-        self.grad_norm = None
+        self.grad_norm, self.logs = None, {}
         self.parts = []
 
     def _refuse(self, call: str) -> NoReturn:

@@ -269,6 +269,8 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     report = CompileReport(max(1, len({repr(block) for block in blocks})))
     report.start()
     logger.info("torch.compile: the compilation of each kind of step may take minutes")
-    yield
-    capabilities = report.finish()
-    (logger.warning if capabilities.troubled else logger.info)(capabilities.text())
+    try:
+        yield
+    finally:  # the report listens to torch's compilations until then
+        summary = report.finish()
+    (logger.warning if summary.troubled else logger.info)(summary.text())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -23,11 +23,10 @@ from slipstream.speed.compile_report import explain_failure
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
-from slipstream.step.cuda_graph import CudaCapture, Replayed
+from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
-from slipstream.step.update import plain_settings
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
@@ -138,7 +137,6 @@ def _one_graph(
     device_type = next(core.parameters()).device.type
     backend, replays = _backend(how, device_type, cuda_graph)
     in_background = not how.wait and how.backend == "inductor" and can_fork(device_type)
-    depends = partial(_depends, list(core.modules()), optim)
     return GraphStep(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
@@ -150,8 +148,9 @@ def _one_graph(
         reduce=training.reduce,
         sync=_sync(training.model),
         verify=how.verify,
-        dynamic=how.dynamic,
-        replayed=(lambda run: Replayed(run, CudaCapture(), depends, warn)) if replays else None,
+        # A CUDA graph has one shape.
+        dynamic=False if replays and how.dynamic is None else how.dynamic,
+        record=(lambda: RecordedCalls(CudaCapture(), warn)) if replays else None,
         background=BackgroundCompiler() if in_background else None,
         say=say,
     )
@@ -175,12 +174,6 @@ def _sync(model: nn.Module) -> GradientSync | None:
         return None
     hook = getattr(model, "comm_hook", None)
     return GradientSync(get_world_size(), hook.dtype if isinstance(hook, HalfPrecision) else None)
-
-
-def _depends(modules: list[nn.Module], optim: OptimWrapper) -> Hashable:
-    """Return what the compiler looks at before each step, and a replay does not: modes, and plain settings."""
-    modes = tuple(module.training for module in modules)
-    return modes, tuple(repr(plain_settings(optim.optimizer, group)) for group in optim.param_groups)
 
 
 def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:

@@ -49,8 +49,8 @@ class BackgroundCompiler:
     def __init__(self) -> None:
         self._pid: int | None = None
         self._began = 0.0
-        self.seconds = 0.0
-        """How long the last function took."""
+        self.seconds: float | None = None
+        """How long the last function took; None if it failed."""
 
     @property
     def started(self) -> bool:
@@ -64,6 +64,7 @@ class BackgroundCompiler:
             OSError: no process can be started.
         """
         self.stop()
+        self.seconds = None
         self._began = time.monotonic()
         parent = os.getpid()
         # No handler of a signal may run in the copy, nor raise here before the copy has an owner.
@@ -86,12 +87,13 @@ class BackgroundCompiler:
         """Return whether the process has ended, however it did, or none was started."""
         if self._pid is None:
             return True
-        self.seconds = time.monotonic() - self._began
-        if self.seconds > _LIMIT:
+        seconds = time.monotonic() - self._began
+        if seconds > _LIMIT:
             self.stop()
-        elif _has_ended(self._pid):
+        elif (status := _exit_status(self._pid)) is not None:
             self._end.detach()
             self._pid = None
+            self.seconds = seconds if status == 0 else None
         return self._pid is None
 
     def stop(self) -> None:
@@ -101,15 +103,17 @@ class BackgroundCompiler:
             self._pid = None
 
 
-def _has_ended(pid: int) -> bool:
+def _exit_status(pid: int) -> int | None:
+    """Return the exit status of a child process, None while it runs."""
     try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
+        ended, status = os.waitpid(pid, os.WNOHANG)
     except ChildProcessError:  # somebody else has waited for all children
-        return True
+        return 0
+    return os.waitstatus_to_exitcode(status) if ended == pid else None
 
 
 def _kill(pid: int) -> None:
-    if _has_ended(pid):
+    if _exit_status(pid) is not None:
         return
     for kill in (os.killpg, os.kill):  # the group does not exist before the process has begun to run
         with suppress(OSError):
@@ -120,13 +124,15 @@ def _kill(pid: int) -> None:
 
 def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int]) -> None:
     """Do the work of the new process, which ends here: nothing that was registered for the exit of the first runs."""
+    status = 1
     try:
         os.setpgid(0, 0)
         os.nice(_NICE)
         _leave_alone_what_is_the_parents()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         # At the end of the old ones, they would write what the first process has printed and not yet written.
-        work = partial(_quietly, work, sys.stdout, sys.stderr)
+        done: list[bool] = []
+        work = partial(_quietly, work, done, sys.stdout, sys.stderr)
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
         # The threads of the first process do not exist here: neither those of inductor's pool, nor those of OpenMP's,
         # which belongs to the thread that forked. Torch's settings are part of the context.
@@ -138,8 +144,9 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int])
             thread.join(1.0)
             if os.getppid() != parent:
                 os.killpg(0, signal.SIGKILL)
+        status = 0 if done else 1
     finally:
-        os._exit(0)
+        os._exit(status)
 
 
 def _leave_alone_what_is_the_parents() -> None:
@@ -158,6 +165,7 @@ def _leave_alone_what_is_the_parents() -> None:
             os.dup2(nowhere, file, inheritable=file < 3)
 
 
-def _quietly(work: Callable[[], object], *_kept: object) -> None:
+def _quietly(work: Callable[[], object], done: list[bool], *_kept: object) -> None:
     with suppress(BaseException):
         work()
+        done.append(True)

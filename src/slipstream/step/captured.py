@@ -18,6 +18,7 @@ from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
+    from slipstream.step.cuda_graph import RecordedCalls
 
 __all__ = ["CapturedStep", "Shapes", "shapes"]
 
@@ -27,7 +28,8 @@ _GLOBAL_HOOKS = (
     modules._global_backward_pre_hooks,
     modules._global_backward_hooks,
 )
-_OF_PARAM = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
+_REQUIRES_GRAD = attrgetter("requires_grad")
+_HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _YOUNG = 2
 """A graph that served no more batches than this was not worth its compilation."""
 
@@ -47,6 +49,10 @@ class CapturedStep:
     """The step, not compiled."""
     direct: DirectCalls | None = None
     """Calls the compiled code, where Dynamo need not."""
+    recorded: RecordedCalls | None = None
+    """Replays direct calls as CUDA graphs."""
+    said = False
+    """Whether it was reported that calls are not replayed."""
 
     def __init__(
         self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool
@@ -71,7 +77,7 @@ class CapturedStep:
         self._hooked = is_hooked(optim.optimizer)
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
-        self._seen = list(map(_OF_PARAM, self._owned))
+        self._seen = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
@@ -85,7 +91,8 @@ class CapturedStep:
         now = list(optim.parameters())
         if not (_are(optim.param_groups, self._groups) and _are(now, self._owned)):
             return "the parameter groups"
-        if list(map(_OF_PARAM, self._owned)) != self._seen:
+        # A graph is never made with hooks. Torch keeps and reuses the empty dict of a hook that was removed.
+        if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
             return "the global hooks of modules"

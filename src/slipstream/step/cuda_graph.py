@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CudaCapture", "Replayed"]
+__all__ = ["CudaCapture", "RecordedCalls"]
 
 _WARM_UPS = 3  # as torch advises: kernels are chosen and workspaces made before the capture
 _KINDS = 16  # of calls; each has a recording of its own, with memory of its own
@@ -47,61 +47,68 @@ class CudaCapture:
         return outputs, graph.replay
 
 
-class Replayed:
-    """A function of tensors that is recorded at its fourth call with inputs of the same shapes, and then replayed.
+class RecordedCalls:
+    """Records calls at the fourth with the same function and inputs of the same shapes, and then replays them.
 
     The first calls are steps like any others, and recording changes nothing, so that no state (BatchNorm's
-    statistics, for instance) has to be put back. Tensors in the inputs are copied to fixed places; what is returned are
-    copies. Everything else that the function reads or changes must stay where it is. Calls of a seventeenth kind are
-    not recorded.
+    statistics, for instance) has to be put back. Tensors among the arguments are copied to fixed addresses before a
+    replay; those that the function changes in place are copied back after it. What is returned are copies. Everything
+    else that the function reads or changes must keep its address. Calls of a seventeenth kind are not recorded.
 
     Args:
-        run: the function; it must not wait for the device.
-        capture: how its work is recorded.
-        depends: returns what else decides which work it is: a replay asks nobody, and would not notice a change.
-        warn: is told, once, that there were too many kinds of calls.
+        capture: how a device records work.
+        warn: called once if there are too many kinds of calls.
     """
 
-    def __init__(
-        self,
-        run: Callable[..., Any],
-        capture: Capture,
-        depends: Callable[[], Hashable] = tuple,
-        warn: Callable[[str], None] | None = None,
-    ) -> None:
-        self._run, self._capture = run, capture
-        self._depends, self._warn = depends, warn
+    def __init__(self, capture: Capture, warn: Callable[[str], None] | None = None) -> None:
+        self._capture, self._warn = capture, warn
         self._calls: dict[Any, int] = {}
-        self._recorded: dict[Any, tuple[list[Tensor], Any, Callable[[], None]]] = {}
+        self._recorded: dict[Any, _Recording] = {}
 
-    def __call__(self, *args: Any) -> Any:
-        """Call or replay the function."""
+    def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
+        """Call `run(arguments)`, which must not wait for the device, or replay it."""
         leaves = (
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(args)
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(arguments)
         )
-        key = (*leaves, self._depends())
-        if key not in self._recorded:
+        key = (run, *leaves)
+        recording = self._recorded.get(key)
+        if recording is None:
             if len(self._calls) == _KINDS and key not in self._calls:
-                return self._directly(*args)
+                return self._directly(run, arguments)
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
-                return self._capture.warm_up(lambda: self._run(*args))
-            fixed = tree_map_only(Tensor, torch.clone, args)
-            outputs, replay = self._capture.record(lambda: self._run(*fixed))
-            self._recorded[key] = (_tensors(fixed), outputs, replay)
-        places, outputs, replay = self._recorded[key]
-        torch._foreach_copy_(places, _tensors(args))
-        replay()
-        return tree_map_only(Tensor, torch.clone, outputs)
+                return self._capture.warm_up(lambda: run(arguments))
+            recording = self._recorded[key] = _Recording(run, arguments, self._capture)
+        return recording(arguments)
 
-    def _directly(self, *args: Any) -> Any:
+    def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
             self._warn(
                 f"More than {_KINDS} kinds of steps: further ones are not replayed as CUDA graphs. Shapes vary, or a "
                 "file name or number in the batch, or a setting of the optimizer: leave that out, or cuda_graph"
             )
             self._warn = None
-        return self._run(*args)
+        return run(arguments)
+
+
+class _Recording:
+    """A call that is recorded."""
+
+    def __init__(self, run: Callable[..., Any], arguments: Any, capture: Capture) -> None:
+        fixed = tree_map_only(Tensor, torch.clone, arguments)
+        self._places = _tensors(fixed)
+        versions = [tensor._version for tensor in self._places]
+        self._outputs, self._replay = capture.record(lambda: run(fixed))
+        places = zip(self._places, versions, strict=True)
+        self._changed = [i for i, (tensor, version) in enumerate(places) if tensor._version != version]
+
+    def __call__(self, arguments: Any) -> Any:
+        given = _tensors(arguments)
+        torch._foreach_copy_(self._places, given)
+        self._replay()
+        if self._changed:
+            torch._foreach_copy_([given[i] for i in self._changed], [self._places[i] for i in self._changed])
+        return tree_map_only(Tensor, torch.clone, self._outputs)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

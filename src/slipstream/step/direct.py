@@ -48,7 +48,6 @@ class DirectCalls:
         self._others = {id(tensor) for tensor in others}
         self._known: list[_Call] = []
         self._seen: list[Any] = []
-        self._guards: dict[int, Any] = {}
 
     def _tensors(self) -> list[Any]:
         return list(chain.from_iterable(map(_VALUES, self._places)))
@@ -77,10 +76,10 @@ class DirectCalls:
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new
         if len(new) == 1:
-            self._guards[id(compiled)] = new[0].guard_manager
+            compiled.guards = new[0].guard_manager
 
-    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> None:
-        """Learn from a call that went Dynamo's way how to make it directly.
+    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> bool:
+        """Learn from a call that went Dynamo's way how to make it directly; return whether that is possible.
 
         Args:
             compiled: the code that Dynamo called.
@@ -88,13 +87,14 @@ class DirectCalls:
             outputs: what the function returned.
         """
         self.note(compiled)
-        guards, last, compiled.last = self._guards.get(id(compiled)), compiled.last, None
-        if guards is None or last is None or compiled.has_side_effects:
-            return
+        last, compiled.last = compiled.last, None
+        if compiled.guards is None or last is None or compiled.has_side_effects:
+            return False
         fixed = {id(tensor) for tensor in self._held} | self._others
-        call = _Call.of(guards, compiled, last, arguments, outputs, fixed)
+        call = _Call.of(compiled.guards, compiled, last, arguments, outputs, fixed)
         if call is not None:
             self._known.append(call)
+        return call is not None
 
 
 class _Call:

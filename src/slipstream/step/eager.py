@@ -79,7 +79,9 @@ class EagerStep:
             logs = self._repeated(batch, part)
         for part in optim.parts:
             part.after_batch()
-        if not optim.should_update():
+        if optim.should_update():
+            logs.update(optim.logs)
+        else:
             optim.claim_gradients()
         if optim.grad_norm is not None:
             logs["grad_norm"] = optim.grad_norm

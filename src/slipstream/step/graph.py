@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.optim.optim_wrapper import OptimWrapper
+    from slipstream.step.cuda_graph import RecordedCalls
 
 __all__ = ["GraphStep"]
 
@@ -47,6 +48,16 @@ _SETTING_CHANGES = 2
 """After as many changes of settings that the graph holds fixed the optimizer steps after the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
+
+
+class _Called(NamedTuple):
+    """A call of the compiled step."""
+
+    outputs: Outputs
+    held: list[Tensor] | None
+    """The gradients of the accumulation window, which the call has changed in place."""
+    learn: tuple[Any, Any, bool] | None = None
+    """The arguments of a call through Dynamo, from which a direct call is learned."""
 
 
 class GraphStep:
@@ -72,10 +83,9 @@ class GraphStep:
             `prepare` returns.
         reduce: turns losses into the one to minimise and the values to log.
         sync: averages gradients over the processes; None in one process.
-        updates_inside: whether the optimizer's step may be part of the graph; else it runs after it.
         verify: whether graphs are compared with the eager step before they train.
         dynamic: whether shapes may vary; None finds out.
-        replayed: wraps the compiled step, for example in a CUDA graph.
+        record: makes what records calls of the compiled step and replays them, as CUDA graphs.
         background: compiles while batches are trained eagerly; None lets the batches wait.
         say: is told from which batch on the graph is used, if that depends on `background`.
     """
@@ -91,24 +101,24 @@ class GraphStep:
         recover: Callable[[Exception], EagerStep],
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
         sync: GradientSync | None = None,
-        updates_inside: bool = True,
         verify: bool = True,
         dynamic: bool | None = None,
-        replayed: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+        record: Callable[[], RecordedCalls] | None = None,
         background: BackgroundCompiler | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
-        self.updates_inside, self.verify, self.dynamic = updates_inside, verify, dynamic
-        self.replayed, self.background, self.say = replayed, background, say
+        self.verify, self.dynamic = verify, dynamic
+        self.record, self.background, self.say = record, background, say
         self._instead: EagerStep | None = None
         self._shapes = Shapes()
         self._trained: list[nn.Parameter] = []
         self._guessed = self._started = False
         self._step: CapturedStep | None = None
         self._compiling: tuple[Any, ...] | None = None
+        self._compiled_in: float | None = None
         self._rebuilds = self._setting_changes = 0
         guess = weakref.WeakMethod(self._guess)
 
@@ -160,9 +170,8 @@ class GraphStep:
             self._guess()
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1:
-                return self.eager.train(
-                    inputs
-                )  # the user has put gradients there, which belong to this update
+                # The user has put gradients there, which belong to this update.
+                return self.eager.train(inputs)
             self.optim.check_gradients()
         return self._train(inputs)
 
@@ -232,8 +241,8 @@ class GraphStep:
 
     # ---- around it -------------------------------------------------------------------------------------
 
-    def _run(self, captured: CapturedStep, inputs: Any, ends: bool) -> dict[str, Tensor] | None:
-        """Run the compiled step, and on the host what is not part of it; None if it is still being compiled."""
+    def _call(self, captured: CapturedStep, inputs: Any, ends: bool) -> _Called | None:
+        """Call the compiled step; None if it is still being compiled."""
         optim = self.optim
         held = captured.held()
         captured.window.set(optim.window)
@@ -243,20 +252,36 @@ class GraphStep:
             return None
         if optim.guard is not None:
             optim.guard.before_forward()
-        self._held = held
         if captured.running is not None:
             captured.running.running = False
         captured.count_batch(ends)
-        outputs: Outputs
         if call is not None:
             captured.running = call.compiled
-            outputs = call(arguments)
-        else:
+            return _Called(
+                call(arguments) if captured.recorded is None else captured.recorded(call, arguments), held
+            )
+        if held is not None and optim.accumulative_counts == 1:
+            torch._foreach_zero_(held)  # the verification measures gradients by how far they are from these
+        try:
             with tracing():
                 outputs = captured.run(*arguments)
-            if captured.direct is not None and captured.running is not None:
-                captured.direct.learn(captured.running, arguments, outputs)
-        logs, finite = outputs
+        except Captured as found:
+            found.held = held or []
+            raise
+        return _Called(outputs, held, arguments)
+
+    def _finish(self, captured: CapturedStep, called: _Called, ends: bool) -> dict[str, Tensor]:
+        """Do on the host what is not part of the compiled step; return what to log."""
+        optim, held = self.optim, called.held
+        if called.learn is not None and captured.direct is not None and captured.running is not None:
+            known = captured.direct.learn(captured.running, called.learn, called.outputs)
+            if not known and captured.recorded is not None and not captured.said:
+                captured.said = True
+                self.say(
+                    "The step is not replayed as a CUDA graph: it changes Python objects, or reads tensors that are "
+                    "neither in the batch nor in the model"
+                )
+        logs, finite = called.outputs
         optim.count_batch()
         if held is not None:
             for param, grad in zip(captured.params, held, strict=True):
@@ -266,6 +291,7 @@ class GraphStep:
         outside = ends and captured.update is None
         if outside:
             optim.update()
+            logs.update(optim.logs)
         elif ends:
             if held is not None:
                 optim.zero_grad()
@@ -305,8 +331,7 @@ class GraphStep:
             if captured is None:
                 _check_batch(inputs)
                 captured = self._capture()
-            if (logs := self._run(captured, inputs, ends)) is not None:
-                return logs
+            called = self._call(captured, inputs, ends)
         except Captured as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends)
@@ -328,9 +353,8 @@ class GraphStep:
             # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
-            if (logs := self._run(captured, inputs, ends)) is not None:
-                return logs
-        return self.eager.train(inputs)
+            called = self._call(captured, inputs, ends)
+        return self.eager.train(inputs) if called is None else self._finish(captured, called, ends)
 
     def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
         """Return whether the graph for such a batch is being compiled in the background, which is started if need be.
@@ -348,6 +372,11 @@ class GraphStep:
             if any(self._agree(not self.background.done())):
                 return True
             captured.kinds.add(self._compiling)
+            self._compiled_in = self.background.seconds
+            if self._compiled_in is None:
+                self.say(
+                    "Compilation in the background failed: the step is compiled now, while training waits"
+                )
             if not self.verify:
                 self._say_switch()
         if kind in captured.kinds:
@@ -361,14 +390,16 @@ class GraphStep:
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
         """Compile for such a batch, in a copy of this process."""
         self.background, captured.only_compiles = None, True
-        self._run(captured, inputs, ends)
+        with suppress(Captured):
+            self._call(captured, inputs, ends)
 
     def _say_switch(self) -> None:
-        if self.background is not None:
-            seconds, first = self.background.seconds, self.optim.batches + 1
+        if self._compiled_in is not None:
+            first, seconds = self.optim.batches + 1, self._compiled_in
             self.say(
                 f"The step is one graph from batch {first} on (compiled in the background in {seconds:.0f} s)"
             )
+            self._compiled_in = None
 
     def _capture(self) -> CapturedStep:
         """Return what the graphs share; they are made at the first call.
@@ -376,7 +407,7 @@ class GraphStep:
         Raises:
             NotCapturedError: hooks forbid it.
         """
-        inside = self.updates_inside and self._setting_changes < _SETTING_CHANGES
+        inside = self._setting_changes < _SETTING_CHANGES
         captured = CapturedStep(self.model, self.optim, self._trained, inside)
         captured.check_hooks()
         captured.check_params()
@@ -392,10 +423,8 @@ class GraphStep:
 
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.run = run
-        if self.replayed is None:
-            captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
-        else:
-            captured.run = self.replayed(run)
+        captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
+        captured.recorded = None if self.record is None else self.record()
         self._step = captured
         return captured
 
@@ -438,7 +467,7 @@ class GraphStep:
         assert isinstance(found, Captured)
         assert verification is not None
         outside, unseen = ends and captured.update is None, self._unseen(captured, found)
-        held = dict(zip(map(id, self._held or ()), captured.params, strict=False))
+        held = dict(zip(map(id, found.held), captured.params, strict=False))
         ignored = captured.after_graph() if outside else set(held) if ends else set()
 
         def settle() -> None:
@@ -551,9 +580,8 @@ class GraphStep:
         if self._guessed:
             self._forget()
             return self._observe(inputs)
-        logs = self.eager.train(
-            inputs
-        )  # an error of the user's own is raised here, and the step stays as it is
+        # An error of the user's own is raised here, and the step stays as it is.
+        logs = self.eager.train(inputs)
         self._stop(error)
         return logs
 

@@ -77,6 +77,8 @@ class Captured(BaseException):  # not an error, and no `except Exception` of a u
     def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.compiled, self.inputs = compiled, inputs
+        self.held: list[Tensor] = []
+        """The gradients of the accumulation window among the inputs."""
 
 
 class Compiled:
@@ -96,6 +98,8 @@ class Compiled:
         self.has_side_effects = has_side_effects
         self.running = False
         """Whether an exception comes from the code itself: tensors may have been changed."""
+        self.guards: Any = None
+        """Dynamo's guard manager."""
         self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
         """Inputs and outputs of the last call that went Dynamo's way."""
 
@@ -134,7 +138,7 @@ class Verification:
         self.names = names
         self._device = device
         graph = captured.compiled.graph
-        self._before = _values(copies(self.inputs))
+        self._before = _values(self.inputs)
         own = copies(self.inputs)
         with self._forked():
             captured.compiled.run(*own)
@@ -147,9 +151,8 @@ class Verification:
         own = copies(self.inputs, torch.float64 if double else None)
         try:
             if not double and _is_double(self.inputs):
-                own = [
-                    _disturbed(value) for value in own
-                ]  # no higher precision: disturb the last digit instead
+                # There is no higher precision: disturb the last digit instead.
+                own = [_disturbed(value) for value in own]
             with self._forked():
                 interpret(graph, own, double)
         except Exception:  # an operator without float64, or one that only a compiler can run
@@ -264,7 +267,7 @@ class _Row:
             noise=_distance(captured, exact) if known else _WITHOUT_REFERENCE / _MULTIPLE * size,
             eager=_distance(eager, exact),
             compiled=_distance(compiled, exact),
-            digits=torch.finfo(before.dtype).eps * float(before.double().norm())
+            digits=torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
             if before.is_floating_point()
             else 0.0,
         )
@@ -282,7 +285,7 @@ class _Row:
         root = self.elements**0.5
         noise = max(self.noise, typical.relative * self.size, typical.noise * root)
         allowed = _MULTIPLE * noise + _FLOOR * max(self.size, typical.size * root) + 4 * self.digits
-        if not np.isfinite(distance) or not allowed:
+        if not np.isfinite(distance) or not np.isfinite(allowed) or not allowed:
             return float("inf") if distance else 0.0
         return float(distance / allowed)
 
@@ -308,7 +311,7 @@ class _Typical:
 
     @classmethod
     def of(cls, rows: Sequence[_Row]) -> _Typical:
-        finite = [row for row in rows if row.size and np.isfinite(row.noise)]
+        finite = [row for row in rows if row.size and np.isfinite(row.size) and np.isfinite(row.noise)]
         if not finite:
             return cls(0.0, 0.0, 0.0)
         return cls(
@@ -319,7 +322,8 @@ class _Typical:
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
-    return float((_wide(one) - _wide(other)).norm())
+    one, other = _wide(one), _wide(other)
+    return float(torch.where(one == other, 0.0, one - other).norm())  # infinities may be equal
 
 
 def _wide(tensor: Tensor) -> Tensor:
