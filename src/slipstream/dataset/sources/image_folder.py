@@ -98,7 +98,7 @@ def _metainfo(
     if isinstance(classes, str) or not 0 < len(classes) <= 256:
         raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
     if ignore_index is not None and not 0 <= ignore_index <= 255:
-        raise ConfigError(f"ignore_index must be None or 0 to 255 (masks are uint8), got {ignore_index}")
+        raise ConfigError(f"ignore_index must be 0 to 255 (masks are uint8) or None, got {ignore_index}")
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
