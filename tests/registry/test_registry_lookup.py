@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from slipstream import registry as rooms
+from slipstream import registry as registries
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.registry import METRICS, MODELS, OPTIMIZERS, PARAM_SCHEDULERS, Registry, default_scope
 from slipstream.registry.registry import init_default_scope
@@ -274,7 +274,7 @@ def test_metrics_of_torchmetrics_are_found():
     ],
 )
 def test_components_are_found_by_mmengine_names(registry, name):
-    found = getattr(rooms, registry).get(name)
+    found = getattr(registries, registry).get(name)
     assert found.__module__.startswith(("slipstream.", "torch.utils.data"))
 
 
