@@ -285,7 +285,7 @@ def test_base_path_may_contain_placeholders(write):
         ("a.yaml", "a: &a [*a]\n", r"a\.yaml: the values contain themselves"),
         ("a.py", "a = []\na.append(a)\n", r"a\.py: the values contain themselves"),
         ("a.json", "[" * 100_000, r"a\.json: .* nested too deeply"),
-        ("a.txt", "x = 1\n", r"a\.txt: configuration files must be \.py, .* files, not '\.txt'"),
+        ("a.txt", "x = 1\n", r"a\.txt: configuration files must be \.py, .*, not '\.txt'"),
         ("a", "x = 1\n", r"configuration files must be"),
     ],
 )

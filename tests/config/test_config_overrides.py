@@ -166,10 +166,10 @@ def test_merge_from_dict_deletes_before_it_sets(cfg):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline.2.type": 1}, r"^pipeline: there is no item '2' in a list of 2"),
-        ({"pipeline.x": 1}, r"^pipeline: there is no item 'x'"),
+        ({"pipeline.2.type": 1}, r"^pipeline: a list of 2 has no item '2'"),
+        ({"pipeline.x": 1}, r"^pipeline: a list of 2 has no item 'x'"),
         ({"plain.a.b.c": 1}, r"^plain\.a\.b: a dict cannot be merged into 1"),
-        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: there is no item '7'"),
+        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: a list of 2 has no item '7'"),
     ],
 )
 def test_failed_merge_does_not_change_the_configuration(cfg, options, message):

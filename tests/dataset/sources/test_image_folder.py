@@ -221,7 +221,9 @@ def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
     make(tmp_path)
     path = tmp_path / kind / "b.png"
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(DataError, match=rf"cannot read '.*{kind}/b\.png'.* replace the file .*skip_corrupt=True"):
+    with pytest.raises(
+        DataError, match=rf"cannot read '.*{kind}/b\.png'.* replace the file .*skip_corrupt=True"
+    ):
         folder(tmp_path)[1]
 
 
