@@ -1,4 +1,4 @@
-"""Writing configurations: each format reads back as what was written."""
+"""Writing configurations: loading the text gives an equal configuration."""
 
 import enum
 import sys
@@ -48,7 +48,7 @@ def listed(value):
 
 
 def typed(value):
-    """Make 1, 1.0 and True, and lists and tuples, differ."""
+    """Return `value` with its types, to distinguish 1, 1.0 and True, and lists and tuples."""
     if isinstance(value, dict):
         return {k: typed(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -97,7 +97,7 @@ def test_numbers_like_strings_stay_strings_in_yaml():
     assert reloaded({"a": "1e-3", "b": 1e-3, "c": 1e22}, ".yaml") == {"a": "1e-3", "b": 1e-3, "c": 1e22}
 
 
-def test_integer_keys_survive_where_the_format_has_them():
+def test_integer_keys_are_kept_if_the_format_supports_them():
     for suffix in (".py", ".yaml"):
         assert reloaded({"a": {1: "x", 2.5: "y"}}, suffix) == {"a": {1: "x", 2.5: "y"}}
     for suffix in (".json", ".toml"):
@@ -105,12 +105,12 @@ def test_integer_keys_survive_where_the_format_has_them():
             reloaded({"a": {1: "x"}}, suffix)
 
 
-def test_toml_has_no_none_and_says_which_key():
+def test_none_in_toml_raises_an_error_that_names_the_key():
     with pytest.raises(ConfigError, match=r"^a\.0\.b: TOML has no None"):
         reloaded({"a": [{"b": None}]}, ".toml")
 
 
-def test_toml_without_its_package_names_the_extra(monkeypatch):
+def test_missing_toml_package_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "tomli_w", None)
     with pytest.raises(ConfigError, match=r"slipstream\[toml\]"):
         reloaded({"a": 1}, ".toml")
@@ -150,7 +150,7 @@ def test_subclasses_of_plain_types_become_plain(suffix):
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("value", [lambda x: x, object(), torch.zeros(2), {1, 2}, b"x"])
-def test_what_no_file_can_hold_is_an_error_that_names_the_key(suffix, value):
+def test_unsupported_objects_raise_an_error_that_names_the_key(suffix, value):
     with pytest.raises(ConfigError, match=r"^hooks\.1\.fn: .*cannot be written to a file"):
         reloaded({"hooks": [{}, {"fn": value}]}, suffix)
 

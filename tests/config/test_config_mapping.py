@@ -65,7 +65,7 @@ def test_missing_attribute_names_the_nearest_key(cfg):
     assert not hasattr(cfg, "nope")
 
 
-def test_config_dict_is_a_true_dict(cfg):
+def test_config_dict_is_a_dict(cfg):
     def take(**kwargs):
         return kwargs
 
@@ -75,7 +75,7 @@ def test_config_dict_is_a_true_dict(cfg):
     assert json.loads(json.dumps(cfg.model))["stages"][0] == {"depth": 2}
 
 
-def test_to_dict_is_plain_and_shares_nothing(cfg):
+def test_to_dict_returns_new_plain_containers(cfg):
     plain = cfg.to_dict()
     assert type(plain["model"]) is dict
     assert type(plain["model"]["stages"][1][0]) is dict
@@ -124,14 +124,14 @@ def test_config_dict_operators_and_setdefault_keep_the_type():
     assert ConfigDict([("x", {"y": 1})], z={"w": 2}).z.w == 2
 
 
-def test_key_named_like_a_method_is_reached_as_an_item():
+def test_key_with_the_name_of_a_method_is_read_as_an_item():
     d = ConfigDict(items=3)
     assert d["items"] == 3
     assert dict(d.items()) == {"items": 3}
 
 
 @pytest.mark.parametrize("key", ["filename", "text", "pretty_text", "env_variables", "_base_", "__name__"])
-def test_reserved_names_are_refused(key):
+def test_reserved_names_raise_errors(key):
     with pytest.raises(ConfigError, match=f"{key}: this name is reserved"):
         Config({key: 1})
     cfg = Config()
@@ -144,10 +144,10 @@ def test_reserved_names_are_refused(key):
     assert Config({"a": {key: 1}}).a[key] == 1
 
 
-def test_config_refuses_what_is_no_mapping():
-    with pytest.raises(ConfigError, match="made from a dict, not from list"):
+def test_config_requires_a_mapping_with_string_keys():
+    with pytest.raises(ConfigError, match="cfg_dict must be a dict, got list"):
         Config([1])
-    with pytest.raises(ConfigError, match="top-level keys are strings, not 3"):
+    with pytest.raises(ConfigError, match="top-level keys must be strings, got 3"):
         Config({3: 1})
 
 

@@ -1,4 +1,4 @@
-"""The algebra of merging."""
+"""Properties of merging."""
 
 import copy
 
@@ -14,7 +14,7 @@ leaves = st.integers(0, 5) | st.lists(st.integers(0, 5), max_size=2)
 
 
 def layers(depth=2):
-    """Layers of one shape: `a` is always a dict, `b` and `c` are always leaves, so that all of them merge."""
+    """Layers that can be merged: `a` is always a dict, `b` and `c` are always leaves."""
     optional = {"b": leaves, "c": leaves}
     if depth:
         optional["a"] = layers(depth - 1)
@@ -33,7 +33,7 @@ def test_merging_is_associative(a, b, c):
 
 
 @given(layers())
-def test_the_empty_layer_is_neutral_and_merging_is_idempotent(a):
+def test_empty_layer_is_neutral_and_merging_is_idempotent(a):
     assert merge(a, {}) == merge({}, a) == merge(a, a) == a
 
 

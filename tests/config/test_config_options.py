@@ -32,7 +32,7 @@ class Speed:
 
 
 @dataclass(frozen=True)
-class Needy:
+class Required:
     name: str
 
 
@@ -41,7 +41,7 @@ def test_values_become_fields():
     assert made == Speed(accumulate=4, blocks=("a",), ema=Ema(decay=1))
 
 
-def test_instances_pass_and_none_means_defaults():
+def test_instances_are_returned_and_none_gives_defaults():
     made = Speed(accumulate=2)
     assert options(Speed, made, "speed") is made
     assert options(Speed, None, "speed") == Speed()
@@ -66,12 +66,12 @@ def test_instances_pass_and_none_means_defaults():
         ([1], r"^speed: expected a dict of Speed, not \[1\]$"),
     ],
 )
-def test_wrong_values_name_place_type_and_value(values, message):
+def test_errors_of_wrong_values_name_path_type_and_value(values, message):
     with pytest.raises(ConfigError, match=message):
         options(Speed, values, "speed")
 
 
-def test_unknown_key_names_place_and_nearest():
+def test_error_of_unknown_key_names_path_and_nearest_key():
     with pytest.raises(
         UnknownNameError, match=r"^speed\.acumulate: no such option; did you mean 'accumulate'\?$"
     ):
@@ -81,8 +81,8 @@ def test_unknown_key_names_place_and_nearest():
 
 
 def test_missing_field_is_named():
-    with pytest.raises(ConfigError, match=r"^part\.name: expected str, but it is missing$"):
-        options(Needy, {}, "part")
-    assert options(Needy, {"name": "x"}, "") == Needy("x")
+    with pytest.raises(ConfigError, match=r"^part\.name: expected str, but the key is missing$"):
+        options(Required, {}, "part")
+    assert options(Required, {"name": "x"}, "") == Required("x")
     with pytest.raises(ConfigError, match=r"^name: expected str, not 3$"):
-        options(Needy, {"name": 3}, "")
+        options(Required, {"name": 3}, "")

@@ -1,4 +1,4 @@
-"""A training with the cache on disk is the training without it, bit for bit."""
+"""Training with the disk cache is bit-identical to training without it."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def trained(root, cache, workers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_training_is_bit_equal_with_and_without_the_cache(root, tmp_path, workers):
+def test_training_is_bit_identical_with_and_without_the_cache(root, tmp_path, workers):
     plain = trained(root, None, 0)
     assert torch.equal(trained(root, tmp_path / "cache", workers), plain)
     assert len(list((tmp_path / "cache").glob("*/*.decoded"))) == 6
     assert torch.equal(trained(root, tmp_path / "cache", workers), plain)
 
 
-def test_no_file_is_decoded_twice_not_even_in_another_data_set(root, tmp_path, monkeypatch):
+def test_files_are_decoded_once_across_data_sets(root, tmp_path, monkeypatch):
     first = [make(root, tmp_path / "cache")[SampleIndex(i, 0, 5)] for i in range(6)]
     again = make(root, tmp_path / "cache")
     monkeypatch.setattr(again, "load", must_not_load)
@@ -97,18 +97,18 @@ def test_a_changed_file_is_decoded_again(root, tmp_path, kind):
     assert not torch.equal(after[name], before[name])
 
 
-def test_an_empty_word_is_no_cache_and_not_the_current_folder(root):
+def test_empty_string_disables_the_cache(root):
     assert make(root, cache="").cache is None
 
 
-def test_another_label_map_does_not_find_the_old_masks(root, tmp_path):
+def test_cache_depends_on_the_label_map(root, tmp_path):
     make(root, tmp_path / "cache")[0]
     merged = make(root, tmp_path / "cache", label_map={2: 0})[0]["targets"]
     assert torch.equal(merged, make(root, label_map={2: 0})[0]["targets"])
     assert not (merged == 2).any()
 
 
-def test_a_subclass_that_reads_other_pixels_does_not_find_those_of_its_base(root, tmp_path):
+def test_cache_depends_on_the_class(root, tmp_path):
     class Inverted(ImageMaskFolder):
         def load_image(self, index):
             return 255 - super().load_image(index)
@@ -118,7 +118,7 @@ def test_a_subclass_that_reads_other_pixels_does_not_find_those_of_its_base(root
     assert torch.equal(Inverted(**options, cache=tmp_path / "cache")[0]["inputs"], 255 - plain)
 
 
-def test_a_flipped_byte_changes_no_training(root, tmp_path):
+def test_damaged_cache_file_does_not_change_training(root, tmp_path):
     plain = trained(root, tmp_path / "cache", 0)
     path = next((tmp_path / "cache").glob("*/*.decoded"))
     data = bytearray(path.read_bytes())
@@ -129,7 +129,7 @@ def test_a_flipped_byte_changes_no_training(root, tmp_path):
     assert torch.equal(found, plain)
 
 
-def test_a_transform_that_writes_into_its_sample_cannot_spoil_the_cache(root, tmp_path):
+def test_transforms_cannot_modify_the_cache(root, tmp_path):
     def blacken(sample, rng):
         sample["image"][:] = 0
         return sample
@@ -143,7 +143,7 @@ def test_a_transform_that_writes_into_its_sample_cannot_spoil_the_cache(root, tm
     assert torch.equal(make(root, tmp_path / "cache")[0]["inputs"], plain["inputs"])
 
 
-def test_memory_goes_before_disk_and_is_filled_from_it(root, tmp_path, monkeypatch):
+def test_memory_cache_is_filled_from_disk_and_has_priority(root, tmp_path, monkeypatch):
     make(root, tmp_path / "cache")[2]
     dataset = make(root, tmp_path / "cache", cache_in_memory=True)
     monkeypatch.setattr(dataset, "load", must_not_load)
@@ -152,7 +152,7 @@ def test_memory_goes_before_disk_and_is_filled_from_it(root, tmp_path, monkeypat
     assert torch.equal(dataset[2]["inputs"], first["inputs"])
 
 
-def test_street_scenes_are_drawn_once(tmp_path, monkeypatch):
+def test_street_scenes_are_rendered_once(tmp_path, monkeypatch):
     options = {"size": (32, 64), "length": 3, "cache": tmp_path / "cache"}
     plain = [StreetScenes((32, 64), 3)[i] for i in range(3)]
     filled, again = StreetScenes(**options), StreetScenes(**options)
@@ -174,12 +174,12 @@ class WithoutKey(SegmentationDataset):
         return 1
 
 
-def test_a_data_set_that_cannot_say_what_its_samples_are_is_not_cached(tmp_path):
-    with pytest.raises(ConfigError, match="WithoutKey cannot be cached on disk"):
+def test_cache_requires_cache_key(tmp_path):
+    with pytest.raises(ConfigError, match="WithoutKey does not define cache_key"):
         WithoutKey(cache=tmp_path)[0]
 
 
-def test_samples_kept_in_memory_leave_no_file_of_the_cache_open(root, tmp_path):
+def test_memory_cache_leaves_no_cache_file_open(root, tmp_path):
     def descriptors():
         return len(list(Path("/proc/self/fd").iterdir()))
 

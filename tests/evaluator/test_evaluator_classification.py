@@ -42,14 +42,14 @@ def test_top_1_and_5_agree_with_torchmetrics():
         assert got[f"accuracy/top{k}"] == pytest.approx(100 * peer(scores, targets).item(), rel=1e-5)
 
 
-def test_class_ids_count_as_their_scores_do_and_uneven_batches_weigh_by_samples():
+def test_class_ids_equal_scores_and_samples_have_equal_weight():
     metric = Accuracy(prefix="val")
     metric.process(None, (torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0])))
     metric.process(None, (torch.eye(4)[[2]], torch.tensor([0])))
     assert metric.evaluate(4) == {"val/top1": 50.0}
 
 
-def test_samples_as_the_data_contract_gives_them_are_counted():
+def test_lists_of_samples_are_counted():
     assert _evaluate(torch.eye(3), torch.tensor([0, 1, 2], dtype=torch.uint8), topk=1) == {
         "accuracy/top1": 100.0
     }
@@ -59,10 +59,10 @@ def test_no_samples_give_nan():
     assert math.isnan(Accuracy().evaluate(0)["accuracy/top1"])
 
 
-def test_targets_that_are_no_class_are_reported_with_their_number():
+def test_invalid_targets_raise_an_error_with_their_number():
     metric = Accuracy()
     metric.process(None, (torch.eye(3), torch.tensor([0, 3, -1])))
-    with pytest.raises(DataError, match="2 of 3 targets"):
+    with pytest.raises(DataError, match="2 of 3 targets are not classes"):
         metric.evaluate(3)
 
 
@@ -80,19 +80,19 @@ def test_targets_that_are_no_class_are_reported_with_their_number():
     ],
     ids=["other N", "one-hot", "maps", "float ids", "ids for top 5", "k > classes", "float targets", "0-dim"],
 )
-def test_tensors_that_do_not_belong_together_are_refused(preds, targets, topk):
+def test_mismatched_tensors_raise_errors(preds, targets, topk):
     metric = Accuracy(topk=topk)
     with pytest.raises(DataError):
         metric.process(None, (preds, targets))
 
 
 @pytest.mark.parametrize("topk", [0, (), (1, 0)])
-def test_a_k_below_one_is_refused(topk):
+def test_topk_must_be_at_least_one(topk):
     with pytest.raises(ConfigError, match="topk"):
         Accuracy(topk=topk)
 
 
-def test_process_never_waits_for_the_device():
+def test_process_does_not_synchronize_with_the_device():
     metric = Accuracy(topk=(1, 5))
     batch = (torch.randn(16, 10), torch.randint(0, 10, (16,)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -106,7 +106,7 @@ def test_process_never_waits_for_the_device():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_counts_agree_with_the_cpus_without_a_synchronisation():
+def test_cuda_counts_equal_cpu_without_synchronization():
     scores, targets = torch.randn(64, 10), torch.randint(0, 10, (64,))
     metric = Accuracy(topk=(1, 5))
     on_device = scores.cuda(), targets.cuda()

@@ -17,7 +17,7 @@ def _dump(path, *batches, size=1000):
     return torch.load(path, weights_only=True)
 
 
-def test_a_batch_is_written_as_one_entry_a_sample_and_cut_to_the_data_set(tmp_path):
+def test_batches_are_split_into_samples_and_limited_to_the_data_set(tmp_path):
     first = {"preds": torch.arange(6).view(2, 3), "targets": torch.tensor([1, 2])}
     second = {"preds": torch.arange(6, 12).view(2, 3), "targets": torch.tensor([3, 4])}
     loaded = _dump(tmp_path / "new" / "out.pt", first, second, size=3)
@@ -25,7 +25,7 @@ def test_a_batch_is_written_as_one_entry_a_sample_and_cut_to_the_data_set(tmp_pa
     assert torch.equal(loaded[2]["preds"], torch.tensor([6, 7, 8]))
 
 
-def test_written_predictions_evaluate_as_the_live_ones_did(tmp_path):
+def test_offline_evaluation_equals_online_evaluation(tmp_path):
     scores, targets = torch.randn(6, 4), torch.randint(0, 4, (6,))
     evaluator = Evaluator([Accuracy(), DumpResults(tmp_path / "out.pt")])
     evaluator.process((scores, targets))
@@ -34,7 +34,7 @@ def test_written_predictions_evaluate_as_the_live_ones_did(tmp_path):
     assert Evaluator(Accuracy()).offline_evaluate(kept, chunk_size=4) == live
 
 
-def test_each_entry_has_memory_of_its_own_and_no_gradient(tmp_path):
+def test_entries_share_no_memory_and_have_no_gradient(tmp_path):
     batch = torch.zeros(3, 5, requires_grad=True)
     metric = DumpResults(tmp_path / "out.pt")
     metric.process(None, {"preds": batch})
@@ -43,7 +43,7 @@ def test_each_entry_has_memory_of_its_own_and_no_gradient(tmp_path):
     assert not entry.requires_grad
 
 
-def test_lists_of_samples_arrays_and_plain_values_are_kept(tmp_path):
+def test_lists_of_samples_arrays_and_plain_values_are_stored(tmp_path):
     sample = {
         "name": "a.png",
         "size": (4, 5),
@@ -64,7 +64,7 @@ def test_lists_of_samples_arrays_and_plain_values_are_kept(tmp_path):
         ([np.array(["x"])], "ndarray"),
     ],
 )
-def test_objects_are_refused_with_their_place(tmp_path, batch, words):
+def test_unsupported_objects_raise_an_error_with_their_path(tmp_path, batch, words):
     with pytest.raises(DataError, match=words):
         DumpResults(tmp_path / "out.pt").process(None, batch)
 
@@ -80,12 +80,12 @@ def test_objects_are_refused_with_their_place(tmp_path, batch, words):
         None,
     ],
 )
-def test_what_cannot_be_split_into_samples_is_refused(tmp_path, batch):
+def test_batches_that_cannot_be_split_raise_an_error(tmp_path, batch):
     with pytest.raises(DataError, match="cannot split"):
         DumpResults(tmp_path / "out.pt").process(None, batch)
 
 
-def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "out.pt"
     _dump(path, torch.tensor([1]))
 
@@ -103,6 +103,6 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["out.pkl", "out"])
-def test_other_endings_are_refused(name):
-    with pytest.raises(ConfigError, match=r"out_file_path: must end in \.pt or \.pth"):
+def test_other_suffixes_raise_an_error(name):
+    with pytest.raises(ConfigError, match=r"out_file_path: must end with \.pt or \.pth"):
         DumpResults(name)

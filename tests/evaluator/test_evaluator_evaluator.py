@@ -52,13 +52,13 @@ def test_one_metric_or_several_are_accepted(metrics):
     assert isinstance(Evaluator(metrics).metrics[0], Accuracy)
 
 
-def test_a_torchmetrics_object_is_wrapped():
+def test_torchmetrics_objects_are_wrapped():
     metric = torchmetrics.classification.MulticlassAccuracy(4)
     collection = torchmetrics.MetricCollection([metric])
     assert [type(m) for m in Evaluator([metric, collection]).metrics] == [TorchMetric, TorchMetric]
 
 
-def test_the_registries_know_the_names():
+def test_evaluator_and_metrics_are_registered():
     evaluator = EVALUATOR.build({"type": "Evaluator", "metrics": [{"type": "IoUMetric", "num_classes": 3}]})
     assert isinstance(evaluator.metrics[0], IoUMetric)
     assert METRICS.get("DumpResults") is not None
@@ -72,7 +72,7 @@ def test_dataset_meta_reaches_every_metric():
     assert all(m.dataset_meta == {"classes": ("a",)} for m in evaluator.metrics)
 
 
-def test_metrics_get_the_batch_and_the_predictions_as_they_are():
+def test_metrics_receive_batch_and_predictions_unchanged():
     evaluator = Evaluator(Seen())
     predictions, batch = {"preds": 1}, {"inputs": 2}
     evaluator.process(data_samples=predictions, data_batch=batch)
@@ -80,7 +80,7 @@ def test_metrics_get_the_batch_and_the_predictions_as_they_are():
     assert evaluator.metrics[0].seen == [(batch, predictions)]
 
 
-def test_the_same_name_twice_is_refused_with_the_remedy():
+def test_duplicate_metric_names_raise_an_error():
     evaluator = Evaluator([Accuracy(), Accuracy()])
     evaluator.process((SCORES, TARGETS))
     with pytest.raises(ConfigError, match=r"'accuracy/top1' \(Accuracy and Accuracy\).*prefix"):
@@ -90,20 +90,20 @@ def test_the_same_name_twice_is_refused_with_the_remedy():
     assert set(evaluator.evaluate(4)) == {"accuracy/top1", "second/top1"}
 
 
-def test_a_misspelt_metric_is_refused_with_the_nearest_name_and_its_place():
+def test_error_of_unknown_metric_names_the_nearest_name_and_path():
     with pytest.raises(UnknownNameError, match=r"metrics\[1\].*did you mean 'IoUMetric'"):
         EVALUATOR.build({"type": "Evaluator", "metrics": [{"type": "Accuracy"}, {"type": "IouMetrik"}]})
 
 
 @pytest.mark.parametrize("metrics", ["Accuracy", [3], {"topk": 1}, {"type": "Linear"}])
-def test_what_is_no_metric_is_refused(metrics):
+def test_other_types_raise_an_error(metrics):
     with pytest.raises(ConfigError):
         Evaluator(metrics)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 10])
 @pytest.mark.parametrize("form", ["dict", "pair", "ids"])
-def test_offline_evaluation_of_single_samples_equals_that_of_batches(chunk_size, form):
+def test_offline_evaluation_does_not_depend_on_chunk_size(chunk_size, form):
     scores = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
     targets = torch.randint(0, 5, (7,), generator=torch.Generator().manual_seed(1))
     samples = list(zip(scores if form != "ids" else scores.argmax(1).tolist(), targets, strict=True))
@@ -114,30 +114,30 @@ def test_offline_evaluation_of_single_samples_equals_that_of_batches(chunk_size,
     assert Evaluator(Accuracy()).offline_evaluate(samples, chunk_size=chunk_size) == live.evaluate(7)
 
 
-def test_offline_evaluation_hands_over_matching_chunks_of_data():
+def test_offline_evaluation_passes_matching_chunks_of_data():
     evaluator = Evaluator(Seen())
     assert evaluator.offline_evaluate([1, 2, 3], ["a", "b", "c"], chunk_size=2) == {"calls": 2}
     assert evaluator.metrics[0].seen == [(["a", "b"], [1, 2]), (["c"], [3])]
 
 
-def test_offline_evaluation_refuses_data_of_another_length():
-    with pytest.raises(DataError, match="3 predictions do not belong to 2"):
+def test_offline_evaluation_requires_equal_lengths():
+    with pytest.raises(DataError, match="got 3 predictions for 2"):
         Evaluator(Seen()).offline_evaluate([1, 2, 3], ["a", "b"])
 
 
-def test_samples_of_several_sizes_need_chunks_of_one():
+def test_samples_of_different_sizes_require_chunks_of_one():
     samples = [(torch.zeros(n, n).long(), torch.zeros(n, n).long()) for n in (2, 3)]
     assert Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples)["mIoU"] == 100.0
     with pytest.raises(DataError, match="chunks"):
         Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples, chunk_size=2)
 
 
-def test_preds_and_targets_on_two_devices_are_refused():
+def test_preds_and_targets_must_be_on_one_device():
     with pytest.raises(DataError, match="preds on cpu and targets on meta"):
         Accuracy().process(None, (SCORES, torch.zeros(4, device="meta").long()))
 
 
-def test_two_evaluators_share_nothing():
+def test_evaluators_share_no_state():
     first, second = Evaluator({"type": "Accuracy"}), Evaluator({"type": "Accuracy"})
     first.process((SCORES, TARGETS))
     second.process((SCORES, torch.arange(4)))

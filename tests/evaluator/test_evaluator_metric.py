@@ -12,7 +12,7 @@ from slipstream.evaluator import metric as metric_module
 
 
 class TutorialAccuracy(BaseMetric):
-    """As MMEngine's fifteen-minute tutorial writes it."""
+    """The metric of MMEngine's tutorial "15 minutes to get started"."""
 
     def process(self, data_batch, data_samples):
         score, gt = data_samples
@@ -35,7 +35,7 @@ class Keep(BaseMetric):
         return {"sum": sum(results), "count": np.int64(len(results))}
 
 
-def test_the_tutorial_metric_gives_its_accuracy_as_a_float():
+def test_tutorial_metric_returns_a_float():
     metric = TutorialAccuracy()
     scores = torch.eye(4)[[0, 1, 2, 3]]
     metric.process(None, (scores, torch.tensor([0, 1, 2, 0])))
@@ -51,7 +51,7 @@ def test_results_beyond_the_size_of_the_data_set_are_dropped():
     assert metric.evaluate(3) == {"kept/sum": 6, "kept/count": 3}
 
 
-def test_evaluate_forgets_the_results():
+def test_evaluate_clears_the_results():
     metric = Keep()
     metric.process(None, [1, 2])
     metric.evaluate(2)
@@ -60,12 +60,12 @@ def test_evaluate_forgets_the_results():
     assert metric.evaluate(1)["kept/sum"] == 5
 
 
-def test_a_given_prefix_replaces_the_default_and_the_default_may_be_absent():
+def test_prefix_replaces_the_default_prefix():
     assert list(_evaluated(Keep(prefix="mine"))) == ["mine/sum", "mine/count"]
     assert TutorialAccuracy().prefix is None
 
 
-def test_compute_metrics_gets_tensors_on_the_cpu_without_gradients():
+def test_compute_metrics_receives_cpu_tensors_without_gradients():
     metric = Keep()
     value = torch.ones((), requires_grad=True) * 2
     metric.process(None, [value])
@@ -74,7 +74,7 @@ def test_compute_metrics_gets_tensors_on_the_cpu_without_gradients():
     assert not metric.seen[0].requires_grad
 
 
-def test_named_tuples_survive_the_move_to_the_cpu():
+def test_named_tuples_keep_their_type_on_the_cpu():
     metric = Keep()
     metric.compute_metrics = lambda results: {"top": results[0].indices}
     metric.process(None, [torch.tensor([1.0, 3.0]).max(dim=0)])
@@ -93,7 +93,7 @@ def test_dataset_meta_is_none_until_it_is_set():
     assert metric.dataset_meta == {"classes": ("a",)}
 
 
-def test_a_subclass_must_write_process_and_compute_metrics():
+def test_subclasses_must_implement_process_and_compute_metrics():
     with pytest.raises(TypeError):
         BaseMetric()
 
@@ -105,12 +105,12 @@ def test_a_subclass_must_write_process_and_compute_metrics():
         ({"collect_device": "gpu", "collect_dir": "x"}, "collect_dir"),
     ],
 )
-def test_wrong_options_are_refused_by_name(arguments, words):
+def test_wrong_options_raise_errors(arguments, words):
     with pytest.raises(ConfigError, match=words):
         Keep(**arguments)
 
 
-def test_rank_0_raises_its_own_error_after_telling_the_others(monkeypatch):
+def test_rank_0_raises_its_error_after_the_broadcast(monkeypatch):
     sent = []
     monkeypatch.setattr(metric_module, "broadcast_object_list", lambda data: sent.append(list(data)))
     metric = Keep()

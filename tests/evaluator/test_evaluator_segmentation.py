@@ -26,7 +26,7 @@ def _nanmean(values):
 
 
 def _reference(preds, targets, classes, ignore):
-    """The definitions, by sets of pixels, one class at a time."""
+    """Reference implementation with sets of pixels, one class at a time."""
     keep = targets != ignore
     preds, targets = preds[keep], targets[keep]
     iou, acc, dice, precision = [], [], [], []
@@ -62,7 +62,7 @@ def _maps(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(_maps(), st.sampled_from([torch.uint8, torch.int32, torch.int64]))
-def test_all_metrics_agree_with_their_definitions(maps, dtype):
+def test_metrics_equal_the_reference(maps, dtype):
     classes, preds, targets = maps
     got = _evaluate(
         torch.from_numpy(preds),
@@ -75,7 +75,7 @@ def test_all_metrics_agree_with_their_definitions(maps, dtype):
 
 @settings(max_examples=20, deadline=None)
 @given(_maps(), st.integers(1, 4))
-def test_splitting_the_data_into_batches_changes_nothing(maps, size):
+def test_metrics_do_not_depend_on_batches(maps, size):
     classes, preds, targets = (torch.from_numpy(m) if isinstance(m, np.ndarray) else m for m in maps)
     metric = IoUMetric(num_classes=classes, per_class=True)
     for start in range(0, len(preds), size):
@@ -111,7 +111,7 @@ def test_only_the_chosen_metrics_are_reported():
     assert set(_evaluate(maps, maps, num_classes=2, iou_metrics=("mDice",))) == {"aAcc", "mAcc", "mDice"}
 
 
-def test_scores_count_as_their_largest_class():
+def test_scores_are_reduced_by_argmax():
     scores = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(1))
     targets = torch.randint(0, 3, (2, 4, 4))
     assert _evaluate(scores, targets, num_classes=3) == _evaluate(scores.argmax(1), targets, num_classes=3)
@@ -125,14 +125,14 @@ def test_classes_and_ignore_index_come_from_the_data_set():
     assert (got["IoU/road"], got["IoU/sky"]) == (50.0, 0.0)
 
 
-def test_a_given_ignore_index_overrides_the_data_sets():
+def test_ignore_index_argument_overrides_the_data_set():
     metric = IoUMetric(ignore_index=0, prefix="val")
     metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": 255}
     metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[0, 1]]])))
     assert metric.evaluate(1)["val/aAcc"] == 100.0
 
 
-def test_a_data_set_that_ignores_nothing_has_no_ignored_255():
+def test_ignore_index_none_of_the_data_set_counts_255():
     metric = IoUMetric()
     metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": None}
     metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[255, 1]]])))
@@ -140,14 +140,14 @@ def test_a_data_set_that_ignores_nothing_has_no_ignored_255():
         metric.evaluate(1)
 
 
-def test_labels_out_of_range_are_reported_with_their_number_and_the_remedy():
+def test_labels_out_of_range_raise_an_error():
     metric = IoUMetric(num_classes=3)
     metric.process(None, (torch.tensor([[[0, 4, -1, 0]]]), torch.tensor([[[3, 0, 0, -7]]])))
     with pytest.raises(DataError, match=r"2 target pixels and 2 predicted pixels outside 0\.\.2; map"):
         metric.evaluate(1)
 
 
-def test_an_ignored_pixel_may_have_any_prediction():
+def test_ignored_pixels_may_have_any_prediction():
     got = _evaluate(torch.tensor([[[0, 77]]]), torch.tensor([[[0, 255]]]), num_classes=2)
     assert got["aAcc"] == 100.0
 
@@ -162,7 +162,7 @@ def test_counts_start_at_zero_after_an_error_and_after_an_evaluation():
         assert metric.evaluate(1)["aAcc"] == 100.0 * label
 
 
-def test_a_rank_without_a_batch_and_a_data_set_without_labels_give_nan():
+def test_no_batches_and_no_labels_give_nan():
     assert all(math.isnan(v) for v in IoUMetric(num_classes=2).evaluate(0).values())
     nothing = _evaluate(torch.zeros(1, 1, 2).long(), torch.full((1, 1, 2), 255), num_classes=2)
     assert all(math.isnan(v) for v in nothing.values())
@@ -178,22 +178,22 @@ def test_a_rank_without_a_batch_and_a_data_set_without_labels_give_nan():
     ],
     ids=["other size", "other number of classes", "float ids", "float targets"],
 )
-def test_maps_that_do_not_belong_together_are_refused(preds, targets):
+def test_mismatched_maps_raise_errors(preds, targets):
     with pytest.raises(DataError, match="IoUMetric"):
         _evaluate(preds, targets, num_classes=2)
 
 
-def test_an_unknown_number_of_classes_is_refused_with_the_remedy():
-    with pytest.raises(ConfigError, match="give num_classes"):
+def test_unknown_number_of_classes_raises_an_error():
+    with pytest.raises(ConfigError, match="set num_classes"):
         _evaluate(torch.zeros(1, 2, 2).long(), torch.zeros(1, 2, 2).long())
 
 
-def test_an_unknown_metric_name_is_refused_with_the_nearest():
+def test_error_of_unknown_metric_name_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'mIoU'"):
         IoUMetric(iou_metrics=("miou",))
 
 
-def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
+def test_inference_mode_batches_can_be_evaluated_outside_of_it():
     metric = IoUMetric(num_classes=2)
     maps = torch.zeros(1, 2, 2).long()
     with torch.inference_mode():
@@ -202,7 +202,7 @@ def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
     assert metric.evaluate(2)["aAcc"] == 100.0
 
 
-def test_process_never_waits_for_the_device():
+def test_process_does_not_synchronize_with_the_device():
     metric = IoUMetric(num_classes=19)
     batch = {"preds": torch.randint(0, 19, (2, 32, 32)), "targets": torch.randint(0, 19, (2, 32, 32))}
     batch["targets"][0, :4] = 255
@@ -210,11 +210,11 @@ def test_process_never_waits_for_the_device():
         for _ in range(3):
             metric.process(None, batch)
     names = {event.key for event in profile.key_averages()}
-    assert "aten::scatter_add_" in names  # the profile saw the work
+    assert "aten::scatter_add_" in names  # the profiler recorded the operation
     assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"}
 
 
-def test_process_runs_on_a_device_that_holds_no_values():
+def test_process_runs_on_the_meta_device():
     metric = IoUMetric(num_classes=4)
     maps = torch.zeros(2, 8, 8, dtype=torch.long, device="meta")
     metric.process(None, (maps, maps))  # reading a value would fail
@@ -222,7 +222,7 @@ def test_process_runs_on_a_device_that_holds_no_values():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_cuda_counts_agree_with_the_cpus_without_a_synchronisation():
+def test_cuda_counts_equal_cpu_without_synchronization():
     preds, targets = torch.randint(0, 7, (2, 4, 64, 64))
     metric = IoUMetric(num_classes=7)
     on_device = preds.cuda(), targets.cuda()

@@ -18,7 +18,7 @@ def _accuracy(**options):
     return MulticlassAccuracy(num_classes=4, average="micro", **options)
 
 
-def test_the_value_of_all_batches_is_reported_under_the_class_name():
+def test_value_is_reported_under_the_class_name():
     metric = TorchMetric(_accuracy())
     metric.process(None, (SCORES, TARGETS))
     metric.process(None, {"preds": SCORES[:1], "targets": TARGETS[3:], "extra": 1})
@@ -27,7 +27,7 @@ def test_the_value_of_all_batches_is_reported_under_the_class_name():
     assert type(value["MulticlassAccuracy"]) is float
 
 
-def test_the_metric_is_reset_by_evaluate():
+def test_evaluate_resets_the_metric():
     metric = TorchMetric(_accuracy())
     metric.process(None, (SCORES, torch.tensor([1, 2, 3, 0])))
     metric.evaluate(4)
@@ -52,7 +52,7 @@ def test_vectors_are_flattened():
     }
 
 
-def test_a_collection_keeps_the_names_of_its_metrics():
+def test_collection_keeps_the_names_of_its_metrics():
     collection = torchmetrics.MetricCollection(
         {"acc": _accuracy(), "each": MulticlassAccuracy(4, average=None)}
     )
@@ -67,7 +67,7 @@ def test_dict_values_are_flattened_under_the_name():
     assert metric.evaluate(4) == {"all/acc": 0.75}
 
 
-def test_a_dict_configures_the_metric():
+def test_metric_is_built_from_a_dict():
     metric = METRICS.build(
         {"type": "TorchMetric", "metric": {"type": "MulticlassAccuracy", "num_classes": 4}, "name": "acc"}
     )
@@ -85,7 +85,7 @@ def test_the_metric_moves_to_the_device_of_the_first_batch():
     assert moves == ["meta"]
 
 
-def test_lists_of_dicts_pass_as_they_are_and_their_device_is_found():
+def test_lists_of_dicts_are_passed_unchanged():
     metric = TorchMetric(_accuracy())
     got = []
     metric.metric.update = lambda preds, targets: got.append((preds, targets))
@@ -95,7 +95,7 @@ def test_lists_of_dicts_pass_as_they_are_and_their_device_is_found():
     assert got == [(boxes, boxes), (boxes, boxes)]
 
 
-def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
+def test_inference_mode_batches_can_be_evaluated_outside_of_it():
     metric = TorchMetric(_accuracy())
     for _ in range(2):
         with torch.inference_mode():
@@ -113,12 +113,12 @@ def test_batches_of_inference_mode_can_be_evaluated_outside_of_it():
         (None, "an object of type NoneType"),
     ],
 )
-def test_other_predictions_are_refused_with_what_was_got_and_what_is_needed(data_samples, words):
+def test_other_predictions_raise_an_error(data_samples, words):
     metric = TorchMetric(_accuracy())
     with pytest.raises(DataError, match=f"MulticlassAccuracy got {words}; .*'preds' and 'targets'"):
         metric.process(None, data_samples)
 
 
-def test_what_is_no_torchmetrics_object_is_refused():
-    with pytest.raises(ConfigError, match="not Linear"):
+def test_other_objects_raise_an_error():
+    with pytest.raises(ConfigError, match="got Linear"):
         TorchMetric(torch.nn.Linear(1, 1))

@@ -1,4 +1,4 @@
-"""Objects from configuration dicts, and where the error is if there is none."""
+"""Building objects from configuration dicts, and the paths in errors."""
 
 import copy
 
@@ -34,7 +34,7 @@ class Open:
 
 @PARTS.register_module()
 class Chain:
-    """Builds its children, as a data set builds its pipeline."""
+    """Builds its children, like a data set with a pipeline."""
 
     def __init__(self, first=None, steps=()):
         self.first = PARTS.build(first) if first else None
@@ -48,27 +48,27 @@ class Refuses:
 
 
 @pytest.mark.parametrize("kind", ["Point", Point, "slipstream.Point", "mmengine.Point"])
-def test_a_type_is_a_name_or_a_class(kind):
+def test_type_is_a_name_or_a_class(kind):
     assert PARTS.build({"type": kind, "x": 1, "scale": 3}).values == (1, 0, 3)
 
 
 @pytest.mark.parametrize("kind", ["sum_of", sum_of])
-def test_a_type_may_be_a_function(kind):
+def test_type_may_be_a_function(kind):
     assert build_from_cfg({"type": kind, "a": 1, "b": 2}, PARTS) == 3
 
 
-def test_the_type_may_be_a_class_that_is_not_registered():
+def test_type_may_be_an_unregistered_class():
     assert PARTS.build({"type": complex, "real": 1, "imag": 2}) == 1 + 2j
 
 
-def test_defaults_apply_unless_given_and_may_hold_the_type():
+def test_default_args_are_overridden_and_may_contain_the_type():
     defaults = {"type": "Point", "x": 1, "y": 2}
     assert PARTS.build({"y": 5}, default_args=defaults).values == (1, 5, 1)
     assert PARTS.build({"type": "Open", "y": 5}, default_args=defaults).values == {"a": 0, "x": 1, "y": 5}
     assert defaults == {"type": "Point", "x": 1, "y": 2}
 
 
-def test_the_configuration_is_never_changed():
+def test_configuration_is_not_modified():
     cfg = {"type": "Chain", "first": {"type": "Point", "x": [1]}, "steps": [{"type": "Open", "a": {"b": 1}}]}
     before = copy.deepcopy(cfg)
     PARTS.build(cfg, default_args={"steps": ()})
@@ -76,13 +76,13 @@ def test_the_configuration_is_never_changed():
     assert cfg == before
 
 
-def test_a_config_dict_builds_as_a_dict_does():
+def test_config_dict_builds_like_a_dict():
     cfg = ConfigDict(type="Chain", steps=[dict(type="Point", x=1)])
     assert PARTS.build(cfg).steps[0].values == (1, 0, 1)
     assert cfg.type == "Chain"
 
 
-# ---- mistakes ----------------------------------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -93,19 +93,19 @@ def test_a_config_dict_builds_as_a_dict_does():
         ({"type": "Point"}, "Point needs 'x'"),
         ({"type": "sum_of"}, "sum_of needs 'a', 'b'"),
         ({"x": 1}, "a part needs a 'type'; got the keys ['x']"),
-        ("Point", "a part is configured by a dict with a 'type', not 'Point'"),
-        (None, "a part is configured by a dict with a 'type', not None"),
+        ("Point", "a part must be configured with a dict that has a 'type', not 'Point'"),
+        (None, "a part must be configured with a dict that has a 'type', not None"),
         ({"type": "Refuses", "error": ValueError("too small")}, "Refuses: too small"),
         ({"type": "Pointt"}, "'Pointt' is not a registered part; did you mean 'Point'?"),
     ],
 )
-def test_a_mistake_is_named_with_its_remedy(cfg, message):
+def test_errors_name_the_mistake_and_the_remedy(cfg, message):
     with pytest.raises(ConfigError) as caught:
         PARTS.build(cfg)
     assert str(caught.value) == message
 
 
-def test_a_type_that_cannot_be_called_is_an_error():
+def test_type_must_be_callable():
     with pytest.raises(BuildError, match="not callable"):
         PARTS.build({"type": 3})
 
@@ -128,20 +128,20 @@ def test_a_type_that_cannot_be_called_is_an_error():
         ),
     ],
 )
-def test_an_error_deep_inside_says_where_it_stands(bad, place):
+def test_nested_error_contains_its_config_path(bad, place):
     with pytest.raises(ConfigError) as caught:
         PARTS.build({"type": "Chain", **bad})
     assert str(caught.value).startswith(place)
 
 
-def test_an_error_inside_a_config_dict_says_where_it_stands():
+def test_nested_error_in_a_config_dict_contains_its_config_path():
     cfg = ConfigDict(type="Chain", first=dict(type="Chain", steps=[dict(type="Point", x=1), dict(type="No")]))
     with pytest.raises(UnknownNameError) as caught:
         PARTS.build(cfg)
     assert caught.value.path == "first.steps[1]"
 
 
-def test_the_cause_of_a_refusal_is_kept():
+def test_build_error_keeps_its_cause():
     cause = ValueError("too small")
     with pytest.raises(BuildError) as caught:
         PARTS.build({"type": "Chain", "first": {"type": "Refuses", "error": cause}})
@@ -149,7 +149,7 @@ def test_the_cause_of_a_refusal_is_kept():
 
 
 @pytest.mark.parametrize("error", [DataError("no files"), RuntimeError("no device"), KeyError("k")])
-def test_other_errors_of_a_constructor_come_through_as_they_are(error):
+def test_other_errors_of_a_constructor_are_raised_unchanged(error):
     with pytest.raises(type(error)) as caught:
         PARTS.build({"type": "Chain", "steps": [{"type": "Refuses", "error": error}]})
     assert caught.value is error
@@ -167,35 +167,37 @@ def test_other_errors_of_a_constructor_come_through_as_they_are(error):
         ),
     ],
 )
-def test_a_value_of_the_wrong_type_for_one_of_our_classes_is_named(registry, cfg, place):
+def test_wrong_argument_types_raise_errors_for_classes_of_this_package(registry, cfg, place):
     with pytest.raises(BuildError, match=rf"^{place}: must be .*, not "):
         registry.build(cfg)
     with pytest.raises(BuildError, match=rf"^steps\[0\].{place}: must be "):
         PARTS.build({"type": "Chain", "steps": [{**cfg, "type": registry.get(cfg["type"])}]})
 
 
-def test_the_annotations_of_others_are_not_enforced():
-    layer = MODELS.build({"type": "Dropout", "p": 0})  # annotated float; an odd annotation must not refuse
+def test_annotations_of_other_packages_are_not_checked():
+    layer = MODELS.build(
+        {"type": "Dropout", "p": 0}
+    )  # annotated as float; inexact annotations must not cause errors
     assert layer.p == 0
 
-    class Theirs:
+    class External:
         def __init__(self, count: int):
             self.count = count
 
-    assert MODELS.build({"type": Theirs, "count": "many"}).count == "many"
+    assert MODELS.build({"type": External, "count": "many"}).count == "many"
 
 
 # ---- models ------------------------------------------------------------------------------------------
 
 
-def test_a_list_of_models_becomes_a_sequential():
+def test_list_of_models_becomes_a_sequential():
     net = MODELS.build([{"type": "Linear", "in_features": 2, "out_features": 3}, {"type": "ReLU"}])
     assert type(net) is nn.Sequential
     assert isinstance(net[0], nn.Linear)
     assert net(torch.ones(1, 2)).shape == (1, 3)
 
 
-def test_children_build_as_their_parents_do():
+def test_children_inherit_the_build_function():
     library = Registry("model", parent=MODELS, scope="lib_of_this_test")
     try:
         assert isinstance(library.build([{"type": "ReLU"}]), nn.Sequential)
@@ -203,7 +205,7 @@ def test_children_build_as_their_parents_do():
         del MODELS.children["lib_of_this_test"]
 
 
-def test_a_build_function_of_ones_own_is_used():
+def test_custom_build_function_is_used():
     doubled = Registry("number", scope="x", build_func=lambda cfg, registry: (cfg * 2, registry.name))
     assert doubled.build(4) == (8, "number")
 
@@ -217,6 +219,6 @@ def test_a_build_function_of_ones_own_is_used():
         (lambda t: {"a": dict(t)}, None),  # equal, but another object
     ],
 )
-def test_an_object_is_located_by_identity(tree, path):
+def test_locate_compares_by_identity(tree, path):
     target = {"type": "X"}
     assert locate(target, tree(target)) == path

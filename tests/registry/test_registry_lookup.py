@@ -1,4 +1,4 @@
-"""Which object a `type=` name means."""
+"""Lookup of `type=` names."""
 
 import importlib
 import subprocess
@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from slipstream import registry as rooms
+from slipstream import registry as registries
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.registry import METRICS, MODELS, OPTIMIZERS, PARAM_SCHEDULERS, Registry, default_scope
 from slipstream.registry.registry import init_default_scope
@@ -24,7 +24,7 @@ class Other:
 
 @pytest.fixture
 def family():
-    """A root, a library on top of it and a sibling; both have a `Head`, the library also its own `Plain`."""
+    """A root registry with two children; both children have a `Head`, and one overrides `Plain`."""
     root = Registry("part", scope="slipstream")
     library = Registry("part", parent=root, scope="mylib")
     sibling = Registry("part", parent=root, scope="sibling")
@@ -35,12 +35,12 @@ def family():
     return root, library, sibling
 
 
-def test_a_child_overrides_a_name_of_its_parent(family):
+def test_child_overrides_a_name_of_its_parent(family):
     root, library, sibling = family
     assert (root.get("Plain"), library.get("Plain"), sibling.get("Plain")) == (Plain, Other, Plain)
 
 
-def test_a_prefix_says_whose_name_is_meant_from_any_registry_of_the_family(family):
+def test_prefix_selects_the_registry(family):
     for start in family:
         assert start.get("mylib.Head") is int
         assert start.get("sibling.Head") is float
@@ -48,17 +48,17 @@ def test_a_prefix_says_whose_name_is_meant_from_any_registry_of_the_family(famil
 
 
 @pytest.mark.parametrize("alias", ["mmengine", "super_gradients"])
-def test_the_predecessors_scopes_mean_the_root(family, alias):
+def test_mmengine_and_super_gradients_scopes_map_to_the_root(family, alias):
     for start in family:
         assert start.get(f"{alias}.Plain") is Plain
     assert family[1].get(f"{alias}.Head") is None
 
 
-def test_a_scoped_name_that_only_the_parent_has_is_found_there_as_in_mmengine(family):
+def test_scoped_name_falls_back_to_the_parent(family):
     assert family[0].get("sibling.Plain") is Plain
 
 
-def test_a_grandchild_is_reached_and_looks_upwards(family):
+def test_grandchild_is_found_and_searches_its_parents(family):
     root, library, _ = family
     plugin = Registry("part", parent=library, scope="plugin")
     plugin.register_module(name="Tail", module=str)
@@ -67,7 +67,7 @@ def test_a_grandchild_is_reached_and_looks_upwards(family):
     assert plugin.root is root
 
 
-def test_the_default_scope_is_looked_up_first_and_only_inside_the_block(family):
+def test_default_scope_has_priority_inside_the_block(family):
     root, _, _ = family
     with default_scope("sibling"):
         assert root.get("Head") is float
@@ -85,13 +85,13 @@ def test_the_default_scope_is_restored_after_an_error(family):
     assert family[0].get("Head") is None
 
 
-def test_the_root_or_an_unknown_library_as_default_scope_changes_nothing(family):
+def test_root_or_unknown_default_scope_changes_nothing(family):
     for scope in ("elsewhere", "slipstream", "mmengine", None):
         with default_scope(scope):
             assert family[1].get("Plain") is Other
 
 
-def test_the_default_scope_of_one_thread_is_not_anothers(family):
+def test_default_scope_is_local_to_its_thread(family):
     seen = []
 
     def other_thread():
@@ -105,11 +105,11 @@ def test_the_default_scope_of_one_thread_is_not_anothers(family):
     assert family[0].get("Head") is None
 
 
-def test_a_registry_is_of_the_package_that_makes_it():
+def test_scope_is_inferred_from_the_calling_package():
     assert Registry("part").scope == "test_registry_lookup"
 
 
-def test_a_dot_that_is_no_scope_belongs_to_the_name(family):
+def test_dot_without_a_known_scope_is_part_of_the_name(family):
     root = family[0]
     root.register_module(name="v1.Head", module=Plain)
     assert root.get("v1.Head") is Plain
@@ -135,7 +135,7 @@ def test_decorator_and_call_register_and_return_the_object():
     assert len(parts) == 4
 
 
-def test_a_taken_name_is_refused_unless_forced_and_the_same_object_may_come_again():
+def test_duplicate_name_requires_force_or_the_same_object():
     parts = Registry("part", scope="x")
     parts.register_module(name="A", module=Plain)
     parts.register_module(name="A", module=Plain)
@@ -146,7 +146,7 @@ def test_a_taken_name_is_refused_unless_forced_and_the_same_object_may_come_agai
     assert parts.get("A") is Other
 
 
-def test_the_decorator_without_parentheses_is_an_error_rather_than_a_lost_class():
+def test_decorator_without_parentheses_raises_an_error():
     parts = Registry("part", scope="x")
     with pytest.raises(ConfigError, match="with parentheses"):
 
@@ -163,12 +163,12 @@ def test_only_callables_can_be_registered():
 # ---- locations and namespaces ------------------------------------------------------------------------
 
 
-def test_locations_are_imported_by_the_first_lookup_that_needs_them_and_only_once(tmp_path, monkeypatch):
+def test_locations_are_imported_once_on_first_use(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lazy_parts_of_test.py").write_text(
         "import sys\n"
         "owner = sys.modules['test_registry_lookup'].LAZY[0]\n"
-        "assert owner.get('Early') is int  # looking up while being imported must not loop\n"
+        "assert owner.get('Early') is int  # a lookup during the import must not recurse\n"
         "owner.register_module(module=type('Lazy', (), {}))\n"
     )
     parts = Registry("part", scope="x", locations=["lazy_parts_of_test"])
@@ -184,7 +184,7 @@ def test_locations_are_imported_by_the_first_lookup_that_needs_them_and_only_onc
     assert "lazy_parts_of_test" not in sys.modules
 
 
-def test_a_location_that_cannot_be_imported_says_so_each_time(tmp_path, monkeypatch):
+def test_failed_location_import_raises_at_every_lookup(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_parts_of_test.py").write_text("import there_is_no_such_library\n")
     parts = Registry("part", scope="x", locations=["broken_parts_of_test"])
@@ -193,7 +193,7 @@ def test_a_location_that_cannot_be_imported_says_so_each_time(tmp_path, monkeypa
             parts.get("A")
 
 
-def test_a_namespace_of_an_optional_library_may_be_missing_but_not_broken(tmp_path, monkeypatch):
+def test_missing_optional_namespace_is_ignored_but_broken_one_raises(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_names_of_test.py").write_text("import there_is_no_such_library\n")
     assert Registry("part", scope="x", namespaces=["there_is_no_such_library.parts"]).get("A") is None
@@ -201,7 +201,7 @@ def test_a_namespace_of_an_optional_library_may_be_missing_but_not_broken(tmp_pa
         Registry("part", scope="x", namespaces=["broken_names_of_test"]).get("A")
 
 
-def test_what_is_registered_goes_before_a_namespace():
+def test_registered_objects_have_priority_over_namespaces():
     parts = Registry("part", scope="x", namespaces=["torch.optim"])
     assert parts.get("SGD") is torch.optim.SGD
     parts.register_module(name="SGD", module=Plain)
@@ -213,7 +213,7 @@ def concrete(module, base):
     return [c for c in found if isinstance(c, type) and issubclass(c, base) and c is not base]
 
 
-def test_every_optimizer_of_torch_is_found():
+def test_all_torch_optimizers_are_found():
     optimizers = concrete(torch.optim, torch.optim.Optimizer)
     assert len(optimizers) > 10
     for cls in optimizers:
@@ -224,7 +224,7 @@ def test_every_optimizer_of_torch_is_found():
     )
 
 
-def test_every_scheduler_of_torch_is_found_unless_ours_has_its_name():
+def test_all_torch_schedulers_are_found_unless_overridden():
     schedulers = concrete(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
     assert len(schedulers) > 10
     for cls in schedulers:
@@ -232,7 +232,7 @@ def test_every_scheduler_of_torch_is_found_unless_ours_has_its_name():
         assert found is cls or found.__module__.startswith("slipstream.")
 
 
-def test_what_a_namespace_imports_for_itself_is_not_registered():
+def test_private_imports_of_a_namespace_are_not_registered():
     assert PARAM_SCHEDULERS.get("Counter") is None
     assert PARAM_SCHEDULERS.get("Tensor") is None
     assert OPTIMIZERS.get("_RequiredParameter") is None
@@ -252,7 +252,7 @@ def test_metrics_of_torchmetrics_are_found():
 
 
 @pytest.mark.parametrize(
-    ("room", "name"),
+    ("registry", "name"),
     [
         ("DATASETS", "ConcatDataset"),
         ("DATA_SAMPLERS", "DefaultSampler"),
@@ -273,15 +273,15 @@ def test_metrics_of_torchmetrics_are_found():
         ("WEIGHT_INITIALIZERS", "Kaiming"),
     ],
 )
-def test_our_own_parts_are_found_by_mmengines_names(room, name):
-    found = getattr(rooms, room).get(name)
+def test_components_are_found_by_mmengine_names(registry, name):
+    found = getattr(registries, registry).get(name)
     assert found.__module__.startswith(("slipstream.", "torch.utils.data"))
 
 
 # ---- unknown names -----------------------------------------------------------------------------------
 
 
-def test_an_unknown_name_is_an_error_with_the_nearest_of_all_places(family):
+def test_unknown_name_error_names_the_nearest_entry(family):
     root, library, _ = family
     with pytest.raises(UnknownNameError, match=r"^'Plan' is not a registered part; did you mean 'Plain'\?$"):
         library.resolve("Plan")
@@ -293,13 +293,13 @@ def test_an_unknown_name_is_an_error_with_the_nearest_of_all_places(family):
         root.resolve("Zebra")
 
 
-def test_names_lists_what_can_be_found():
+def test_names_lists_all_names():
     names = OPTIMIZERS.names()
     assert {"SGD", "AdamW", "ZeroRedundancyOptimizer", "NpuFusedSGD"} <= set(names)
     assert names == sorted(names)
 
 
-def test_an_unknown_optimizer_is_reported_without_torchs_deprecation_warnings():
+def test_unknown_optimizer_causes_no_deprecation_warning():
     code = (
         "from slipstream.registry import OPTIMIZERS\n"
         "try: OPTIMIZERS.resolve('AdmaW')\n"
@@ -315,11 +315,11 @@ def test_an_unknown_optimizer_is_reported_without_torchs_deprecation_warnings():
     assert "torch.jit" not in done.stderr
 
 
-def test_a_registry_shows_what_it_is(family):
+def test_repr(family):
     assert repr(family[1]) == "Registry(name='part', scope='mylib', entries=['Head', 'Plain'])"
 
 
-def test_a_lookup_imports_no_more_locations_than_it_needs(tmp_path, monkeypatch):
+def test_lookup_imports_only_required_locations(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("lookup_first", "lookup_second"):
         (tmp_path / f"{name}.py").write_text(

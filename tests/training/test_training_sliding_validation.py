@@ -167,7 +167,7 @@ def test_a_compiled_model_is_not_compiled_for_one_validation(tmp_path):
             dict(transforms_for_sliding_window=[dict(a=1, b=2)]),
             r"transforms_for_sliding_window\[0\]: must be a name",
         ),
-        (dict(transforms_for_sliding_window=[COLOURS[0], CENTRE]), "stands before"),
+        (dict(transforms_for_sliding_window=[COLOURS[0], CENTRE]), "precedes"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_before_the_training(tmp_path, options, message):

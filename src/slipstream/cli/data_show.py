@@ -18,7 +18,7 @@ from slipstream.cli.data_parts import check_numbered, image_and_target, reading,
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.transforms.device_transforms import COLOURS, finish
+from slipstream.dataset.transforms.device_transforms import COLOURS, transform_images
 from slipstream.errors import ConfigError
 from slipstream.visualization import colorize, contact_sheet, overlay
 
@@ -104,7 +104,7 @@ def _finished(sample: Any) -> RGB:
     if isinstance(sample, Mapping):
         program = sample.get("finish")
     if program is not None and len(program) >= COLOURS:
-        image = finish(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
+        image = transform_images(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
     if image.dtype.is_floating_point:  # normalised in the data set: from its darkest value to its brightest
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)

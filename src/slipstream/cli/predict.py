@@ -100,7 +100,7 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
         no_mask = np.zeros(image.shape[:2], np.uint8)  # as targets it cuts off what the model pads
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
-        left, top, right, bottom = composed.window.picture  # without what the transforms pad
+        left, top, right, bottom = composed.region.image_box  # without what the transforms pad
         mask = model.val_step(batch)["preds"][0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))

@@ -1,4 +1,4 @@
-"""What shall be run: configuration files, their bases, overrides, and typed options.
+"""Configuration: files, their bases, overrides, and typed options.
 
 Only `.py` configuration files execute code; YAML, JSON, TOML and overrides are read as data.
 """

@@ -15,8 +15,8 @@ __all__ = ["DictAction"]
 class DictAction(argparse.Action):
     """Collect `--cfg-options key=value key.subkey=value ...` into a dict from dotted keys to typed values.
 
-    The dict is what `Config.merge_from_dict` takes; `parse_override` says how values are typed. The option
-    may be given several times.
+    `Config.merge_from_dict` accepts this dict. See `parse_override` for the types of values. The option may be
+    repeated.
     """
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The configuration of a run."""
+"""`Config`, the configuration of a run."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slipstream.errors import ConfigError
 
 __all__ = ["Config"]
 
-# `env_variables` is MMEngine's: a file that used it as a key would not load there.
+# MMEngine reserves `env_variables`; a file with this key would not load there.
 _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 
 
 class Config(MutableMapping[str, Any]):
-    """A configuration: a mapping with attribute access, at every level, that knows where it came from.
+    """A configuration: a mapping with attribute access at every level, and its source file and text.
 
-    A `.py` file is executed: load only files that you trust as code. YAML, JSON and TOML files, the
-    placeholders in them and overrides are read as data; nothing in them is executed or evaluated.
+    A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, the placeholders in them
+    and overrides are read as data and are not executed or evaluated.
 
     Args:
-        cfg_dict: the values; its containers are copied.
-        filename: the file they came from, if any.
-        cfg_text: the text they came from, if any.
+        cfg_dict: The values; containers are copied.
+        filename: The file of the values, if any.
+        cfg_text: The text of the values, if any.
 
     Raises:
-        ConfigError: a top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
+        ConfigError: A top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
             `_base_`, dunder names) or is not a string.
 
     Example:
@@ -53,7 +53,7 @@ class Config(MutableMapping[str, Any]):
         cfg_text: str | None = None,
     ) -> None:
         if cfg_dict is not None and not isinstance(cfg_dict, Mapping):
-            raise ConfigError(f"a Config is made from a dict, not from {type(cfg_dict).__name__}")
+            raise ConfigError(f"cfg_dict must be a dict, got {type(cfg_dict).__name__}")
         object.__setattr__(self, "_filename", None if filename is None else str(filename))
         object.__setattr__(self, "_text", cfg_text or "")
         self._replace(merge({}, cfg_dict or {}))
@@ -62,23 +62,24 @@ class Config(MutableMapping[str, Any]):
     def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The file may name other files, of any format and relative to itself, as its `_base_`, and lies over
-        them: dicts merge, `_delete_=True` in a dict makes it replace instead, everything else replaces.
+        The key `_base_` of the file lists other files, of any format and relative to the file, that it overrides:
+        dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
-        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are filled in. In a
-        `.py` file the top-level variables are the keys, without modules, functions, classes and dunder
-        names, and `_base_.key.subkey` is the value of a base inside any expression.
+        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced by their values.
+        In a `.py` file, the top-level variables are the keys, except modules, functions, classes and dunder names,
+        and expressions can use `_base_.key.subkey` for the value of a base.
 
         Only `.py` files execute code.
 
         Args:
-            filename: the file.
-            import_custom_modules: import the modules that the key `custom_imports=dict(imports=[...])`
-                names, whatever the format. Importing runs those modules; False leaves them alone.
+            filename: The file.
+            import_custom_modules: Import the modules listed in `custom_imports=dict(imports=[...])`, in any format.
+                Importing executes these modules; False skips them.
 
         Raises:
-            ConfigError: naming file and line: a file is missing, has a syntax error or raises one; a base
-                is missing or circular, or two bases set the same key; a dict lies over something else.
+            ConfigError: A file is missing, has a syntax error or raises an error; a base is missing or circular, or
+                two bases set the same key; a dict would be merged into another type. The message contains the file
+                and, if known, the line.
         """
         return cls._from_loaded(load_file(Path(filename).expanduser()), str(filename), import_custom_modules)
 
@@ -90,7 +91,7 @@ class Config(MutableMapping[str, Any]):
         code.
 
         Raises:
-            ConfigError: see `fromfile`; the file is called `<string>`.
+            ConfigError: See `fromfile`; the file name in messages is `<string>`.
         """
         suffix = "." + file_format.removeprefix(".").lower()
         return cls._from_loaded(load_text(cfg_str, Path("<string>"), suffix), None, True)
@@ -106,34 +107,34 @@ class Config(MutableMapping[str, Any]):
 
     @property
     def filename(self) -> str | None:
-        """The file that this was loaded from, as it was given."""
+        """The loaded file, as passed to `fromfile`."""
         return self._filename
 
     @property
     def text(self) -> str:
-        """The source of every file that was read, bases first, each below its path."""
+        """The source of every file that was read, bases first, each after its path."""
         return self._text
 
     @property
     def pretty_text(self) -> str:
-        """The values as Python source, which `fromfile` reads back.
+        """The values as Python source, which `fromfile` can load.
 
-        Classes, functions and objects such as `torch.bfloat16` appear as their dotted import string.
+        Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string.
 
         Raises:
-            ConfigError: a value cannot be written; the message names its key.
+            ConfigError: A value cannot be written; the message names its key.
         """
         return to_text(self._cfg_dict, ".py")
 
     def dump(self, file: str | Path | None = None) -> str | None:
         """Write the values to `file`, in the format of its suffix; without a file, return the text.
 
-        The text has the format of `filename`, or Python's. Loading it gives an equal configuration, with two
-        exceptions: classes, functions and objects such as `torch.bfloat16` are written as their dotted import
-        string, and YAML, JSON and TOML turn tuples into lists. TOML needs the extra `slipstream[toml]`.
+        The text has the format of `filename`; the default is Python. Loading it gives an equal configuration, with
+        two exceptions: classes, functions and objects such as `torch.bfloat16` are written as their dotted import
+        string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra `slipstream[toml]`.
 
         Raises:
-            ConfigError: the format cannot hold a value (None in TOML); the message names its key.
+            ConfigError: The format does not support a value (None in TOML); the message names its key.
         """
         suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
         text = to_text(self._cfg_dict, suffix)
@@ -143,16 +144,16 @@ class Config(MutableMapping[str, Any]):
         return None
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Lay `options`, from dotted keys to values, over this configuration, in their order.
+        """Merge `options`, a dict from dotted keys to values, into this configuration, in order.
 
         Args:
-            options: `{"model.depth": 3, "model": dict(width=8)}`; a dict merges into what is there,
-                unless it has `_delete_=True` (or `"model._delete_": True` is among the options).
-            allow_list_keys: integers in keys (`"pipeline.0.type"`) are positions of list items.
+            options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,
+                unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
+            allow_list_keys: Integers in keys (`"pipeline.0.type"`) are positions of list items.
 
         Raises:
-            ConfigError: a dict would be merged onto something that is none, or a position does not exist.
-                The configuration is then unchanged.
+            ConfigError: A dict would be merged into another type, or a position does not exist. The configuration
+                is then unchanged.
         """
         merged: dict[str, Any] = self._cfg_dict
         for key, value in sorted(options.items(), key=_deletes_first):
@@ -160,26 +161,26 @@ class Config(MutableMapping[str, Any]):
         self._replace(merged)
 
     def merge_from_args(self, overrides: Iterable[str]) -> None:
-        """Lay overrides such as `"optim_wrapper.optimizer.lr=0.1"` over this configuration, unchecked.
+        """Merge overrides such as `"optim_wrapper.optimizer.lr=0.1"` into this configuration without checking keys.
 
-        `parse_override` says how values are typed; nothing is evaluated.
+        See `parse_override` for the types of values; nothing is evaluated.
 
         Raises:
-            ConfigError: see `parse_override` and `merge_from_dict`.
+            ConfigError: See `parse_override` and `merge_from_dict`.
         """
         self.merge_from_dict(dict(parse_override(text) for text in overrides))
 
     def override(self, overrides: Iterable[str], known: Iterable[str] = ()) -> None:
-        """Lay overrides over this configuration, and refuse keys that cannot be meant.
+        """Merge overrides into this configuration; raise an error for unknown keys.
 
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
-            known: the top-level keys that may be set although the configuration lacks them.
+            known: Top-level keys that may be set even if the configuration does not contain them.
 
         Raises:
-            UnknownNameError: a key neither stands in the configuration nor goes into a dict that a builder
-                will check; the message names the place and the nearest valid key.
-            ConfigError: an override cannot be read or merged. The configuration is then unchanged.
+            UnknownNameError: A key is not in the configuration, nor in a dict whose keys a builder checks; the
+                message contains the config path and the nearest valid key.
+            ConfigError: An override cannot be parsed or merged. The configuration is then unchanged.
         """
         known = set(known)
         changed = copy(self)
@@ -189,15 +190,15 @@ class Config(MutableMapping[str, Any]):
         self._replace(changed._cfg_dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as plain dicts, lists and tuples, which share no container with this one."""
+        """Return the values as new plain dicts, lists and tuples."""
         return self._cfg_dict.to_dict()
 
     def copy(self) -> Config:
-        """Return a shallow copy: nested dicts and lists are shared. `copy.deepcopy` shares nothing."""
+        """Return a shallow copy, which shares nested dicts and lists; use `copy.deepcopy` for a deep copy."""
         return copy(self)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the value of `key`, after setting it to `default` where it is missing."""
+        """Return the value of `key`; if it is missing, set it to `default` first."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -213,7 +214,7 @@ class Config(MutableMapping[str, Any]):
         return new
 
     def __getattr__(self, name: str) -> Any:
-        # pickle and copy ask before the fields are there.
+        # pickle and copy read attributes before the fields are set.
         if name == "_cfg_dict" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._cfg_dict, name)
@@ -245,12 +246,12 @@ class Config(MutableMapping[str, Any]):
 
 
 def _deletes_first(item: tuple[str, Any]) -> bool:
-    """Sort key that puts `model._delete_` before the keys that go into the emptied dict."""
+    """Sort key that puts `model._delete_` before the other keys of `model`."""
     return item[0].rpartition(".")[2] != DELETE
 
 
 def _check_key(key: Any) -> None:
     if not isinstance(key, str):
-        raise ConfigError(f"top-level keys are strings, not {key!r}")
+        raise ConfigError(f"top-level keys must be strings, got {key!r}")
     if key in _RESERVED or key == "_base_" or (key.startswith("__") and key.endswith("__")):
-        raise ConfigError("this name is reserved for the Config itself; choose another key", key)
+        raise ConfigError("this name is reserved by Config; use another key", key)

@@ -1,4 +1,4 @@
-"""A dict whose keys are also attributes, all the way down."""
+"""`ConfigDict`, a dict with attribute access at every level."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["ConfigDict", "unwrap", "wrap"]
 
 
 class ConfigDict(dict[Any, Any]):
-    """A dict with attribute access; dicts put into it, also inside lists and tuples, become `ConfigDict`s.
+    """A dict with attribute access; nested dicts, also in lists and tuples, become `ConfigDict`s.
 
-    It is a true dict: `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. Where a key has the
-    name of a dict method (`items`), the attribute is the method and `cfg["items"]` the value.
+    It is a subclass of dict: `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name of a
+    dict method (`items`), the attribute is the method and `cfg["items"]` the value.
 
     Raises:
-        AttributeError: on reading an attribute that is no key; the message names the nearest key.
+        AttributeError: An attribute is read that is not a key; the message names the nearest key.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +29,7 @@ class ConfigDict(dict[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        # copy and pickle probe for special methods, and a suggestion takes time.
+        # copy and pickle look up special methods; suggestions would slow them down.
         keys = [] if name.startswith("__") else [key for key in self if isinstance(key, str)]
         hint = did_you_mean(name, keys)
         raise AttributeError(f"the configuration has no key '{name}'{hint}", name=name, obj=self)
@@ -52,12 +52,12 @@ class ConfigDict(dict[Any, Any]):
         return result
 
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """Set keys as `dict.update` does."""
+        """Set keys, like `dict.update`."""
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
     def setdefault(self, key: Any, default: Any = None) -> Any:
-        """Return the value of `key`, after setting it to `default` where it is missing."""
+        """Return the value of `key`; if it is missing, set it to `default` first."""
         return super().setdefault(key, wrap(default))
 
     def copy(self) -> ConfigDict:
@@ -68,7 +68,7 @@ class ConfigDict(dict[Any, Any]):
         return self.copy()
 
     def to_dict(self) -> dict[Any, Any]:
-        """Return plain dicts, lists and tuples, which share no container with this one."""
+        """Return the values as new plain dicts, lists and tuples."""
         return {key: unwrap(value) for key, value in self.items()}
 
 
@@ -78,7 +78,7 @@ def wrap(value: Any) -> Any:
         return value
     if isinstance(value, dict):
         return ConfigDict(value)
-    # Exact types: a named tuple cannot be rebuilt from a sequence.
+    # Check the exact type, because a named tuple cannot be built from a sequence.
     if type(value) in (list, tuple):
         return type(value)(wrap(item) for item in value)
     return value

@@ -1,4 +1,4 @@
-"""Read the source of one configuration file. Only Python sources execute code; the others are data."""
+"""Parse one configuration file. Only Python files execute code; other formats are data."""
 
 from __future__ import annotations
 
@@ -23,53 +23,53 @@ __all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_docum
 
 BASE = "_base_"
 SUFFIXES = (".py", ".yaml", ".yml", ".json", ".toml")
-# What Python files define besides configuration values.
+# Types of objects in Python files that are not configuration values.
 _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 class Document(Protocol):
-    """A parsed file whose bases are known, and whose values can be had once the bases are loaded."""
+    """A parsed file; its values can be read after its bases are loaded."""
 
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the file's own values; `bases` are the merged values of its bases."""
+        """Return the values of the file without its bases; `bases` are the merged values of the bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:
     """Return the parsed document.
 
     Raises:
-        ConfigError: the suffix is none of `SUFFIXES`, or the source has a syntax error.
+        ConfigError: The suffix is not in `SUFFIXES`, or the source has a syntax error.
     """
     if suffix not in SUFFIXES:
         hint = did_you_mean(suffix, SUFFIXES)
-        raise ConfigError(f"{path}: configurations are {', '.join(SUFFIXES)} files, not '{suffix}'{hint}")
+        raise ConfigError(f"{path}: configuration files must be {', '.join(SUFFIXES)}, not '{suffix}'{hint}")
     if suffix == ".py":
         return PythonDocument(source, path)
     return DataDocument(source, path, suffix)
 
 
 class DataDocument:
-    """A YAML, JSON or TOML file. Its text is parsed as data; no part of it is ever executed or evaluated."""
+    """A YAML, JSON or TOML file. Its text is parsed as data and is never executed or evaluated."""
 
     def __init__(self, source: str, path: Path, suffix: str) -> None:
         self._placeholders = Placeholders(source, path, quote=suffix in (".json", ".toml"))
         tree = _PARSERS[suffix](self._placeholders.text, path)
         if not isinstance(tree, dict):
-            raise ConfigError(f"{path}: the top level must be keys with values, not a {type(tree).__name__}")
+            raise ConfigError(f"{path}: the top level must be a mapping, not a {type(tree).__name__}")
         self.base_names = _base_names(self._placeholders.fill(tree.pop(BASE, [])), path)
         self._tree = tree
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the file's own values, with placeholders filled."""
+        """Return the values of the file, with placeholders replaced."""
         self._placeholders.bases = bases
         filled: dict[str, Any] = self._placeholders.fill(self._tree)
         return filled
 
 
 class PythonDocument:
-    """A Python file. It is executed, with the values of its bases in the variable `_base_`."""
+    """A Python file. It is executed; the variable `_base_` contains the values of its bases."""
 
     def __init__(self, source: str, path: Path) -> None:
         self._path = path
@@ -77,8 +77,8 @@ class PythonDocument:
         try:
             self._module = ast.parse(self._placeholders.text, str(path))
         except (SyntaxError, ValueError) as error:
-            place = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
-            raise ConfigError(f"{place}: {getattr(error, 'msg', error)}") from None
+            location = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
+            raise ConfigError(f"{location}: {getattr(error, 'msg', error)}") from None
         self.base_names = self._take_base_names()
 
     def _take_base_names(self) -> list[str]:
@@ -94,7 +94,7 @@ class PythonDocument:
         return []
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Execute the file; return its variables without modules, functions, classes and dunder names."""
+        """Execute the file; return its variables, except modules, functions, classes and dunder names."""
         self._placeholders.bases = bases
         names: dict[str, Any] = {"__name__": "__config__", "__file__": str(self._path)}
         if self.base_names:
@@ -105,19 +105,19 @@ class PythonDocument:
         except Exception as error:
             frames = traceback.extract_tb(error.__traceback__)
             line = [frame.lineno for frame in frames if frame.filename == str(self._path)][-1:]
-            place = ":".join([str(self._path), *map(str, line)])
-            raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
+            location = ":".join([str(self._path), *map(str, line)])
+            raise ConfigError(f"{location}: {type(error).__name__}: {error}") from error
         return {name: value for name, value in names.items() if self._is_value(name, value)}
 
     def _is_value(self, name: str, value: Any) -> bool:
         if name == BASE or name in self._placeholders or (name.startswith("__") and name.endswith("__")):
             return False
-        # `from __future__ import annotations` leaves an object behind.
+        # `from __future__ import annotations` defines a variable.
         return not isinstance(value, _CODE) and type(value).__module__ != "__future__"
 
 
 class _Fill(ast.NodeTransformer):
-    """Replace the tokens of placeholders before the file runs, so that its own code sees the values."""
+    """Replaces the tokens of placeholders by their values before the file is executed."""
 
     def __init__(self, placeholders: Placeholders, names: dict[str, Any]) -> None:
         self._placeholders = placeholders
@@ -168,8 +168,8 @@ def _parse_json(text: str, path: Path) -> Any:
         tree = dict(pairs)
         if len(tree) < len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ConfigError(f"{path}: the key '{twice}' is given twice")
+            duplicate = next(key for key in keys if keys.count(key) > 1)
+            raise ConfigError(f"{path}: duplicate key '{duplicate}'")
         return tree
 
     try:
@@ -182,9 +182,9 @@ def _parse_toml(text: str, path: Path) -> Any:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        # Its message ends in "(at line 1, column 2)" or "(at end of document)".
-        message, _, place = str(error).removesuffix(")").rpartition(" (")
-        line = re.search(r"line (\d+)", place)
+        # The message ends with "(at line 1, column 2)" or "(at end of document)".
+        message, _, location = str(error).removesuffix(")").rpartition(" (")
+        line = re.search(r"line (\d+)", location)
         raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: {message}") from None
 
 

@@ -1,4 +1,4 @@
-"""Read the value of an override (`1`, `true`, `[1, 2]`, `(1, 2)`, `{a: 1}`) without evaluating it."""
+"""Parse the value of an override (`1`, `true`, `[1, 2]`, `(1, 2)`, `{a: 1}`) without evaluating it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def parse_value(text: str) -> Any:
-    """Return the typed value of `text`, by the rules of YAML scalars and flow collections.
+    """Return the typed value of `text`, with the rules of YAML scalars and flow collections.
 
-    Besides YAML: `(1, 2)` is a tuple, `none` and `None` are None, and `1,2` is the list `[1, 2]`.
-    The text is only read, never evaluated.
+    Additions to YAML: `(1, 2)` is a tuple, `none` and `None` are None, and `1,2` is the list `[1, 2]`.
+    The text is parsed and never evaluated.
 
     Raises:
-        ConfigError: brackets or quotes do not match.
+        ConfigError: Brackets or quotes do not match.
     """
     text = text.strip()
     if not text:
@@ -44,20 +44,20 @@ def _scalar(text: str) -> Any:
 
 
 class _Reader:
-    """Recursive descent over one text."""
+    """Recursive descent parser of one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
-        self._at = 0
+        self._position = 0
 
     def whole(self) -> Any:
         value = self.value("")
         return value if self.at_end() else self.fail("the end")
 
     def peek(self) -> str:
-        while self._text[self._at : self._at + 1].isspace():
-            self._at += 1
-        return self._text[self._at : self._at + 1]
+        while self._text[self._position : self._position + 1].isspace():
+            self._position += 1
+        return self._text[self._position : self._position + 1]
 
     def at_end(self) -> bool:
         return not self.peek()
@@ -74,35 +74,35 @@ class _Reader:
 
     def _items(self, read: Callable[[], Any]) -> list[Any]:
         closing = _CLOSING[self.peek()]
-        self._at += 1
+        self._position += 1
         items = []
         while self.peek() != closing:
             items.append(read())
             if self.peek() == ",":
-                self._at += 1
+                self._position += 1
             elif self.peek() != closing:
                 self.fail(f"',' or '{closing}'")
-        self._at += 1
+        self._position += 1
         return items
 
     def _pair(self) -> tuple[Any, Any]:
         key = self._atom(":,}")
         if self.peek() != ":":
             self.fail("':'")
-        self._at += 1
+        self._position += 1
         return key, self.value(",}")
 
     def _atom(self, stop: str) -> Any:
         if self.peek() in ("'", '"'):
-            quoted = _QUOTED.match(self._text, self._at)
+            quoted = _QUOTED.match(self._text, self._position)
             if quoted is None:
                 return self.fail("a closing quote")
-            self._at = quoted.end()
+            self._position = quoted.end()
             return self._unquote(quoted[0])
-        start = self._at
-        while self._at < len(self._text) and self._text[self._at] not in stop + "[](){}":
-            self._at += 1
-        text = self._text[start : self._at].strip()
+        start = self._position
+        while self._position < len(self._text) and self._text[self._position] not in stop + "[](){}":
+            self._position += 1
+        text = self._text[start : self._position].strip()
         return _scalar(text) if text else self.fail("a value")
 
     def _unquote(self, quoted: str) -> str:
@@ -111,10 +111,10 @@ class _Reader:
         try:
             return str(json.loads(quoted, strict=False))
         except ValueError:
-            return str(self.fail("an escape that JSON knows (a backslash is written \\\\)"))
+            return str(self.fail("a JSON escape sequence (write a backslash as \\\\)"))
 
     def fail(self, expected: str) -> Any:
         raise ConfigError(
-            f"cannot read {self._text!r}: expected {expected} at position {self._at + 1}; "
-            "put quotes around text that holds brackets, quotes or commas"
+            f"cannot parse {self._text!r}: expected {expected} at position {self._position + 1}; "
+            "put quotes around text that contains brackets, quotes or commas"
         )

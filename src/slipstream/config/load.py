@@ -1,4 +1,4 @@
-"""Load a configuration file together with its bases."""
+"""Load a configuration file and its bases."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ class Loaded(NamedTuple):
 
 
 def load_file(path: Path, chain: tuple[Path, ...] = ()) -> Loaded:
-    """Load `path`; `chain` are the files that led to it as their base.
+    """Load `path`; `chain` are the files whose base it is, outermost first.
 
     Raises:
-        ConfigError: the file is missing or unreadable, has an error in it, or is its own base.
+        ConfigError: The file is missing or unreadable, contains an error, or is its own base.
     """
     if path.resolve() in [parent.resolve() for parent in chain]:
-        circle = " -> ".join(str(file) for file in (*chain, path))
-        raise ConfigError(f"{chain[0]}: a file cannot be its own base: {circle}")
+        cycle = " -> ".join(str(file) for file in (*chain, path))
+        raise ConfigError(f"{chain[0]}: a file cannot be its own base: {cycle}")
     return load_text(_read(path, chain), path, path.suffix.lower(), chain)
 
 
 def load_text(source: str, path: Path, suffix: str, chain: tuple[Path, ...] = ()) -> Loaded:
-    """Load `source` as if it stood at `path`, in the format that `suffix` names.
+    """Load `source` like the content of a file at `path`, in the format of `suffix`.
 
     Raises:
-        ConfigError: see `load_file`.
+        ConfigError: See `load_file`.
     """
     try:
         document = open_document(source, path, suffix)
         bases = _load_bases([path.parent / name for name in document.base_names], (*chain, path))
         values = _merge(bases.values, document.values(bases.values), path)
     except RecursionError:
-        raise ConfigError(f"{path}: its values contain themselves, or nest too deeply") from None
+        raise ConfigError(f"{path}: the values contain themselves or are nested too deeply") from None
     return Loaded(values, f"{bases.text}{path}\n{source}\n")
 
 
@@ -63,8 +63,8 @@ def _load_bases(paths: list[Path], chain: tuple[Path, ...]) -> Loaded:
         for key in base.values:
             if key in origin:
                 raise ConfigError(
-                    f"{chain[-1]}: its bases {origin[key]} and {path} both set this; "
-                    "let one be the base of the other, or remove the key from one",
+                    f"{chain[-1]}: its bases {origin[key]} and {path} both set this key; "
+                    "make one the base of the other, or remove the key from one",
                     key,
                 )
             origin[key] = path
@@ -76,7 +76,7 @@ def _load_bases(paths: list[Path], chain: tuple[Path, ...]) -> Loaded:
 def _read(path: Path, chain: tuple[Path, ...]) -> str:
     what = f"{chain[-1]}: its base {path}" if chain else str(path)
     try:
-        # Editors on Windows may write a byte order mark.
+        # Windows editors may write a byte order mark.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
@@ -88,17 +88,17 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
 
 def _nearest_file(path: Path) -> str:
     if not path.parent.is_dir():
-        return f"; nor does the folder {path.parent}"
+        return f"; the folder {path.parent} does not exist either"
     return did_you_mean(
         path.name, sorted(file.name for file in path.parent.iterdir() if file.suffix in SUFFIXES)
     )
 
 
 def import_custom(values: dict[str, Any], source: str) -> None:
-    """Import the modules that `custom_imports=dict(imports=[...])` names; they register their classes.
+    """Import the modules in `custom_imports=dict(imports=[...])`, which register their classes.
 
     Raises:
-        ConfigError: one cannot be imported, unless `allow_failed_imports` is set.
+        ConfigError: A module cannot be imported and `allow_failed_imports` is not set.
     """
     custom = values.get("custom_imports")
     if not custom:

@@ -1,4 +1,4 @@
-"""Lay one configuration over another."""
+"""Merge configurations."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ DELETE = "_delete_"
 def merge(
     base: Mapping[Any, Any], over: Mapping[Any, Any], *, list_keys: bool = False, path: str = ""
 ) -> dict[Any, Any]:
-    """Return `base` with `over` laid over it, key by key; neither is changed.
+    """Return `base` with the values of `over` merged into it; the arguments are not modified.
 
-    Dicts merge recursively, everything else replaces. A dict with `_delete_=True` replaces what `base`
-    has instead of merging; `_delete_` itself never stands in the result. None in `base` counts as absent.
+    Dicts are merged recursively; other values are replaced. A dict with `_delete_=True` replaces the value of
+    `base`; the result does not contain `_delete_`. A dict also replaces None.
 
     Args:
-        base: the lower layer.
-        over: the upper layer.
-        list_keys: a dict laid over a list sets the items at the positions that its keys give.
-        path: where the two stand in the configuration, for error messages.
+        base: The lower layer.
+        over: The upper layer, which has priority.
+        list_keys: If `base` has a list where `over` has a dict, the keys of the dict are positions in the list.
+        path: Config path of the two, for error messages.
 
     Raises:
-        ConfigError: a dict would be merged onto something that is none, or a position does not exist.
+        ConfigError: A dict would be merged into another type, or a position does not exist.
     """
     if over.get(DELETE):
         return dict(_clean(over))
@@ -47,7 +47,7 @@ def _merge_value(old: Any, new: Any, list_keys: bool, path: str) -> Any:
     if list_keys and isinstance(old, list | tuple):
         return _merge_items(old, new, path)
     raise ConfigError(
-        f"a dict cannot be merged onto {reprlib.repr(old)}; put _delete_=True into it to replace that",
+        f"a dict cannot be merged into {reprlib.repr(old)}; add _delete_=True to the dict to replace the value",
         path,
     )
 
@@ -56,7 +56,7 @@ def _merge_items(old: list[Any] | tuple[Any, ...], new: Mapping[Any, Any], path:
     items = list(old)
     for key, value in new.items():
         if not (str(key).isdecimal() and int(key) < len(items)):
-            raise ConfigError(f"there is no item '{key}' in a list of {len(items)}", path)
+            raise ConfigError(f"a list of {len(items)} has no item '{key}'", path)
         items[int(key)] = _merge_value(items[int(key)], value, True, join(path, key))
     return tuple(items) if isinstance(old, tuple) else items
 
@@ -78,12 +78,12 @@ def nest(key: str, value: Any) -> dict[str, Any]:
 
 
 def join(path: str, key: Any) -> str:
-    """Return the dotted key of `key` below `path`."""
+    """Return `path.key`, or `key` if `path` is empty."""
     return f"{path}.{key}" if path else str(key)
 
 
 def dotted_keys(tree: Any, path: str = "") -> Iterator[str]:
-    """Yield the dotted key of everything inside `tree`; positions of list items count as keys."""
+    """Yield the dotted keys of all values in `tree`; positions of list items count as keys."""
     items: Any = ()
     if isinstance(tree, dict):
         items = tree.items()

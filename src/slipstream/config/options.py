@@ -1,4 +1,4 @@
-"""Typed options from a configuration dict."""
+"""Build typed options (dataclasses) from a configuration dict."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     Fields whose annotation is a dataclass (or a union with one) are built from nested mappings.
 
     Args:
-        cls: a dataclass, usually frozen.
-        mapping: the values by field name; an instance of `cls` is returned as it is, None gives the defaults.
-        path: where the mapping stands in the configuration, for error messages.
+        cls: A dataclass, usually frozen.
+        mapping: The values by field name. An instance of `cls` is returned unchanged; None gives the defaults.
+        path: Config path of the mapping, for error messages.
 
     Raises:
-        UnknownNameError: a key is no field; the message names the nearest.
-        ConfigError: a value does not fit the annotation, a field without default is missing, or `cls`
-            refuses the values.
+        UnknownNameError: A key is not a field; the message names the nearest field.
+        ConfigError: A value does not match the annotation, a field without default is missing, or `cls`
+            rejects the values.
     """
     if isinstance(mapping, cls):
         return mapping
@@ -46,12 +46,12 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     missing = dataclasses.MISSING
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
-            raise ConfigError(f"expected {describe(hints[name])}, but it is missing", join(path, name))
+            raise ConfigError(f"expected {describe(hints[name])}, but the key is missing", join(path, name))
     return _construct(cls, values, path)
 
 
 def _field(annotation: Any, value: Any, path: str) -> Any:
-    """Return `value` checked against the annotation of its field."""
+    """Check `value` against the annotation of its field and return it."""
     union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     members = typing.get_args(annotation) if union else (annotation,)
     nested = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
@@ -60,7 +60,7 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
     elif isinstance(value, Mapping) or (value is None and not union):
         return options(nested[0], value, path)
     else:
-        # typecheck accepts everything for a dataclass, so the members are asked one by one.
+        # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
     if not fits:
         raise ConfigError(f"expected {describe(annotation)}, not {value!r}", path)

@@ -1,4 +1,4 @@
-"""The `{{ ... }}` of configuration files: the file's own name, values of its bases, environment variables."""
+"""Placeholders `{{ ... }}` of configuration files: file name, values of bases, environment variables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PATTERN = re.compile(
     r"|\$(?P<env>\w+)(?::(?P<default>[^}\n]*?))?"
     r")[ \t]*\}\}"
 )
-# The strings and comments of JSON and TOML.
+# Strings and comments of JSON and TOML.
 _CLOSED = re.compile(
     r'''"""(?:\\.|[^\\])*?"""|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*''', re.DOTALL
 )
@@ -32,15 +32,15 @@ _TOKEN = re.compile(r"_slipstream_placeholder_\d+_")
 class Placeholders:
     """The placeholders of one file.
 
-    `text` is the source with a token for each placeholder, so that a parser of its format can read it;
-    `fill` puts the values where the tokens are. A placeholder that is a whole value keeps the type: a base
-    value is copied as it is, an environment variable outside quotes is typed as an override would be.
-    Inside a longer string it becomes text. What stands in comments is never looked up.
+    `text` is the source with a token instead of each placeholder, which a parser of the format can read; `fill`
+    replaces the tokens by the values. A placeholder that is a whole value has a type: a base value is copied, an
+    environment variable outside quotes is parsed like an override. Inside a longer string it becomes text.
+    Placeholders in comments are ignored.
 
     Args:
-        source: the text of the file.
-        path: its path.
-        quote: the format has no bare words, so that tokens outside strings need quotes (JSON, TOML).
+        source: The text of the file.
+        path: The path of the file.
+        quote: Whether tokens outside strings need quotes, because the format has no bare words (JSON, TOML).
     """
 
     def __init__(self, source: str, path: Path, *, quote: bool) -> None:
@@ -58,10 +58,10 @@ class Placeholders:
         return token in self._found
 
     def fill(self, value: Any) -> Any:
-        """Return `value` with the values of the placeholders in it, keys of dicts included.
+        """Return `value` with all tokens replaced, including those in keys of dicts.
 
         Raises:
-            ConfigError: no base has the key, or the environment variable is unset and has no default.
+            ConfigError: No base has the key, or the environment variable is not set and has no default.
         """
         if isinstance(value, dict):
             return {self.fill(key): self.fill(item) for key, item in value.items()}
@@ -76,7 +76,7 @@ class Placeholders:
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
-        """Return `text` with the placeholders in it as text."""
+        """Return `text` with all tokens replaced by text."""
         return _TOKEN.sub(lambda token: str(self._look_up(self._found[token[0]])), text)
 
     def _look_up(self, match: re.Match[str]) -> Any:
@@ -88,8 +88,8 @@ class Placeholders:
         if found is None:
             name = match["env"]
             raise ConfigError(
-                f"{self._place(match)}: the environment variable {name} is not set; "
-                f"set it, or give a default: {{{{${name}:default}}}}"
+                f"{self._location(match)}: the environment variable {name} is not set; "
+                f"set it, or add a default: {{{{${name}:default}}}}"
             )
         return found
 
@@ -111,10 +111,12 @@ class Placeholders:
                 value = value[int(key)]
             else:
                 hint = did_you_mean(match["base"], dotted_keys(self.bases))
-                raise UnknownNameError(f"{self._place(match)}: no base has the key '{match['base']}'{hint}")
+                raise UnknownNameError(
+                    f"{self._location(match)}: no base has the key '{match['base']}'{hint}"
+                )
         return unwrap(value)
 
-    def _place(self, match: re.Match[str]) -> str:
+    def _location(self, match: re.Match[str]) -> str:
         return f"{self._path}:{match.string.count(chr(10), 0, match.start()) + 1}"
 
 
@@ -124,6 +126,6 @@ def _in_quotes(match: re.Match[str]) -> bool:
 
 
 def _inside_string(match: re.Match[str]) -> bool:
-    """Say whether a string of JSON or TOML is open where the placeholder stands."""
+    """Return whether the placeholder is inside a string of JSON or TOML."""
     before = _CLOSED.sub("", match.string[: match.start()])
     return "'" in before or '"' in before

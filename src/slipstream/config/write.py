@@ -21,27 +21,27 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["to_text"]
 
 _WIDTH = 110
-# Assigned at the top of a Python file, these would change what the lines below them mean.
+# Assigning these names in a Python file would break the generated code below.
 _USED_BY_SOURCE = ("dict", "float", "globals")
 
 
 def to_text(values: dict[Any, Any], suffix: str) -> str:
-    """Return `values` in the format that `suffix` names.
+    """Return `values` as text in the format of `suffix`.
 
     Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths
-    as strings; numbers of numpy become plain ones. Tuples stay tuples in Python and become lists elsewhere.
+    as strings, NumPy numbers as plain numbers. Tuples are kept in Python and become lists in other formats.
 
     Raises:
-        ConfigError: the format cannot hold a value; the message names its key.
+        ConfigError: The format does not support a value; the message names its key.
     """
     if suffix not in _WRITERS:
         hint = did_you_mean(suffix, _WRITERS)
-        raise ConfigError(f"configurations are written as {', '.join(_WRITERS)}, not '{suffix}'{hint}")
+        raise ConfigError(f"configurations can be written as {', '.join(_WRITERS)}, not '{suffix}'{hint}")
     return _WRITERS[suffix](_plain(values, suffix, ""))
 
 
 def _plain(value: Any, suffix: str, path: str) -> Any:
-    """Return `value` made of None, bool, int, float, str, list, tuple and dict, as the format holds them."""
+    """Return `value` converted to the types of the format: None, bool, int, float, str, list, tuple and dict."""
     if isinstance(value, dict):
         return {_key(key, suffix, path): _plain(item, suffix, join(path, key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def _plain(value: Any, suffix: str, path: str) -> Any:
         raise ConfigError("TOML has no None; remove the key, or write .py, .yaml or .json", path)
     if value is None or isinstance(value, bool):
         return value
-    # The exact type: subclasses (numpy's numbers, enums) have a repr of their own.
+    # Convert to the exact type, because subclasses (NumPy numbers, enums) have another repr.
     for kind, abstract in ((str, str), (int, numbers.Integral), (float, numbers.Real)):
         if isinstance(value, abstract):
             return str.__str__(value) if isinstance(value, str) else kind(value)  # type: ignore[call-overload]
@@ -67,18 +67,20 @@ def _key(key: Any, suffix: str, path: str) -> Any:
 
 
 def _dotted(value: Any, path: str) -> str:
-    """Return the import string of a class, function, or object whose repr is one (`torch.bfloat16`)."""
+    """Return the import string of a class, a function, or an object whose repr is its import string."""
     if inspect.isclass(value) or inspect.isfunction(value) or inspect.isbuiltin(value):
         name = f"{value.__module__}.{value.__qualname__}"
         if value.__module__ is None or "<" in name:
-            raise ConfigError(f"{name} cannot be written to a file: it has no import path; register it", path)
+            raise ConfigError(
+                f"{name} cannot be written to a file, because it has no import path; register it", path
+            )
         return name
     name = repr(value)
     module, _, attribute = name.rpartition(".")
     if getattr(sys.modules.get(module), attribute, None) is value:
         return name
     raise ConfigError(
-        f"a {type(value).__name__} cannot be written to a file; describe it by a dict with a 'type'", path
+        f"a {type(value).__name__} cannot be written to a file; use a dict with a 'type' instead", path
     )
 
 
@@ -92,32 +94,32 @@ def _to_python(values: dict[str, Any]) -> str:
 
 
 def _is_keyword(key: Any) -> bool:
-    # Python normalises identifiers that are not ASCII, which could change the key.
+    # Python normalises non-ASCII identifiers, which could change the key.
     return isinstance(key, str) and key.isidentifier() and key.isascii() and not keyword.iskeyword(key)
 
 
 def _source(value: Any, indent: int, lead: int) -> str:
-    """Return the Python source of `value`, over several lines where `lead` columns leave too little room."""
+    """Return the Python source of `value`, on several lines if it does not fit after `lead` columns."""
     flat = _flat(value)
-    opening, parts, closing = _parts(value)
-    if indent + lead + len(flat) <= _WIDTH or not parts:
+    opening, items, closing = _split(value)
+    if indent + lead + len(flat) <= _WIDTH or not items:
         return flat
     pad = " " * (indent + 4)
-    lines = [f"{pad}{prefix}{_source(part, indent + 4, len(prefix) + 1)},\n" for prefix, part in parts]
+    lines = [f"{pad}{prefix}{_source(item, indent + 4, len(prefix) + 1)},\n" for prefix, item in items]
     return f"{opening}\n{''.join(lines)}{' ' * indent}{closing}"
 
 
 def _flat(value: Any) -> str:
-    opening, parts, closing = _parts(value)
+    opening, items, closing = _split(value)
     if not opening:
         # inf and nan have no literal.
         return f"float('{value}')" if isinstance(value, float) and not math.isfinite(value) else repr(value)
-    comma = "," if isinstance(value, tuple) and len(parts) == 1 else ""
-    return f"{opening}{', '.join(prefix + _flat(part) for prefix, part in parts)}{comma}{closing}"
+    comma = "," if isinstance(value, tuple) and len(items) == 1 else ""
+    return f"{opening}{', '.join(prefix + _flat(item) for prefix, item in items)}{comma}{closing}"
 
 
-def _parts(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
-    """Return the brackets of a container and what stands between them, each with its prefix."""
+def _split(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
+    """Return the opening bracket, the items with their prefixes, and the closing bracket of a container."""
     if isinstance(value, dict):
         if all(map(_is_keyword, value)):
             return "dict(", [(f"{key}=", item) for key, item in value.items()], ")"
@@ -140,7 +142,7 @@ def _to_toml(values: dict[str, Any]) -> str:
     try:
         import tomli_w
     except ImportError:
-        raise ConfigError("writing TOML needs tomli_w: pip install 'slipstream[toml]'") from None
+        raise ConfigError("writing TOML requires tomli_w; run pip install 'slipstream[toml]'") from None
     return tomli_w.dumps(values)
 
 

@@ -1,4 +1,4 @@
-"""YAML as configurations mean it: `1e-3` is a number, `12:30` and `2024-01-01` are strings."""
+"""YAML loader and dumper of configurations: `1e-3` is a number, `12:30` and `2024-01-01` are strings."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _FLOAT = re.compile(
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))\Z"
 )
 _NUMBER_START = list("-+.0123456789")
-# YAML 1.1 reads 12:30 as 750, 017 as 15 and 2024-01-01 as a date, which no other format here does.
+# YAML 1.1 reads 12:30 as 750, 017 as 15 and 2024-01-01 as a date, unlike the other formats.
 _REPLACED = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 
 
 class Loader(yaml.SafeLoader):
-    """The safe loader with the numbers of YAML 1.2; a key that is given twice is an error."""
+    """Safe loader with the number syntax of YAML 1.2; duplicate keys are errors."""
 
     yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
@@ -33,25 +33,25 @@ class Loader(yaml.SafeLoader):
         """Return the node of a mapping.
 
         Raises:
-            yaml.constructor.ConstructorError: a key is given twice.
+            yaml.constructor.ConstructorError: The mapping has a duplicate key.
         """
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _TAG + "merge":
                 if (key.tag, key.value) in seen:
-                    problem = f"the key '{key.value}' is given twice"
+                    problem = f"duplicate key '{key.value}'"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 seen.add((key.tag, key.value))
         return node
 
 
 class Dumper(yaml.SafeDumper):
-    """The safe dumper; it quotes strings that `Loader` or another YAML reader would type."""
+    """Safe dumper; it quotes strings that `Loader` or another YAML parser would convert to another type."""
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # YAML 1.1 takes these for line breaks, which only double quotes escape.
+    # YAML 1.1 treats these characters as line breaks, which only double quotes can escape.
     style = '"' if any(char in text for char in "\x85\u2028\u2029") else None
     return dumper.represent_scalar(_TAG + "str", text, style)
 
@@ -63,7 +63,7 @@ Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, _NUMBER_START)
 
 
 def scalar(text: str) -> Any:
-    """Return what an unquoted YAML scalar means: a bool, int, float, None or the text itself."""
+    """Return the value of an unquoted YAML scalar: a bool, int, float, None or the text."""
     loader = Loader("")
     tag = loader.resolve(yaml.ScalarNode, text, (True, False))
     if tag not in (_TAG + "bool", _TAG + "int", _TAG + "float", _TAG + "null"):

@@ -1,4 +1,4 @@
-"""Where samples come from: data sets, augmentations, and how samples become batches."""
+"""Data sets, transforms and data loaders."""
 
 from slipstream.dataset.loading.collate import default_collate, pseudo_collate
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch

@@ -1,4 +1,4 @@
-"""How good a model is: the evaluator, metrics, torchmetrics, and metrics that count on the device."""
+"""Evaluation: the evaluator, metrics that count on the device, and torchmetrics."""
 
 from slipstream.evaluator.classification import Accuracy
 from slipstream.evaluator.counting import CountingMetric

@@ -17,19 +17,19 @@ __all__ = ["Accuracy"]
 
 @METRICS.register_module()
 class Accuracy(CountingMetric):
-    """The share of samples whose class is among the k likeliest, in percent: `accuracy/top1`, ...
+    """Top-k accuracy in percent: `accuracy/top1`, ...
 
     The predictions are scores `(N, classes)`, or for `topk=(1,)` also class ids `(N,)`; the targets are
     class ids `(N,)`.
 
     Args:
-        topk: the values of k.
-        collect_device, prefix, collect_dir: as in `BaseMetric`.
+        topk: The values of k.
+        collect_device, prefix, collect_dir: See `BaseMetric`.
 
     Raises:
-        ConfigError: a k below 1, or none.
-        DataError: shapes that do not belong together, or fewer scores than k; in `evaluate`: class ids out
-            of range.
+        ConfigError: `topk` is empty or contains a value below 1.
+        DataError: The shapes do not match, or there are fewer classes than k; in `evaluate`: class ids are out of
+            range.
     """
 
     default_prefix: str | None = "accuracy"
@@ -44,18 +44,18 @@ class Accuracy(CountingMetric):
         super().__init__(collect_device, prefix, collect_dir)
         self.topk = (topk,) if isinstance(topk, int) else tuple(topk)
         if not self.topk or min(self.topk) < 1:
-            raise ConfigError(f"needs numbers from 1 on, not {topk!r}", "topk")
+            raise ConfigError(f"must be one or more integers of at least 1, got {topk!r}", "topk")
 
     def num_counts(self) -> int:
-        """Return one count for each k, and two: samples, targets out of range."""
+        """Return the number of counts: one for each k, plus samples and targets out of range."""
         return len(self.topk) + 2
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
         """Add the samples of one batch."""
         if targets.ndim != 1 or preds.shape[:1] != targets.shape or preds.ndim > 2:
             raise DataError(
-                f"Accuracy got {describe(preds)} as preds for {describe(targets)} as targets; "
-                "it needs scores (N, classes) or class ids (N,), and targets (N,)"
+                f"Accuracy got {describe(preds)} as preds and {describe(targets)} as targets; "
+                "it requires scores (N, classes) or class ids (N,), and targets (N,)"
             )
         hits = self._hits(preds, targets)
         bad = targets < 0
@@ -66,29 +66,29 @@ class Accuracy(CountingMetric):
         counts[-1].add_(bad.sum())
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
-        """Return bool `(N, max k)`: whether the target is the class of this place in the ranking."""
+        """Return bool `(N, max k)`: whether the target is the class at each rank."""
         widest = max(self.topk)
         if preds.ndim == 1:
             if widest > 1 or preds.is_floating_point():
                 raise DataError(
-                    f"Accuracy got {describe(preds)} as preds; topk={self.topk} needs scores (N, classes)"
+                    f"Accuracy got {describe(preds)} as preds; topk={self.topk} requires scores (N, classes)"
                 )
             return (preds == targets)[:, None]
         if preds.shape[1] < widest:
-            raise DataError(f"top {widest} accuracy needs {widest} classes or more, not {preds.shape[1]}")
+            raise DataError(f"top-{widest} accuracy requires at least {widest} classes, got {preds.shape[1]}")
         return preds.topk(widest, dim=1).indices == targets[:, None]
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the accuracies in percent from the counts; NaN without any sample.
+        """Return the accuracies in percent from the counts; NaN if there are no samples.
 
         Raises:
-            DataError: targets out of range were counted.
+            DataError: Targets out of range were counted.
         """
         *right, total, bad = results
         if bad:
             raise DataError(
-                f"Accuracy met {bad} of {total} targets that are no class of the model; map the data set's "
-                "labels into 0..classes-1, or give the model as many classes as the data set has"
+                f"{bad} of {total} targets are not classes of the model (found by Accuracy); map the data set's labels "
+                "to 0..classes-1, or set the model's number of classes to that of the data set"
             )
         return {
             f"top{k}": 100 * n / total if total else float("nan")

@@ -1,4 +1,4 @@
-"""Metrics that are sums of counts: kept on the device, added over the ranks, read once."""
+"""Metrics that accumulate counts on the device, reduce them over ranks and read them once."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["CountingMetric"]
 class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
-    `process` only adds to the counts on the device of the predictions and never waits for it; the counts
-    are added over the ranks and read once, in `evaluate`. Every sample that is processed counts, so a
-    sampler must not repeat samples to even out the ranks (Slipstream's does not in evaluation).
+    `process` adds to the counts on the device of the predictions, without a device synchronization. `evaluate` sums
+    the counts over the ranks and reads them once. Every processed sample counts, so a sampler must not repeat samples
+    to equalize the ranks (Slipstream's does not in evaluation).
 
-    Subclasses write `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
+    Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """
 
     _counts: Tensor | None = None
@@ -33,17 +33,17 @@ class CountingMetric(BaseMetric):
 
     @abstractmethod
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add one batch to `counts` in place, without waiting for the device.
+        """Add one batch to `counts` in place, without a device synchronization.
 
         Raises:
-            DataError: shapes that do not belong together.
+            DataError: The shapes do not match.
         """
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Count one batch; `data_samples` holds tensors `preds` and `targets`, in a dict or as a pair.
+        """Count one batch; `data_samples` contains the tensors `preds` and `targets`, as a dict or a pair.
 
         Raises:
-            DataError: `data_samples` has another form.
+            DataError: `data_samples` has another structure.
         """
         preds, targets = read_tensors(data_samples, type(self).__name__)
         if self._counts is None:
@@ -51,25 +51,25 @@ class CountingMetric(BaseMetric):
         self.count(self._counts, preds, targets)
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metric's values over all ranks, the same on each, and set the counts to zero.
+        """Return the metric's values over all ranks, equal on each rank, and reset the counts.
 
         Raises:
-            DataError: labels out of range were counted.
+            DataError: Labels out of range were counted.
         """
         counts = self._zeros(torch.device("cpu")) if self._counts is None else self._counts
         self._counts = None
         return self.read(counts)
 
     def read(self, counts: Tensor) -> dict[str, Any]:
-        """Return the metric's values from every rank's counts, which are summed in place; waits for the device.
+        """Sum the counts over all ranks in place and return the metric's values; synchronizes with the device.
 
         Raises:
-            DataError: labels out of range were counted.
+            DataError: Labels out of range were counted.
         """
         all_reduce(counts)
         return self._named(self.compute_metrics(counts.tolist()))
 
     def _zeros(self, device: torch.device) -> Tensor:
-        # A tensor made in inference mode could not be changed outside of it, by the reduction say.
+        # Tensors created in inference mode cannot be modified outside of it (for example by `all_reduce`).
         with torch.inference_mode(False):
             return torch.zeros(self.num_counts(), dtype=torch.int64, device=device)

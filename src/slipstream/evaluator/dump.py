@@ -23,19 +23,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @METRICS.register_module()
 class DumpResults(BaseMetric):
-    """Write the predictions to a file, one entry a sample; reports no value.
+    """Write the predictions to a file, one entry per sample; returns no metric values.
 
-    The file holds a list of tensors and plain values only, as `torch.load(path, weights_only=True)` reads
-    them, in the order of the data set. A batch (a dict or tuple of tensors or lists of one length) is split
-    into samples; a list is taken as one of samples. `Evaluator.offline_evaluate` takes the loaded list.
+    The file contains a list of tensors and plain values, in the order of the data set, which
+    `torch.load(path, weights_only=True)` can read. A batch (a dict or tuple of tensors or lists of equal length) is
+    split into samples; a list must contain samples. `Evaluator.offline_evaluate` accepts the loaded list.
 
     Args:
-        out_file_path: the file, ending in `.pt` or `.pth`; it appears under this name only when complete.
-        collect_device, collect_dir: as in `BaseMetric`.
+        out_file_path: The file, with suffix `.pt` or `.pth`; it appears under this name only when complete.
+        collect_device, collect_dir: See `BaseMetric`.
 
     Raises:
-        ConfigError: another ending.
-        DataError: predictions that hold something else than tensors, arrays and plain values.
+        ConfigError: The file has another suffix.
+        DataError: Predictions contain objects other than tensors, arrays and plain values.
     """
 
     def __init__(
@@ -45,12 +45,12 @@ class DumpResults(BaseMetric):
         self.out_file_path = Path(out_file_path)
         if self.out_file_path.suffix not in (".pt", ".pth"):
             raise ConfigError(
-                f"must end in .pt or .pth, since torch.save writes it, not {self.out_file_path.name!r}",
+                f"must end with .pt or .pth, because torch.save writes it; got {self.out_file_path.name!r}",
                 "out_file_path",
             )
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Keep the predictions of one batch, on the CPU."""
+        """Store the predictions of one batch on the CPU."""
         self.results.extend(_storable(sample, "a sample") for sample in _samples(data_samples))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
@@ -68,32 +68,34 @@ def _samples(batch: Any) -> list[Any]:
         return batch
     if isinstance(batch, Tensor) and batch.ndim:
         return list(batch)
-    parts = list(batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else ())
-    splittable = all(isinstance(p, list | np.ndarray) or (isinstance(p, Tensor) and p.ndim) for p in parts)
-    if not parts or not splittable or len({len(p) for p in parts}) > 1:
+    columns = list(
+        batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else ()
+    )
+    splittable = all(isinstance(p, list | np.ndarray) or (isinstance(p, Tensor) and p.ndim) for p in columns)
+    if not columns or not splittable or len({len(c) for c in columns}) > 1:
         raise DataError(
             f"DumpResults cannot split {describe(batch)} into samples; in predict mode the model must return "
-            "a list of samples, or a dict or tuple of tensors or lists with one entry a sample"
+            "a list of samples, or a dict or tuple of tensors or lists with one entry per sample"
         )
-    rows = list(zip(*parts, strict=True))
+    rows = list(zip(*columns, strict=True))
     return [dict(zip(batch, row, strict=True)) for row in rows] if isinstance(batch, Mapping) else rows
 
 
-def _storable(value: Any, place: str) -> Any:
-    """Return `value` as tensors on the CPU, each with memory of its own, and plain containers and values."""
+def _storable(value: Any, path: str) -> Any:
+    """Return `value` as CPU tensors that do not share memory, and plain containers and values."""
     if isinstance(value, Tensor):
-        # A view would be written, and sent to other ranks, with the whole batch behind it.
+        # Copy, because saving or sending a view would include the storage of the whole batch.
         return value.detach().to("cpu", copy=True)
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         return torch.from_numpy(np.array(value)) if value.ndim else value.item()
     if isinstance(value, Mapping):
         return {
-            _storable(key, f"a key of {place}"): _storable(item, f"{place}[{key!r}]")
+            _storable(key, f"a key of {path}"): _storable(item, f"{path}[{key!r}]")
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        items = [_storable(item, f"{place}[{i}]") for i, item in enumerate(value)]
+        items = [_storable(item, f"{path}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if type(value) in _PLAIN:
         return value
-    raise DataError(f"DumpResults cannot store {place}, {describe(value)}; return tensors or plain values")
+    raise DataError(f"DumpResults cannot store {path}, {describe(value)}; return tensors or plain values")

@@ -1,4 +1,4 @@
-"""Several metrics over one data set, by MMEngine's name and rules."""
+"""Evaluator of one or several metrics, compatible with MMEngine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ __all__ = ["Evaluator"]
 
 @EVALUATOR.register_module()
 class Evaluator:
-    """Hands each batch to its metrics, and merges their values.
+    """Passes each batch to its metrics and merges their values.
 
     Args:
-        metrics: one metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
-            names a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
+        metrics: One metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
+            is a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
             num_classes=10)`).
 
     Raises:
-        ConfigError: an entry is none of these.
+        ConfigError: An entry has another type.
     """
 
     def __init__(self, metrics: Any) -> None:
@@ -44,7 +44,7 @@ class Evaluator:
             metric.dataset_meta = dataset_meta
 
     def process(self, data_samples: Any, data_batch: Any = None) -> None:
-        """Hand one batch to every metric: what the model returned in predict mode, and the batch itself."""
+        """Pass one batch, and the model's output for it in predict mode, to every metric."""
         for metric in self.metrics:
             metric.process(data_batch, data_samples)
 
@@ -52,10 +52,10 @@ class Evaluator:
         """Return the values of all metrics over all ranks by name, and reset the metrics.
 
         Args:
-            size: the number of samples in the data set.
+            size: Number of samples in the data set.
 
         Raises:
-            ConfigError: two metrics report the same name.
+            ConfigError: Two metrics report the same name.
         """
         values: dict[str, float] = {}
         sources: dict[str, str] = {}
@@ -65,7 +65,7 @@ class Evaluator:
                 if name in values:
                     raise ConfigError(
                         f"two metrics report '{name}' ({sources[name]} and {kind}); "
-                        "give at least one of them a prefix=... of its own"
+                        "set a different prefix=... for at least one of them"
                     )
                 values[name], sources[name] = value, kind
         return values
@@ -73,18 +73,20 @@ class Evaluator:
     def offline_evaluate(
         self, data_samples: Sequence[Any], data: Sequence[Any] | None = None, chunk_size: int = 1
     ) -> dict[str, float]:
-        """Return the metrics of predictions that were kept, as `DumpResults` writes them.
+        """Return the metrics of stored predictions, in the format of `DumpResults`.
 
         Args:
-            data_samples: one prediction a sample; the metrics get lists of `chunk_size` of them.
-            data: the samples of the data set, in the same order, for metrics that look at them.
-            chunk_size: the number of samples handed over at once.
+            data_samples: One prediction per sample.
+            data: The samples of the data set, in the same order, for metrics that use them.
+            chunk_size: Number of samples in each call of `process`.
 
         Raises:
             DataError: `data` and `data_samples` differ in length.
         """
         if data is not None and len(data) != len(data_samples):
-            raise DataError(f"{len(data_samples)} predictions do not belong to {len(data)} samples of data")
+            raise DataError(
+                f"got {len(data_samples)} predictions for {len(data)} samples of data; pass one per sample"
+            )
         batches = None if data is None else _chunks(data, chunk_size)
         for chunk in _chunks(data_samples, chunk_size):
             self.process(chunk, None if batches is None else next(batches))
@@ -92,20 +94,22 @@ class Evaluator:
 
 
 def _metric(entry: Any) -> BaseMetric:
-    own: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     metric = entry
     if isinstance(entry, Mapping):
         kind = entry.get("type")
         target = METRICS.get(kind) if isinstance(kind, str) else kind
-        if str(getattr(target, "__module__", "")).startswith("torchmetrics."):  # these know no names
-            own = {key: entry[key] for key in ("name", "prefix") if key in entry}
-        # Without names it is built from the very dict that was given, so that errors find their place.
-        metric = METRICS.build({k: v for k, v in entry.items() if k not in own} if own else entry)
+        if str(getattr(target, "__module__", "")).startswith(
+            "torchmetrics."
+        ):  # TorchMetric takes these options
+            options = {key: entry[key] for key in ("name", "prefix") if key in entry}
+        # Build from the original dict if possible, because errors find their config path by its identity.
+        metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)
     if is_torchmetrics(metric):
-        return TorchMetric(metric, **own)
+        return TorchMetric(metric, **options)
     if not isinstance(metric, BaseMetric):
         raise ConfigError(
-            f"a metric is a BaseMetric, a torchmetrics object or a dict with a 'type', not {metric!r}",
+            f"a metric must be a BaseMetric, a torchmetrics object or a dict with a 'type', got {metric!r}",
             "metrics",
         )
     return metric

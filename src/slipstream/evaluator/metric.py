@@ -1,4 +1,4 @@
-"""The base class of metrics, by MMEngine's name and rules."""
+"""Base class of metrics, compatible with MMEngine."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["BaseMetric"]
 
 
 class BaseMetric(ABC):
-    """A metric that gathers one result a sample (or batch) and computes its values at the end.
+    """Base of metrics that collect one result per sample (or batch) and compute their values at the end.
 
-    Subclasses write `process`, which appends to `self.results`, and `compute_metrics`.
+    Subclasses implement `process`, which appends to `self.results`, and `compute_metrics`.
 
     Args:
-        collect_device: `cpu` or `gpu`, the device over which ranks exchange their results.
-        prefix: put before the metrics' names, as in `prefix/name`; by default the class attribute
-            `default_prefix`, and where that is None too, nothing.
-        collect_dir: a folder that all ranks share; only with `collect_device='cpu'`.
+        collect_device: `cpu` or `gpu`, the device with which ranks exchange their results.
+        prefix: Prefix of the metrics' names, as in `prefix/name`; the default is the class attribute
+            `default_prefix`, which may be None.
+        collect_dir: A folder that all ranks share; only with `collect_device='cpu'`.
 
     Raises:
-        ConfigError: an unknown `collect_device`, or `collect_dir` without `collect_device='cpu'`.
+        ConfigError: An unknown `collect_device`, or `collect_dir` without `collect_device='cpu'`.
     """
 
     default_prefix: str | None = None
@@ -39,7 +39,7 @@ class BaseMetric(ABC):
         if collect_device not in ("cpu", "gpu"):
             raise ConfigError(f"must be 'cpu' or 'gpu', not {collect_device!r}", "collect_device")
         if collect_dir is not None and collect_device != "cpu":
-            raise ConfigError("is only used with collect_device='cpu'; leave one of them out", "collect_dir")
+            raise ConfigError("requires collect_device='cpu'; remove one of them", "collect_dir")
         self.collect_device = collect_device
         self.collect_dir = collect_dir
         self.prefix = prefix or self.default_prefix
@@ -57,45 +57,45 @@ class BaseMetric(ABC):
 
     @abstractmethod
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Take in one batch.
+        """Process one batch.
 
         Args:
-            data_batch: the batch from the data loader.
-            data_samples: what the model returned for it in predict mode.
+            data_batch: The batch from the data loader.
+            data_samples: The model's output for it in predict mode.
         """
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return the values by name, from the results of all ranks in the order of the samples."""
+        """Return the values by name; `results` are those of all ranks, in the order of the samples."""
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metric's values over all ranks, the same on each, and forget the results.
+        """Return the metric's values over all ranks, equal on each rank, and clear the results.
 
         Args:
-            size: the number of samples in the data set; results beyond it come from samples that a sampler
-                repeated to even out the ranks, and are dropped.
+            size: Number of samples in the data set; results beyond it, from samples that a sampler repeated to
+                equalize the ranks, are dropped.
 
         Raises:
-            DistributedError: `compute_metrics` failed on rank 0 (where its own error is raised).
+            DistributedError: `compute_metrics` failed on rank 0 (rank 0 raises the original error).
         """
         results = collect_results(_to_cpu(self.results), size, self.collect_device, self.collect_dir)
         self.results.clear()
-        answer: list[Any] = [None]
+        outcome: list[Any] = [None]
         failure: Exception | None = None
         if is_main_process():
             try:
-                answer = [self._finished(results or [])]
-            except Exception as error:  # the other ranks wait for an answer
-                failure, answer = error, [f"{type(error).__name__}: {error}"]
-        broadcast_object_list(answer)
+                outcome = [self._computed(results or [])]
+            except Exception as error:  # the other ranks wait for the broadcast
+                failure, outcome = error, [f"{type(error).__name__}: {error}"]
+        broadcast_object_list(outcome)
         if failure is not None:
             raise failure
-        if isinstance(answer[0], str):
-            raise DistributedError(f"{type(self).__name__}.compute_metrics failed on rank 0: {answer[0]}")
-        metrics: dict[str, Any] = answer[0]
+        if isinstance(outcome[0], str):
+            raise DistributedError(f"{type(self).__name__}.compute_metrics failed on rank 0: {outcome[0]}")
+        metrics: dict[str, Any] = outcome[0]
         return metrics
 
-    def _finished(self, results: list[Any]) -> dict[str, Any]:
+    def _computed(self, results: list[Any]) -> dict[str, Any]:
         if not results:
             warnings.warn(
                 f"{type(self).__name__} has no results: process() was never called, "
@@ -105,7 +105,7 @@ class BaseMetric(ABC):
         return self._named(self.compute_metrics(results))
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Put the prefix before the names, and make plain numbers of scalars."""
+        """Add the prefix to the names and convert scalars to plain numbers."""
         prefix = f"{self.prefix}/" if self.prefix else ""
         return {prefix + name: _plain(value) for name, value in metrics.items()}
 

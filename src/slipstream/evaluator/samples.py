@@ -1,4 +1,4 @@
-"""Read the forms in which models return predictions."""
+"""Read the predictions that models return."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
     """Return `(preds, targets)` of a batch.
 
     Args:
-        data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
-            dict or tuple a sample, whose tensors are stacked.
-        reader: who asks, for the error.
+        data_samples: A dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
+            dict or tuple per sample, whose tensors are stacked.
+        reader: Name of the metric, for error messages.
 
     Raises:
-        DataError: `data_samples` is none of these.
+        DataError: `data_samples` has another structure.
     """
     if isinstance(data_samples, list) and data_samples and all(_is_sample(s) for s in data_samples):
         preds, targets = zip(*(_split(sample) for sample in data_samples), strict=True)
@@ -41,24 +41,25 @@ def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
     """Return `(preds, targets)` as `read_pair` does, detached; both must be tensors on one device.
 
     Raises:
-        DataError: as `read_pair`; or one is no tensor, they are on two devices, or targets are no integers.
+        DataError: See `read_pair`; or one is not a tensor, they are on different devices, or the targets are not
+            integers.
     """
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):
         if not isinstance(value, Tensor):
-            raise DataError(f"{reader} needs a tensor of {name}, not {describe(value)}")
+            raise DataError(f"{reader} requires {name} as a tensor, got {describe(value)}")
     if preds.device != targets.device:
         raise DataError(
             f"{reader} got preds on {preds.device} and targets on {targets.device}; "
             "return both on the model's device"
         )
     if targets.is_floating_point() or targets.is_complex():
-        raise DataError(f"{reader} needs integer class ids as targets, not {targets.dtype}")
+        raise DataError(f"{reader} requires integer class ids as targets, got {targets.dtype}")
     return preds.detach(), targets.detach()
 
 
 def describe(value: Any) -> str:
-    """Return what `value` is, in the words of an error message."""
+    """Return a description of `value` for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor {tuple(value.shape)} of {value.dtype}"
     if isinstance(value, Mapping):
@@ -86,9 +87,9 @@ def _stack(values: tuple[Any, ...], reader: str) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
     if not all(isinstance(value, Tensor) for value in values):
-        return list(values)  # for metrics that take lists, of boxes say
+        return list(values)  # for metrics that take lists, such as boxes
     if len({value.shape for value in values}) > 1:
         raise DataError(
-            f"{reader} got samples of several sizes in one batch; use batches (chunks) of one sample"
+            f"{reader} got samples of different sizes in one batch; use batches (chunks) of one sample"
         )
     return torch.stack(values)

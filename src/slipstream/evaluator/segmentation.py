@@ -1,4 +1,4 @@
-"""Segmentation metrics from a confusion matrix that stays on the device."""
+"""Segmentation metrics from a confusion matrix on the device."""
 
 from __future__ import annotations
 
@@ -21,33 +21,32 @@ _DEFAULT_IGNORE_INDEX = 255
 
 @METRICS.register_module()
 class IoUMetric(CountingMetric):
-    """Intersection over union and its relatives, in percent (0 to 100), over all pixels of the data set.
+    """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the data set.
 
-    With TP, T and P the numbers of a class's pixels that are right, in the truth and in the prediction:
+    TP is the number of correctly predicted pixels of a class; T and P are the numbers of its pixels in the targets
+    and in the predictions:
 
-    - always `aAcc`, the share of pixels that are right, and `mAcc`, the mean of TP / T;
+    - always `aAcc`, the fraction of correct pixels, and `mAcc`, the mean of TP / T;
     - `mIoU`: the mean of TP / (T + P - TP);
     - `mDice`: the mean of 2 TP / (T + P);
     - `mFscore`: `mFscore` (the F1 score, which equals Dice), `mPrecision` (TP / P) and `mRecall` (TP / T).
 
-    A mean runs over the classes whose denominator is not zero: a class that is neither in the truth nor in
-    the prediction counts in none. A mean over no class at all is NaN. (Everingham et al., The PASCAL Visual
-    Object Classes Challenge, IJCV 2010, section 4.3.)
+    Means are taken over the classes whose denominator is not zero; a mean over no class is NaN. (Everingham et al.,
+    The PASCAL Visual Object Classes Challenge, IJCV 2010, section 4.3.)
 
     The predictions are class ids `(N, H, W)` or scores `(N, classes, H, W)`, the targets class ids
     `(N, H, W)`, of any integer dtype.
 
     Args:
-        iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
-        ignore_index: the target id of pixels that do not count; by default the data set's, and 255 if it
-            declares none.
-        num_classes: by default the number of the data set's `classes`.
-        per_class: also report `IoU/<class name>` of every class.
-        collect_device, prefix, collect_dir: as in `BaseMetric`.
+        iou_metrics: Which of `mIoU`, `mDice` and `mFscore` to report.
+        ignore_index: Target id of ignored pixels; by default that of the data set's metainfo, or 255 if it has none.
+        num_classes: By default the number of the data set's `classes`.
+        per_class: Also report `IoU/<class name>` of every class.
+        collect_device, prefix, collect_dir: See `BaseMetric`.
 
     Raises:
-        ConfigError: an unknown name in `iou_metrics`, or the number of classes is unknown.
-        DataError: shapes that do not belong together; in `evaluate`: class ids out of range.
+        ConfigError: An unknown name in `iou_metrics`, or the number of classes is unknown.
+        DataError: The shapes do not match; in `evaluate`: class ids are out of range.
     """
 
     def __init__(
@@ -64,7 +63,9 @@ class IoUMetric(CountingMetric):
         for name in iou_metrics:
             if name not in _KNOWN:
                 hint = did_you_mean(name, _KNOWN)
-                raise ConfigError(f"knows {', '.join(_KNOWN)}, not {name!r}{hint}", "iou_metrics")
+                raise ConfigError(
+                    f"unknown metric {name!r}{hint}; known are {', '.join(_KNOWN)}", "iou_metrics"
+                )
         self.iou_metrics = tuple(iou_metrics)
         self.per_class = per_class
         self._ignore_index = ignore_index
@@ -72,27 +73,27 @@ class IoUMetric(CountingMetric):
 
     @property
     def num_classes(self) -> int:
-        """The number of classes, as given or as the data set declares them."""
+        """Number of classes: the argument, or the length of the data set's `classes`."""
         if self._num_classes is not None:
             return self._num_classes
         classes = (self.dataset_meta or {}).get("classes")
         if not classes:
             raise ConfigError(
-                "IoUMetric does not know the number of classes: give num_classes, "
-                "or declare 'classes' in the data set's metainfo"
+                "the number of classes of IoUMetric is unknown; set num_classes, "
+                "or set 'classes' in the data set's metainfo"
             )
         return len(classes)
 
     @property
     def ignore_index(self) -> int | None:
-        """The target id of pixels that do not count, or None if all do."""
+        """Target id of ignored pixels, or None."""
         if self._ignore_index is not None:
             return self._ignore_index
         declared: int | None = (self.dataset_meta or {}).get("ignore_index", _DEFAULT_IGNORE_INDEX)
         return declared
 
     def num_counts(self) -> int:
-        """Return the number of cells of the confusion matrix, and three: ignored, bad target, bad pred."""
+        """Return the number of counts: the confusion matrix, plus ignored, invalid target and invalid prediction."""
         return self.num_classes**2 + 3
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
@@ -100,8 +101,8 @@ class IoUMetric(CountingMetric):
         classes = self.num_classes
         ignored = classes**2
         preds, targets = self._class_ids(preds, targets).long(), targets.long()
-        # A pixel that does not count is sent to a bin of its own: selecting the others would wait for
-        # the device to know how many they are, as torch.bincount waits to know the largest value.
+        # Ignored and invalid pixels are counted in separate bins. Boolean indexing and torch.bincount would both
+        # synchronize with the device, because their output size depends on the values.
         cells = targets * classes + preds
         cells.masked_fill_((preds < 0) | (preds >= classes), ignored + 2)
         cells.masked_fill_((targets < 0) | (targets >= classes), ignored + 1)
@@ -116,8 +117,8 @@ class IoUMetric(CountingMetric):
         ids = preds.argmax(dim=1) if scores else preds
         if ids.shape != targets.shape or ids.is_floating_point():
             raise DataError(
-                f"IoUMetric got {describe(preds)} as preds for {describe(targets)} as targets; it needs "
-                f"scores (N, {self.num_classes}, H, W) or class ids (N, H, W), resized to the targets"
+                f"IoUMetric got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
+                f"scores (N, {self.num_classes}, H, W) or class ids (N, H, W) with the size of the targets"
             )
         return ids
 
@@ -125,20 +126,20 @@ class IoUMetric(CountingMetric):
         """Return the metrics in percent from the counts.
 
         Raises:
-            DataError: targets or predictions out of range were counted.
+            DataError: Targets or predictions out of range were counted.
         """
         matrix = self.matrix(results)
-        hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
-        iou = _percent(hit, truth + guess - hit)
+        hit, truth, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
+        iou = _percent(hit, truth + predicted - hit)
         recall = _mean(_percent(hit, truth))
         metrics = {"aAcc": float(_percent(hit.sum(), matrix.sum())), "mAcc": recall}
         if "mIoU" in self.iou_metrics:
             metrics["mIoU"] = _mean(iou)
-        dice = _mean(_percent(2 * hit, truth + guess))
+        dice = _mean(_percent(2 * hit, truth + predicted))
         if "mDice" in self.iou_metrics:
             metrics["mDice"] = dice
         if "mFscore" in self.iou_metrics:
-            metrics.update(mFscore=dice, mPrecision=_mean(_percent(hit, guess)), mRecall=recall)
+            metrics.update(mFscore=dice, mPrecision=_mean(_percent(hit, predicted)), mRecall=recall)
         if self.per_class:
             metrics.update(zip((f"IoU/{name}" for name in self._class_names()), iou.tolist(), strict=True))
         return metrics
@@ -153,9 +154,9 @@ class IoUMetric(CountingMetric):
         bad_targets, bad_preds = results[-2:]
         if bad_targets or bad_preds:
             raise DataError(
-                f"{type(self).__name__} met {bad_targets} target pixels and {bad_preds} predicted pixels outside "
-                f"0..{classes - 1}; map the data set's labels into that range or to the ignore_index "
-                f"({self.ignore_index}), and let num_classes be the model's number of classes"
+                f"{type(self).__name__} found {bad_targets} target pixels and {bad_preds} predicted pixels outside "
+                f"0..{classes - 1}; map the data set's labels to that range or to the ignore_index "
+                f"({self.ignore_index}), and set num_classes to the model's number of classes"
             )
         return np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)
 
@@ -165,14 +166,14 @@ class IoUMetric(CountingMetric):
 
 
 def _percent(part: npt.ArrayLike, whole: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return 100 part / whole, NaN where `whole` is zero."""
+    """Return 100 * part / whole, NaN where `whole` is zero."""
     part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
-    share = np.full_like(part, np.nan)
-    np.divide(100 * part, whole, out=share, where=whole > 0)
-    return share
+    percent = np.full_like(part, np.nan)
+    np.divide(100 * part, whole, out=percent, where=whole > 0)
+    return percent
 
 
 def _mean(values: npt.NDArray[np.float64]) -> float:
     """Return the mean of the values that are not NaN; NaN if there are none."""
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if known.size else float("nan")
+    valid = values[~np.isnan(values)]
+    return float(valid.mean()) if valid.size else float("nan")

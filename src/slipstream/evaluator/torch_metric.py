@@ -1,4 +1,4 @@
-"""Metrics from torchmetrics, used as they are."""
+"""Adapter for torchmetrics."""
 
 from __future__ import annotations
 
@@ -20,25 +20,24 @@ __all__ = ["TorchMetric", "is_torchmetrics"]
 
 @METRICS.register_module()
 class TorchMetric(BaseMetric):
-    """A torchmetrics `Metric` or `MetricCollection` among ours.
+    """Wraps a torchmetrics `Metric` or `MetricCollection`.
 
-    Each batch calls `metric.update(preds, targets)`; the value is computed once at the end, and the metric
-    is reset. It moves to the device of the first batch. Its value is reported under the metric's class
-    name, `MulticlassAccuracy`; values in dicts and vectors as `<name>/<key>` and `<name>/0`, `<name>/1`, ...
-    A collection's values keep their own names.
+    Each batch calls `metric.update(preds, targets)`; the value is computed once at the end, and the metric is reset.
+    It moves to the device of the first batch. The value is reported under the metric's class name,
+    `MulticlassAccuracy`; values in dicts and vectors as `<name>/<key>` and `<name>/0`, `<name>/1`, ... The values of
+    a collection keep their names.
 
-    Among several processes torchmetrics adds up the ranks itself; every sample that is processed counts, so
-    a sampler must not repeat samples to even out the ranks (Slipstream's does not in evaluation). Many
-    torchmetrics classes inspect each batch on the host and so wait for the device, unless they are made
-    with `validate_args=False`.
+    torchmetrics reduces the values over the ranks. Every processed sample counts, so a sampler must not repeat
+    samples to equalize the ranks (Slipstream's does not in evaluation). Many torchmetrics classes validate each batch
+    on the host, which synchronizes with the device; `validate_args=False` prevents this.
 
     Args:
-        metric: the object, or a dict whose `type` names its class.
-        name: the name of the value instead of the class's.
-        prefix: put before the name, as in `prefix/name`.
+        metric: The object, or a dict whose `type` is its class.
+        name: Name of the value; by default the class name.
+        prefix: Prefix of the name, as in `prefix/name`.
 
     Raises:
-        ConfigError: `metric` is none of torchmetrics.
+        ConfigError: `metric` is not a torchmetrics object.
     """
 
     def __init__(self, metric: Any, name: str | None = None, prefix: str | None = None) -> None:
@@ -46,46 +45,48 @@ class TorchMetric(BaseMetric):
         self.metric = METRICS.build(metric) if isinstance(metric, Mapping) else metric
         if not is_torchmetrics(self.metric):
             raise ConfigError(
-                f"must be a torchmetrics Metric or MetricCollection, not {type(self.metric).__name__}",
+                f"must be a torchmetrics Metric or MetricCollection, got {type(self.metric).__name__}",
                 "metric",
             )
         collection = isinstance(self.metric, nn.ModuleDict)
         self.name = name or ("" if collection else type(self.metric).__name__)
-        self._placed = False
+        self._on_device = False
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
         """Update the metric with a dict with `preds` and `targets`, or a pair `(preds, targets)`.
 
         Raises:
-            DataError: `data_samples` has another form.
+            DataError: `data_samples` has another structure.
         """
         preds, targets = read_pair(data_samples, self.name or "MetricCollection")
-        if not self._placed:
+        if not self._on_device:
             tensor = next(_tensors((preds, targets)), None)
-            self._place(get_comm_device() if tensor is None else tensor.device)
+            self._move_to(get_comm_device() if tensor is None else tensor.device)
         self.metric.update(preds, targets)
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the value over all ranks as plain numbers, and reset the metric."""
-        if not self._placed:  # a rank without a single batch takes part in the exchange all the same
-            self._place(get_comm_device())
+        if not self._on_device:  # a rank without batches must still take part in the collective
+            self._move_to(get_comm_device())
         value = self.metric.compute()
         self.metric.reset()
-        self._placed = False
+        self._on_device = False
         return self._named(dict(_flatten(self.name, value)))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Not used: torchmetrics keeps the state."""
+        """Not used; torchmetrics stores the state."""
         raise NotImplementedError
 
-    def _place(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # tensors made in inference mode cannot be changed outside of it
+    def _move_to(self, device: torch.device) -> None:
+        with torch.inference_mode(
+            False
+        ):  # tensors created in inference mode cannot be modified outside of it
             self.metric.to(device)
-        self._placed = True
+        self._on_device = True
 
 
 def is_torchmetrics(value: Any) -> bool:
-    """Say whether `value` is a torchmetrics `Metric` or `MetricCollection`, without importing the library."""
+    """Return whether `value` is a torchmetrics `Metric` or `MetricCollection`, without importing the library."""
     torchmetrics = sys.modules.get("torchmetrics")
     return torchmetrics is not None and isinstance(value, torchmetrics.Metric | torchmetrics.MetricCollection)
 

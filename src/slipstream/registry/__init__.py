@@ -1,4 +1,4 @@
-"""What a `type=` name means: registries of classes and functions, and building from dicts."""
+"""Registries of classes and functions, and building of objects from configuration dicts."""
 
 from slipstream.registry.build import build_from_cfg
 from slipstream.registry.registry import Registry, default_scope, init_default_scope

@@ -1,4 +1,4 @@
-"""Turn a configuration dict into an object, or say which key of the configuration is wrong."""
+"""Build an object from a configuration dict; errors name the key that is wrong."""
 
 from __future__ import annotations
 
@@ -22,35 +22,35 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
     """Build the object that `cfg` describes.
 
     Args:
-        cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
-            arguments. `cfg` is not changed.
-        registry: where names are looked up.
-        default_args: arguments that apply unless `cfg` gives them; may hold `type`.
+        cfg: A dict whose `type` is a registered name, a class or a function; the other keys are its
+            arguments. `cfg` is not modified.
+        registry: The registry in which names are looked up.
+        default_args: Default arguments, which `cfg` overrides; may contain `type`.
 
     Raises:
-        UnknownNameError: no such `type`.
-        BuildError: an argument is unknown, missing, of the wrong type, or refused by the constructor.
+        UnknownNameError: The `type` is not registered.
+        BuildError: An argument is unknown, missing, of the wrong type, or rejected by the constructor.
     """
     if not isinstance(cfg, Mapping):
-        raise BuildError(f"a {registry.name} is configured by a dict with a 'type', not {cfg!r}")
+        raise BuildError(f"a {registry.name} must be configured with a dict that has a 'type', not {cfg!r}")
     arguments = {**(default_args or {}), **cfg}
     if "type" not in arguments:
-        raise _placed(ConfigError(f"a {registry.name} needs a 'type'; got the keys {sorted(cfg)}"), cfg)
+        raise _with_source(ConfigError(f"a {registry.name} needs a 'type'; got the keys {sorted(cfg)}"), cfg)
     kind = arguments.pop("type")
     try:
         target = registry.resolve(kind) if isinstance(kind, str) else kind
         _check_arguments(target, arguments)
         return target(**arguments)
     except ConfigError as error:
-        raise _placed(error, cfg) from error.__cause__
+        raise _with_source(error, cfg) from error.__cause__
     except (TypeError, ValueError) as error:
         if isinstance(error, SlipstreamError):
             raise
-        raise _placed(BuildError(f"{_name(kind)}: {error}"), cfg) from error
+        raise _with_source(BuildError(f"{_name(kind)}: {error}"), cfg) from error
 
 
 def locate(target: Any, tree: Any) -> str | None:
-    """Return the dotted path of the very object `target` inside nested dicts and lists, or None."""
+    """Return the dotted path of the object `target` (by identity) inside nested dicts and lists, or None."""
     if target is tree:
         return ""
     items: Any = ()
@@ -64,8 +64,8 @@ def locate(target: Any, tree: Any) -> str | None:
     return None
 
 
-def _placed(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
-    """Remember which dict failed, and where it stands inside the dict that is being built."""
+def _with_source(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
+    """Store the dict that failed in the error, and extend the error's path if that dict is inside `cfg`."""
     inner = getattr(error, "source", None)
     if inner is not None and (path := locate(inner, cfg)):
         tail = error.path if error.path.startswith("[") or not error.path else f".{error.path}"
@@ -77,7 +77,7 @@ def _placed(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
 def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(target)
-    except (TypeError, ValueError):  # some built-in callables have none
+    except (TypeError, ValueError):  # some built-in callables have no signature
         return
     known = signature.parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
@@ -98,7 +98,7 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Only our own annotations are a promise; other people's are often looser than what runs.
+    # Only annotations of this package are checked; those of other packages are often inexact.
     if not str(getattr(target, "__module__", "")).startswith("slipstream."):
         return
     constructor = target.__init__ if inspect.isclass(target) else target
@@ -109,11 +109,11 @@ def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _hint(constructor: Any, key: str) -> Any:
-    """Return the annotation of a parameter; Any for one that exists only for the type checker."""
-    only = types.SimpleNamespace(__annotations__={key: constructor.__annotations__.get(key, Any)})
-    only.__module__ = constructor.__module__
+    """Return the annotation of a parameter, or Any if its type is only imported under TYPE_CHECKING."""
+    holder = types.SimpleNamespace(__annotations__={key: constructor.__annotations__.get(key, Any)})
+    holder.__module__ = constructor.__module__
     try:
-        return typing.get_type_hints(only, vars(sys.modules[constructor.__module__]))[key]
+        return typing.get_type_hints(holder, vars(sys.modules[constructor.__module__]))[key]
     except NameError:
         return Any
 

@@ -1,4 +1,4 @@
-"""A registry maps the `type=` names of a configuration to classes and functions."""
+"""Registries, which map the `type=` names of a configuration to classes and functions."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["Registry", "default_scope", "init_default_scope"]
 T = TypeVar("T")
 
 ROOT_SCOPE = "slipstream"
-# Configurations written for the predecessors name their scope; it is the root here.
+# Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# The extras of the package that bring namespaces.
+# Extras of this package that install the packages of namespaces.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
 
 
 def init_default_scope(scope: str) -> None:
-    """Let names without a prefix be looked up in `scope` first, in this context (thread or task)."""
+    """Look up names without a prefix in `scope` first, in this context (thread or task)."""
     _scope.set(scope)
 
 
 @contextmanager
 def default_scope(scope: str | None) -> Iterator[None]:
-    """Look names without a prefix up in `scope` first, inside the `with` block."""
+    """Look up names without a prefix in `scope` first, inside the `with` block."""
     token = _scope.set(scope)
     try:
         yield
@@ -45,16 +45,16 @@ def default_scope(scope: str | None) -> Iterator[None]:
 
 
 class Registry:
-    """A named table from strings to classes or functions, with one child per downstream library.
+    """Maps names to classes or functions, with one child registry per downstream library.
 
     Args:
-        name: what the entries are (`"model"`), for error messages.
-        build_func: how `build` turns a configuration into an object.
-        parent: the registry to ask when a name is not found here.
-        scope: the name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
+        name: Kind of the entries (`"model"`), for error messages.
+        build_func: The function that `build` calls to build an object from a configuration.
+        parent: The registry to search if a name is not found here.
+        scope: Name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
             by default the top-level package of the caller.
-        locations: modules to import before a lookup fails; importing them registers their classes.
-        namespaces: modules whose public classes count as registered (`"torch.optim"`).
+        locations: Modules to import if a name is not found; importing them registers their classes.
+        namespaces: Modules whose public classes count as registered (`"torch.optim"`).
 
     Example:
         >>> MODELS = Registry("model")
@@ -101,15 +101,15 @@ class Registry:
         force: bool = False,
         module: Any = None,
     ) -> Any:
-        """Register `module` under `name` (default: its own name), as a call or as a decorator.
+        """Register `module` under `name` (default: its `__name__`), as a call or as a decorator.
 
         Raises:
-            UnknownNameError: the name is taken by another object and `force` is not set.
+            UnknownNameError: Another object has the name and `force` is not set.
         """
         if module is not None:
             return self._register(module, name, force)
         if callable(name):
-            raise ConfigError(f"{name!r} is no name: write @register_module(), with parentheses")
+            raise ConfigError(f"{name!r} is not a name; write @register_module() with parentheses")
 
         def decorate(obj: T) -> T:
             self._register(obj, name, force)
@@ -132,13 +132,13 @@ class Registry:
         return module
 
     def get(self, key: str) -> Any | None:
-        """Return what is registered as `key` (`"Name"` or `"scope.Name"`), or None.
+        """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
-        A name without a scope is looked up in the default scope's registry, then here; in each place
-        among what is registered, in the namespaces, and then in the parents.
+        A name without a scope is looked up in the registry of the default scope, then here. In each registry, the
+        order is: registered objects, namespaces, parents.
         """
-        homes, name = self._split(key)
-        found = (home._upwards(name) for home in homes)
+        registries, name = self._split(key)
+        found = (registry._find_in_parents(name) for registry in registries)
         return next((obj for obj in found if obj is not None), None)
 
     def __contains__(self, key: str) -> bool:
@@ -154,49 +154,49 @@ class Registry:
         """Build an object from `cfg`, a dict with a `type`, which is a registered name or a class.
 
         Raises:
-            BuildError, UnknownNameError: with the place in the configuration that failed.
+            BuildError, UnknownNameError: The object cannot be built; the message contains the config path.
         """
         return self.build_func(cfg, *args, **kwargs, registry=self)
 
     def resolve(self, key: str) -> Any:
-        """Return what is registered as `key`, or raise an error that names the nearest entry.
+        """Return the object registered as `key`.
 
         Raises:
-            UnknownNameError: nothing of that name is registered or importable.
+            UnknownNameError: The name is not registered or importable; the message names the nearest entry.
         """
         found = self.get(key)
         if found is None:
-            homes, name = self._split(key)
-            hint = did_you_mean(name, {known for home in homes for known in home.names()})
+            registries, name = self._split(key)
+            hint = did_you_mean(name, {known for registry in registries for known in registry.names()})
             extras = "".join(
                 f"; {package} may have it: pip install 'slipstream[{extra}]'"
                 for package, extra in _EXTRAS.items()
-                if any(home._lacks(package) for home in homes)
+                if any(registry._is_missing(package) for registry in registries)
             )
             raise UnknownNameError(f"'{key}' is not a registered {self.name}{hint}{extras}")
         return found
 
     def names(self) -> list[str]:
-        """Return every name found here or in the parents, sorted."""
+        """Return the sorted names of this registry and its parents."""
         self._import_locations()
         found = set(self.module_dict)
         for module in self._imported_namespaces():
             found.update(n for n in dir(module) if self._public(module, n) is not None)
         return sorted(found | set(self.parent.names() if self.parent else ()))
 
-    def _lacks(self, package: str) -> bool:
-        """Say whether one of the namespaces here or in the parents is not there to be imported."""
+    def _is_missing(self, package: str) -> bool:
+        """Return whether `package` provides a namespace, here or in the parents, but is not installed."""
         if any(module.split(".")[0] == package for module in self._namespaces):
             return importlib.util.find_spec(package) is None
-        return self.parent is not None and self.parent._lacks(package)
+        return self.parent is not None and self.parent._is_missing(package)
 
     def _split(self, key: str) -> tuple[Sequence[Registry], str]:
-        """Return the registries where `key` is to be looked up, in order, and the name to look for."""
+        """Return the registries in which to look up `key`, in order, and the name without the scope."""
         scope, dot, name = key.partition(".")
-        if dot and (home := self._in_scope(scope)) is not None:
-            return [home], name
+        if dot and (registry := self._in_scope(scope)) is not None:
+            return [registry], name
         preferred = self._in_scope(_scope.get() or "")
-        # The root comes last in any case: as the default scope it must not hide what a child overrides.
+        # The root must not come first, even as default scope, because it would hide overrides of a child.
         return [self] if preferred in (None, self.root) else [preferred, self], key
 
     def _in_scope(self, scope: str) -> Registry | None:
@@ -207,13 +207,13 @@ class Registry:
             return self
         return next((d for c in self.children.values() if (d := c._descendant(scope))), None)
 
-    def _upwards(self, name: str) -> Any | None:
-        found = self._own(name)
+    def _find_in_parents(self, name: str) -> Any | None:
+        found = self._find_here(name)
         if found is None and self.parent is not None:
-            return self.parent._upwards(name)
+            return self.parent._find_in_parents(name)
         return found
 
-    def _own(self, name: str) -> Any | None:
+    def _find_here(self, name: str) -> Any | None:
         if name not in self.module_dict:
             self._import_locations(name)
         if name in self.module_dict:
@@ -222,20 +222,20 @@ class Registry:
         return next((obj for obj in public if obj is not None), None)
 
     def _import_locations(self, wanted: str | None = None) -> None:
-        """Import them all, from the last, or until one has registered the wanted name."""
+        """Import all locations, from last to first, or until one has registered `wanted`."""
         while self._locations and wanted not in self.module_dict:
-            location = self._locations.pop()  # first, since importing it may look names up here
+            location = self._locations.pop()  # before the import, which may look up names here
             try:
                 importlib.import_module(location)
             except BaseException:
-                self._locations.append(location)  # the next lookup shall fail as clearly
+                self._locations.append(location)  # the next lookup raises the same error
                 raise
 
     def _imported_namespaces(self) -> Iterator[Any]:
         for module in self._namespaces:
             try:
                 with warnings.catch_warnings():
-                    # torch.distributed.optim deprecates itself, whatever name was looked for.
+                    # Importing torch.distributed.optim issues a deprecation warning.
                     warnings.simplefilter("ignore", DeprecationWarning)
                     found = importlib.import_module(module)
             except ModuleNotFoundError as error:  # an optional extra that is not installed

@@ -1,4 +1,4 @@
-"""The registries, by MMEngine's names. A downstream library adds children to them."""
+"""The root registries, with MMEngine's names. Downstream libraries add child registries."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
     if isinstance(cfg, list | tuple):
         from torch import nn
 
-        return nn.Sequential(*(build_from_cfg(part, registry, default_args) for part in cfg))
+        return nn.Sequential(*(build_from_cfg(item, registry, default_args) for item in cfg))
     return build_from_cfg(cfg, registry, default_args)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
-from slipstream.dataset.loading.feed import DeviceFeed, draws_apart
+from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
 from slipstream.dataset.loading.loader import build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.loading.lockstep import agree_on_length, until_all_end, until_one_ends
 from slipstream.dataset.loading.samplers import EpochBatchSampler
@@ -158,7 +158,7 @@ class _TrainLoop(BaseLoop):
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
             next(islice(batches, start - 1, None), None)  # nobody can seek in it, so draw and drop
         self._runner.restore_random_state()
-        if self._runner.speed.prefetch and draws_apart(self.dataloader):
+        if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
                 batches
             )

@@ -1,4 +1,4 @@
-"""Batches ahead on the device: the loader's own order, draws and errors, with a stand-in for streams."""
+"""`DeviceFeed`: order, random draws and errors, with a mock copy stream."""
 
 import importlib
 import threading
@@ -11,15 +11,17 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 import slipstream
 from slipstream.dataset import build_dataloader
-from slipstream.dataset.loading.feed import DeviceFeed, draws_apart, feed, read_prefetch
+from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead, feed, read_prefetch
 from slipstream.errors import ConfigError
 
-module = importlib.import_module("slipstream.dataset.loading.feed")  # its function has the same name
+module = importlib.import_module(
+    "slipstream.dataset.loading.feed"
+)  # the package exports a function of this name
 Pair = namedtuple("Pair", ["image", "label"])
 
 
 class CopyStream:
-    """Records what travels; a batch is on the device once it was received."""
+    """Records the calls of `send` and `receive`."""
 
     def __init__(self):
         self.log = []
@@ -37,12 +39,12 @@ def fed(loader, prefetch=2):
     return DeviceFeed(loader, "cpu", prefetch, copy_stream=CopyStream())
 
 
-def put(seen, batches):
+def collect(seen, batches):
     for batch in batches:
         seen.append(batch)
 
 
-def test_the_copies_of_prefetch_batches_have_begun_when_a_batch_is_handed_out():
+def test_prefetch_batches_are_copied_ahead():
     batches = fed(range(6))
     used = []
     for batch in batches:
@@ -54,29 +56,29 @@ def test_the_copies_of_prefetch_batches_have_begun_when_a_batch_is_handed_out():
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7])
 @pytest.mark.parametrize("prefetch", [1, 2, 5])
-def test_order_and_number_are_the_loaders_and_it_can_be_iterated_again(length, prefetch):
+def test_feed_keeps_order_and_length_and_can_be_iterated_again(length, prefetch):
     batches = fed(range(length), prefetch)
     assert len(batches) == length
     assert list(batches) == list(batches) == list(range(length))
 
 
-def test_what_has_no_length_says_so():
+def test_loader_without_length_raises_type_error():
     with pytest.raises(TypeError, match="no len"):
         len(fed(iter([1])))
 
 
-def test_an_error_of_the_loader_comes_after_the_batches_before_it():
+def test_error_of_the_loader_is_raised_after_earlier_batches():
     def failing():
         yield from range(4)
         raise ValueError("sample 17 is broken")
 
     seen = []
     with pytest.raises(ValueError, match="sample 17 is broken"):
-        put(seen, fed(failing()))
+        collect(seen, fed(failing()))
     assert seen == [0, 1, 2, 3]
 
 
-def test_an_early_break_leaves_nothing_behind_and_the_next_pass_is_whole():
+def test_early_break_closes_the_loader_and_the_next_pass_is_complete():
     closed = []
 
     class Loader:
@@ -94,13 +96,13 @@ def test_an_early_break_leaves_nothing_behind_and_the_next_pass_is_whole():
     assert list(batches) == list(range(9))
 
 
-def test_a_pass_that_has_begun_goes_on():
+def test_ahead_continues_an_iterator():
     loader = iter(range(9))
     assert next(loader) == 0
     assert list(fed(range(9)).ahead(loader)) == list(range(1, 9))
 
 
-def test_the_cpu_hands_batches_through_and_draws_nothing_ahead():
+def test_cpu_feed_returns_batches_unchanged_and_draws_nothing_ahead():
     batch, drawn = {"x": torch.ones(2)}, []
 
     def loader():
@@ -124,7 +126,7 @@ class Noisy(Dataset):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_batches_and_the_global_generator_are_as_without_it(workers):
+def test_feed_changes_neither_batches_nor_the_global_generator(workers):
     def epoch(wrap):
         loader = build_dataloader(
             dict(batch_size=4, dataset=Noisy(), num_workers=workers), 3, "train_dataloader", True
@@ -137,7 +139,7 @@ def test_batches_and_the_global_generator_are_as_without_it(workers):
 
     plain, loader = epoch(lambda loader: loader)
     ahead, _ = epoch(fed)
-    assert draws_apart(loader)
+    assert can_draw_ahead(loader)
     for (batch, drawn), (batch2, drawn2) in zip(plain, ahead, strict=True):
         assert torch.equal(batch, batch2)
         assert torch.equal(drawn, drawn2)
@@ -148,14 +150,14 @@ class Stream(IterableDataset):
         return (torch.randn(2) for _ in range(8))
 
 
-def test_a_stream_that_may_draw_from_the_global_generators_is_known():
-    assert not draws_apart(DataLoader(Stream()))
-    assert not draws_apart([1, 2])
-    assert draws_apart(DataLoader(Stream(), num_workers=1))
-    assert not draws_apart(DataLoader(TensorDataset(torch.ones(3))))  # not one of ours
+def test_can_draw_ahead_is_false_for_loaders_that_use_global_generators():
+    assert not can_draw_ahead(DataLoader(Stream()))
+    assert not can_draw_ahead([1, 2])
+    assert can_draw_ahead(DataLoader(Stream(), num_workers=1))
+    assert not can_draw_ahead(DataLoader(TensorDataset(torch.ones(3))))  # not built by build_dataloader
 
 
-def test_a_failing_worker_is_heard():
+def test_error_of_a_worker_is_raised():
     class Broken(Noisy):
         def __getitem__(self, index):
             if index == 13:
@@ -165,7 +167,7 @@ def test_a_failing_worker_is_heard():
     seen, loader = [], DataLoader(Broken(), batch_size=4, num_workers=1)
     iterator = iter(loader)
     with pytest.raises(ValueError, match="no such image"):
-        put(seen, fed(loader).ahead(iterator))
+        collect(seen, fed(loader).ahead(iterator))
     iterator._shutdown_workers()
     assert len(seen) == 3
 
@@ -177,7 +179,7 @@ def nested(tensor):
     return {"inputs": [tensor, (tensor, "name")], "pair": Pair(tensor, None), "count": 3}
 
 
-def test_tensors_move_wherever_they_are_nested_and_keep_their_dtype():
+def test_nested_tensors_move_and_keep_their_dtype():
     image = torch.zeros(2, 3, dtype=torch.uint8)
     moved = next(iter(feed([nested(image)], "meta")))
     assert isinstance(moved["pair"], Pair)
@@ -191,7 +193,7 @@ def test_tensors_move_wherever_they_are_nested_and_keep_their_dtype():
 
 @pytest.fixture
 def pinning(monkeypatch):
-    """Pinning without an accelerator: it takes a while, and leaves a mark on which thread it ran."""
+    """Replace `_pin` by a mock that records its thread."""
     threads = []
 
     def pin(batch):
@@ -210,30 +212,30 @@ def pinners():
     return [thread for thread in threading.enumerate() if thread.name.startswith("slipstream-pin")]
 
 
-def test_a_thread_pins_in_order_and_ends_with_the_pass(pinning):
+def test_pinning_thread_keeps_order_and_ends_with_the_iteration(pinning):
     assert list(module._pinned(iter(range(7)), torch.device("cuda:0"))) == list(range(7))
     assert len(pinning) == 7
     assert all(name.startswith("slipstream-pin") for name in pinning)
     assert pinners() == []
 
 
-def test_the_thread_ends_with_a_pass_that_is_left(pinning):
+def test_pinning_thread_ends_after_an_early_break(pinning):
     for batch in module._run_ahead(module._pinned(iter(range(9)), torch.device("cuda:0")), CopyStream(), 2):
         if batch == 1:
             break
     assert pinners() == []
 
 
-def test_an_error_in_the_thread_is_heard_after_the_batches_before_it(pinning):
+def test_error_of_the_pinning_thread_is_raised_after_earlier_batches(pinning):
     batches, seen = module._pinned(iter([0, 1, "bad", 3]), torch.device("cuda:0")), []
     with pytest.raises(RuntimeError, match="out of memory"):
-        put(seen, module._run_ahead(batches, CopyStream(), 2))
+        collect(seen, module._run_ahead(batches, CopyStream(), 2))
     assert seen == [0, 1]
     assert pinners() == []
 
 
 @pytest.mark.parametrize(("pin_memory", "threads"), [(True, 0), (False, 6)])
-def test_only_what_the_loader_does_not_pin_is_pinned(pinning, monkeypatch, pin_memory, threads):
+def test_batches_pinned_by_the_loader_are_not_pinned_again(pinning, monkeypatch, pin_memory, threads):
     class Loader(list):
         pass
 
@@ -245,20 +247,20 @@ def test_only_what_the_loader_does_not_pin_is_pinned(pinning, monkeypatch, pin_m
 
 
 @pytest.mark.parametrize(("value", "count"), [(None, 0), (False, 0), (True, 2), (0, 0), (3, 3)])
-def test_words_are_read(value, count):
+def test_read_prefetch_accepts_bools_and_numbers(value, count):
     assert read_prefetch(value) == count
 
 
 @pytest.mark.parametrize("value", [-1, "2", 1.5])
-def test_wrong_words_are_named_with_their_place(value):
+def test_read_prefetch_error_names_the_key(value):
     with pytest.raises(ConfigError, match="prefetch: must be a number of batches"):
         read_prefetch(value)
 
 
-# ---- for a loop of one's own ------------------------------------------------------------------------------
+# ---- custom training loops --------------------------------------------------------------------------------
 
 
-def test_a_loop_over_feed_trains_as_one_over_the_loader():
+def test_loop_over_feed_trains_as_loop_over_the_loader():
     def train(wrap):
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
@@ -276,6 +278,6 @@ def test_a_loop_over_feed_trains_as_one_over_the_loader():
         torch.testing.assert_close(found, train(lambda loader: loader), rtol=0, atol=0)
 
 
-def test_the_length_of_an_epoch_is_the_loaders():
+def test_length_equals_the_length_of_the_loader():
     loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=4)
     assert len(slipstream.feed(loader)) == len(loader) == 3

@@ -90,23 +90,23 @@ def _generators_stay_as_they_are():
 
 
 @pytest.mark.parametrize("collate", [default_collate, mixup])
-def test_samples_and_batches_do_not_depend_on_the_number_of_workers(collate):
+def test_batches_do_not_depend_on_the_number_of_workers(collate):
     cfg = dict(dataset=Draws(), batch_size=3, sampler=dict(type="DefaultSampler"), collate_fn=collate)
-    alone = build(cfg)
-    helped = build(dict(cfg, num_workers=2, persistent_workers=True))
+    without_workers = build(cfg)
+    with_workers = build(dict(cfg, num_workers=2, persistent_workers=True))
     seen = []
     for epoch in (1, 0):
-        wanted = content(alone, epoch)
-        assert content(helped, epoch) == wanted, "persistent workers see the new epoch"
+        wanted = content(without_workers, epoch)
+        assert content(with_workers, epoch) == wanted, "persistent workers see the new epoch"
         seen.append(wanted)
     assert sorted(i for batch in seen[0] for i in batch[0]) == list(range(10))
     values = [x for epoch in seen for batch in epoch for x in batch[1]]
-    assert len(set(values)) == 20, "every sample of every epoch has draws of its own"
-    assert content(helped, 1, start=2) == seen[0][2:]
-    assert content(alone, 1, start=2) == seen[0][2:]
+    assert len(set(values)) == 20, "draws differ between samples and epochs"
+    assert content(with_workers, 1, start=2) == seen[0][2:]
+    assert content(without_workers, 1, start=2) == seen[0][2:]
 
 
-def test_another_seed_gives_another_order_and_other_draws():
+def test_seed_changes_order_and_draws():
     cfg = dict(dataset=Draws(), batch_size=10, sampler=dict(type="DefaultSampler"))
     (first,), (second,) = content(build(cfg, seed=1)), content(build(cfg, seed=2))
     assert first[0] != second[0]
@@ -114,14 +114,14 @@ def test_another_seed_gives_another_order_and_other_draws():
     assert content(build(cfg, seed=1)) == [first]
 
 
-def test_a_users_subclass_of_a_tensor_data_set_is_seeded_too():
+def test_subclass_of_tensor_data_set_is_seeded():
     loader = build(dict(dataset=Augmented(torch.zeros(6)), batch_size=6))
     values = next(iter(loader)).tolist()
     assert len(set(values)) == 6
     assert next(iter(loader)).tolist() == values
 
 
-def test_a_seeded_data_set_passes_attributes_on_and_takes_any_index():
+def test_seeded_data_set_forwards_attributes_and_accepts_any_index():
     seeded = SeededDataset(Draws(), default_collate)
     assert seeded.metainfo == {"classes": ("a",)}
     assert len(seeded) == 10
@@ -131,7 +131,7 @@ def test_a_seeded_data_set_passes_attributes_on_and_takes_any_index():
         _ = seeded.nothing
 
 
-def test_tensors_are_collated_as_default_collate_does():
+def test_tensor_batches_equal_default_collate():
     data = TensorDataset(torch.arange(14.0).view(7, 2), torch.arange(7), torch.ones(7, 1, 3).bfloat16())
     loader = build(dict(dataset=data, batch_size=3, sampler=dict(type="DefaultSampler", shuffle=True)))
     set_epoch(loader, 4)
@@ -150,7 +150,7 @@ def test_tensors_are_collated_as_default_collate_does():
 # ---- configuration ---------------------------------------------------------------------------------
 
 
-def test_only_a_training_loader_is_padded_for_its_ranks(monkeypatch):
+def test_only_training_loaders_are_padded_per_rank(monkeypatch):
     monkeypatch.setattr("slipstream.dataset.loading.samplers.get_dist_info", lambda: (1, 2))
     for kind in ("DefaultSampler", "slipstream.DefaultSampler", "mmengine.DefaultSampler"):
         cfg = dict(dataset=Draws(5), batch_size=8, sampler=dict(type=kind, shuffle=False))
@@ -160,20 +160,20 @@ def test_only_a_training_loader_is_padded_for_its_ranks(monkeypatch):
         assert indices(build(cfg, training=False)) == [[1, 3, 0]]
 
 
-def test_without_a_sampler_the_order_is_plain_and_shuffle_shuffles():
+def test_order_without_a_sampler_follows_shuffle():
     assert indices(build(dict(dataset=Draws(5), batch_size=2))) == [[0, 1], [2, 3], [4]]
     assert indices(build(dict(dataset=Draws(5), batch_size=2, drop_last=True))) == [[0, 1], [2, 3]]
     (order,) = indices(build(dict(dataset=Draws(30), batch_size=30, shuffle=True)))
     assert order != sorted(order)
 
 
-def test_torchs_samplers_are_built_by_name_and_follow_the_seed():
+def test_torch_samplers_are_built_by_name_and_seeded():
     cfg = dict(dataset=Draws(), batch_size=10, sampler=dict(type="RandomSampler"))
     orders = [indices(build(cfg), epoch) for epoch in (0, 0, 1)]
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_a_batch_sampler_is_built_with_sampler_and_batch_size():
+def test_batch_sampler_is_built_with_sampler_and_batch_size():
     batches = dict(type="BatchSampler", drop_last=True)
     loader = build(dict(dataset=Draws(5), batch_size=2, batch_sampler=batches, num_batch_per_epoch=1))
     assert indices(loader) == [[0, 1]]
@@ -188,7 +188,7 @@ def test_num_batch_per_epoch_ends_an_epoch_early():
     assert content(cut, 1, start=1) == content(whole, 1)[1:2]
 
 
-def test_an_endless_loader_says_so_and_starts_where_it_is_told():
+def test_endless_loader_is_infinite_and_starts_at_any_batch():
     loader = build(dict(dataset=Draws(4), batch_size=3, sampler=dict(type="InfiniteSampler")))
     assert is_infinite(loader)
     assert not is_infinite(build(dict(dataset=Draws(4), batch_size=3)))
@@ -200,7 +200,7 @@ def test_an_endless_loader_says_so_and_starts_where_it_is_told():
     assert sorted(torch.cat([b[0] for b in stream])[:4].tolist()) == [0, 1, 2, 3]
 
 
-def test_a_collate_function_is_given_by_name_by_dict_or_as_it_is():
+def test_collate_fn_is_a_name_a_dict_or_a_function():
     for collate in (
         "pseudo_collate",
         dict(type="pseudo_collate"),
@@ -211,13 +211,13 @@ def test_a_collate_function_is_given_by_name_by_dict_or_as_it_is():
         assert not isinstance(batch[0], torch.Tensor)
 
 
-def test_options_for_workers_may_stay_when_there_are_none():
+def test_worker_options_are_ignored_without_workers():
     options = dict(batch_size=2, num_workers=0, persistent_workers=True, prefetch_factor=4)
     assert len(indices(build(dict(dataset=Draws(4), **options)))) == 2
     assert torch.cat(list(build(dict(dataset=Stream(), **options)))).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_a_data_set_is_built_from_its_configuration():
+def test_data_set_is_built_from_its_configuration():
     class Lazy(Draws):
         def full_init(self):
             self.size = 3
@@ -229,38 +229,38 @@ def test_a_data_set_is_built_from_its_configuration():
     ("change", "error", "message"),
     [
         (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean"),
-        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be a whole number of at least 1, not 0"),
-        (dict(batch_size="8"), ConfigError, "not '8'"),
+        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be an integer of at least 1, got 0"),
+        (dict(batch_size="8"), ConfigError, "got '8'"),
         (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),
         (dict(dataset=[]), DataError, "train_dataloader: the data set list has no samples"),
-        (dict(collate_fn=dict(size=1)), BuildError, "train_dataloader.collate_fn: needs a 'type'"),
+        (dict(collate_fn=dict(size=1)), BuildError, "train_dataloader.collate_fn: the key 'type' is missing"),
         (dict(sampler=dict(type="DefaultSampler", shufle=True)), ConfigError, "'shufle'; did you mean 'shuffle'"),
         (dict(sampler=dict(type="DefaultSampeler")), UnknownNameError, "did you mean 'DefaultSampler'"),
         (dict(sampler=dict(shuffle=True)), ConfigError, "needs a 'type'"),
         (
             dict(batch_size=99, drop_last=True), DataError,
-            "train_dataloader gives no batch: its samples, 10, are fewer than batch_size=99, and drop_last=True",
+            "train_dataloader has no batch: it has 10 samples, fewer than batch_size=99, and drop_last=True",
         ),
     ],
 )  # fmt: skip
-def test_wrong_options_are_errors_that_name_the_place_and_the_remedy(change, error, message):
+def test_errors_of_wrong_options_name_the_key_and_the_fix(change, error, message):
     with pytest.raises(error) as caught:
         build({"dataset": Draws(), "batch_size": 2, **change})
     assert message in str(caught.value)
 
 
-def test_a_loader_without_data_set_or_of_another_kind_is_refused():
-    with pytest.raises(ConfigError, match="needs a 'dataset'"):
+def test_missing_or_empty_data_sets_and_other_types_raise_errors():
+    with pytest.raises(ConfigError, match="the key 'dataset' is missing"):
         build(dict(batch_size=2))
-    with pytest.raises(ConfigError, match="must be a DataLoader or a dict, not list"):
+    with pytest.raises(ConfigError, match="must be a DataLoader or a dict, got list"):
         build([1])
     with pytest.raises(DataError, match="no samples"):
         build(DataLoader(TensorDataset(torch.zeros(0))))
 
 
-def test_a_loader_that_drops_its_only_batch_is_refused_for_training_alone():
+def test_training_loader_that_drops_its_only_batch_raises_an_error():
     ready = DataLoader(Draws(), batch_size=11, drop_last=True)
-    with pytest.raises(DataError, match="samples, 10, are fewer than batch_size=11"):
+    with pytest.raises(DataError, match="it has 10 samples, fewer than batch_size=11"):
         build(ready)
     assert content(build(ready, training=False)) == []
     endless = build(
@@ -269,7 +269,7 @@ def test_a_loader_that_drops_its_only_batch_is_refused_for_training_alone():
     assert len(next(iter(endless))[0]) == 11
 
 
-# ---- ready loaders ---------------------------------------------------------------------------------
+# ---- existing DataLoaders ---------------------------------------------------------------------------------
 
 
 def weighted(generator=None):
@@ -277,7 +277,7 @@ def weighted(generator=None):
 
 
 class Halves:
-    """A batch sampler that shuffles with Python's global generator, as users' often do."""
+    """A batch sampler that shuffles with Python's global generator, as custom samplers often do."""
 
     def __iter__(self):
         batches = [[0, 1], [2, 3], [4]]
@@ -306,18 +306,18 @@ READY = {
 
 
 @pytest.mark.parametrize("name", READY)
-def test_a_ready_loader_keeps_its_meaning_and_becomes_reproducible(name):
+def test_existing_data_loader_becomes_reproducible(name):
     one, other = build(READY[name]()), build(READY[name]())
     whole = content(one, 2)
     before = random.getstate()
     random.seed(0)
     torch_state = torch.get_rng_state()
     torch.manual_seed(5)
-    assert content(other, 2) == whole, "order and draws depend on seed and epoch alone"
+    assert content(other, 2) == whole, "order and draws depend only on seed and epoch"
     assert content(other, 2, start=1) == whole[1:]
     random.setstate(before)
     torch.set_rng_state(torch_state)
-    assert content(one, 2) == whole, "not on what was drawn before"
+    assert content(one, 2) == whole, "earlier draws have no effect"
 
     sizes = [len(batch[0]) for batch in whole]
     drawn = sorted(i for batch in whole for i in batch[0])
@@ -336,7 +336,7 @@ def test_a_ready_loader_keeps_its_meaning_and_becomes_reproducible(name):
         assert len(orders) > 1, "epochs differ"
 
 
-def test_a_ready_loader_keeps_its_collate_function_and_its_workers_settings():
+def test_existing_data_loader_keeps_collate_fn_and_worker_settings():
     def init(worker):
         return None
 
@@ -358,12 +358,12 @@ def test_a_ready_loader_keeps_its_collate_function_and_its_workers_settings():
     assert len(next(iter(build(DataLoader(Draws(5), collate_fn=mixup))))) == 7
 
 
-def test_a_loader_that_was_taken_over_is_not_wrapped_again():
+def test_wrapped_loader_is_not_wrapped_again():
     taken = build(DataLoader(Draws(5)))
     assert build(taken, seed=9) is taken
 
 
-def test_a_streaming_data_set_passes_through():
+def test_loader_of_iterable_data_set_is_returned_unchanged():
     loader = DataLoader(Stream(), batch_size=2)
     assert build(loader) is loader
     assert [b.tolist() for b in build(dict(dataset=Stream(), batch_size=2))] == [[0, 1], [2, 3], [4]]
@@ -378,6 +378,6 @@ def test_a_streaming_data_set_passes_through():
     assert data.epoch == 3
 
 
-def test_keys_that_are_no_numbers_work_as_in_torch():
+def test_non_integer_keys_work_as_in_torch():
     loader = build(DataLoader(Keyed(), batch_sampler=[["b"], ["a", "b"]]))
     assert [batch.tolist() for batch in loader] == [[2], [1, 2]]

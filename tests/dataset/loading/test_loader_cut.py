@@ -1,4 +1,4 @@
-"""Some batches an epoch of a loader that was made elsewhere."""
+"""`num_batch_per_epoch` for an existing `DataLoader`."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("ours", [False, True])
-def test_a_ready_loader_may_be_cut_and_stays_as_it_is(ours):
+def test_num_batch_per_epoch_limits_a_copy_of_the_loader(ours):
     ready = DataLoader(TensorDataset(torch.arange(10.0)), batch_size=2)
     if ours:
         ready = build_dataloader(ready, 0, "train_dataloader", training=True)
@@ -30,17 +30,17 @@ def test_a_ready_loader_may_be_cut_and_stays_as_it_is(ours):
     ("options", "message"),
     [
         (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be at least 1"),
-        (dict(batch_size=3), r"train_dataloader: a ready loader keeps its own 'batch_size'"),
+        (dict(batch_size=3), r"train_dataloader: 'batch_size' cannot be changed for an existing DataLoader"),
     ],
 )
-def test_a_ready_loader_takes_no_other_options(options, message):
+def test_other_options_of_an_existing_loader_raise_errors(options, message):
     ready = DataLoader(TensorDataset(torch.zeros(4)))
     with pytest.raises(ConfigError, match=message):
         build_dataloader(dict(dataloader=ready, **options), 0, "train_dataloader", training=True)
 
 
-def test_a_stream_cannot_be_cut():
-    with pytest.raises(ConfigError, match=r"num_batch_per_epoch: only batches that a batch sampler draws"):
+def test_num_batch_per_epoch_rejects_iterable_data_sets():
+    with pytest.raises(ConfigError, match=r"num_batch_per_epoch: requires a DataLoader with a batch sampler"):
         build_dataloader(
             dict(dataloader=DataLoader(Stream()), num_batch_per_epoch=2), 0, "train_dataloader", training=True
         )

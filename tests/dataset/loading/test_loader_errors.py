@@ -1,4 +1,4 @@
-"""What a worker of a loader says when it fails."""
+"""Error messages of failing data loader workers."""
 
 import pytest
 from torch.utils.data import Dataset
@@ -33,14 +33,14 @@ def failure(error):
     [
         DataError("'a.png' is broken:\n  'b.png', too"),
         ConfigError("must be 1: DataError: x, not 2", "transforms"),
-        UnknownNameError("nobody knows 'it'"),
+        UnknownNameError("unknown name 'it'"),
     ],
 )
-def test_a_workers_error_says_its_own_sentence_and_keeps_the_workers_traceback(error):
+def test_worker_error_keeps_its_message_and_traceback(error):
     caught = failure(error)
     assert str(caught) == str(error)
     assert "in __getitem__" in str(caught.__cause__)
 
 
-def test_a_users_error_in_a_worker_keeps_torchs_text_with_the_traceback():
-    assert "in __getitem__" in str(failure(ValueError("the user's own")))
+def test_other_worker_errors_keep_torchs_text_with_the_traceback():
+    assert "in __getitem__" in str(failure(ValueError("custom error")))

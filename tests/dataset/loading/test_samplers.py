@@ -18,8 +18,8 @@ def _leave_generators_alone():
     assert torch.equal(torch.get_rng_state(), before), "no sampler draws from the global generator"
 
 
-def shares(kind, size, world, epoch=0, **options):
-    """The samples of every rank."""
+def samplers_of_ranks(kind, size, world, epoch=0, **options):
+    """Return the sampler of every rank."""
     result = []
     for rank in range(world):
         with pytest.MonkeyPatch.context() as patch:
@@ -31,11 +31,11 @@ def shares(kind, size, world, epoch=0, **options):
 
 
 @given(st.integers(1, 40), st.integers(1, 7), st.booleans(), st.integers(0, 3))
-def test_rounded_up_ranks_get_equally_many_and_together_every_sample(size, world, shuffle, epoch):
-    ranks = shares(DefaultSampler, size, world, epoch, shuffle=shuffle, seed=5)
-    parts = [list(sampler) for sampler in ranks]
-    assert {len(part) for part in parts} == {len(sampler) for sampler in ranks} == {-(-size // world)}
-    interleaved = [index for column in zip(*parts, strict=True) for index in column]
+def test_rounded_up_shards_have_equal_length_and_cover_all_samples(size, world, shuffle, epoch):
+    ranks = samplers_of_ranks(DefaultSampler, size, world, epoch, shuffle=shuffle, seed=5)
+    shards = [list(sampler) for sampler in ranks]
+    assert {len(shard) for shard in shards} == {len(sampler) for sampler in ranks} == {-(-size // world)}
+    interleaved = [index for column in zip(*shards, strict=True) for index in column]
     order = interleaved[:size]
     assert sorted(order) == list(range(size))
     assert interleaved[size:] == list(itertools.islice(itertools.cycle(order), len(interleaved) - size))
@@ -44,16 +44,16 @@ def test_rounded_up_ranks_get_equally_many_and_together_every_sample(size, world
 
 
 @given(st.integers(1, 40), st.integers(1, 7))
-def test_without_rounding_every_sample_comes_exactly_once(size, world):
-    ranks = shares(DefaultSampler, size, world, shuffle=True, round_up=False)
-    parts = [list(sampler) for sampler in ranks]
-    assert sorted(itertools.chain(*parts)) == list(range(size))
-    assert [len(part) for part in parts] == [len(sampler) for sampler in ranks]
+def test_shards_without_rounding_contain_each_sample_once(size, world):
+    ranks = samplers_of_ranks(DefaultSampler, size, world, shuffle=True, round_up=False)
+    shards = [list(sampler) for sampler in ranks]
+    assert sorted(itertools.chain(*shards)) == list(range(size))
+    assert [len(shard) for shard in shards] == [len(sampler) for sampler in ranks]
 
 
-def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
+def test_order_depends_only_on_seed_and_epoch():
     def order(seed, epoch):
-        (sampler,) = shares(DefaultSampler, 50, 1, epoch, seed=seed)
+        (sampler,) = samplers_of_ranks(DefaultSampler, 50, 1, epoch, seed=seed)
         torch.rand(1, generator=torch.Generator())
         return list(sampler)
 
@@ -61,8 +61,8 @@ def test_the_order_depends_on_seed_and_epoch_and_on_nothing_else():
     assert len({tuple(order(seed, epoch)) for seed, epoch in [(0, 0), (0, 1), (7, 0), (7, 1)]}) == 4
 
 
-def test_an_endless_stream_passes_the_data_again_and_again_in_new_orders():
-    (sampler,) = shares(InfiniteSampler, 10, 1, seed=3)
+def test_infinite_sampler_reshuffles_each_pass():
+    (sampler,) = samplers_of_ranks(InfiniteSampler, 10, 1, seed=3)
     stream = list(itertools.islice(sampler, 30))
     passes = [stream[i : i + 10] for i in (0, 10, 20)]
     assert all(sorted(p) == list(range(10)) for p in passes)
@@ -72,16 +72,16 @@ def test_an_endless_stream_passes_the_data_again_and_again_in_new_orders():
     assert list(itertools.islice(sampler, 20)) == passes[1] + passes[2]
 
 
-def test_the_ranks_of_an_endless_stream_take_turns():
-    (alone,) = shares(InfiniteSampler, 7, 1, seed=3)
-    ranks = shares(InfiniteSampler, 7, 2, seed=3)
+def test_infinite_sampler_interleaves_ranks():
+    (alone,) = samplers_of_ranks(InfiniteSampler, 7, 1, seed=3)
+    ranks = samplers_of_ranks(InfiniteSampler, 7, 2, seed=3)
     columns = zip(*(itertools.islice(r, 10) for r in ranks), strict=True)
     assert [index for column in columns for index in column] == list(itertools.islice(alone, 20))
     assert len(ranks[0]) == 4
 
 
-def test_an_endless_stream_without_shuffling_counts():
-    (sampler,) = shares(InfiniteSampler, 3, 1, shuffle=False)
+def test_infinite_sampler_without_shuffle_keeps_the_order():
+    (sampler,) = samplers_of_ranks(InfiniteSampler, 3, 1, shuffle=False)
     assert list(itertools.islice(sampler, 7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
@@ -100,7 +100,7 @@ def batches(sampler, epoch, start=0):
     ],
 )
 @pytest.mark.parametrize("drop_last", [True, False])
-def test_starting_at_any_batch_yields_exactly_the_rest_of_that_epoch(inner, drop_last):
+def test_start_batch_yields_the_rest_of_the_epoch(inner, drop_last):
     def fresh():
         return EpochBatchSampler(BatchSampler(inner(), 3, drop_last), seed=4, samples=11)
 
@@ -116,13 +116,13 @@ def test_starting_at_any_batch_yields_exactly_the_rest_of_that_epoch(inner, drop
             assert batches(fresh(), epoch, start) == whole[start:]
 
 
-def test_a_start_counts_for_one_iteration_only():
+def test_start_batch_applies_to_one_iteration():
     sampler = EpochBatchSampler(BatchSampler(range(4), 2, False), seed=0, samples=4)
     assert len(batches(sampler, 0, start=1)) == 1
     assert len(list(sampler)) == 2
 
 
-def test_each_pass_of_an_endless_stream_counts_as_an_epoch():
+def test_each_pass_of_an_infinite_sampler_counts_as_an_epoch():
     inner = InfiniteSampler(range(4), seed=1)
     sampler = EpochBatchSampler(BatchSampler(inner, 2, False), seed=1, samples=4)
     sampler.set_epoch(0, 3)
@@ -132,7 +132,7 @@ def test_each_pass_of_an_endless_stream_counts_as_an_epoch():
     assert sampler.endless
 
 
-def test_samplers_that_draw_from_numpys_global_generator_are_as_reproducible_as_others():
+def test_samplers_that_use_numpys_global_generator_are_reproducible():
     class Shuffled:
         def __iter__(self):
             order = np.random.permutation(12)
@@ -151,10 +151,10 @@ def test_samplers_that_draw_from_numpys_global_generator_are_as_reproducible_as_
     assert sorted(i for batch in whole for i, _, _ in batch) == list(range(12))
     np.random.seed(99)
     batches(sampler, 5)
-    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator was put back"
+    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator is restored"
 
 
-def test_a_stream_of_its_own_goes_on_between_batches():
+def test_isolated_random_state_continues_between_batches():
     class Uniform:
         def __iter__(self):
             return ([int(np.random.randint(10**6))] for _ in range(20))
@@ -164,14 +164,14 @@ def test_a_stream_of_its_own_goes_on_between_batches():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 99])
-def test_a_limit_takes_the_first_batches_of_each_epoch(limit):
+def test_limit_takes_the_first_batches_of_each_epoch(limit):
     whole = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10)
     cut = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10, limit=limit)
     assert batches(cut, 1) == batches(whole, 1)[:limit]
     assert len(cut) == min(limit, 3)
 
 
-def test_a_limit_makes_epochs_of_an_endless_stream_and_each_is_another():
+def test_limit_divides_an_infinite_sampler_into_different_epochs():
     inner = InfiniteSampler(range(20), seed=0)
     sampler = EpochBatchSampler(BatchSampler(inner, 2, False), seed=0, samples=20, limit=3)
     assert not sampler.endless
@@ -180,7 +180,7 @@ def test_a_limit_makes_epochs_of_an_endless_stream_and_each_is_another():
     assert [i for batch in first for i, *_ in batch] != [i for batch in second for i, *_ in batch]
 
 
-def test_keys_that_are_no_numbers_pass_through_and_tensors_count_as_numbers():
+def test_non_integer_keys_stay_and_tensors_become_indices():
     sampler = EpochBatchSampler([["a", ("b", 1)], [torch.tensor(3)]], seed=0, samples=3)
     first, second = list(sampler)
     assert first == ["a", ("b", 1)]

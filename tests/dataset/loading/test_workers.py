@@ -1,4 +1,4 @@
-"""Workers and prefetching chosen by measuring: what is chosen, that nothing else moves, and how it is switched off."""
+"""Automatic choice of `num_workers` and `prefetch_factor`."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.errors import ConfigError, DataError
 from tiny_runs import Noisy, assert_same, loader, run, weights
 
-# torch counts the cores of this machine; these tests pretend to have four.
+# torch warns if there are more workers than cores; these tests assume four cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(workers, "_WINDOW", 0.15)
+    monkeypatch.setattr(workers, "_TRIAL_TIME", 0.15)
     monkeypatch.setattr(workers, "cores", lambda: 4)
 
 
 class Sleeping(Dataset[Any]):
-    """Takes its time without a processor, so that workers do not stand in each other's way."""
+    """Sleeps for each sample; workers run in parallel even on one core."""
 
     def __init__(self, seconds: float, size: int = 40) -> None:
         self.seconds, self.size = seconds, size
@@ -42,16 +42,16 @@ class Sleeping(Dataset[Any]):
 
 
 class Draws(Dataset[Any]):
-    """Draws from the global generators and from one of its own, and counts how often it is asked."""
+    """Draws from the global generators and from a private one, and counts its reads."""
 
     def __init__(self) -> None:
-        self.asked, self.own = 0, random.Random(0)
+        self.reads, self.rng = 0, random.Random(0)
 
     def __len__(self) -> int:
         return 20
 
     def __getitem__(self, index: int) -> list[float]:
-        self.asked += 1
+        self.reads += 1
         return [int(index), random.random(), np.random.rand(), torch.rand(()).item(), random.gauss(0, 1)]
 
 
@@ -65,7 +65,7 @@ def states() -> list[Any]:
     return [random.getstate(), numpy_state[1].tolist(), numpy_state[2], torch.get_rng_state().tolist()]
 
 
-def test_slow_samples_get_as_many_workers_as_there_are_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_samples_use_one_worker_per_core(monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(workers, "print_log", lambda line, logger: lines.append(line))
     built = build(Sleeping(0.02), num_workers="auto")
@@ -75,7 +75,7 @@ def test_slow_samples_get_as_many_workers_as_there_are_cores(monkeypatch: pytest
     assert "num_workers=4 of at most 4 (samples/s: 0: " in line
 
 
-def test_samples_that_cost_less_than_their_way_get_no_worker() -> None:
+def test_samples_cheaper_than_their_transfer_use_no_worker() -> None:
     built = build(
         TensorDataset(torch.arange(40.0), torch.arange(40)),
         num_workers="auto",
@@ -86,22 +86,22 @@ def test_samples_that_cost_less_than_their_way_get_no_worker() -> None:
     assert len(list(built)) == 10
 
 
-def test_a_number_is_taken_without_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explicit_numbers_skip_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "_Trials", None)
     assert build(Sleeping(0), num_workers=2).num_workers == 2
     assert build(Sleeping(0), num_workers=0, prefetch_factor="auto").prefetch_factor is None
 
 
-def test_the_share_of_one_process_is_not_exceeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_local_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workers, "get_local_size", lambda: 2)
     assert build(Sleeping(0.02), num_workers="auto").num_workers == 2
 
 
-def test_samples_are_the_same_whatever_is_chosen_and_no_generator_moves() -> None:
+def test_auto_changes_neither_samples_nor_generators() -> None:
     data, before = Draws(), states()
     chosen = build(data, num_workers="auto", prefetch_factor="auto", shuffle=True)
     assert states() == before
-    assert (data.asked, data.own.getstate()) == (0, random.Random(0).getstate())
+    assert (data.reads, data.rng.getstate()) == (0, random.Random(0).getstate())
     plain = build(Draws(), num_workers=0, shuffle=True)
     for epoch, start in ((0, 0), (1, 2)):
         for built in (chosen, plain):
@@ -110,7 +110,7 @@ def test_samples_are_the_same_whatever_is_chosen_and_no_generator_moves() -> Non
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-def test_a_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+def test_auto_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     measured = run(tmp_path / "a", train_dataloader=loader(Noisy(), num_workers="auto"))
     plain = run(tmp_path / "b", train_dataloader=loader(Noisy(), num_workers=0))
     assert_same(weights(measured), weights(plain))
@@ -118,7 +118,7 @@ def test_a_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert "train_dataloader: a batch takes" in logs
 
 
-def test_the_errors_of_a_sample_are_its_own() -> None:
+def test_errors_of_a_sample_are_raised_unchanged() -> None:
     class Broken(Sleeping):
         def __getitem__(self, index: int) -> torch.Tensor:
             raise ValueError(f"no image {int(index)}")
@@ -127,14 +127,14 @@ def test_the_errors_of_a_sample_are_its_own() -> None:
         build(Broken(0), num_workers="auto")
 
 
-def test_a_data_set_smaller_than_a_batch_is_no_matter_of_the_measuring() -> None:
+def test_auto_accepts_a_data_set_smaller_than_a_batch() -> None:
     cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
     assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
     with pytest.raises(DataError, match="fewer than batch_size=4"):
         build_dataloader(cfg, 1, "train_dataloader", training=True)
 
 
-def test_ones_own_batch_sampler_says_what_is_tried() -> None:
+def test_auto_supports_a_custom_batch_sampler() -> None:
     batches = BatchSampler(SequentialSampler(range(40)), 5, False)
     cfg = dict(dataset=Sleeping(0.02), batch_sampler=batches, num_workers="auto")
     built = build_dataloader(cfg, 1, "val_dataloader", training=False)
@@ -149,17 +149,17 @@ class Stream(IterableDataset[int]):
 
 @pytest.mark.parametrize(("key", "least"), [("num_workers", 0), ("prefetch_factor", 1)])
 @pytest.mark.parametrize("wrong", ["max", 1.5, -1])
-def test_words_that_cannot_be_followed_are_named(key: str, least: int, wrong: object) -> None:
-    expected = f"train_dataloader.{key}: must be a whole number of at least {least} or 'auto', not {wrong!r}"
+def test_invalid_values_raise_errors(key: str, least: int, wrong: object) -> None:
+    expected = f"train_dataloader.{key}: must be an integer of at least {least} or 'auto', got {wrong!r}"
     with pytest.raises(ConfigError, match=expected):
         build(Sleeping(0), **{"num_workers": 1, key: wrong})
     with pytest.raises(
-        ConfigError, match=f"train_dataloader.{key}: an iterable data set cannot be tried out"
+        ConfigError, match=f"train_dataloader.{key}: 'auto' does not support iterable data sets"
     ):
         build(Stream(), **{key: "auto"})
 
 
-# ---- what is chosen ----------------------------------------------------------------------------------------
+# ---- choice -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,40 +167,40 @@ def test_words_that_cannot_be_followed_are_named(key: str, least: int, wrong: ob
     [
         ({0: 10, 1: 10, 2: 20, 4: 38, 8: 39}, 8, 4),  # 38 is within 5 % of 39
         ({0: 10, 1: 9.9, 2: 10.1}, 8, 1),
-        ({0: 10, 1: 9}, 1, 1),  # the step does not wait for a worker
+        ({0: 10, 1: 9}, 1, 1),  # with a worker, the step does not wait for data
         ({0: 10, 1: 6, 2: 5}, 8, 0),
-        ({0: 10, 1: 10, 2: 19}, 8, 4),  # the time was over while more still helped
+        ({0: 10, 1: 10, 2: 19}, 8, 4),  # time limit reached while more workers still helped
         ({0: 10, 1: 10}, 8, 2),
     ],
 )
-def test_the_fewest_workers_within_five_percent_of_the_best_are_taken(
+def test_smallest_number_of_workers_within_five_percent_of_the_best_is_chosen(
     rates: dict[int, float], limit: int, expected: int
 ) -> None:
-    assert workers._fewest(rates, limit) == expected
+    assert workers._choose_num_workers(rates, limit) == expected
 
 
-def test_trials_end_when_more_workers_do_not_help_or_the_time_is_over(
+def test_trials_end_when_more_workers_do_not_help_or_at_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trials = workers._Trials(Sleeping(0.02), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
-    monkeypatch.setattr(trials, "_delivered", lambda count, chunk: min(count, 3) * 10.0)
+    monkeypatch.setattr(trials, "_throughput", lambda count, chunk: min(count, 3) * 10.0)
     assert list(trials.rates(16)) == [0, 1, 2, 4, 8]
     assert list(trials.rates(3)) == [0, 1, 2, 3]
-    monkeypatch.setattr(workers, "_SECONDS", -1.0)
+    monkeypatch.setattr(workers, "_TIME_LIMIT", -1.0)
     assert list(trials.rates(16)) == [0, 1]
 
 
 @pytest.mark.parametrize(
-    ("ratio", "room", "expected"),
+    ("ratio", "max_batches", "expected"),
     [(1.0, 100, 2), (1.2, 100, 3), (2.5, 100, 4), (50.0, 100, 8), (2.5, 2.9, 2), (2.5, 0.1, 1)],
 )
-def test_batches_ahead_cover_a_slow_one_as_far_as_memory_allows(
-    ratio: float, room: float, expected: int
+def test_prefetch_factor_hides_a_slow_batch_within_free_memory(
+    ratio: float, max_batches: float, expected: int
 ) -> None:
-    assert workers._depth(ratio, room) == expected
+    assert workers._prefetch_factor(ratio, max_batches) == expected
 
 
-def test_the_slowest_sample_makes_less_of_a_large_batch() -> None:
+def test_slowest_batch_ratio_decreases_with_batch_size() -> None:
     trials = workers._Trials(Sleeping(0.001), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])
     trials.sample_seconds = [1.0, 1.0, 1.0, 5.0]
     assert trials.slowest_batch() == pytest.approx((3 * 2 + 5) / (4 * 2))
@@ -208,7 +208,7 @@ def test_the_slowest_sample_makes_less_of_a_large_batch() -> None:
     assert trials.slowest_batch() == pytest.approx(2.5)
 
 
-def test_batches_ahead_are_chosen_from_the_spread_of_the_samples() -> None:
+def test_prefetch_factor_depends_on_the_variance_of_sample_times() -> None:
     class Uneven(Sleeping):
         def __getitem__(self, index: int) -> torch.Tensor:
             time.sleep(0.03 if int(index) % 4 == 0 else 0.001)

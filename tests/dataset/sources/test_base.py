@@ -56,7 +56,7 @@ def same(ours, theirs):
     )
 
 
-def test_a_sample_is_the_loaded_pair_as_channel_first_tensors():
+def test_sample_is_the_loaded_pair_as_channel_first_tensors():
     dataset = Noise()
     image, mask = dataset.load(3)
     sample = dataset[3]
@@ -68,7 +68,7 @@ def test_a_sample_is_the_loaded_pair_as_channel_first_tensors():
     np.testing.assert_array_equal(sample["targets"].numpy(), mask)
 
 
-def test_augmentation_depends_on_seed_epoch_and_index_and_on_nothing_else():
+def test_augmentation_depends_only_on_seed_epoch_and_index():
     first = batches(Noise(transforms=AUGMENTATION), epoch=1)
     other_object = Noise(transforms=AUGMENTATION)
     _ = other_object[0], other_object[5]
@@ -84,12 +84,12 @@ def test_augmentation_is_the_same_with_and_without_workers():
     assert same(batches(dataset, epoch=3), batches(dataset, epoch=3, workers=2))
 
 
-def test_a_plain_index_counts_as_seed_0_epoch_0():
+def test_plain_index_has_seed_0_and_epoch_0():
     dataset = Noise(transforms=AUGMENTATION)
     assert torch.equal(dataset[2]["inputs"], dataset[SampleIndex(2, 0, 0)]["inputs"])
 
 
-def test_iteration_ends_and_indices_outside_are_refused():
+def test_indices_out_of_range_raise_index_error():
     dataset = Noise()
     assert len(list(dataset)) == 6
     with pytest.raises(IndexError, match="Noise has samples 0 to 5, not 6"):
@@ -98,14 +98,14 @@ def test_iteration_ends_and_indices_outside_are_refused():
         dataset[-1]
 
 
-def test_the_cache_loads_once_and_changes_no_sample():
+def test_cache_in_memory_loads_once_and_returns_the_same_samples():
     plain, cached = Noise(transforms=AUGMENTATION), Noise(transforms=AUGMENTATION, cache_in_memory=True)
     for epoch in range(3):
         assert same(batches(plain, epoch), batches(cached, epoch))
     assert (plain.loads, cached.loads) == (18, 6)
 
 
-def test_a_transform_that_writes_into_the_cache_fails():
+def test_transform_cannot_write_into_the_cache():
     def darken(sample, rng):
         sample["image"][:] = 0
         return sample
@@ -142,7 +142,7 @@ def test_a_sample_can_be_changed_without_changing_the_next():
         lambda s, r: {**s, "mask": s["mask"][..., None]},
     ],
 )
-def test_what_breaks_the_contract_is_named(spoil):
+def test_invalid_transform_results_raise_errors(spoil):
     with pytest.raises(DataError, match=r"sample 4 of Noise: image .* and mask"):
         Noise(transforms=[spoil])[4]
 
@@ -155,7 +155,7 @@ def test_transforms_are_built_through_the_registry_and_errors_name_the_mistake()
         Noise(transforms=[{"type": "SegRandomFlip", "probability": 1}])
 
 
-def test_class_ids_of_a_sample_leave_the_ignored_id_out():
+def test_get_cat_ids_excludes_the_ignored_id():
     class Two(Noise):
         def load(self, index):
             image, mask = super().load(index)
@@ -164,12 +164,12 @@ def test_class_ids_of_a_sample_leave_the_ignored_id_out():
     assert Two().get_cat_ids(0) == [2, 3]
 
 
-def test_every_data_set_and_transform_of_the_room_has_its_registered_name():
+def test_data_sets_are_registered_by_name():
     for name in ("ImageMaskFolder", "FashionMNIST", "ConcatDataset", "RepeatDataset", "ClassBalancedDataset"):
         assert DATASETS.get(name).__name__ == name
 
 
-def test_default_palette_is_the_published_one_and_all_colours_differ():
+def test_default_palette_equals_pascal_voc_with_distinct_colours():
     palette = default_palette(256)
     known = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128], [128, 0, 128]]
     assert palette[:6] == known

@@ -44,7 +44,7 @@ def make(folder, counts=(3, 1, 2, 4, 1), test=2):
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch):
     def refuse(*args, **kwargs):
-        raise AssertionError("the network was asked")
+        raise AssertionError("unexpected network access")
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
 
@@ -68,22 +68,22 @@ def test_samples_are_the_files_bytes(tmp_path, inside):
         dataset[11]
 
 
-def test_what_a_sample_gives_can_be_written_to_without_changing_the_file(tmp_path):
+def test_samples_can_be_modified_without_changing_the_file(tmp_path):
     dataset = CIFAR10(make(tmp_path / FOLDER))
     before = dataset[0]["inputs"].clone()
     dataset[0]["inputs"].zero_()
     assert torch.equal(dataset[0]["inputs"], before)
 
 
-def test_a_batch_is_finished_into_normalised_crops(tmp_path):
+def test_device_transforms_normalise_a_batch(tmp_path):
     dataset = CIFAR10(make(tmp_path / FOLDER), transforms=TRANSFORMS)
     batch = next(iter(DataLoader(dataset, batch_size=4)))
     assert batch["inputs"].shape == (4, 3, 32, 32)
     assert batch["inputs"].dtype == torch.uint8
-    finished = apply_device_transforms(batch)
-    assert set(finished) == {"inputs", "targets"}
+    transformed = apply_device_transforms(batch)
+    assert set(transformed) == {"inputs", "targets"}
     mean, std = (torch.tensor(TRANSFORMS[3][k]).view(3, 1, 1) for k in ("mean", "std"))
-    torch.testing.assert_close(finished["inputs"], (batch["inputs"] / 255 - mean) / std, rtol=0, atol=1e-5)
+    torch.testing.assert_close(transformed["inputs"], (batch["inputs"] / 255 - mean) / std, rtol=0, atol=1e-5)
 
 
 def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
@@ -101,7 +101,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
     assert not torch.equal(epoch(0), epoch(0, seed=2))
 
 
-def test_a_spawned_worker_gets_the_files_names_and_not_their_bytes(tmp_path):
+def test_pickled_data_set_does_not_contain_the_pixels(tmp_path):
     dataset = CIFAR10(make(tmp_path / FOLDER, counts=(200, 1, 1, 1, 1)))
     sent = pickle.dumps(dataset)
     assert len(sent) < 20_000 < 200 * 3073
@@ -109,23 +109,26 @@ def test_a_spawned_worker_gets_the_files_names_and_not_their_bytes(tmp_path):
     assert all(torch.equal(a["inputs"], b["inputs"]) for a, b in zip(dataset, copy, strict=True))
 
 
-def test_supergradients_name_of_the_class_is_known(tmp_path):
+def test_supergradients_name_is_registered(tmp_path):
     make(tmp_path / FOLDER)
     assert len(DATASETS.build({"type": "Cifar10", "root": str(tmp_path), "train": False})) == 2
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_files_are_named(tmp_path):
     make(tmp_path / FOLDER)
     (tmp_path / FOLDER / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match=r"no CIFAR-10 in '.*looked for data_batch_1\.bin.*download=True"):
+    with pytest.raises(
+        DataError, match=r"CIFAR-10 not found: '.*do not contain data_batch_1\.bin.*download=True"
+    ):
         CIFAR10(tmp_path)
     assert len(CIFAR10(tmp_path, train=False)) == 2
 
 
-def test_the_pickled_version_is_not_read_and_the_other_one_named(tmp_path):
+def test_python_version_is_rejected(tmp_path):
     (tmp_path / "cifar-10-batches-py").mkdir()
     with pytest.raises(
-        DataError, match=r"cifar-10-batches-py', the Python version.*cifar-10-binary\.tar\.gz"
+        DataError,
+        match=r"The Python version in '.*cifar-10-batches-py' is not supported.*cifar-10-binary\.tar\.gz",
     ):
         CIFAR10(tmp_path)
 
@@ -138,10 +141,10 @@ def test_a_damaged_file_is_named(tmp_path, spoil):
         CIFAR10(tmp_path)
 
 
-def test_a_label_that_is_no_class_is_refused(tmp_path):
+def test_invalid_label_raises_an_error(tmp_path):
     path = make(tmp_path / FOLDER) / FOLDER / "test_batch.bin"
     path.write_bytes(b"\x0a" + bytes(3072))
-    with pytest.raises(DataError, match=r"/test_batch\.bin' has the label 10; the classes are 0 to 9"):
+    with pytest.raises(DataError, match=r"/test_batch\.bin' contains the label 10; labels must be 0 to 9"):
         CIFAR10(tmp_path, train=False)
 
 
@@ -155,32 +158,32 @@ def archive(members):
     return data.getvalue()
 
 
-def serve(monkeypatch, data, summed=True):
-    asked = []
+def serve(monkeypatch, data, set_md5=True):
+    urls = []
 
     def urlopen(url, timeout):
-        asked.append(url)
+        urls.append(url)
         return io.BytesIO(data)
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    if summed:
+    if set_md5:
         monkeypatch.setattr(cifar10, "_MD5", hashlib.md5(data).hexdigest())
-    return asked
+    return urls
 
 
-def test_a_download_is_kept_and_read_the_next_time(tmp_path, monkeypatch):
+def test_download_is_stored_and_reused(tmp_path, monkeypatch):
     files = {f"{FOLDER}/{p.name}": p.read_bytes() for p in (make(tmp_path / "x" / FOLDER) / FOLDER).iterdir()}
-    asked = serve(monkeypatch, archive(files))
+    urls = serve(monkeypatch, archive(files))
     assert len(CIFAR10(tmp_path / "new/data", download=True)) == 11
     assert len(CIFAR10(tmp_path / "new/data", train=False, download=True)) == 2
-    assert asked == ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
+    assert urls == ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
     assert [p.name for p in (tmp_path / "new/data").iterdir()] == [FOLDER]
 
 
 def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
-    serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), summed=False)
+    serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), set_md5=False)
     with pytest.raises(
-        DataError, match=r"arrived damaged: its MD5 is [0-9a-f]{32}, not c32a1d4ab5d03f1284b6"
+        DataError, match=r"is damaged: its MD5 is [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"
     ):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
@@ -193,17 +196,17 @@ def test_an_archive_that_would_write_elsewhere_is_not_unpacked(tmp_path, monkeyp
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_a_failed_download_names_the_address_and_the_remedy(tmp_path, monkeypatch):
+def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
     def urlopen(url, timeout):
         raise urllib.error.URLError("no route")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with pytest.raises(DataError, match=r"cannot fetch https://www\.cs\.toronto.*no route.*by other means"):
+    with pytest.raises(DataError, match=r"cannot download https://www\.cs\.toronto.*no route.*manually"):
         CIFAR10(tmp_path, download=True)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_what_draws_nothing_global_is_read_without_seeding(tmp_path):
+def test_generators_are_seeded_only_for_data_sets_that_may_use_them(tmp_path):
     make(tmp_path / FOLDER)
 
     class Subclass(CIFAR10):

@@ -10,7 +10,7 @@ from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-# The benchmark's table once more, by hand: the ids of the scored labels in the order of their train ids.
+# Reference table of the benchmark: the ids of the scored labels in the order of train ids.
 SCORED = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
 FRAMES = [("train", "bonn", 2), ("train", "aachen", 1), ("val", "ulm", 1)]
 LABEL_IDS = np.arange(34, dtype=np.uint8).reshape(2, 17)
@@ -21,16 +21,16 @@ def write(path, array):
     Image.fromarray(np.asarray(array, dtype=np.uint8)).save(path)
 
 
-def place(split, city, frame):
+def frame_path(split, city, frame):
     return f"{split}/{city}/{city}_{frame:06}_000019"
 
 
 def image_path(root, *frame):
-    return root / f"leftImg8bit/{place(*frame)}_leftImg8bit.png"
+    return root / f"leftImg8bit/{frame_path(*frame)}_leftImg8bit.png"
 
 
 def mask_path(root, *frame, kind="labelIds"):
-    return root / f"gtFine/{place(*frame)}_gtFine_{kind}.png"
+    return root / f"gtFine/{frame_path(*frame)}_gtFine_{kind}.png"
 
 
 def make(root, mask=LABEL_IDS):
@@ -44,7 +44,8 @@ def make(root, mask=LABEL_IDS):
 
 def make_list(root, frames=FRAMES, kind="labelIds"):
     lines = [
-        f"leftImg8bit/{place(*f)}_leftImg8bit.png gtFine/{place(*f)}_gtFine_{kind}.png\n" for f in frames
+        f"leftImg8bit/{frame_path(*f)}_leftImg8bit.png gtFine/{frame_path(*f)}_gtFine_{kind}.png\n"
+        for f in frames
     ]
     (root / "lists").mkdir(exist_ok=True)
     (root / "lists/some.lst").write_text("".join(lines))
@@ -55,7 +56,7 @@ def expected(ignore=19):
     return [SCORED.index(i) if i in SCORED else ignore for i in range(34)]
 
 
-def test_a_split_is_its_folders_in_the_order_of_their_paths_with_train_ids(tmp_path):
+def test_split_is_sorted_by_path_and_maps_to_train_ids(tmp_path):
     dataset = CityscapesDataset(make(tmp_path), split="train")
     assert [p.parent.name for p in dataset.image_paths] == ["aachen", "bonn"]
     pixels = np.random.default_rng(1).integers(0, 256, (2, 17, 3))  # aachen was written second
@@ -69,14 +70,14 @@ def test_a_split_is_its_folders_in_the_order_of_their_paths_with_train_ids(tmp_p
 
 
 @pytest.mark.parametrize("ignore", [19, 100, 254, 255])
-def test_what_is_not_scored_gets_the_ignore_label(tmp_path, ignore):
-    mask = np.append(LABEL_IDS.ravel(), [255, 255])[None]  # -1, the licence plates', in eight bits
+def test_unscored_pixels_get_the_ignore_label(tmp_path, ignore):
+    mask = np.append(LABEL_IDS.ravel(), [255, 255])[None]  # -1 (licence plate) is stored as 255
     dataset = CityscapesDataset(make(tmp_path, mask), split="val", ignore_label=ignore)
     assert dataset[0]["targets"].flatten().tolist() == [*expected(ignore), ignore, ignore]
     assert dataset.metainfo["ignore_index"] == ignore
 
 
-def test_train_ids_are_read_where_every_photograph_has_them(tmp_path):
+def test_train_ids_are_used_if_every_photograph_has_them(tmp_path):
     make(tmp_path)
     train_ids = np.array([[0, 18, 255, 19, 5] + [3] * 12] * 2)
     write(mask_path(tmp_path, *FRAMES[0], kind="labelTrainIds"), train_ids)
@@ -88,7 +89,7 @@ def test_train_ids_are_read_where_every_photograph_has_them(tmp_path):
     assert whole[0]["targets"][0, :5].tolist() == [0, 18, 19, 19, 5]
 
 
-def test_a_list_file_gives_its_pairs_in_its_order(tmp_path):
+def test_list_file_determines_pairs_and_order(tmp_path):
     list_file = make_list(make(tmp_path))
     dataset = CityscapesDataset(tmp_path, list_file=list_file)
     assert [p.parent.name for p in dataset.image_paths] == ["bonn", "aachen", "ulm"]
@@ -111,7 +112,7 @@ def test_train_ids_in_a_list_file_are_not_mapped_again(tmp_path):
         "name,trainid\n" + "void,255\n" * 7 + "road,4\n",  # without ids, the row is the id
     ],
 )
-def test_a_table_says_what_label_ids_mean(tmp_path, table):
+def test_labels_csv_maps_label_ids(tmp_path, table):
     make(tmp_path, [[0, 7, 255]])
     (tmp_path / "labels.csv").write_text(table, encoding="utf-8")
     dataset = CityscapesDataset(tmp_path, split="val", labels_csv_path="labels.csv")
@@ -121,45 +122,47 @@ def test_a_table_says_what_label_ids_mean(tmp_path, table):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ("name,id\nroad,7\n", "has no column trainId, only name, id"),
+        ("name,id\nroad,7\n", "has no column trainId; its columns are name, id"),
         ("", "has no column trainId"),
         (
             "id,trainId\n7,0\n8,road\n",
-            r"labels\.csv', line 3: id '8' and trainId 'road' must be whole numbers",
+            r"labels\.csv', line 3: id '8' and trainId 'road' must be integers",
         ),
         ("id,trainId\n7\n", "line 2: id '7' and trainId None"),
         ("id,trainId\n7,0\n8,19\n9,44\n", r"has the train ids \[19, 44\]; they must be 0 to 18"),
     ],
 )
-def test_a_table_that_cannot_be_meant_is_refused(tmp_path, table, message):
+def test_invalid_labels_csv_raises_an_error(tmp_path, table, message):
     (make(tmp_path) / "labels.csv").write_text(table)
     with pytest.raises(DataError, match=message):
         CityscapesDataset(tmp_path, split="val", labels_csv_path="labels.csv")
 
 
-def test_a_missing_table_is_named_with_the_remedy(tmp_path):
+def test_missing_labels_csv_is_named_with_the_remedy(tmp_path):
     with pytest.raises(
-        DataError, match=r"table '.*lists/labels\.csv' does not exist; without labels_csv_path"
+        DataError, match=r"table '.*lists/labels\.csv' does not exist; remove labels_csv_path"
     ):
         CityscapesDataset(make(tmp_path), split="val", labels_csv_path="lists/labels.csv")
 
 
-def test_a_label_id_that_cityscapes_does_not_know_is_named_with_its_file(tmp_path):
+def test_unknown_label_id_is_named_with_its_file(tmp_path):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[0]), np.where(LABEL_IDS < 3, 40, LABEL_IDS))
     dataset = CityscapesDataset(tmp_path, split="train")
     with pytest.raises(
-        DataError, match=r"bonn.*labelIds\.png' has label ids that are no class: 40 \(3 pixels\); .* 0 to 33"
+        DataError, match=r"bonn.*labelIds\.png' has invalid label ids: 40 \(3 pixels\); .* 0 to 33"
     ):
         dataset[1]
 
 
 @pytest.mark.parametrize("ignore", [19, 255])
-def test_a_train_id_that_cityscapes_does_not_know_is_named(tmp_path, ignore):
+def test_unknown_train_id_is_named(tmp_path, ignore):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[2], kind="labelTrainIds"), np.full((2, 17), 33))
     dataset = CityscapesDataset(tmp_path, split="val", ignore_label=ignore)
-    with pytest.raises(DataError, match=r"labelTrainIds\.png' has .* no class: 33 \(34 pixels\); .* 0 to 18"):
+    with pytest.raises(
+        DataError, match=r"labelTrainIds\.png' has invalid label ids: 33 \(34 pixels\); .* 0 to 18"
+    ):
         dataset[0]
 
 
@@ -180,13 +183,13 @@ def test_every_missing_file_of_a_list_is_listed(tmp_path):
     list_file = make_list(make(tmp_path))
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[2]).unlink()
-    with pytest.raises(DataError, match=r"2 files that '.*some\.lst' names do not exist") as caught:
+    with pytest.raises(DataError, match=r"2 files listed in '.*some\.lst' do not exist") as caught:
         CityscapesDataset(tmp_path, list_file=list_file)
     assert str(mask_path(tmp_path, *FRAMES[0])) in str(caught.value)
     assert str(image_path(tmp_path, *FRAMES[2])) in str(caught.value)
 
 
-def test_a_missing_list_file_says_how_to_read_the_folders(tmp_path):
+def test_missing_list_file_error_names_the_alternative(tmp_path):
     with pytest.raises(
         DataError, match=r"lists/train\.lst' does not exist.*split: train.*leftImg8bit/<split>"
     ):
@@ -197,11 +200,11 @@ def test_a_missing_list_file_says_how_to_read_the_folders(tmp_path):
     ("text", "message"),
     [
         ("\n", r"some\.lst' is empty"),
-        ("\na.png\n", r"some\.lst', line 2: must be an image and its mask, not 'a\.png'"),
+        ("\na.png\n", r"some\.lst', line 2: must be an image and its mask, got 'a\.png'"),
         ("a.png b.png c.png\n", "line 1: must be an image and its mask"),
     ],
 )
-def test_a_list_file_of_another_form_is_refused(tmp_path, text, message):
+def test_invalid_list_file_raises_an_error(tmp_path, text, message):
     (tmp_path / "some.lst").write_text(text)
     with pytest.raises(DataError, match=message):
         CityscapesDataset(tmp_path, list_file="some.lst")
@@ -214,19 +217,19 @@ def test_a_list_file_of_another_form_is_refused(tmp_path, text, message):
         (
             "data",
             "trian",
-            r"no folder 'trian'; did you mean 'train'\? Cityscapes lies in left.*data_root_dir=",
+            r"no folder 'trian'; did you mean 'train'\? Expected files are left.*data_root_dir=",
         ),
         ("data", "empty", r"no image files in .*leftImg8bit\.png.* leftImg8bit/<split>"),
     ],
 )
-def test_a_folder_that_is_not_there_says_what_was_looked_for(tmp_path, root, split, message):
+def test_missing_folder_error_names_the_expected_files(tmp_path, root, split, message):
     make(tmp_path / "data")
     (tmp_path / "data/leftImg8bit/empty").mkdir()
     with pytest.raises(DataError, match=message):
         CityscapesDataset(tmp_path / root, split=split)
 
 
-def test_a_split_without_masks_says_what_was_looked_for(tmp_path):
+def test_split_without_masks_names_the_expected_files(tmp_path):
     make(tmp_path)
     mask_path(tmp_path, *FRAMES[2]).unlink()
     with pytest.raises(DataError, match=r"no mask files in .*gtFine/val'.*_gtFine_labelIds\.png"):
@@ -236,26 +239,26 @@ def test_a_split_without_masks_says_what_was_looked_for(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "needs a split"),
+        ({}, "requires a split"),
         ({"split": "val", "list_file": "lists/some.lst"}, "either split or list_file, not both"),
         ({"split": "val", "ignore_label": 18}, "ignore_label: must be 19 to 255"),
         ({"split": "val", "ignore_label": 256}, "ignore_label: must be 19 to 255"),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(tmp_path, wrong, message):
+def test_conflicting_options_raise_errors(tmp_path, wrong, message):
     make_list(make(tmp_path))
     with pytest.raises(ConfigError, match=message):
         CityscapesDataset(tmp_path, **wrong)
 
 
-def test_sizes_that_differ_are_named_with_both_files(tmp_path):
+def test_different_sizes_are_named_with_both_files(tmp_path):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[2]), np.zeros((3, 17)))
     with pytest.raises(DataError, match=r"ulm.*_leftImg8bit\.png' is 17 x 2 .*labelIds\.png' is 17 x 3"):
         CityscapesDataset(tmp_path, split="val")[0]
 
 
-def test_corrupt_files_are_left_out_and_named_where_that_is_asked(tmp_path, capsys):
+def test_skip_corrupt_skips_and_logs_corrupt_files(tmp_path, capsys):
     make(tmp_path)
     image_path(tmp_path, *FRAMES[0]).write_bytes(b"no png")
     with pytest.raises(DataError, match=r"cannot read '.*bonn"):
@@ -266,7 +269,7 @@ def test_corrupt_files_are_left_out_and_named_where_that_is_asked(tmp_path, caps
 
 
 @pytest.mark.parametrize(("labels", "images"), [(True, False), (False, True), (True, True), (False, False)])
-def test_what_is_cached_is_read_from_its_file_once(tmp_path, labels, images):
+def test_cached_files_are_read_once(tmp_path, labels, images):
     make(tmp_path)
     dataset = CityscapesDataset(tmp_path, split="val", cache_labels=labels, cache_images=images)
     first = dataset[0]
@@ -277,7 +280,7 @@ def test_what_is_cached_is_read_from_its_file_once(tmp_path, labels, images):
     assert torch.equal(first["targets"], again["targets"]) == labels
 
 
-def test_the_disk_cache_knows_what_the_ids_meant(tmp_path):
+def test_disk_cache_depends_on_the_meaning_of_ids(tmp_path):
     make(tmp_path / "data")
     cache = tmp_path / "cache"
     assert CityscapesDataset(tmp_path / "data", split="val", cache=cache)[0]["targets"].max() == 19
@@ -287,7 +290,7 @@ def test_the_disk_cache_knows_what_the_ids_meant(tmp_path):
     )
 
 
-def test_it_can_be_built_from_a_recipes_words(tmp_path):
+def test_data_set_is_built_from_a_recipe(tmp_path):
     list_file = make_list(make(tmp_path))
     (tmp_path / "lists/labels.csv").write_text("id,trainId\n" + "".join(f"{i},255\n" for i in range(34)))
     dataset = DATASETS.build(

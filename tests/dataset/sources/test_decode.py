@@ -1,4 +1,4 @@
-"""Image files to pixels: pywuffs, where it is installed, gives what Pillow gives, and finds the same faults."""
+"""Decoding of image files: pywuffs, if installed, returns the same pixels and errors as Pillow."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunk(kind, data):
 
 
 def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
-    """Write a PNG by hand: `filters` names the filter of each row in turn, `extra` are chunks before the pixels."""
+    """Encode a PNG; `filters` are the filters of the rows in turn, `extra` are chunks before the pixels."""
     height, width, channels = pixels.shape
     rows, before = [], np.zeros(width * channels, int)
     for y, row in enumerate(pixels.reshape(height, -1).astype(int)):
@@ -41,7 +41,7 @@ def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
 
 
 def predicted(kind, row, above, channels):
-    """What remains of a row after one of the five filters of the PNG specification."""
+    """Apply one of the five filters of the PNG specification to a row."""
     left, corner = (np.concatenate([np.zeros(channels, int), values[:-channels]]) for values in (row, above))
     near = np.stack([left, above, corner])
     paeth = np.take_along_axis(near, np.abs(near - (left + above - corner)).argmin(0)[None], 0)[0]
@@ -75,9 +75,7 @@ def file(tmp_path_factory):
 
 @given(SIDES, SIDES, st.sampled_from([GREY, RGB]), FILTERS, st.sampled_from([0, 1, 9]), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_plain_pngs_are_decoded_to_the_pixels_they_were_made_of(
-    file, width, height, colour, filters, level, pieces
-):
+def test_plain_pngs_are_decoded_to_their_pixels(file, width, height, colour, filters, level, pieces):
     pixels = noise(width, height, CHANNELS[colour])
     file.write_bytes(png(pixels, filters, level, pieces=pieces))
     if colour == RGB:
@@ -88,7 +86,7 @@ def test_plain_pngs_are_decoded_to_the_pixels_they_were_made_of(
 
 
 @pytest.mark.parametrize("colour", [GREY, RGB])
-def test_pywuffs_decodes_them_where_it_is_installed(file, colour, monkeypatch):
+def test_pywuffs_decodes_plain_pngs(file, colour, monkeypatch):
     pytest.importorskip("pywuffs")
     file.write_bytes(png(noise(9, 7, CHANNELS[colour])))
     monkeypatch.setattr(Image, "open", None)
@@ -99,7 +97,7 @@ def test_pywuffs_decodes_them_where_it_is_installed(file, colour, monkeypatch):
 @pytest.mark.parametrize("read", [read_image, read_mask])
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "I;16"])
 @pytest.mark.parametrize("more", ["", "transparency", "interlace"])
-def test_every_mode_of_png_gives_what_pillow_gives(file, mode, read, more):
+def test_every_png_mode_equals_pillow(file, mode, read, more):
     options = {more: {"RGB": (1, 2, 3)}.get(mode, 1)} if more and not mode.endswith("A") else {}
     picture = Image.fromarray(noise(12, 8, 3))
     picture = picture.convert("L").convert(mode) if mode == "I;16" else picture.convert(mode)
@@ -108,7 +106,7 @@ def test_every_mode_of_png_gives_what_pillow_gives(file, mode, read, more):
 
 
 def damaged(data, draw):
-    """Return the bytes with some changed, cut out, doubled, or missing at the end."""
+    """Return the bytes with a flipped bit, or with bytes removed, duplicated or truncated."""
     at, length = draw(st.integers(0, len(data) - 1)), draw(st.integers(1, 20))
     match draw(st.sampled_from(["bit", "cut", "double", "truncated"])):
         case "bit":
@@ -123,8 +121,8 @@ def damaged(data, draw):
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_a_damaged_file_gives_the_same_pixels_or_the_same_error_with_pywuffs_as_without(file, data):
-    """Unless told otherwise pywuffs ignores checksums, and returns what it makes of a broken file."""
+def test_damaged_files_give_the_same_result_with_and_without_pywuffs(file, data):
+    """By default, pywuffs ignores checksums and returns the pixels of a broken file."""
     pytest.importorskip("pywuffs")
     colour = data.draw(st.sampled_from([GREY, RGB]))
     pixels = noise(data.draw(SIDES), data.draw(SIDES), CHANNELS[colour])
@@ -145,15 +143,15 @@ def test_a_damaged_file_gives_the_same_pixels_or_the_same_error_with_pywuffs_as_
     ids=["plain", "transparent", "animated", "gamma"],
 )
 @pytest.mark.parametrize("size", [None, (9, 8), (9, 6), (8, 7), (0, 7)])
-def test_what_stands_before_the_pixels_changes_nothing_between_the_decoders(file, colour, extra, size):
+def test_chunks_before_the_pixels_give_equal_results(file, colour, extra, size):
     file.write_bytes(png(noise(9, 7, CHANNELS[colour]), extra=extra, size=size))
     read = read_image if colour == RGB else read_mask
     np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_masks_whose_grey_values_would_be_spread_are_refused(file, depth):
-    """A PNG's grey 1 of 4 bits is 17 to Pillow: perhaps the id of another class."""
+def test_masks_with_scaled_grey_values_raise_an_error(file, depth):
+    """Pillow reads the 4-bit grey value 1 of a PNG as 17, which may be the id of another class."""
     header = struct.pack(">IIBBBBB", 2, 1, depth, GREY, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
     file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
@@ -162,7 +160,7 @@ def test_masks_whose_grey_values_would_be_spread_are_refused(file, depth):
 
 
 @pytest.mark.parametrize("kind", [b"P5\n2 1\n%d\n\0\1", b"P2\n2 1\n%d\n0 1\n"])
-def test_pgm_masks_are_read_where_their_maximum_is_that_of_8_bits(tmp_path, kind):
+def test_pgm_masks_require_a_maximum_of_255(tmp_path, kind):
     (tmp_path / "mask.pgm").write_bytes(kind % 255)
     assert read_mask(tmp_path / "mask.pgm").tolist() == [[0, 1]]
     (tmp_path / "mask.pgm").write_bytes(kind % 18)
@@ -171,7 +169,7 @@ def test_pgm_masks_are_read_where_their_maximum_is_that_of_8_bits(tmp_path, kind
 
 
 @pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
-def test_a_file_that_claims_to_be_huge_is_refused_before_it_is_decoded(file, read):
+def test_decompression_bombs_raise_an_error_before_decoding(file, read):
     file.write_bytes(png(noise(9, 7, 1 if read is read_mask else 3), size=(60_000, 60_000)))
     with pytest.raises(DataError, match=r"cannot read '.*picture\.png': .*decompression bomb"):
         read(file)

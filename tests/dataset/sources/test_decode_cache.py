@@ -21,7 +21,7 @@ def make_pair(seed=0, size=(37, 53)):
 
 
 def must_not_load():
-    raise AssertionError("decoded, though it is in the cache")
+    raise AssertionError("decoded although it is in the cache")
 
 
 def assert_same(found, expected):
@@ -31,7 +31,7 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("size", [(1, 1), (37, 53), (64, 64), (1, 5000)])
-def test_a_sample_is_decoded_once_by_any_number_of_caches_of_the_folder(tmp_path, size):
+def test_sample_is_decoded_once_per_folder(tmp_path, size):
     pair = make_pair(size=size)
     assert_same(DecodeCache(tmp_path / "c").get(KEY, lambda: pair), pair)
     again = DecodeCache(tmp_path / "c").get(KEY, must_not_load)
@@ -41,13 +41,13 @@ def test_a_sample_is_decoded_once_by_any_number_of_caches_of_the_folder(tmp_path
         assert array.flags.c_contiguous
 
 
-def test_pixels_that_are_not_contiguous_are_kept_as_they_are_seen(tmp_path):
+def test_non_contiguous_arrays_are_stored(tmp_path):
     image, mask = make_pair()
     DecodeCache(tmp_path).write(KEY, image[::-1, ::2], mask[::-1, ::2])
     assert_same(DecodeCache(tmp_path).read(KEY), (image[::-1, ::2], mask[::-1, ::2]))
 
 
-def test_views_stay_as_they_were_while_the_file_is_made_again_and_removed(tmp_path):
+def test_views_stay_valid_when_the_file_is_replaced_or_removed(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair(1))
     views = cache.read(KEY)
@@ -56,7 +56,7 @@ def test_views_stay_as_they_were_while_the_file_is_made_again_and_removed(tmp_pa
     assert_same(views, make_pair(1))
 
 
-def test_another_version_is_made_in_the_same_file_without_a_word(tmp_path, recwarn):
+def test_new_version_replaces_the_file_without_warning(tmp_path, recwarn):
     cache = DecodeCache(tmp_path)
     cache.get(KEY, lambda: make_pair(1))
     new = (KEY[0], "version 2")
@@ -67,7 +67,7 @@ def test_another_version_is_made_in_the_same_file_without_a_word(tmp_path, recwa
     assert not recwarn
 
 
-def test_the_halves_of_a_key_are_not_mixed_up(tmp_path):
+def test_name_and_version_of_a_key_are_distinguished(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write(("ab", "c"), *make_pair())
     assert cache.read(("a", "bc")) is None
@@ -76,14 +76,14 @@ def test_the_halves_of_a_key_are_not_mixed_up(tmp_path):
     assert cache.read(("a", "c")) is None
 
 
-def test_a_name_that_is_no_unicode_has_a_file(tmp_path):
+def test_non_unicode_names_are_supported(tmp_path):
     key = (os.fsdecode(b"stra\xdfe.png"), "1")
     DecodeCache(tmp_path).write(key, *make_pair())
     assert_same(DecodeCache(tmp_path).read(key), make_pair())
 
 
 @pytest.mark.parametrize("part", ["magic", "header", "image", "padding", "mask"])
-def test_a_flipped_bit_is_noticed_named_and_mended(tmp_path, part):
+def test_flipped_bit_causes_a_warning_and_a_rewrite(tmp_path, part):
     image, mask = make_pair()
     cache = DecodeCache(tmp_path)
     cache.write(KEY, image, mask)
@@ -99,7 +99,7 @@ def test_a_flipped_bit_is_noticed_named_and_mended(tmp_path, part):
 
 
 @pytest.mark.parametrize("length", [0, 10, 4096, 5000, -1])
-def test_a_file_that_was_cut_is_noticed(tmp_path, length):
+def test_truncated_file_causes_a_warning(tmp_path, length):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair())
     data = cache.path(KEY[0]).read_bytes()
@@ -108,7 +108,7 @@ def test_a_file_that_was_cut_is_noticed(tmp_path, length):
         assert cache.read(KEY) is None
 
 
-def test_a_file_of_another_format_is_made_again_without_a_word(tmp_path, recwarn):
+def test_file_of_another_format_is_ignored_without_warning(tmp_path, recwarn):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair())
     data = bytearray(cache.path(KEY[0]).read_bytes())
@@ -118,21 +118,21 @@ def test_a_file_of_another_format_is_made_again_without_a_word(tmp_path, recwarn
     assert not recwarn
 
 
-def test_pixels_are_summed_at_the_first_opening_and_the_header_at_each(tmp_path, monkeypatch):
+def test_pixel_checksum_is_verified_only_at_the_first_read(tmp_path, monkeypatch):
     DecodeCache(tmp_path).write(KEY, *make_pair())
-    cache, summed = DecodeCache(tmp_path), []
+    cache, checked = DecodeCache(tmp_path), []
     crc32, pixels = zlib.crc32, cache.path(KEY[0]).stat().st_size - 4096
     monkeypatch.setattr(
-        "slipstream.dataset.sources.cache.zlib.crc32", lambda d: summed.append(len(d)) or crc32(d)
+        "slipstream.dataset.sources.cache.zlib.crc32", lambda d: checked.append(len(d)) or crc32(d)
     )
     for _ in range(3):
         cache.read(KEY)
-    assert len(summed) == 4
-    assert summed.count(pixels) == 1
+    assert len(checked) == 4
+    assert checked.count(pixels) == 1
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root writes wherever it wants")
-def test_a_folder_that_is_read_only_for_a_user_gives_a_warning(tmp_path):
+@pytest.mark.skipif(os.geteuid() == 0, reason="root ignores permissions")
+def test_read_only_folder_causes_a_warning(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.warns(UserWarning, match="Permission denied"):
         DecodeCache(tmp_path / "c").get(KEY, make_pair)
@@ -142,11 +142,11 @@ def fail_to_replace(self, target):
     raise OSError(28, "No space left on device")
 
 
-def test_a_full_disk_costs_one_warning_and_no_sample(tmp_path, monkeypatch):
+def test_full_disk_causes_one_warning(tmp_path, monkeypatch):
     cache = DecodeCache(tmp_path)
     cache.write(("kept", "1"), *make_pair(1))
     monkeypatch.setattr("pathlib.Path.replace", fail_to_replace)
-    with pytest.warns(UserWarning, match=r"No space left on device.*make room"):
+    with pytest.warns(UserWarning, match=r"No space left on device.*Free disk space"):
         assert_same(cache.get(KEY, make_pair), make_pair())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -155,7 +155,7 @@ def test_a_full_disk_costs_one_warning_and_no_sample(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.rglob("*") if p.is_file()] == [cache.path("kept").name]
 
 
-def test_a_folder_that_is_a_file_gives_a_warning_not_an_error(tmp_path):
+def test_folder_that_is_a_file_causes_a_warning(tmp_path):
     (tmp_path / "c").touch()
     with pytest.warns(UserWarning, match="cannot write to the cache"):
         assert_same(DecodeCache(tmp_path / "c").get(KEY, make_pair), make_pair())
@@ -170,13 +170,13 @@ def test_a_folder_that_is_a_file_gives_a_warning_not_an_error(tmp_path):
         (np.zeros((2, 3), np.uint8), np.zeros((2, 3), np.uint8)),
     ],
 )
-def test_what_is_no_sample_is_refused_and_named(tmp_path, image, mask):
+def test_invalid_arrays_raise_an_error(tmp_path, image, mask):
     with pytest.raises(DataError, match="'sample 1' cannot be cached"):
         DecodeCache(tmp_path / "c").get(KEY, lambda: (image, mask))
     assert not (tmp_path / "c").exists()
 
 
-def test_pruning_removes_what_no_sample_needs_and_nothing_else(tmp_path):
+def test_prune_removes_only_unused_files(tmp_path):
     cache = DecodeCache(tmp_path)
     for name in "abc":
         cache.write((name, "1"), *make_pair())
@@ -192,15 +192,15 @@ def test_pruning_removes_what_no_sample_needs_and_nothing_else(tmp_path):
     assert_same(cache.read(("a", "1")), make_pair())
 
 
-def test_pruning_bears_that_a_writer_renames_its_file(tmp_path):
+def test_prune_tolerates_concurrent_renames(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write(("a", "1"), *make_pair())
-    # What a listing shows and a look at it does not find: as a temporary file whose writer has just finished.
+    # A broken link acts like a temporary file that its writer renames after the folder is listed.
     (cache.path("a").parent / ".b.decoded.1.tmp").symlink_to("gone")
     assert cache.prune(keep=["a"]) == (0, 0)
 
 
-def test_pruning_a_folder_that_is_not_there_removes_nothing(tmp_path):
+def test_prune_of_a_missing_folder_removes_nothing(tmp_path):
     assert DecodeCache(tmp_path / "none").prune([]) == (0, 0)
 
 
@@ -215,7 +215,7 @@ def fill(folder, start, samples, versions):
             assert_same(found, expected)
 
 
-def test_processes_that_fill_at_once_never_see_half_a_file(tmp_path):
+def test_concurrent_writers_never_read_partial_files(tmp_path):
     context = multiprocessing.get_context("fork")
     start = context.Barrier(3)
     workers = [context.Process(target=fill, args=(tmp_path, start, 12, 6)) for _ in range(3)]
@@ -240,7 +240,7 @@ def write_and_stop_before_the_rename(folder, half_way):
     DecodeCache(folder).write(KEY, *make_pair(1))
 
 
-def test_a_writer_that_is_killed_leaves_the_old_sample(tmp_path):
+def test_killed_writer_leaves_the_old_file(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write((KEY[0], "version 0"), *make_pair(0))
     context = multiprocessing.get_context("fork")

@@ -41,7 +41,7 @@ def no_system_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(fashion_mnist, "_SYSTEM_FOLDER", tmp_path / "system")
 
     def refuse(*args, **kwargs):
-        raise AssertionError("the network was asked")
+        raise AssertionError("unexpected network access")
 
     monkeypatch.setattr("urllib.request.urlopen", refuse)
 
@@ -62,7 +62,7 @@ def test_samples_are_the_files_bytes(tmp_path, zipped):
     assert len(dataset.metainfo["classes"]) == len(dataset.metainfo["palette"]) == 10
 
 
-def test_a_batch_has_the_contracts_shapes(tmp_path):
+def test_batch_shapes(tmp_path):
     batch = next(iter(DataLoader(FashionMNIST(make(tmp_path / "data")), batch_size=4)))
     assert batch["inputs"].shape == (4, 1, 28, 28)
     assert batch["targets"].tolist() == [0, 1, 2, 3]
@@ -97,42 +97,42 @@ def test_without_a_folder_the_system_package_is_read(tmp_path):
     assert len(FashionMNIST()) == 5
 
 
-def test_a_given_folder_without_the_files_is_not_silently_replaced(tmp_path):
+def test_missing_files_in_data_root_raise_an_error(tmp_path):
     make(tmp_path / "system")
-    with pytest.raises(DataError, match=r"no Fashion-MNIST in '.*/nothing'") as caught:
+    with pytest.raises(DataError, match=r"Fashion-MNIST not found: '.*/nothing'") as caught:
         FashionMNIST(tmp_path / "nothing")
     for remedy in ("apt-get install dataset-fashion-mnist", "data_root", "download=True"):
         assert remedy in str(caught.value)
     assert len(FashionMNIST(tmp_path / "nothing", download=True)) == 5
 
 
-def test_one_file_of_the_two_is_not_enough(tmp_path):
+def test_both_files_are_required(tmp_path):
     (make(tmp_path / "data") / f"{LABELS}.gz").unlink()
-    with pytest.raises(DataError, match="no Fashion-MNIST"):
+    with pytest.raises(DataError, match="Fashion-MNIST not found"):
         FashionMNIST(tmp_path / "data")
 
 
 def served(monkeypatch, files, sums=True):
-    asked = []
+    urls = []
 
     def urlopen(url, timeout):
-        asked.append(url)
+        urls.append(url)
         return io.BytesIO(files[url.rsplit("/", 1)[1]])
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
     if sums:
         found = {n.removesuffix(".gz"): hashlib.md5(d).hexdigest() for n, d in files.items()}
         monkeypatch.setattr(fashion_mnist, "_MD5", found)
-    return asked
+    return urls
 
 
-def test_downloaded_files_are_kept_and_read_the_next_time(tmp_path, monkeypatch):
+def test_downloaded_files_are_stored_and_reused(tmp_path, monkeypatch):
     files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
-    asked = served(monkeypatch, files)
+    urls = served(monkeypatch, files)
     assert len(FashionMNIST(tmp_path / "new/data", download=True)) == 5
     assert len(FashionMNIST(tmp_path / "new/data", download=True)) == 5
     assert len(FashionMNIST(tmp_path / "new/data")) == 5
-    assert len(asked) == 2
+    assert len(urls) == 2
     assert sorted(p.name for p in (tmp_path / "new/data").iterdir()) == sorted(files)
 
 
@@ -140,33 +140,36 @@ def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
     files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
     served(monkeypatch, files, sums=False)
     with pytest.raises(
-        DataError, match=r"arrived damaged: its MD5 is [0-9a-f]{32}, not 8d4fb7e6c68d591d4c3dfef9"
+        DataError, match=r"is damaged: its MD5 is [0-9a-f]{32}, expected 8d4fb7e6c68d591d4c3dfef9"
     ):
         FashionMNIST(tmp_path / "data", download=True)
     assert not (tmp_path / "data").exists()
 
 
-def test_a_failed_download_names_the_address_and_the_remedy(tmp_path, monkeypatch):
+def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
     def urlopen(url, timeout):
         raise urllib.error.URLError("no route")
 
     monkeypatch.setattr("urllib.request.urlopen", urlopen)
-    with pytest.raises(DataError, match=r"cannot fetch http://fashion-mnist.*no route.*apt-get"):
+    with pytest.raises(DataError, match=r"cannot download http://fashion-mnist.*no route.*apt-get"):
         FashionMNIST(tmp_path / "data", download=True)
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda d: b"\0\0\x0b" + d[3:], "is no IDX file of unsigned bytes in 3 dimensions"),
-        (lambda d: d[:3] + b"\1" + d[4:], "is no IDX file"),
-        (lambda d: d[:10], "is no IDX file"),
-        (lambda d: b"", "is no IDX file"),
-        (lambda d: d[:-1], "promises 5 x 28 x 28 values and has 3919"),
-        (lambda d: d + b"\0", "promises 5 x 28 x 28 values and has 3921"),
-        (lambda d: idx(np.zeros((5, 14, 14))), r"must hold images of 28 x 28; its shape is \(5, 14, 14\)"),
-        (lambda d: idx(np.zeros((4, 28, 28))), "has 4 images, .* 5 labels"),
-        (lambda d: idx(np.zeros((0, 28, 28))), "must hold images"),
+        (lambda d: b"\0\0\x0b" + d[3:], "is not an IDX file of unsigned bytes in 3 dimensions"),
+        (lambda d: d[:3] + b"\1" + d[4:], "is not an IDX file"),
+        (lambda d: d[:10], "is not an IDX file"),
+        (lambda d: b"", "is not an IDX file"),
+        (lambda d: d[:-1], "declares 5 x 28 x 28 values, but it has 3919"),
+        (lambda d: d + b"\0", "declares 5 x 28 x 28 values, but it has 3921"),
+        (
+            lambda d: idx(np.zeros((5, 14, 14))),
+            r"must contain images of 28 x 28 pixels; its shape is \(5, 14, 14\)",
+        ),
+        (lambda d: idx(np.zeros((4, 28, 28))), "has 4 images, but .* has 5 labels"),
+        (lambda d: idx(np.zeros((0, 28, 28))), "must contain images"),
     ],
 )
 def test_damaged_image_files_are_named(tmp_path, spoil, message):
@@ -187,13 +190,13 @@ def test_damaged_gzip_files_are_named(tmp_path, spoil):
         FashionMNIST(tmp_path / "data")
 
 
-def test_a_label_that_is_no_class_is_refused(tmp_path):
+def test_invalid_label_raises_an_error(tmp_path):
     make(tmp_path / "data", zipped=False)
     (tmp_path / "data" / LABELS).write_bytes(idx(np.array([0, 1, 2, 3, 10])))
-    with pytest.raises(DataError, match="has the label 10"):
+    with pytest.raises(DataError, match="contains the label 10"):
         FashionMNIST(tmp_path / "data")
 
 
-def test_an_unknown_split_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="split must be 'train' or 'test', not 'val'"):
+def test_unknown_split_raises_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="split must be 'train' or 'test', got 'val'"):
         FashionMNIST(make(tmp_path / "data"), split="val")

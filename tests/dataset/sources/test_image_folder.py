@@ -69,24 +69,24 @@ def test_subfolders_and_suffixes_pair_as_in_cityscapes(tmp_path):
     assert [int(sample["targets"][0, 0]) for sample in dataset] == [1, 2, 1]
 
 
-def test_pairs_hold_where_paths_and_names_sort_differently(tmp_path):
+def test_images_and_masks_stay_paired_if_names_sort_differently(tmp_path):
     dataset = folder(make(tmp_path, names=["a", "a-b", "a.b"]))
     assert [p.name for p in dataset.image_paths] == [p.name for p in dataset.mask_paths]
 
 
-def test_hidden_files_are_no_images(tmp_path):
+def test_hidden_files_are_skipped(tmp_path):
     make(tmp_path)
     (tmp_path / "img/._a.png").write_bytes(b"resource fork")
     assert len(folder(tmp_path)) == 3
 
 
-def test_hidden_folders_hold_no_images(tmp_path):
+def test_hidden_folders_are_skipped(tmp_path):
     make(tmp_path)
     write(tmp_path / "img/.ipynb_checkpoints/a-checkpoint.png", np.zeros((4, 6, 3)))
     assert len(folder(tmp_path)) == 3
 
 
-def test_linked_folders_count_once_and_links_upwards_do_not(tmp_path):
+def test_linked_folders_are_followed_once(tmp_path):
     make(tmp_path, names=["a", "city/b"])
     for kind in ("img", "ann"):
         (tmp_path / kind / "city").rename(tmp_path / f"{kind}_elsewhere")
@@ -96,14 +96,14 @@ def test_linked_folders_count_once_and_links_upwards_do_not(tmp_path):
     assert [p.stem for p in folder(tmp_path).image_paths] == ["a", "b"]
 
 
-def test_a_folder_inside_that_cannot_be_read_is_named(tmp_path):
+def test_unreadable_subfolder_is_named(tmp_path):
     make(tmp_path)
-    (tmp_path / "img/round").symlink_to("round")  # root may read everything else
+    (tmp_path / "img/round").symlink_to("round")  # a cyclic link, because root can read all folders
     with pytest.raises(DataError, match=r"cannot read '.*img/round': "):
         folder(tmp_path)
 
 
-def test_palette_masks_give_ids_not_colours(tmp_path):
+def test_palette_masks_return_ids(tmp_path):
     write(tmp_path / "img/a.png", np.zeros((1, 3, 3)))
     mask = Image.fromarray(np.array([[0, 1, 2]], dtype=np.uint8))
     mask.putpalette([9, 9, 9, 200, 0, 0, 0, 200, 0])
@@ -120,7 +120,7 @@ def test_images_of_other_modes_become_rgb(tmp_path, mode):
     assert folder(tmp_path)[0]["inputs"].tolist() == torch.full((3, 4, 6), 51).tolist()
 
 
-def test_label_map_changes_the_ids_it_names_and_no_others(tmp_path):
+def test_label_map_changes_only_its_ids(tmp_path):
     make(tmp_path, names=["a"], size=(1, 4))
     write(tmp_path / "ann/a.png", [[0, 7, 8, 200]])
     dataset = folder(tmp_path, label_map={7: 1, 8: 2, 200: 255})
@@ -129,14 +129,12 @@ def test_label_map_changes_the_ids_it_names_and_no_others(tmp_path):
 
 
 @pytest.mark.parametrize("ignore_index", [255, 3, None])
-def test_an_id_that_is_no_class_is_named_with_its_file(tmp_path, ignore_index):
+def test_invalid_id_is_named_with_its_file(tmp_path, ignore_index):
     make(tmp_path)
     write(tmp_path / "ann/b.png", [[0, 1, 2, 9, 9, 5]] * 4)
     dataset = folder(tmp_path, ignore_index=ignore_index)
     assert len([dataset[0], dataset[2]]) == 2
-    with pytest.raises(
-        DataError, match=r"ann/b\.png' has label ids that are no class: 5 \(4 pixels\), 9 \(8 pix"
-    ):
+    with pytest.raises(DataError, match=r"ann/b\.png' has invalid label ids: 5 \(4 pixels\), 9 \(8 pix"):
         dataset[1]
 
 
@@ -147,7 +145,7 @@ def test_the_ignored_id_does_not_hide_a_wrong_one(tmp_path):
         folder(tmp_path)[0]
 
 
-def test_without_an_ignored_id_255_is_wrong(tmp_path):
+def test_without_ignore_index_255_is_invalid(tmp_path):
     make(tmp_path, names=["a"], size=(1, 3))
     write(tmp_path / "ann/a.png", [[0, 1, 255]])
     assert folder(tmp_path)[0]["targets"].tolist() == [[0, 1, 255]]
@@ -162,18 +160,18 @@ def test_a_missing_folder_is_named_with_the_nearest_existing_name(tmp_path):
     with pytest.raises(DataError, match=r"has no folder 'camvit'; did you mean 'camvid'\?"):
         folder(tmp_path / "camvit")
     with pytest.raises(
-        DataError, match=r"'ann'\? Images .*camvid/img', masks in '.*camvid/anns'; data_root .*_dir="
+        DataError, match=r"'ann'\? Images .*camvid/img', masks in '.*camvid/anns'; set data_root .*_dir="
     ):
         folder(tmp_path / "camvid", masks="anns")
 
 
-def test_an_empty_folder_says_what_was_looked_for(tmp_path):
+def test_empty_folder_error_names_the_suffix(tmp_path):
     make(tmp_path)
-    with pytest.raises(DataError, match=r"no image files in '.*img': no name below it ends in _left\.png"):
+    with pytest.raises(DataError, match=r"no image files in '.*img': no file name ends with _left\.png"):
         folder(tmp_path, image_suffix="_left.png")
 
 
-def test_jpeg_masks_must_be_asked_for(tmp_path):
+def test_jpeg_masks_require_mask_suffix(tmp_path):
     make(tmp_path, names=["a"])
     (tmp_path / "ann/a.png").unlink()
     write(tmp_path / "ann/a.jpg", np.zeros((4, 6)))
@@ -194,7 +192,7 @@ def test_all_files_without_a_partner_are_listed(tmp_path):
     assert "mask without an image" in lines[2]
 
 
-def test_a_long_list_of_files_without_a_partner_is_listed_to_its_end(tmp_path):
+def test_long_lists_of_unpaired_files_are_not_truncated(tmp_path):
     make(tmp_path, names=["a"], size=(1, 1))
     for i in range(60):
         (tmp_path / f"img/x{i:02}.png").touch()
@@ -203,14 +201,14 @@ def test_a_long_list_of_files_without_a_partner_is_listed_to_its_end(tmp_path):
     assert all(f"x{i:02}.png'" in str(caught.value) for i in range(60))
 
 
-def test_two_images_of_one_name_are_refused(tmp_path):
+def test_two_images_of_one_name_raise_an_error(tmp_path):
     make(tmp_path)
     write(tmp_path / "img/a.jpg", np.zeros((4, 6, 3)))
-    with pytest.raises(DataError, match=r"two image files are called 'a': .*a\.jpg' and .*a\.png"):
+    with pytest.raises(DataError, match=r"two image files have the name 'a': .*a\.jpg' and .*a\.png"):
         folder(tmp_path)
 
 
-def test_sizes_that_differ_are_named_with_both_files(tmp_path):
+def test_different_sizes_are_named_with_both_files(tmp_path):
     make(tmp_path)
     write(tmp_path / "ann/c.png", np.zeros((5, 6)))
     with pytest.raises(DataError, match=r"img/c\.png' is 6 x 4 pixels, but its mask '.*ann/c\.png' is 6 x 5"):
@@ -223,7 +221,9 @@ def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
     make(tmp_path)
     path = tmp_path / kind / "b.png"
     path.write_bytes(spoil(path.read_bytes()))
-    with pytest.raises(DataError, match=rf"cannot read '.*{kind}/b\.png'.* replace it .*skip_corrupt=True"):
+    with pytest.raises(
+        DataError, match=rf"cannot read '.*{kind}/b\.png'.* replace the file .*skip_corrupt=True"
+    ):
         folder(tmp_path)[1]
 
 
@@ -236,21 +236,21 @@ def test_an_error_in_a_worker_still_names_the_file(tmp_path):
     samples._shutdown_workers()
 
 
-def test_colour_masks_are_refused_with_the_remedy(tmp_path):
+def test_colour_masks_raise_an_error_with_the_remedy(tmp_path):
     make(tmp_path)
     write(tmp_path / "ann/a.png", np.zeros((4, 6, 3)))
-    with pytest.raises(DataError, match=r"ann/a\.png' has mode RGB; .* convert colours to ids"):
+    with pytest.raises(DataError, match=r"ann/a\.png' has mode RGB; .* Convert colours to class ids"):
         folder(tmp_path)[0]
 
 
-def test_sixteen_bit_files_are_refused(tmp_path):
+def test_sixteen_bit_files_raise_an_error(tmp_path):
     make(tmp_path)
     wide = Image.fromarray(np.full((4, 6), 300, dtype=np.uint16))
     wide.save(tmp_path / "img/a.png")
     wide.save(tmp_path / "ann/b.png")
     with pytest.raises(DataError, match=r"image '.*img/a\.png' has mode I;16") as caught:
         folder(tmp_path, skip_corrupt=True)[0]
-    assert "skip_corrupt" not in str(caught.value)  # it would not help
+    assert "skip_corrupt" not in str(caught.value)  # skip_corrupt does not apply to readable files
     with pytest.raises(DataError, match=r"mask '.*ann/b\.png' has mode I;16"):
         folder(tmp_path)[1]
 
@@ -268,12 +268,12 @@ def test_sixteen_bit_files_are_refused(tmp_path):
         ({"label_map": {7: 255}, "ignore_index": None}, "label_map: 7 -> 255"),
     ],
 )
-def test_options_that_do_not_fit_the_classes_are_refused(tmp_path, wrong, message):
+def test_options_that_do_not_match_the_classes_raise_errors(tmp_path, wrong, message):
     with pytest.raises(ConfigError, match=message):
         folder(make(tmp_path), **wrong)
 
 
-def test_corrupt_files_are_left_out_and_named_in_the_runs_log_where_that_is_asked(tmp_path):
+def test_skip_corrupt_skips_corrupt_files_and_logs_them(tmp_path):
     make(tmp_path, names="abcd")
     (tmp_path / "img/a.png").write_bytes(b"")
     mask = tmp_path / "ann/c.png"
@@ -288,24 +288,24 @@ def test_corrupt_files_are_left_out_and_named_in_the_runs_log_where_that_is_aske
     assert "ann/c.png" in second
 
 
-def test_skipping_corrupt_files_hides_no_other_fault(tmp_path):
+def test_skip_corrupt_does_not_hide_other_errors(tmp_path):
     make(tmp_path)
     write(tmp_path / "ann/b.png", np.full((4, 6), 9))
     dataset = folder(tmp_path, skip_corrupt=True)
     assert len(dataset) == 3
-    with pytest.raises(DataError, match=r"ann/b\.png' has label ids that are no class: 9"):
+    with pytest.raises(DataError, match=r"ann/b\.png' has invalid label ids: 9"):
         dataset[1]
 
 
-def test_a_folder_of_nothing_but_corrupt_files_is_refused(tmp_path):
+def test_folder_of_only_corrupt_files_raises_an_error(tmp_path):
     make(tmp_path, names="ab")
     for name in "ab":
         (tmp_path / f"img/{name}.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"none of the 2 samples can be read; the first: .*img/a\.png"):
+    with pytest.raises(DataError, match=r"none of the 2 samples can be read; first error: .*img/a\.png"):
         folder(tmp_path, skip_corrupt=True)
 
 
-def test_the_cache_key_stays_until_a_file_or_the_meaning_of_its_ids_changes(tmp_path):
+def test_cache_key_depends_on_files_and_the_meaning_of_ids(tmp_path):
     make(tmp_path)
     which, version = folder(tmp_path).cache_key(1)
     assert (which, version) == folder(tmp_path).cache_key(1)
@@ -322,14 +322,14 @@ def test_the_cache_key_stays_until_a_file_or_the_meaning_of_its_ids_changes(tmp_
         assert folder(tmp_path).cache_key(1)[1] != before
 
 
-def test_the_cache_key_of_a_file_that_has_gone_names_it(tmp_path):
+def test_cache_key_error_names_a_missing_file(tmp_path):
     dataset = folder(make(tmp_path))
     (tmp_path / "ann/b.png").unlink()
     with pytest.raises(DataError, match=r"cannot read '.*ann/b\.png': No such file"):
         dataset.cache_key(1)
 
 
-def test_samples_come_from_the_disk_cache_until_their_file_changes(tmp_path):
+def test_disk_cache_is_used_until_the_file_changes(tmp_path):
     make(tmp_path / "data")
     first = folder(tmp_path / "data", cache=tmp_path / "cache")[0]
     assert list((tmp_path / "cache").rglob("*"))

@@ -15,7 +15,7 @@ from slipstream.registry import DATASETS
 
 
 class Labels(Dataset):
-    """A sample is (label, index, seed, epoch), so a test sees what index arrived."""
+    """Returns (label, index, seed, epoch) as sample."""
 
     def __init__(self, labels, classes=("a", "b"), **metainfo):
         self.labels = [label if isinstance(label, tuple) else (label,) for label in labels]
@@ -42,7 +42,7 @@ def registered(monkeypatch):
     monkeypatch.setitem(DATASETS.module_dict, "Labels", Labels)
 
 
-def test_concat_puts_one_after_the_other_and_keeps_seed_and_epoch():
+def test_concat_keeps_order_seed_and_epoch():
     joined = ConcatDataset([Labels("ab"), Labels("c"), Labels("def")])
     assert isinstance(joined, TorchConcatDataset)
     samples = [joined[SampleIndex(i, 7, 3)] for i in range(len(joined))]
@@ -60,14 +60,14 @@ def test_concat_and_repeat_are_built_from_configs():
     assert len(DATASETS.build(nested)) == 8
 
 
-def test_metainfo_passes_through_every_wrapper():
+def test_wrappers_copy_metainfo():
     inner = Labels([0, 1])
     for wrapped in (ConcatDataset([inner]), RepeatDataset(inner, 2), ClassBalancedDataset(inner, 0.1)):
         assert wrapped.metainfo == inner.metainfo
         assert wrapped.metainfo is not inner.metainfo
 
 
-def test_concat_refuses_different_metainfo_and_names_it():
+def test_concat_error_names_different_metainfo():
     with pytest.raises(
         DataError, match=r"metainfo\['classes'\] of data set 2 is \('b', 'a'\), but data set 0 has"
     ):
@@ -76,13 +76,13 @@ def test_concat_refuses_different_metainfo_and_names_it():
         ConcatDataset([Labels([0]), Labels([0], extra=1)])
 
 
-def test_concat_takes_a_list_for_a_tuple_and_skips_ignored_keys():
+def test_concat_compares_lists_and_tuples_and_skips_ignored_keys():
     ConcatDataset([Labels([0]), Labels([0], classes=["a", "b"], palette=np.array([[0, 0, 0], [1, 1, 1]]))])
     assert ConcatDataset([Labels([0], year=1), Labels([0], year=2)], ignore_keys="year").metainfo["year"] == 1
     ConcatDataset([Labels([0], year=1), Labels([0], classes=("x",))], ignore_keys=["year", "classes"])
 
 
-def test_concat_of_nothing_is_refused():
+def test_concat_requires_a_data_set():
     with pytest.raises(ConfigError, match="at least one data set"):
         ConcatDataset([])
 
@@ -94,7 +94,7 @@ def test_data_sets_without_metainfo_can_be_wrapped():
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(1, 4))
-def test_repeat_visits_each_sample_times_over_with_epochs_of_its_own(length, times, epochs):
+def test_each_repeat_has_a_unique_epoch(length, times, epochs):
     dataset = RepeatDataset(Labels(range(length)), times)
     seen = [dataset[SampleIndex(i, 5, e)] for e in range(epochs) for i in range(len(dataset))]
     assert len(dataset) == length * times
@@ -103,28 +103,28 @@ def test_repeat_visits_each_sample_times_over_with_epochs_of_its_own(length, tim
     assert {s[3] for s in seen} == set(range(times * epochs))
 
 
-def test_repeats_of_a_plain_index_differ_too():
+def test_repeats_of_a_plain_index_have_different_epochs():
     dataset = RepeatDataset(Labels("a"), 3)
     assert [dataset[i] for i in range(3)] == [("a", 0, 0, 0), ("a", 0, 0, 1), ("a", 0, 0, 2)]
 
 
-def test_repeat_less_than_once_is_refused():
-    with pytest.raises(ConfigError, match="times must be at least 1, not 0"):
+def test_times_must_be_at_least_one():
+    with pytest.raises(ConfigError, match="times must be at least 1, got 0"):
         RepeatDataset(Labels("a"), 0)
     with pytest.raises(BuildError, match="times: must be int"):
         DATASETS.build({"type": "RepeatDataset", "dataset": {"type": "Labels", "labels": [1]}, "times": 1.5})
 
 
 @pytest.mark.parametrize("wrap", [lambda d: ConcatDataset([d]), lambda d: RepeatDataset(d, 1)])
-def test_indices_outside_are_refused_so_iteration_ends(wrap):
+def test_indices_out_of_range_raise_index_error(wrap):
     dataset = wrap(Labels("ab"))
     assert len(list(dataset)) == 2
     for wrong in (-1, 2):
-        with pytest.raises(IndexError, match=f"samples are 0 to 1, not {wrong}"):
+        with pytest.raises(IndexError, match=f"sample {wrong} is out of range; samples are 0 to 1"):
             dataset[wrong]
 
 
-def test_rare_classes_are_repeated_by_the_square_root_of_their_rarity():
+def test_rare_classes_are_repeated_by_the_square_root_of_their_inverse_frequency():
     # b is in 1 of 8 samples: ceil(sqrt(0.5 / 0.125)) = 2 copies; c in 1 of 8 as well; a in 7 of 8.
     dataset = ClassBalancedDataset(Labels([*"aaaaaa", "b", ("a", "c")]), 0.5)
     assert dataset.repeat_indices == [0, 1, 2, 3, 4, 5, 6, 6, 7, 7]
@@ -149,12 +149,12 @@ def test_copies_of_a_rare_sample_are_augmented_differently_in_every_epoch():
     assert len(set(seen)) == len(seen)
 
 
-def test_class_balancing_needs_the_class_ids():
+def test_class_balancing_requires_get_cat_ids():
     with pytest.raises(DataError, match=r"list has no get_cat_ids\(index\)"):
         ClassBalancedDataset([1, 2], 0.5)
 
 
-def test_wrappers_nest():
+def test_wrappers_can_be_nested():
     rare = ClassBalancedDataset(ConcatDataset([Labels("aaaa"), RepeatDataset(Labels("b"), 1)]), 1.0)
     seen = [RepeatDataset(rare, 2)[SampleIndex(i, 1, 4)] for i in range(2 * len(rare))]
     assert len(set(seen)) == len(seen)

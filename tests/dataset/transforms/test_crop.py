@@ -14,7 +14,7 @@ from slipstream.dataset import (
     SegRescale,
     apply_transforms,
 )
-from slipstream.dataset.transforms.crop import Window
+from slipstream.dataset.transforms.crop import CropRegion
 
 
 def make(width, height, seed=0):
@@ -23,7 +23,7 @@ def make(width, height, seed=0):
     return {"image": image, "mask": rng.integers(0, 256, (height, width), dtype=np.uint8)}
 
 
-# ---- each transform by itself, with Pillow and whole images ---------------------------------------------
+# ---- reference: each transform with Pillow on whole images ---------------------------------------------
 
 
 def flip(transform, image, mask, rng):
@@ -71,7 +71,7 @@ def crop(transform, image, mask, rng):
     return image.crop(box), mask.crop(box)
 
 
-ALONE = {
+REFERENCE = {
     SegRandomFlip: flip,
     SegRescale: rescale,
     SegRandomRescale: random_rescale,
@@ -83,7 +83,7 @@ ALONE = {
 def one_by_one(transforms, sample, rng):
     image, mask = Image.fromarray(sample["image"]), Image.fromarray(sample["mask"])
     for transform in transforms:
-        image, mask = ALONE[type(transform)](transform, image, mask, rng)
+        image, mask = REFERENCE[type(transform)](transform, image, mask, rng)
     return np.asarray(image), np.asarray(mask)
 
 
@@ -105,14 +105,14 @@ PADS = st.builds(
 
 @st.composite
 def crops(draw):
-    """A crop that always fits, since it is preceded by a padding to its size."""
+    """A crop after padding to its size, so that it always fits."""
     size, fill = draw(PAIRS), draw(st.sampled_from([19, 255]))
     mode = draw(MODES)
     return [SegPadShortToCropSize(size, fill, padding_mode=mode), SegCropImageAndMask(size, draw(MODES))]
 
 
-ONE = st.one_of(FLIPS, RESCALES, PADS).map(lambda transform: [transform])
-CHAINS = st.lists(st.one_of(ONE, crops()), max_size=6)
+SINGLE = st.one_of(FLIPS, RESCALES, PADS).map(lambda transform: [transform])
+CHAINS = st.lists(st.one_of(SINGLE, crops()), max_size=6)
 RECIPE = [
     [SegRandomFlip(1.0)],
     [SegRandomRescale((0.25, 1.75))],
@@ -122,17 +122,17 @@ RECIPE = [
 
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
-@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest neighbours break ties to one side
+@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest neighbors resolve ties to one side
 @example((37, 23), 3, RECIPE)
 @settings(max_examples=300, deadline=None)
-def test_a_chain_seen_through_windows_equals_its_transforms_one_by_one(size, seed, chain):
-    transforms = [transform for part in chain for transform in part]
+def test_composed_transforms_equal_pillow_one_by_one(size, seed, chain):
+    transforms = [transform for group in chain for transform in group]
     sample = make(*size, seed)
     image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
     rng = np.random.default_rng(seed)
     found = apply_transforms(transforms, sample, rng)
     np.testing.assert_array_equal(found["targets"].numpy(), mask)
-    # Each resize rounds twice, to the side and down.
+    # Each resize rounds twice, once per axis.
     resizes = sum(isinstance(t, SegRescale | SegRandomRescale) for t in transforms)
     difference = found["inputs"].numpy().transpose(1, 2, 0).astype(int) - image
     assert np.abs(difference).max(initial=0) <= 2 * resizes
@@ -141,7 +141,7 @@ def test_a_chain_seen_through_windows_equals_its_transforms_one_by_one(size, see
     assert rng.bit_generator.state == reference.bit_generator.state
 
 
-def test_a_corner_of_an_enlarged_image_as_large_as_the_image_is_not_the_image():
+def test_crop_of_an_enlarged_image_with_the_size_of_the_source():
     transforms = [SegRescale(2.0), SegCropImageAndMask((8, 6), "random"), lambda sample, rng: sample]
     sample = make(8, 6)
     image = Image.fromarray(sample["image"]).resize((16, 12), Image.Resampling.BILINEAR)
@@ -160,8 +160,8 @@ def test_a_corner_of_an_enlarged_image_as_large_as_the_image_is_not_the_image():
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
 @settings(max_examples=100, deadline=None)
-def test_transforms_called_by_themselves_are_the_same_chain(size, seed, chain):
-    transforms = [transform for part in chain for transform in part]
+def test_transforms_called_one_by_one_equal_pillow(size, seed, chain):
+    transforms = [transform for group in chain for transform in group]
     sample = make(*size, seed)
     image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
     rng = np.random.default_rng(seed)
@@ -173,8 +173,8 @@ def test_transforms_called_by_themselves_are_the_same_chain(size, seed, chain):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_hardly_a_pixel_of_a_large_resized_images_crop_is_off_by_more_than_one_level(seed):
-    """At sizes of Cityscapes: where the resized image's pixels lie is known to Pillow in single precision only."""
+def test_crops_of_large_images_rarely_differ_by_more_than_one_level(seed):
+    """The sizes are those of Cityscapes; Pillow computes pixel positions in single precision."""
     transforms = [
         SegRandomFlip(0.5),
         SegRandomRescale((0.25, 1.75)),
@@ -191,17 +191,17 @@ def test_hardly_a_pixel_of_a_large_resized_images_crop_is_off_by_more_than_one_l
 
 
 @pytest.mark.parametrize("scale", [0.5, 1.0, 1.5])
-def test_only_what_will_be_seen_is_read(scale):
-    class Watched(np.ndarray):
+def test_only_visible_pixels_are_read(scale):
+    class Recorded(np.ndarray):
         def __getitem__(self, key):
             rows, columns = key
             read.append((rows.start, rows.stop, columns.start, columns.stop))
             return np.asarray(self)[key]
 
     read = []
-    sample = {key: value.view(Watched) for key, value in make(200, 100).items()}
-    window = Window.whole(sample["mask"]).resized((round(200 * scale), round(100 * scale)))
-    window.cropped(round(100 * scale), round(40 * scale), (round(20 * scale), round(10 * scale))).render(
+    sample = {key: value.view(Recorded) for key, value in make(200, 100).items()}
+    region = CropRegion.whole(sample["mask"]).resized((round(200 * scale), round(100 * scale)))
+    region.cropped(round(100 * scale), round(40 * scale), (round(20 * scale), round(10 * scale))).render(
         sample
     )
     assert len(read) == 2  # image and mask
@@ -212,7 +212,7 @@ def test_only_what_will_be_seen_is_read(scale):
         assert 119 <= right <= 124
 
 
-def test_rendering_never_hands_out_the_samples_own_memory():
+def test_rendered_tensors_do_not_share_memory_with_the_sample():
     sample = make(8, 6)
     for value in sample.values():
         value.flags.writeable = False
@@ -225,19 +225,19 @@ def test_rendering_never_hands_out_the_samples_own_memory():
     assert sample["mask"].max() > 0
 
 
-def test_the_picture_is_where_there_is_no_padding():
-    whole = Window.whole(np.zeros((4, 6), np.uint8))
+def test_image_box_excludes_padding():
+    whole = CropRegion.whole(np.zeros((4, 6), np.uint8))
     padded = whole.padded(3, 1, (10, 8), (7, 7, 7, 7))
-    assert padded.picture == (3, 1, 9, 5)
-    assert padded.flipped().picture == (1, 1, 7, 5)
-    assert padded.cropped(4, 0, (3, 3)).picture == (0, 1, 3, 3)
+    assert padded.image_box == (3, 1, 9, 5)
+    assert padded.flipped().image_box == (1, 1, 7, 5)
+    assert padded.cropped(4, 0, (3, 3)).image_box == (0, 1, 3, 3)
     nothing = padded.cropped(0, 0, (2, 8))
-    assert nothing.picture[0] == nothing.picture[2]
+    assert nothing.image_box[0] == nothing.image_box[2]
     sample = {"image": np.zeros((4, 6, 3), np.uint8), "mask": np.zeros((4, 6), np.uint8)}
     assert all((array == 7).all() for array in nothing.render(sample))
 
 
-def test_what_was_cut_off_does_not_come_back_with_padding():
+def test_padding_after_a_crop_does_not_restore_cropped_pixels():
     sample = make(10, 8)
     transforms = [SegCropImageAndMask((4, 4), "center"), SegPadShortToCropSize((10, 8), 255)]
     sample["mask"][:] = 5

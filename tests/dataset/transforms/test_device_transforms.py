@@ -1,4 +1,4 @@
-"""Colours and normalisation on the device: the definition, independently computed; and what a data set sends."""
+"""Colour changes and normalisation on the device, compared with independent references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slipstream.dataset import (
     apply_transforms,
     build_dataloader,
 )
-from slipstream.dataset.transforms.device_transforms import check_alike, finish
+from slipstream.dataset.transforms.device_transforms import check_same_params, transform_images
 from slipstream.errors import BuildError, ConfigError, DataError
 from slipstream.registry import TRANSFORMS
 
@@ -56,7 +56,7 @@ def batch_of(transforms, seeds, **kwargs):
 
 
 def jittered(image, changes):
-    """The colours of (..., 3) in float64, by the formulas as they stand in torchvision's documentation."""
+    """Apply the formulas of torchvision's documentation to an image (..., 3) in float64."""
     image = np.asarray(image, float)
     for kind, factor in changes:
         grey = image @ [0.299, 0.587, 0.114]
@@ -72,7 +72,7 @@ CHANGES = st.permutations([0, 1, 2]).flatmap(
 
 
 class Fixed(SegColorJitter):
-    """A jitter whose changes are given."""
+    """A jitter with fixed changes."""
 
     def __init__(self, changes):
         super().__init__()
@@ -84,18 +84,18 @@ class Fixed(SegColorJitter):
 
 @given(changes=CHANGES, seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_the_stages_are_torchvisions_formulas_in_each_samples_own_order(changes, seed):
+def test_stages_follow_torchvisions_formulas_in_each_samples_order(changes, seed):
     plain = batch_of([], [seed, seed + 1])["inputs"]
-    programs = [batch_of([Fixed(order)], [seed])["finish"][0] for order in (changes, list(reversed(changes)))]
-    found = finish(plain, torch.stack(programs)).permute(0, 2, 3, 1).numpy()
+    params = [batch_of([Fixed(order)], [seed])["finish"][0] for order in (changes, list(reversed(changes)))]
+    found = transform_images(plain, torch.stack(params)).permute(0, 2, 3, 1).numpy()
     for image, order, result in zip(plain, (changes, reversed(changes)), found, strict=True):
         np.testing.assert_allclose(result, jittered(image.permute(1, 2, 0).numpy(), order), atol=2e-3)
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
 @pytest.mark.parametrize("kind", [0, 1, 2])
-def test_each_stage_is_within_two_levels_of_pillows(kind, factor):
-    """Pillow rounds the grey values and cuts off what is behind the point, so each stage may differ a little."""
+def test_each_stage_is_within_two_levels_of_pillow(kind, factor):
+    """Pillow rounds grey values and truncates results, so each stage may differ slightly."""
     batch = batch_of([Fixed([(kind, factor)])], [3])
     enhancer = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[kind]
     expected = np.asarray(enhancer(Image.fromarray(make(seed=3)["image"])).enhance(factor), float)
@@ -103,14 +103,14 @@ def test_each_stage_is_within_two_levels_of_pillows(kind, factor):
     np.testing.assert_allclose(found, expected, atol=2)
 
 
-def test_the_whole_jitter_is_that_of_pillow_with_the_same_draws_but_for_rounding():
+def test_jitter_equals_pillow_with_the_same_draws_up_to_rounding():
     for seed in range(8):
         found = apply_device_transforms(batch_of([JITTER], [seed]))["inputs"][0].permute(1, 2, 0).numpy()
         expected = JITTER(make(seed=seed), np.random.default_rng(seed))["image"].astype(float)
         assert np.abs(found - expected).mean() < 2
 
 
-def test_padding_keeps_its_colour_and_does_not_count_in_the_mean():
+def test_padding_keeps_its_colour_and_is_excluded_from_the_mean():
     pad = SegPadShortToCropSize((40, 28), 19, fill_image=(10, 20, 30), padding_mode="random")
     for seed, flip in ((0, 0.0), (1, 1.0)):
         transforms = [Fixed([(1, 0.3)]), pad, SegRandomFlip(flip)]
@@ -123,7 +123,7 @@ def test_padding_keeps_its_colour_and_does_not_count_in_the_mean():
         np.testing.assert_allclose(found[inside], jittered(picture, [(1, 0.3)]), atol=1e-3)
 
 
-def test_a_crop_that_holds_padding_only_is_finite():
+def test_crop_of_padding_only_is_finite():
     transforms = [
         Fixed([(1, 0.3)]),
         SegPadShortToCropSize((90, 20), 19),
@@ -137,7 +137,7 @@ def test_a_crop_that_holds_padding_only_is_finite():
 @pytest.mark.parametrize(
     "tail", [TAIL, TAIL[:2], [SegNormalize([120, 110, 100], [60, 55, 50])], [SegStandardize()]]
 )
-def test_normalisation_is_what_the_transforms_are_one_by_one(tail):
+def test_normalisation_equals_the_transforms_one_by_one(tail):
     batch = batch_of(tail, [0, 1])
     assert batch["inputs"].dtype == torch.uint8
     found = apply_device_transforms(batch)["inputs"]
@@ -150,7 +150,7 @@ def test_normalisation_is_what_the_transforms_are_one_by_one(tail):
         np.testing.assert_allclose(found[seed].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_standardise_and_normalise_are_the_usual_numbers():
+def test_standardise_and_normalise_match_the_formula():
     expected = (make()["image"] / 255 - np.array(MEAN)) / np.array(STD)
     found = apply_device_transforms(batch_of(TAIL, [0]))["inputs"][0]
     np.testing.assert_allclose(found.permute(1, 2, 0).numpy(), expected, atol=1e-5)
@@ -159,7 +159,7 @@ def test_standardise_and_normalise_are_the_usual_numbers():
 @pytest.mark.parametrize(
     ("transforms", "length"), [([JITTER], 13), (TAIL, 6), (RECIPE, 19), ([SegRescale(0.5)], None)]
 )
-def test_the_programs_length_says_what_it_holds(transforms, length):
+def test_number_of_parameters_depends_on_the_transforms(transforms, length):
     sample = apply_transforms(transforms, make(), np.random.default_rng(0))
     assert (list(sample["finish"].shape) if length else sample.get("finish")) == (
         [length] if length else None
@@ -169,7 +169,7 @@ def test_the_programs_length_says_what_it_holds(transforms, length):
     assert sample["inputs"].dtype == sample["targets"].dtype == torch.uint8
 
 
-def test_finishing_leaves_the_batch_as_it_was_and_removes_the_program():
+def test_device_transforms_do_not_modify_the_batch():
     for dtype in (torch.uint8, torch.float32):
         batch = batch_of(RECIPE, [0, 1])
         batch["inputs"] = batch["inputs"].to(dtype)
@@ -180,12 +180,12 @@ def test_finishing_leaves_the_batch_as_it_was_and_removes_the_program():
         assert all(torch.equal(batch[key], before[key]) for key in before)
 
 
-def test_a_batch_without_a_program_passes_through():
+def test_batch_without_parameters_is_returned_unchanged():
     batch = {"inputs": torch.zeros(2, 4), "other": "x"}
     assert apply_device_transforms(batch) == batch
 
 
-def test_images_of_different_sizes_are_finished_one_by_one():
+def test_lists_of_images_are_transformed_one_by_one():
     batches = [batch_of(RECIPE[:3] + TAIL, [seed], width=20 + seed) for seed in (0, 5)]
     listed = {key: [batch[key][0] for batch in batches] for key in ("inputs", "targets", "finish")}
     done = apply_device_transforms(listed)
@@ -193,25 +193,25 @@ def test_images_of_different_sizes_are_finished_one_by_one():
         torch.testing.assert_close(found, apply_device_transforms(batch)["inputs"][0])
 
 
-@pytest.mark.parametrize(("inputs", "program"), [((2, 3, 4, 4), (2, 7)), ((2, 1, 4, 4), (2, 13))])
-def test_what_is_no_program_is_refused(inputs, program):
-    with pytest.raises(DataError, match=r"'finish' holds programs of length .* SegmentationDataset"):
-        finish(torch.zeros(inputs), torch.zeros(program))
+@pytest.mark.parametrize(("inputs", "params"), [((2, 3, 4, 4), (2, 7)), ((2, 1, 4, 4), (2, 13))])
+def test_invalid_parameters_raise_an_error(inputs, params):
+    with pytest.raises(DataError, match=r"'finish' has .* parameters per image .* SegmentationDataset"):
+        transform_images(torch.zeros(inputs), torch.zeros(params))
 
 
 @pytest.mark.parametrize("length", [6, 13, 19])
-def test_it_is_one_graph_without_a_break(length):
+def test_transform_images_compiles_without_graph_breaks(length):
     torch._dynamo.reset()
     inputs = torch.randint(0, 256, (2, 3, 8, 10), dtype=torch.uint8)
-    program = torch.rand(2, length)
-    program[:, :4] = torch.tensor([2.0, 1.0, 9.0, 7.0]) if length > 6 else program[:, :4]
-    compiled = torch.compile(finish, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(inputs, program), finish(inputs, program))
+    params = torch.rand(2, length)
+    params[:, :4] = torch.tensor([2.0, 1.0, 9.0, 7.0]) if length > 6 else params[:, :4]
+    compiled = torch.compile(transform_images, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(inputs, params), transform_images(inputs, params))
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_nothing_waits_and_the_numbers_are_the_cpus():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires CUDA")
+def test_cuda_runs_without_synchronization_and_equals_cpu():
     batch = batch_of(RECIPE, range(4))
     on_device = {key: value.cuda() for key, value in batch.items()}
     torch.cuda.set_sync_debug_mode("error")
@@ -224,24 +224,22 @@ def test_on_cuda_nothing_waits_and_the_numbers_are_the_cpus():
 
 @pytest.mark.parametrize("collate", ["default_collate", "pseudo_collate"])
 @pytest.mark.parametrize("first", [[], ["SegStandardize"], ["SegColorJitter"]])
-def test_samples_that_are_to_be_finished_differently_are_no_batch(first, collate):
+def test_batches_of_mixed_device_transforms_raise_an_error(first, collate):
     def scenes(names):
         return StreetScenes((32, 64), 2, transforms=[{"type": name} for name in names])
 
     mixed = ConcatDataset([scenes(first), scenes(["SegColorJitter", "SegStandardize"])])
     cfg = {"dataset": mixed, "batch_size": 4, "collate_fn": collate}
     loader = build_dataloader(cfg, 0, "train_dataloader", True)
-    with pytest.raises(
-        DataError, match=r"some change colours or normalise .* end all their transforms alike"
-    ):
+    with pytest.raises(DataError, match=r"a batch mixes samples .* end the transforms of all data sets"):
         next(iter(loader))
 
 
-def test_a_word_of_the_users_own_that_is_no_program_is_no_matter():
-    check_alike([{"finish": 3, "inputs": 0}, {"finish": "line", "inputs": 0}, (1, 2)])
+def test_other_values_under_the_key_finish_are_accepted():
+    check_same_params([{"finish": 3, "inputs": 0}, {"finish": "line", "inputs": 0}, (1, 2)])
 
 
-# ---- which transforms may stand where -------------------------------------------------------------------
+# ---- order of transforms ----------------------------------------------------------------------
 
 
 class Noise(SegmentationDataset):
@@ -259,25 +257,25 @@ def invert(sample, rng):
     return {**sample, "image": 255 - sample["image"]}
 
 
-def test_a_function_of_ones_own_finds_what_stands_before_it_done():
+def test_custom_function_receives_the_result_of_earlier_transforms():
     transforms = [JITTER, SegRescale(0.5), invert, SegRandomFlip(1.0)]
     sample, rng = make(), np.random.default_rng(5)
     for transform in transforms:
         sample = transform(sample, rng)
     found = apply_transforms(transforms, make(), np.random.default_rng(5))
-    assert "finish" not in found  # the jitter stands before the function, so it was done on the spot
+    assert "finish" not in found  # the jitter precedes the function, so it was applied immediately
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0).numpy(), sample["image"])
     np.testing.assert_array_equal(found["targets"].numpy(), sample["mask"])
 
 
-def test_the_last_of_two_jitters_is_left_to_the_device():
+def test_last_of_two_jitters_runs_on_the_device():
     first, rng = Fixed([(0, 0.5)]), np.random.default_rng(0)
     found = apply_transforms([first, JITTER], make(), rng)
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0).numpy(), first(make(), None)["image"])
     assert found["finish"].shape == (13,)
 
 
-def test_colours_depend_on_seed_epoch_and_index_alone_and_are_drawn_in_the_order_of_the_transforms():
+def test_colours_depend_only_on_seed_epoch_and_index():
     dataset = Noise(RECIPE)
     one, again = dataset[SampleIndex(1, 7, 2)], Noise(RECIPE)[SampleIndex(1, 7, 2)]
     assert all(torch.equal(one[key], again[key]) for key in ("inputs", "targets", "finish"))
@@ -294,19 +292,19 @@ def test_colours_depend_on_seed_epoch_and_index_alone_and_are_drawn_in_the_order
 @pytest.mark.parametrize(
     ("transforms", "place", "message"),
     [
-        ([SegNormalize(MEAN, STD), SegRandomFlip()], 0, "SegNormalize stands before SegRandomFlip"),
-        ([SegRandomFlip(), SegStandardize(), JITTER], 1, "SegStandardize stands before SegColorJitter"),
-        ([SegStandardize(), invert, SegNormalize(MEAN, STD)], 0, "SegStandardize stands before invert"),
-        ([SegConvertToTensor(), SegNormalize(MEAN, STD)], 0, "SegConvertToTensor stands before SegNormalize"),
+        ([SegNormalize(MEAN, STD), SegRandomFlip()], 0, "SegNormalize precedes SegRandomFlip"),
+        ([SegRandomFlip(), SegStandardize(), JITTER], 1, "SegStandardize precedes SegColorJitter"),
+        ([SegStandardize(), invert, SegNormalize(MEAN, STD)], 0, "SegStandardize precedes invert"),
+        ([SegConvertToTensor(), SegNormalize(MEAN, STD)], 0, "SegConvertToTensor precedes SegNormalize"),
     ],
 )
-def test_what_cannot_follow_normalisation_is_refused_with_its_place(transforms, place, message):
-    with pytest.raises(ConfigError, match=rf"^transforms\[{place}\]: {message}.* may end the list"):
+def test_transforms_after_normalisation_raise_an_error(transforms, place, message):
+    with pytest.raises(ConfigError, match=rf"^transforms\[{place}\]: {message}.* the list must end with"):
         Noise(transforms)
 
 
 @pytest.mark.parametrize("dtype", [None, "long", "int64", "torch.int64", torch.int64])
-def test_masks_as_the_loss_gets_them_may_be_asked_for(dtype):
+def test_convert_to_tensor_accepts_int64_masks(dtype):
     assert SegConvertToTensor(mask_output_dtype=dtype)(make(), None)["mask"].dtype == np.uint8
 
 
@@ -315,7 +313,7 @@ def test_masks_as_the_loss_gets_them_may_be_asked_for(dtype):
     [
         (
             {"type": "SegConvertToTensor", "mask_output_dtype": "float32"},
-            "mask_output_dtype: masks travel as uint8",
+            "mask_output_dtype: float32 is not supported",
         ),
         (
             {"type": "SegConvertToTensor", "add_mask_dummy_dim": True},
@@ -326,6 +324,6 @@ def test_masks_as_the_loss_gets_them_may_be_asked_for(dtype):
         ({"type": "SegNormalize", "mean": MEAN, "std": (1, 0, 1)}, "greater than 0"),
     ],
 )
-def test_arguments_without_a_meaning_here_are_refused(arguments, message):
+def test_unsupported_arguments_raise_errors(arguments, message):
     with pytest.raises((ConfigError, BuildError), match=message):
         TRANSFORMS.build(arguments)

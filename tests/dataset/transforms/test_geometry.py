@@ -24,7 +24,7 @@ def make(height=6, width=8, seed=0):
 
 
 def aligned(height, width):
-    """A sample whose mask is the red channel, so that a test sees whether they move together."""
+    """Return a sample whose mask equals each image channel, to check that both move in the same way."""
     mask = np.arange(height * width, dtype=np.uint8).reshape(height, width)
     return {"image": np.stack([mask, mask, mask], axis=2), "mask": mask}
 
@@ -44,7 +44,7 @@ ALL = [
 
 
 @pytest.mark.parametrize("transform", ALL, ids=lambda t: type(t).__name__)
-def test_transforms_keep_the_contract_and_leave_their_input_alone(transform):
+def test_transforms_return_uint8_and_do_not_modify_their_input(transform):
     sample = make()
     before = {key: value.copy() for key, value in sample.items()}
     for value in sample.values():
@@ -70,22 +70,22 @@ def test_flip_mirrors_image_and_mask():
 
 
 @pytest.mark.parametrize(("prob", "low", "high"), [(0.0, 0, 0), (1.0, 1000, 1000), (0.25, 200, 300)])
-def test_flip_happens_as_often_as_asked(prob, low, high):
+def test_flip_happens_with_the_given_probability(prob, low, high):
     sample, generator = aligned(1, 2), rng()
     flips = sum(int(SegRandomFlip(prob)(sample, generator)["mask"][0, 0] == 1) for _ in range(1000))
     assert low <= flips <= high
 
 
 @pytest.mark.parametrize("prob", [-0.1, 1.1])
-def test_flip_refuses_what_is_no_probability(prob):
-    with pytest.raises(ConfigError, match="prob must be 0 to 1"):
+def test_flip_rejects_invalid_probabilities(prob):
+    with pytest.raises(ConfigError, match="prob must be in the range 0 to 1"):
         SegRandomFlip(prob)
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 80))
 @example(7, 7, 61)  # 61 / 7 * 7 is less than 61 in floating point
 @settings(max_examples=60, deadline=None)
-def test_rescale_gives_the_named_side_exactly(height, width, size):
+def test_rescale_returns_the_exact_side_length(height, width, size):
     sample = {"image": np.zeros((height, width, 3), np.uint8), "mask": np.zeros((height, width), np.uint8)}
     assert min(SegRescale(short_size=size)(sample, rng())["mask"].shape) == size
     long = SegRescale(long_size=size)(sample, rng())
@@ -98,7 +98,7 @@ def test_rescale_by_a_factor_scales_both_sides():
     assert SegRescale(scale_factor=0.01)(make(8, 16), rng())["mask"].shape == (1, 1)
 
 
-def test_masks_are_resampled_by_nearest_neighbour():
+def test_masks_are_resampled_with_nearest_neighbors():
     sample = aligned(3, 4)
     doubled = SegRescale(2.0)(sample, rng())
     np.testing.assert_array_equal(doubled["mask"], sample["mask"].repeat(2, 0).repeat(2, 1))
@@ -116,7 +116,7 @@ def test_images_are_resampled_bilinearly():
     "arguments",
     [{}, {"scale_factor": 0}, {"short_size": -1}, {"long_size": 0}, {"short_size": 4, "long_size": 8}],
 )
-def test_rescale_needs_exactly_one_positive_size(arguments):
+def test_rescale_requires_exactly_one_positive_size(arguments):
     with pytest.raises(ConfigError, match="exactly one of scale_factor, short_size and long_size"):
         SegRescale(**arguments)
 
@@ -129,14 +129,14 @@ def test_random_rescale_draws_uniformly_between_its_bounds():
     assert abs(np.mean(sides) - 125) < 10
 
 
-def test_random_rescale_takes_one_number_and_any_order():
+def test_random_rescale_accepts_one_number_and_any_order():
     assert SegRandomRescale(0.5).scales == (0.5, 1.0)
     assert SegRandomRescale(2).scales == (1.0, 2)
     assert SegRandomRescale([1.75, 0.25]).scales == (0.25, 1.75)
 
 
 @pytest.mark.parametrize("scales", [0, -1.0, (0.0, 1.0), (1, 2, 3), ()])
-def test_random_rescale_refuses_other_scales(scales):
+def test_random_rescale_rejects_invalid_scales(scales):
     with pytest.raises(ConfigError, match="scales must be"):
         SegRandomRescale(scales)
 
@@ -152,13 +152,13 @@ def test_padding_in_the_center_fills_image_and_mask():
     np.testing.assert_array_equal(padded["image"][4, 5], [1, 2, 3])
 
 
-def test_padding_leaves_long_sides_as_they_are():
+def test_padding_does_not_change_long_sides():
     assert SegPadShortToCropSize((8, 6), 19)(make(7, 9), rng())["mask"].shape == (7, 9)
     assert SegPadShortToCropSize((12, 6), 19)(make(7, 9), rng())["mask"].shape == (7, 12)
     assert SegPadShortToCropSize(8, 19)(make(7, 9), rng())["mask"].shape == (8, 9)
 
 
-def test_random_padding_puts_the_image_everywhere():
+def test_random_padding_uses_every_position():
     sample, generator = {"image": np.ones((2, 3, 3), np.uint8), "mask": np.ones((2, 3), np.uint8)}, rng()
     transform = SegPadShortToCropSize((5, 3), 0, padding_mode="random")
     places = set()
@@ -170,7 +170,7 @@ def test_random_padding_puts_the_image_everywhere():
     assert places == {(y, x) for y in range(2) for x in range(3)}
 
 
-def test_padding_must_be_told_the_class_id_to_fill_with():
+def test_padding_requires_fill_mask():
     with pytest.raises(BuildError, match="needs 'fill_mask'"):
         TRANSFORMS.build({"type": "SegPadShortToCropSize", "crop_size": 4})
 
@@ -184,12 +184,12 @@ def test_padding_must_be_told_the_class_id_to_fill_with():
         {"fill_mask": 0, "fill_image": 256},
     ],
 )
-def test_padding_refuses_values_that_are_no_pixels(arguments):
+def test_padding_rejects_invalid_fill_values(arguments):
     with pytest.raises(ConfigError, match="fill_mask must be 0 to 255"):
         SegPadShortToCropSize(4, **arguments)
 
 
-def test_random_crops_cover_every_place_and_image_and_mask_agree():
+def test_random_crops_cover_every_position_of_image_and_mask():
     sample, generator = aligned(5, 7), rng()
     corners = set()
     for _ in range(200):
@@ -200,25 +200,25 @@ def test_random_crops_cover_every_place_and_image_and_mask_agree():
     assert corners == {y * 7 + x for y in range(3) for x in range(4)}
 
 
-def test_a_center_crop_takes_the_middle():
+def test_center_crop_returns_the_center():
     crop = SegCropImageAndMask((4, 2), "center")(aligned(6, 8), rng())
     np.testing.assert_array_equal(crop["mask"], aligned(6, 8)["mask"][2:4, 2:6])
 
 
-def test_a_crop_larger_than_the_image_is_refused_with_the_remedy():
+def test_crop_larger_than_the_image_raises_an_error():
     with pytest.raises(DataError, match=r"cannot crop 9 x 6 .* of 8 x 6; put SegPadShortToCropSize before"):
         SegCropImageAndMask((9, 6))(make(6, 8), rng())
 
 
 @pytest.mark.parametrize("size", [0, (4, -1), (4,), (1, 2, 3), (4.0, 4.0)])
-def test_crop_sizes_that_are_none_are_refused(size):
+def test_invalid_crop_sizes_raise_errors(size):
     for build in (SegCropImageAndMask, lambda crop_size: SegPadShortToCropSize(crop_size, 19)):
         with pytest.raises(ConfigError, match="crop_size must be"):
             build(size)
 
 
-def test_unknown_modes_are_refused():
-    with pytest.raises(ConfigError, match="mode must be 'random' or 'center', not 'middle'"):
+def test_unknown_modes_raise_errors():
+    with pytest.raises(ConfigError, match="mode must be 'random' or 'center', got 'middle'"):
         SegCropImageAndMask(4, "middle")
     with pytest.raises(BuildError, match="padding_mode: must be 'center' or 'random', not 'left'"):
         TRANSFORMS.build(
@@ -232,7 +232,7 @@ def grey(image):
 
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
 @pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
-def test_each_colour_change_is_torchvisions_formula(kind, factor):
+def test_colour_changes_follow_torchvisions_formulas(kind, factor):
     sample = make(16, 16)
     image = sample["image"].astype(np.float64)
     other = {"brightness": 0 * image, "contrast": grey(image).mean() + 0 * image}.get(
@@ -259,12 +259,12 @@ def test_colour_factors_are_drawn_from_the_whole_range():
     assert SegColorJitter(brightness=1.5).brightness == (0.0, 2.5)
 
 
-def test_no_jitter_changes_nothing():
+def test_jitter_without_factors_changes_nothing():
     sample = make()
     np.testing.assert_array_equal(SegColorJitter()(sample, rng())["image"], sample["image"])
 
 
 @pytest.mark.parametrize("value", [-0.5, (1.5, 0.5), (-1, 1), (1, 1, 1)])
-def test_colour_ranges_that_are_none_are_refused(value):
+def test_invalid_colour_ranges_raise_errors(value):
     with pytest.raises(ConfigError, match="contrast must be"):
         SegColorJitter(contrast=value)

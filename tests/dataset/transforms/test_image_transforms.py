@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from slipstream.dataset import Normalize, RandomCrop, RandomHorizontalFlip, ToTensor
-from slipstream.dataset.transforms.device_transforms import finish
+from slipstream.dataset.transforms.device_transforms import transform_images
 from slipstream.dataset.transforms.image_transforms import read_transforms
 from slipstream.errors import ConfigError, DataError
 
@@ -17,7 +17,7 @@ def image(height=6, width=8):
 
 
 @pytest.mark.parametrize(("size", "padding"), [(6, 2), ((4, 8), 0), ((10, 12), 2), ((3, 1), 1), ((9, 11), 3)])
-def test_a_crop_is_any_rectangle_of_the_image_in_black_padding(size, padding):
+def test_random_crop_covers_all_positions_of_the_padded_image(size, padding):
     height, width = (size, size) if isinstance(size, int) else size
     padded = np.pad(image(), ((0, 0), (padding, padding), (padding, padding)))
     possible = {
@@ -31,42 +31,42 @@ def test_a_crop_is_any_rectangle_of_the_image_in_black_padding(size, padding):
     assert {crop.tobytes() for crop in crops} == possible
 
 
-def test_a_crop_that_is_larger_than_the_padded_image_is_refused():
-    with pytest.raises(DataError, match=r"cannot crop \(11, 8\) .* image of \(6, 8\) with a padding of 2"):
+def test_crop_larger_than_the_padded_image_raises_an_error():
+    with pytest.raises(DataError, match=r"cannot crop \(11, 8\) .* image of size \(6, 8\) with padding=2"):
         RandomCrop((11, 8), padding=2)(image(), np.random.default_rng(0))
 
 
 @pytest.mark.parametrize("wrong", [{"size": 0}, {"size": [1, 2, 3]}, {"size": 4, "padding": -1}])
-def test_a_crop_that_cannot_be_is_refused(wrong):
+def test_invalid_crop_arguments_raise_errors(wrong):
     with pytest.raises(ConfigError, match="size must be a number of pixels"):
         RandomCrop(**wrong)
 
 
-def test_a_flip_mirrors_left_to_right_as_often_as_asked():
+def test_flip_mirrors_left_to_right_with_the_given_probability():
     rng = np.random.default_rng(0)
     mirrored = image()[:, :, ::-1]
     flips = [np.array_equal(RandomHorizontalFlip(0.25)(image(), rng), mirrored) for _ in range(400)]
     assert 60 < sum(flips) < 140
     assert np.array_equal(RandomHorizontalFlip(0)(image(), rng), image())
     assert np.array_equal(RandomHorizontalFlip(1)(image(), rng), mirrored)
-    with pytest.raises(ConfigError, match="p must be 0 to 1"):
+    with pytest.raises(ConfigError, match="p must be in the range 0 to 1"):
         RandomHorizontalFlip(1.5)
 
 
-def test_the_program_normalises_as_torchvision_defines_it():
-    moves, program = read_transforms(
+def test_parameters_normalise_as_in_torchvision():
+    pixel_transforms, params = read_transforms(
         [{"type": "RandomCrop", "size": 6}, ToTensor(), {"type": "Normalize", "mean": MEAN, "std": STD}]
     )
-    assert [type(move) for move in moves] == [RandomCrop]
+    assert [type(transform) for transform in pixel_transforms] == [RandomCrop]
     pixels = torch.from_numpy(image())[None]
     mean, std = (torch.tensor(v, dtype=torch.float64).view(1, 3, 1, 1) for v in (MEAN, STD))
     expected = (pixels.double() / 255 - mean) / std
-    torch.testing.assert_close(finish(pixels, program[None]).double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(transform_images(pixels, params[None]).double(), expected, rtol=0, atol=1e-5)
     _, only_scaled = read_transforms([ToTensor()])
-    torch.testing.assert_close(finish(pixels, only_scaled[None]).double(), pixels.double() / 255)
+    torch.testing.assert_close(transform_images(pixels, only_scaled[None]).double(), pixels.double() / 255)
 
 
-def test_without_to_tensor_nothing_is_left_for_the_device():
+def test_without_to_tensor_there_are_no_device_transforms():
     flip = RandomHorizontalFlip()
     assert read_transforms([flip]) == ([flip], None)
 
@@ -81,12 +81,14 @@ def test_without_to_tensor_nothing_is_left_for_the_device():
         [ToTensor(), Normalize(MEAN, STD), lambda image, rng: image],
     ],
 )
-def test_an_order_that_cannot_be_is_refused(order):
-    with pytest.raises(ConfigError, match="transforms: transforms must end in ToTensor"):
+def test_invalid_orders_raise_an_error(order):
+    with pytest.raises(
+        ConfigError, match="transforms: ToTensor, or ToTensor and Normalize, must be the last"
+    ):
         read_transforms(order)
 
 
 @pytest.mark.parametrize(("mean", "std"), [([0.5], [0.5]), (MEAN, [0.2, 0, 0.2]), (MEAN, [0.2])])
-def test_a_normalisation_of_other_than_three_channels_is_refused(mean, std):
+def test_normalize_requires_three_channels(mean, std):
     with pytest.raises(ConfigError, match="three numbers each"):
         Normalize(mean, std)

@@ -1,4 +1,4 @@
-"""Parts of resized pictures, against Pillow resizing the whole."""
+"""Crops of resized images, compared with Pillow."""
 
 from __future__ import annotations
 
@@ -15,29 +15,31 @@ def noise(width, height, seed=0):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
 
 
-def differences(image, scaled, part):
-    left, top, right, bottom = part
+def differences(image, scaled, box):
+    left, top, right, bottom = box
     whole = np.asarray(Image.fromarray(image).resize(scaled, Image.Resampling.BILINEAR), int)
-    found = bilinear(image, scaled, part)
+    found = bilinear(image, scaled, box)
     assert found.shape == (bottom - top, right - left, 3)
     assert found.dtype == np.uint8
     return np.abs(found - whole[top:bottom, left:right])
 
 
 @st.composite
-def parts(draw):
-    """Sizes of a picture before and after, and a box in the latter, often at an edge."""
+def boxes(draw):
+    """Source size, resized size, and a box in the resized image, often at an edge."""
     source = draw(st.tuples(st.integers(1, 40), st.integers(1, 40)))
     scaled = draw(st.tuples(st.integers(1, 60), st.integers(1, 60)))
-    box = []
+    ranges = []
     for side in scaled:
         length = draw(st.integers(1, side))
-        box.append((first := draw(st.sampled_from([0, side - length, (side - length) // 2])), first + length))
-    return source, scaled, (box[0][0], box[1][0], box[0][1], box[1][1])
+        ranges.append(
+            (first := draw(st.sampled_from([0, side - length, (side - length) // 2])), first + length)
+        )
+    return source, scaled, (ranges[0][0], ranges[1][0], ranges[0][1], ranges[1][1])
 
 
-@given(case=parts(), seed=st.integers(0, 100))
-# A part made of as many source pixels as it has: torch would copy those, whatever the factor.
+@given(case=boxes(), seed=st.integers(0, 100))
+# The box needs as many source pixels as it has; torch would copy them.
 @example(case=((12, 12), (13, 13), (3, 0, 10, 8)), seed=0)
 @example(case=((697, 381), (752, 411), (746, 0, 752, 61)), seed=0)
 @example(
@@ -45,14 +47,14 @@ def parts(draw):
 )  # 1500 * (1000 / 1500) might be less than 1000
 @example(case=((1, 1), (7, 5), (2, 1, 7, 5)), seed=0)
 @settings(max_examples=300, deadline=None)
-def test_a_part_is_that_of_the_whole_within_the_rounding_of_each_axis(case, seed):
-    source, scaled, part = case
-    assert differences(noise(*source, seed), scaled, part).max() <= 2
+def test_crop_equals_pillow_up_to_rounding(case, seed):
+    source, scaled, box = case
+    assert differences(noise(*source, seed), scaled, box).max() <= 2
 
 
 @pytest.mark.parametrize("scale", [0.25, 0.4, 0.77, 1.001, 1.3, 1.75])
 @pytest.mark.parametrize("corner", [(0, 0), (0, 1), (1, 0), (1, 1), (0.4, 0.6)])
-def test_of_a_large_picture_hardly_a_pixel_is_off_by_more_than_one_level(scale, corner):
+def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corner):
     scaled = round(2048 * scale), round(1024 * scale)
     size = [min(256, side) for side in scaled]
     left, top = (round(where * (side - cut)) for where, side, cut in zip(corner, scaled, size, strict=True))
@@ -63,13 +65,13 @@ def test_of_a_large_picture_hardly_a_pixel_is_off_by_more_than_one_level(scale, 
     ).mean() < 1e-3  # most at factors such as 7/4, where many values lie between two levels
 
 
-def test_a_read_only_picture_is_read_without_a_warning(recwarn):
+def test_read_only_images_cause_no_warning(recwarn):
     image = noise(30, 20)
     image.flags.writeable = False
     bilinear(image, (60, 40), (0, 0, 60, 40))
     assert not recwarn.list
 
 
-def test_an_unresized_part_is_a_view():
+def test_crop_without_resize_is_a_view():
     image = noise(30, 20)
     assert np.shares_memory(bilinear(image, (30, 20), (3, 2, 9, 8)), image)

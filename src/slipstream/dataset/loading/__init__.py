@@ -1,1 +1,1 @@
-"""Loaders: how samples become batches."""
+"""Data loaders, samplers and collate functions."""

@@ -1,4 +1,4 @@
-"""How a list of samples becomes a batch."""
+"""Collate functions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ FUNCTIONS.register_module(name="default_collate", module=default_collate)
 
 @FUNCTIONS.register_module()
 def pseudo_collate(data_batch: Sequence[Any]) -> Any:
-    """Return the batch in the structure of one sample, with a list of the samples' values at each leaf.
+    """Return a batch with the structure of one sample and, at each leaf, the list of the samples' values.
 
-    Nothing is stacked or converted, so values may differ in shape. Mappings, lists and named tuples keep
-    their type; tuples become lists, as torch's `default_collate` makes them.
+    Values are not stacked or converted, so they may differ in shape. Mappings, lists and named tuples keep
+    their type; tuples become lists, as in torch's `default_collate`.
 
     Raises:
-        DataError: the samples are lists of different lengths.
+        DataError: The samples are lists of different lengths.
     """
     first = data_batch[0]
     if isinstance(first, Mapping):
@@ -31,6 +31,6 @@ def pseudo_collate(data_batch: Sequence[Any]) -> Any:
     if isinstance(first, str | bytes) or not isinstance(first, Sequence):
         return list(data_batch)
     if len({len(sample) for sample in data_batch}) > 1:
-        raise DataError(f"samples of different lengths cannot be collated: {[len(s) for s in data_batch]}")
+        raise DataError(f"cannot collate samples of different lengths: {[len(s) for s in data_batch]}")
     columns = [pseudo_collate(column) for column in zip(*data_batch, strict=True)]
     return type(first)(*columns) if hasattr(first, "_fields") else columns

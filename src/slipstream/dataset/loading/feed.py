@@ -1,4 +1,4 @@
-"""Option: batches that are already on the device when the step asks for them."""
+"""Speed option `prefetch`: copy the next batches to the device while the current step runs."""
 
 from __future__ import annotations
 
@@ -14,65 +14,66 @@ from torch.utils._pytree import tree_map_only
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.errors import ConfigError
 
-__all__ = ["CopyStream", "DeviceFeed", "draws_apart", "feed", "read_prefetch"]
+__all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"]
 
 _WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def read_prefetch(value: Any) -> int:
-    """Read `prefetch`: how many batches are copied ahead; True is 2; None, False and 0 are none.
+    """Return the number of batches to copy ahead for a value of `prefetch`; True is 2; None and False are 0.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: The value is not a bool, None or a non-negative int.
     """
     if value is None or isinstance(value, bool):
         return 2 if value else 0
     if not isinstance(value, int) or value < 0:
-        raise ConfigError(f"must be a number of batches (such as 2), not {value!r}", "prefetch")
+        raise ConfigError(f"must be a number of batches (such as 2), got {value!r}", "prefetch")
     return value
 
 
 def feed(loader: Iterable[Any], device: torch.device | str | None = None, prefetch: int = 2) -> DeviceFeed:
-    """Return `loader` as an iterable of batches on `device`; None is the accelerator, or the CPU without one."""
+    """Return `loader` as an iterable of batches on `device`; None is the accelerator, or the CPU if there is none."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 
-def draws_apart(loader: Any) -> bool:
-    """Say whether drawing from `loader` leaves the process's random generators alone, so that it may be done ahead.
+def can_draw_ahead(loader: Any) -> bool:
+    """Return whether drawing a batch from `loader` leaves the global random generators unchanged.
 
-    Workers have generators of their own, and loaders of `build_dataloader` put the global ones back. An iterable
-    data set without workers may draw from them: drawn ahead, a resumed run would see other numbers.
+    This holds for worker processes, which have separate generators, and for loaders of `build_dataloader`, which
+    restore the global state. An iterable data set without workers may draw from the global generators; if its
+    batches were drawn ahead, a resumed run would see different random numbers.
     """
-    own = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)
-    return own or getattr(loader, "num_workers", 0) > 0
+    restores_state = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)
+    return restores_state or getattr(loader, "num_workers", 0) > 0
 
 
 class CopyStream(Protocol):
-    """A way for batches to the device, beside the computation."""
+    """Interface of an asynchronous copy to the device."""
 
     def send(self, batch: Any) -> Any:
-        """Start to copy `batch`; return what `receive` takes."""
+        """Start to copy `batch`; return a handle for `receive`."""
 
     def receive(self, sent: Any) -> Any:
-        """Return the batch on the device, for whatever is launched from now on."""
+        """Return the batch on the device, ready for kernels that are launched afterwards."""
 
 
 class DeviceFeed:
-    """A loader whose batches are on the device: while one is in use, `prefetch` more are copied beside the step.
+    """A loader whose batches are on the device; it copies `prefetch` batches ahead while a step runs.
 
-    Tensors in dicts, lists, tuples and named tuples are moved as they are (uint8 stays uint8, a quarter of the
-    bytes of float32: the data preprocessor converts on the device); anything else passes through. Order and
-    random draws are the loader's own. Its error comes after the batches that were drawn before it. On the CPU
-    batches are handed through as they are, and nothing is drawn ahead.
+    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype (uint8 takes a quarter of the
+    bytes of float32; the data preprocessor converts it on the device). Other values are returned unchanged. The
+    order of batches and the random draws do not change. If the loader raises an error, the batches drawn before it
+    are returned first. On the CPU, batches are returned unchanged and nothing is drawn ahead.
 
-    On accelerators a side stream copies from pinned memory; what the loader does not pin itself (`pin_memory=True`),
-    a thread pins for as long as an iteration lasts. The device holds `prefetch` + 1 batches.
+    On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
+    (`pin_memory=True`), a thread pins them. The device holds `prefetch` + 1 batches.
 
     Args:
-        loader: any iterable.
-        device: where to; None is the accelerator, or the CPU without one.
-        prefetch: batches ahead; 0 copies each when it is asked for.
-        copy_stream: how batches travel, by default on a side stream where the device has streams.
+        loader: Any iterable.
+        device: Target device; None is the accelerator, or the CPU if there is none.
+        prefetch: Number of batches to copy ahead; 0 copies each batch on request.
+        copy_stream: Copies the batches; by default a side stream, if the device has streams.
     """
 
     def __init__(
@@ -88,13 +89,13 @@ class DeviceFeed:
         self._copy_stream = copy_stream
 
     def __len__(self) -> int:
-        return len(self.loader)  # type: ignore[arg-type]  # its own TypeError says what has no length
+        return len(self.loader)  # type: ignore[arg-type]  # raises the loader's TypeError if it has no length
 
     def __iter__(self) -> Iterator[Any]:
         return self.ahead(iter(self.loader))
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the rest of an iteration over the loader that has already begun, its batches on the device."""
+        """Return the remaining batches of an iterator over the loader, on the device."""
         if self._copy_stream is None:
             if self.device.type == "cpu":
                 return batches
@@ -116,23 +117,23 @@ def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -
     while sent:
         yield copy_stream.receive(sent.popleft())
     if failures:
-        raise failures.pop()  # left in the list it would keep itself, and the loader, alive
+        raise failures.pop()  # in the list, the error would keep itself and the loader alive
 
 
 def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:
     try:
         yield from batches
-    except Exception as failure:  # of the loader alone: what happens between two batches is not seen here
+    except Exception as failure:  # catches errors of the loader only, not of the consumer
         failures.append(failure)
 
 
 def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
-    """Yield the batches in pinned memory, one later than they are drawn: a thread copies in the meantime."""
+    """Yield the batches in pinned memory; a thread pins each batch while the next one is drawn."""
 
-    def at_device() -> None:  # a thread's first call would otherwise wake device 0
+    def set_device() -> None:  # otherwise the thread's first call would initialize device 0
         torch.accelerator.set_device_index(device)
 
-    with ThreadPoolExecutor(1, "slipstream-pin", at_device) as thread:
+    with ThreadPoolExecutor(1, "slipstream-pin", set_device) as thread:
         pinning: Future[Any] | None = None
         for batch in batches:
             before, pinning = pinning, thread.submit(_pin, batch)
@@ -143,26 +144,26 @@ def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _SideStream:
-    """Copies on a stream of its own."""
+    """Copies batches on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Start to copy `batch`; return it with the event of its arrival."""
-        # The copy may take the memory of a batch that its last step has let go but not finished: wait for the steps
-        # launched so far, on the device. (`record_stream` would keep that memory from use for as long as the host
-        # runs ahead, up to a log interval's batches.) The copy then runs beside the step that is launched next.
+        """Start to copy `batch`; return it with an event that marks the end of the copy."""
+        # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
+        # for all steps launched so far; it overlaps with the next step. (`record_stream` would hold that memory for
+        # as long as the host runs ahead, up to one log interval of batches.)
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             moved = _move(batch, self.device)
         return moved, self.stream.record_event()
 
     def receive(self, sent: tuple[Any, torch.Event]) -> Any:
-        """Let the current stream wait for the batch's arrival; the host does not."""
-        moved, arrival = sent
-        torch.accelerator.current_stream(self.device).wait_event(arrival)
+        """Make the current stream wait for the copy; the host does not wait."""
+        moved, copied = sent
+        torch.accelerator.current_stream(self.device).wait_event(copied)
         return moved
 
 
@@ -178,7 +179,7 @@ def _resolve(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     found = torch.device(device)
-    index: int | None = found.index  # None for "cuda", whatever torch's own annotation says
+    index: int | None = found.index  # None for "cuda"; torch annotates it as int
     if index is not None or found.type in _WITHOUT_STREAMS:
         return found
     return torch.device(found.type, torch.accelerator.current_device_index())

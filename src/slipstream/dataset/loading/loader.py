@@ -1,4 +1,4 @@
-"""Data loaders whose order and augmentation depend on (seed, epoch, index) alone."""
+"""Data loaders whose order and augmentation depend only on (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from slipstream.dataset.loading.collate import default_collate
-from slipstream.dataset.loading.generators import OwnGenerators, seed_generators
+from slipstream.dataset.loading.generators import IsolatedGenerators, seed_generators
 from slipstream.dataset.loading.samplers import (
     DefaultSampler,
     EpochBatchSampler,
@@ -29,7 +29,7 @@ from slipstream.dataset.loading.samplers import (
     check_not_empty,
 )
 from slipstream.dataset.loading.workers import check_workers, with_workers
-from slipstream.dataset.transforms.device_transforms import check_alike
+from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
@@ -40,29 +40,29 @@ __all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "le
 def build_dataloader(
     cfg: Mapping[str, Any] | DataLoader[Any], seed: int, name: str, training: bool
 ) -> DataLoader[Any]:
-    """Build a data loader from MMEngine's configuration, or take over a ready one.
+    """Build a data loader from a configuration in MMEngine's format, or wrap an existing `DataLoader`.
 
     Args:
-        cfg: `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration) and
-            the arguments of `torch.utils.data.DataLoader`, of which `num_workers` and `prefetch_factor` may be
-            `auto` (see `with_workers`); or a `DataLoader`, as it is or, to take no more than
-            some of its batches, as `dict(dataloader=..., num_batch_per_epoch=...)`.
-        seed: the run's seed; it fixes order and augmentation whatever the number of workers.
-        name: what errors call it (`train_dataloader`).
-        training: whether ranks must get equally many samples (they are then padded).
+        cfg: A dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
+            and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
+            (see `with_workers`). Or a `DataLoader`, or `dict(dataloader=..., num_batch_per_epoch=...)` to limit
+            the number of its batches.
+        seed: Seed of the run; it determines order and augmentation for any number of workers.
+        name: Name in error messages (such as `train_dataloader`).
+        training: Whether all ranks must get the same number of samples; samples are then repeated.
 
     Raises:
-        ConfigError: an unknown or missing key.
-        DataError: the data set is empty, or smaller than a batch where `drop_last` leaves that out.
+        ConfigError: A key is unknown or missing.
+        DataError: The data set is empty, or smaller than one batch while `drop_last` is set.
     """
     limit = None
     if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
         limit, cfg = _limit(cfg, name), ready
     if isinstance(cfg, DataLoader):
         check_not_empty(cfg.dataset, name)
-        return _with_batches(_take_over(cfg, seed, training, limit), name, training)
+        return _check_has_batches(_wrap_loader(cfg, seed, training, limit), name, training)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"must be a DataLoader or a dict, not {type(cfg).__name__}", name)
+        raise ConfigError(f"must be a DataLoader or a dict, got {type(cfg).__name__}", name)
     options = dict(cfg)
     _check_keys(options, name)
     dataset = _dataset(options.pop("dataset"), name)
@@ -70,11 +70,11 @@ def build_dataloader(
     if isinstance(dataset, IterableDataset):
         return DataLoader(dataset, **_defaults(_collate(options, name), seed))
     batches = _batch_sampler(options, dataset, seed, training)
-    return _with_batches(_loader(dataset, batches, seed, _collate(options, name), name), name, training)
+    return _check_has_batches(_loader(dataset, batches, seed, _collate(options, name), name), name, training)
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
-    """Choose the epoch that the loader's next iteration delivers, and the batch at which it starts."""
+    """Set the epoch of the loader's next iteration, and the batch at which it starts."""
     if isinstance(loader.batch_sampler, EpochBatchSampler):
         loader.batch_sampler.set_epoch(epoch, start)
     elif hasattr(loader.dataset, "set_epoch"):
@@ -82,14 +82,14 @@ def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
 
 
 def batch_size(loader: DataLoader[Any]) -> int | None:
-    """Return how many samples a batch has, None where only the loader's own batch sampler knows."""
+    """Return the number of samples per batch, or None if a custom batch sampler determines it."""
     batches = getattr(loader.batch_sampler, "batch_sampler", loader.batch_sampler)
     size: int | None = getattr(batches, "batch_size", loader.batch_size)
     return size
 
 
 def length(loader: DataLoader[Any]) -> int | None:
-    """Return how many batches an epoch has, None for an iterable data set that does not know."""
+    """Return the number of batches per epoch, or None for an iterable data set without a length."""
     try:
         return len(loader)
     except TypeError:
@@ -97,31 +97,31 @@ def length(loader: DataLoader[Any]) -> int | None:
 
 
 def is_infinite(loader: DataLoader[Any]) -> bool:
-    """Say whether the loader's stream never ends."""
+    """Return whether an iteration over the loader never ends."""
     return isinstance(loader.batch_sampler, EpochBatchSampler) and loader.batch_sampler.endless
 
 
 class SeededDataset(Dataset[Any]):
-    """A data set whose use of Python's, NumPy's and torch's global generators depends on the sample alone.
+    """Wraps a data set and seeds the global generators of Python, NumPy and torch for each sample.
 
-    Before each sample the three generators are seeded from (seed, epoch, index), and a batch is collated
-    before they are put back, so that a `collate_fn` may draw too. Attributes are those of the data set.
+    The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
+    is collated, so a `collate_fn` may draw random numbers too. Other attributes are read from the data set.
 
     Args:
-        dataset: any data set that is indexed.
-        collate: makes a batch of a list of samples.
+        dataset: A map-style data set.
+        collate: Returns the batch for a list of samples.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self.collate = collate
-        self._generators = OwnGenerators()
+        self._generators = IsolatedGenerators()
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # asked while unpickling, before it is set
+        if name == "dataset":  # read during unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -132,18 +132,18 @@ class SeededDataset(Dataset[Any]):
     def __getitems__(self, indices: Sequence[Any]) -> Any:
         with self._generators:
             samples = [self._get(index) for index in indices]
-            check_alike(samples)
+            check_same_params(samples)
             return self.collate(samples)
 
     def _get(self, index: Any) -> Any:
-        if hasattr(index, "__index__"):  # a key of another kind has no number to seed from
+        if hasattr(index, "__index__"):  # other keys have no number to seed from
             seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
             seed_generators((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 
 
 class TensorBatches(Dataset[Any]):
-    """A `TensorDataset` whose batches are indexed at once: what collating its samples gives, many times faster."""
+    """A `TensorDataset` that indexes a whole batch at once: same result as collating samples, many times faster."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -166,15 +166,15 @@ class TensorBatches(Dataset[Any]):
 
 
 def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
-    """Return how many batches of a ready loader shall be taken."""
+    """Return the maximum number of batches per epoch for a dict that contains a `DataLoader`."""
     if other := sorted(set(cfg) - {"dataloader", "num_batch_per_epoch"}):
-        raise ConfigError(f"a ready loader keeps its own '{other[0]}': leave it out", name)
+        raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove it", name)
     limit: int | None = cfg.get("num_batch_per_epoch")
     _check_limit(limit, name)
     ready = cfg["dataloader"]
     if limit is not None and (isinstance(ready.dataset, IterableDataset) or ready.batch_sampler is None):
         raise ConfigError(
-            "only batches that a batch sampler draws are counted", f"{name}.num_batch_per_epoch"
+            "requires a DataLoader with a batch sampler; remove it", f"{name}.num_batch_per_epoch"
         )
     return limit
 
@@ -190,17 +190,17 @@ def _check_keys(options: Mapping[str, Any], name: str) -> None:
         if key not in known:
             raise ConfigError(f"a data loader has no option '{key}'{did_you_mean(key, known)}", name)
     if "dataset" not in options:
-        raise ConfigError("needs a 'dataset'", name)
+        raise ConfigError("the key 'dataset' is missing", name)
     if not isinstance(options.get("batch_size", 1), int) or options.get("batch_size", 1) < 1:
         raise ConfigError(
-            f"must be a whole number of at least 1, not {options['batch_size']!r}", f"{name}.batch_size"
+            f"must be an integer of at least 1, got {options['batch_size']!r}", f"{name}.batch_size"
         )
     _check_limit(options.get("num_batch_per_epoch"), name)
 
 
 def _dataset(cfg: Any, name: str) -> Any:
     dataset = DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg
-    if hasattr(dataset, "full_init"):  # OpenMMLab's data sets may be built lazily
+    if hasattr(dataset, "full_init"):  # data sets of OpenMMLab may be initialized lazily
         dataset.full_init()
     check_not_empty(dataset, name)
     return dataset
@@ -211,7 +211,7 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
     if isinstance(sampler, Mapping):
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
-        sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted(sampler, defaults))
+        sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted_defaults(sampler, defaults))
     batch_sampler = options.pop("batch_sampler", None)
     batch_size, drop_last = options.pop("batch_size", 1), options.pop("drop_last", False)
     if isinstance(batch_sampler, Mapping):
@@ -219,11 +219,11 @@ def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: b
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
 
 
-def _accepted(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return those defaults that the sampler's constructor takes; torch's name the data set otherwise."""
+def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults that the sampler's constructor accepts; torch's samplers take `data_source`."""
     kind = sampler.get("type")
     if kind is None:
-        return {}  # the registry says what is missing
+        return {}  # the registry raises the error
     target = DATA_SAMPLERS.resolve(kind) if isinstance(kind, str) else kind
     known = inspect.signature(target).parameters
     return {key: value for key, value in defaults.items() if key in known}
@@ -237,7 +237,7 @@ def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
         rest = {key: value for key, value in collate.items() if key != "type"}
         kind = collate.get("type")
         if kind is None:
-            raise BuildError("needs a 'type'", f"{name}.collate_fn")
+            raise BuildError("the key 'type' is missing", f"{name}.collate_fn")
         function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
         collate = partial(function, **rest) if rest else function
     return {**options, "collate_fn": collate}
@@ -248,73 +248,74 @@ def _loader(
 ) -> DataLoader[Any]:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
     tensors = type(dataset) is TensorDataset and collate is default_collate
-    samples = _pass_length(dataset, batch_sampler)
+    samples = _samples_per_pass(dataset, batch_sampler)
     batches = EpochBatchSampler(batch_sampler, seed, samples, stamp=not tensors, limit=limit)
     if tensors:
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
-            options["pin_memory"] = False  # only the CPU's memory can be pinned
-        dataset, options["collate_fn"] = TensorBatches(dataset), _as_it_is
+            options["pin_memory"] = False  # only CPU memory can be pinned
+        dataset, options["collate_fn"] = TensorBatches(dataset), _identity
     elif collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
-        dataset, options["collate_fn"] = SeededDataset(dataset, collate), _as_it_is
+        dataset, options["collate_fn"] = SeededDataset(dataset, collate), _identity
     options = with_workers(options, dataset, batches, name)
     return DataLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
 
 
-def _with_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
-    """Return the loader; raise DataError if it is for training and drops its only batch."""
+def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
+    """Return the loader; raise DataError if it is for training and `drop_last` drops its only batch."""
     batches = loader.batch_sampler
     if not training or not isinstance(batches, EpochBatchSampler) or batches.endless:
         return loader
     if getattr(batches.batch_sampler, "drop_last", False) and length(loader) == 0:
-        whose = "its samples" if get_world_size() == 1 else "the samples of each process"
+        per_process = "" if get_world_size() == 1 else " per process"
         raise DataError(
-            f"{name} gives no batch: {whose}, {batches.samples}, are fewer than batch_size={batch_size(loader)}, and "
-            f"drop_last=True leaves the smaller batch out; lower its batch_size, or set its drop_last=False"
+            f"{name} has no batch: it has {batches.samples} samples{per_process}, fewer than "
+            f"batch_size={batch_size(loader)}, and drop_last=True drops the incomplete batch; lower batch_size or set "
+            "drop_last=False"
         )
     return loader
 
 
-def _pass_length(dataset: Any, batch_sampler: Any) -> int:
-    """Return this rank's samples in one pass over the data set."""
+def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
+    """Return the number of this rank's samples in one pass over the data set."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return a `DataLoader`'s arguments without those that only make sense for workers, if there are none."""
-    idle = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor")
+    """Return the arguments of `DataLoader`; without workers, drop the arguments that require workers."""
+    unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor")
     return {
         "pin_memory": torch.accelerator.is_available(),
-        # Without a generator of its own, each new iterator would draw from the model's random stream.
+        # Without its own generator, each new iterator would draw from torch's global generator.
         "generator": torch.Generator().manual_seed(seed),
-        **{key: value for key, value in options.items() if key not in idle},
+        **{key: value for key, value in options.items() if key not in unused},
     }
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
-def _shared_out(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
-    """Return batches of this rank's part of the data; a sampler that knows its rank stays.
+def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
+    """Return a batch sampler for this rank's shard of the data; distributed samplers are returned unchanged.
 
     Raises:
-        ConfigError: every rank would get the same batches, and how to part them is not known.
+        ConfigError: Every rank would get the same batches, because the sampler cannot be replaced.
     """
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DefaultSampler | InfiniteSampler | DistributedSampler):
         return batches
     if type(batches) is BatchSampler and type(sampler) in (RandomSampler, SequentialSampler):
-        part = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
-        return BatchSampler(part, batches.batch_size, batches.drop_last)
+        shard = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
+        return BatchSampler(shard, batches.batch_size, batches.drop_last)
     raise ConfigError(
-        f"with {get_world_size()} processes each would get the same batches of {type(sampler or batches).__name__}: "
-        "take a sampler that knows its rank (DefaultSampler, torch's DistributedSampler)"
+        f"each of the {get_world_size()} processes would get the same batches of {type(sampler or batches).__name__}; "
+        "use a distributed sampler (DefaultSampler or torch's DistributedSampler)"
     )
 
 
-def _take_over(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
-    """Return a loader like `loader` whose order depends on the seed and that can start anywhere."""
+def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
+    """Return a copy of `loader` whose order depends on the seed and which can start at any batch."""
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader
@@ -329,7 +330,7 @@ def _take_over(loader: DataLoader[Any], seed: int, training: bool, limit: int | 
         "prefetch_factor": loader.prefetch_factor,
         "in_order": loader.in_order,
     }
-    if isinstance(batches, EpochBatchSampler):  # one of ours
+    if isinstance(batches, EpochBatchSampler):  # built by `build_dataloader`
         if limit is None:
             return loader
         batches = EpochBatchSampler(
@@ -337,5 +338,5 @@ def _take_over(loader: DataLoader[Any], seed: int, training: bool, limit: int | 
         )
         return DataLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
     if get_world_size() > 1:
-        batches = _shared_out(batches, loader.dataset, seed, training)
+        batches = _sharded(batches, loader.dataset, seed, training)
     return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})

@@ -1,7 +1,8 @@
-"""Ranks whose data differ in length: all end their epoch, or their evaluation, at the same batch.
+"""End an epoch or an evaluation at the same batch on all ranks, even if their data differ in length.
 
-A rank that trains one batch more than another waits forever in its gradient sync. Samplers of this package and
-torch's `DistributedSampler` give every rank equally many batches; what others give is not known before it ends.
+A rank that trains one batch more than another would hang in the gradient all-reduce. The samplers of this package
+and torch's `DistributedSampler` give every rank the same number of batches; for other loaders the number is not
+known in advance.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _END = object()
 
 
 def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int | None:
-    """Return the fewest batches that any rank has in an epoch, and cut the loader to them; None if a rank cannot say.
+    """Return the smallest number of batches per epoch over all ranks and limit the loader to it.
 
-    Every rank calls it.
+    The result is None if the length of a loader is unknown on any rank. Every rank must call this function.
     """
     lengths = all_gather_object(length(loader))
     if None in lengths:
         return None
     fewest = min(lengths)
     if fewest < max(lengths):
-        warn(f"The ranks have {lengths[:8]} batches an epoch: each takes {fewest}, and the rest is not used")
+        warn(f"The ranks have {lengths[:8]} batches per epoch; each uses {fewest} and skips the rest")
         if isinstance(loader.batch_sampler, EpochBatchSampler):
             loader.batch_sampler.limit = fewest
     return int(fewest)
@@ -43,37 +44,37 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
 def until_one_ends(
     batches: Iterable[Any], loader: DataLoader[Any], warn: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Yield the batches of this rank for as long as every rank has one.
+    """Yield batches of this rank while every rank has one.
 
-    While a batch is used the next is drawn and the ranks ask each other whether they have one: nothing waits but
-    the last answer. Loaders known to be of equal length are passed through.
+    The next batch is drawn, and an asynchronous all-reduce checks that every rank has one, while the current batch
+    is in use. Loaders that are known to have equal lengths need no all-reduce.
     """
     if get_world_size() == 1 or _known_equal(loader):
         yield from batches
         return
     iterator = iter(batches)
     ahead = next(iterator, _END)
-    asked = _ask(ahead is not _END)
+    all_have_next = _start_all_have_next(ahead is not _END)
     count = 0
-    while asked():
+    while all_have_next():
         batch, ahead = ahead, next(iterator, _END)
-        asked = _ask(ahead is not _END)
+        all_have_next = _start_all_have_next(ahead is not _END)
         count += 1
         yield batch
     if ahead is not _END:
         warn(
-            f"Another rank's data ended after {count} batches, so the epoch ends here; rank {get_rank()} had more. "
-            "Give every rank equally many (DefaultSampler does) to use them all"
+            f"The data of another rank ended after {count} batches, so the epoch ends; rank {get_rank()} had more. "
+            "To use all batches, give every rank the same number (for example with DefaultSampler)"
         )
 
 
 def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield pairs (batch, whether it counts) until every rank's data have ended; shorter ranks repeat a batch.
+    """Yield (batch, is_new) pairs until the data of every rank have ended; ranks with less data repeat a batch.
 
-    For models whose forward holds collectives, as a sharded one does.
+    This is for models whose forward runs collectives, such as sharded models.
 
     Raises:
-        DataError: a rank has no batch at all, and an iterable data set to take one from.
+        DataError: A rank has no batch, and its data set is iterable, so that no sample can be repeated.
     """
     iterator = iter(loader)
     batch = last = next(iterator, _END)
@@ -88,23 +89,23 @@ def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
 def _any_batch(loader: DataLoader[Any]) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"rank {get_rank()} has no data to evaluate, but the sharded model needs every rank in each forward: "
+            f"rank {get_rank()} has no data to evaluate, but a sharded model requires every rank in each forward; "
             "give every rank at least one batch"
         )
     return next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))
 
 
-def _ask(more: bool) -> Callable[[], bool]:
-    """Start asking whether every rank has one more batch; the returned function waits for the answer."""
-    flag = torch.tensor(int(more), device=flag_device())
+def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
+    """Start an all-reduce over `has_next`; the returned function waits for it and returns whether all ranks have."""
+    flag = torch.tensor(int(has_next), device=flag_device())
     work = dist.all_reduce(flag, dist.ReduceOp.MIN, async_op=True)
 
-    def answer() -> bool:
+    def wait() -> bool:
         if work is not None:
             work.wait()
         return bool(flag.item())
 
-    return answer
+    return wait
 
 
 def _known_equal(loader: DataLoader[Any]) -> bool:

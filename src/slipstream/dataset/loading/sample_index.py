@@ -1,4 +1,4 @@
-"""Randomness of a sample as a pure function of (seed, epoch, index)."""
+"""Sample indices with a seed and an epoch, and the random generator that they determine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ __all__ = ["SampleIndex", "sample_rng"]
 
 
 class SampleIndex(int):
-    """A sample's index that also carries the run's seed and the epoch; any data set takes it as an int."""
+    """A sample's index with the run's seed and the epoch; it is an `int`, so every data set accepts it."""
 
     seed: int
     epoch: int
 
     def __new__(cls, index: int, seed: int, epoch: int) -> SampleIndex:
-        """Make an int that also knows the run's seed and the epoch."""
+        """Create the index."""
         self = super().__new__(cls, index)
         self.seed = seed
         self.epoch = epoch
@@ -25,6 +25,6 @@ class SampleIndex(int):
 
 
 def sample_rng(index: int) -> np.random.Generator:
-    """Return the generator of one sample; a plain int counts as seed 0, epoch 0."""
+    """Return the generator of one sample. A plain int has seed 0 and epoch 0."""
     seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
     return np.random.default_rng((seed, epoch, int(index)))

@@ -1,4 +1,4 @@
-"""The order of samples, as a function of (seed, epoch) alone."""
+"""Samplers whose order depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from slipstream.dataset.loading.generators import in_own_stream
+from slipstream.dataset.loading.generators import isolate_random_state
 from slipstream.dataset.loading.sample_index import SampleIndex
 from slipstream.dist import get_dist_info
 from slipstream.errors import DataError
@@ -35,14 +35,14 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """Each rank's share of a data set: samples rank, rank + world_size, ... of a shuffled or plain order.
+    """Sampler of one rank's shard of a data set: samples rank, rank + world_size, ... of a shuffled or plain order.
 
     Args:
-        dataset: anything with a length.
-        shuffle: shuffle anew in each epoch.
-        seed: of the shuffle; the same on every rank.
-        round_up: repeat the first samples so that all ranks get equally many. The Runner's validation and
-            test loaders do not, so that no sample counts twice.
+        dataset: Any object with a length.
+        shuffle: Whether to reshuffle in each epoch.
+        seed: Seed of the shuffle; it must be the same on every rank.
+        round_up: Repeat the first samples so that all ranks get the same number. The Runner's validation and
+            test loaders set it to False, so that no sample is counted twice.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class DefaultSampler(Sampler[int]):
         return math.ceil((self.size - self.rank) / self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose order comes next."""
+        """Set the epoch that determines the order of the next iteration."""
         self.epoch = epoch
 
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(Sampler[int]):
-    """An endless stream of samples, pass after pass, each in an order of its own; for iteration-based loops."""
+    """Endless sampler for iteration-based loops; each pass over the data set is shuffled differently."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -81,10 +81,10 @@ class InfiniteSampler(Sampler[int]):
         self.epoch = 0
 
     def _stream(self) -> Iterator[int]:
-        sweep = self.epoch
+        epoch = self.epoch
         while self.size:
-            yield from _order(self.size, self.shuffle, self.seed + sweep)
-            sweep += 1
+            yield from _order(self.size, self.shuffle, self.seed + epoch)
+            epoch += 1
 
     def __iter__(self) -> Iterator[int]:
         return islice(self._stream(), self.rank, None, self.world_size)
@@ -93,12 +93,12 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the stream at its pass number `epoch`."""
+        """Start the next iteration at pass number `epoch`."""
         self.epoch = epoch
 
 
-# Given a generator of their own, these draw from no other.
-_DRAW_APART = (
+# These samplers draw only from their own `generator`, if it is set.
+_USE_OWN_GENERATOR = (
     DefaultSampler,
     InfiniteSampler,
     DistributedSampler,
@@ -110,18 +110,18 @@ _DRAW_APART = (
 
 
 class EpochBatchSampler(Sampler[list[int]]):
-    """Batches of another batch sampler, from any batch of any epoch on, each index stamped with its epoch.
+    """Wraps a batch sampler: starts at any batch of any epoch, and yields `SampleIndex` with the epoch.
 
-    Starting in the middle draws the skipped indices but loads none of their samples. Samplers that have a
-    `generator` get it seeded from seed and epoch; those that draw from the global generators do so in a
-    stream of their own, seeded likewise.
+    To start in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded. The
+    `generator` of a sampler is seeded from the seed and the epoch. For samplers that draw from the global
+    generators, these are seeded in the same way and restored afterwards.
 
     Args:
-        batch_sampler: yields lists of indices.
-        seed: the run's.
-        samples: this rank's samples in one pass over the data set.
-        stamp: whether samples depend on the epoch; plain tensors do not.
-        limit: batches of an epoch, if not all.
+        batch_sampler: Yields lists of indices.
+        seed: Seed of the run.
+        samples: Number of this rank's samples in one pass over the data set.
+        stamp: Whether to yield `SampleIndex`; False for data sets whose samples do not depend on the epoch.
+        limit: Maximum number of batches in an epoch; None uses all.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.start = 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Choose the epoch, and the batch within it, at which the next iteration starts."""
+        """Set the epoch, and the batch in it, at which the next iteration starts."""
         self.epoch, self.start = epoch, start
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
@@ -152,7 +152,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         start, self.start = self.start, 0
         first, drawn = self.epoch, 0
         for number, batch in enumerate(islice(self._batches(), self.limit)):
-            # An endless stream passes the data set again and again: each pass counts as an epoch.
+            # For an endless sampler, each pass over the data set counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
             if number >= start:
@@ -164,9 +164,9 @@ class EpochBatchSampler(Sampler[list[int]]):
                 sampler.generator = torch.Generator()
             if isinstance(generator := getattr(sampler, "generator", None), torch.Generator):
                 generator.manual_seed(self.seed + self.epoch)
-        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _DRAW_APART:
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _USE_OWN_GENERATOR:
             return iter(self.batch_sampler)
-        return in_own_stream(self.batch_sampler, (self.seed, self.epoch))
+        return isolate_random_state(self.batch_sampler, (self.seed, self.epoch))
 
     def _stamped(self, index: Any, epoch: int) -> Any:
         return SampleIndex(index, self.seed, epoch) if hasattr(index, "__index__") else index

@@ -1,4 +1,4 @@
-"""How many processes load the data, and how far ahead: `num_workers` and `prefetch_factor` by measuring."""
+"""Measure and choose `num_workers` and `prefetch_factor` of a data loader."""
 
 from __future__ import annotations
 
@@ -24,34 +24,36 @@ from slipstream.logging import print_log
 __all__ = ["check_workers", "end_workers", "with_workers"]
 
 _AUTO = "auto"
-_SECONDS = 5.0
-"""After which no further number of workers is tried."""
-_WINDOW = 0.5
-"""Seconds for which each is watched."""
-_CHUNK = 0.03
-"""Seconds of work in a batch of a trial, about: it need not be as large as the run's."""
-_DRAWN = 64
-"""Batches of the run from which the trials take their samples."""
-_DEEPEST = 8
+_TIME_LIMIT = 5.0
+"""Seconds after which no further trial starts."""
+_TRIAL_TIME = 0.5
+"""Seconds for which each number of workers is measured."""
+_TARGET_BATCH_TIME = 0.03
+"""Approximate seconds of work per batch of a trial; its batches may be smaller than those of the run."""
+_TRIAL_BATCHES = 64
+"""Number of batches of the run from which the trials take their samples."""
+_MAX_PREFETCH_FACTOR = 8
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
-    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a number that can be meant nor `auto`."""
+    """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`."""
     for key, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(key)
         if value == _AUTO:
             if streamed:
-                raise ConfigError("an iterable data set cannot be tried out: give a number", f"{name}.{key}")
+                raise ConfigError(
+                    f"'{_AUTO}' does not support iterable data sets; set a number", f"{name}.{key}"
+                )
         elif value is not None and not (isinstance(value, int) and value >= least):
             raise ConfigError(
-                f"must be a whole number of at least {least} or '{_AUTO}', not {value!r}", f"{name}.{key}"
+                f"must be an integer of at least {least} or '{_AUTO}', got {value!r}", f"{name}.{key}"
             )
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """End the processes that a loader keeps for its next epoch; that starts new ones.
+    """Stop the persistent workers of a loader; its next epoch starts new ones.
 
-    Left to the garbage collector, which closes their queues before they are told, each would take five seconds.
+    If the garbage collector stopped them, each would take five seconds, because it closes their queues first.
     """
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
@@ -60,53 +62,56 @@ def end_workers(loader: DataLoader[Any]) -> None:
 def with_workers(
     options: Mapping[str, Any], dataset: Any, batches: Iterable[Sequence[Any]], name: str
 ) -> dict[str, Any]:
-    """Return a loader's options with numbers where they say `auto`, and log what was measured.
+    """Return a loader's options with each `auto` replaced by a number, and log the measurements.
 
-    One, two, four, ... workers are watched while they deliver as fast as they can, up to the cores of this process
-    (of its share, if there are several on the machine), and the fewest within 5 % of the best are taken; none, where
-    this process alone is half as fast again, since then handing batches over is most of the work. After five seconds
-    no further trial begins. Samples are read in worker processes only: no generator and no cache of this one moves.
+    The throughput of 1, 2, 4, ... workers is measured, up to the cores of this process (divided by the number of
+    processes on the machine). The result is the smallest number within 5 % of the best. It is 0 if one process is
+    1.5 times as fast without workers, because then transferring batches is most of the work. No trial starts after
+    five seconds. Samples are read only in worker processes, so the generators and caches of this process do not
+    change.
 
     Args:
-        options: of the `DataLoader`, with its `collate_fn`.
-        dataset: what it will read.
-        batches: lists of indices as its batch sampler gives them.
-        name: what the log calls it (`train_dataloader`).
+        options: Options of the `DataLoader`, with its `collate_fn`.
+        dataset: The data set of the loader.
+        batches: Lists of indices, as the batch sampler yields them.
+        name: Name in the log (such as `train_dataloader`).
     """
     chosen = dict(options)
-    counting = options.get("num_workers") == _AUTO
-    deepening = options.get("prefetch_factor") == _AUTO and options.get("num_workers")
-    if not counting and not deepening:
+    auto_workers = options.get("num_workers") == _AUTO
+    auto_prefetch = options.get("prefetch_factor") == _AUTO and options.get("num_workers")
+    if not auto_workers and not auto_prefetch:
         return chosen
-    drawn = [list(batch) for batch in islice(batches, _DRAWN)]
-    if not drawn:  # the run will say so
+    drawn = [list(batch) for batch in islice(batches, _TRIAL_BATCHES)]
+    if not drawn:  # the run raises the error
         return {**chosen, "num_workers": 0}
     trials = _Trials(dataset, options, drawn)
-    said = [f"{name}: a batch takes {1e3 * trials.batch_seconds:.3g} ms in one process"]
-    if counting:
+    messages = [f"{name}: a batch takes {1e3 * trials.batch_seconds:.3g} ms in one process"]
+    if auto_workers:
         limit = max(cores() // get_local_size(), 1)
         rates = trials.rates(limit)
-        chosen["num_workers"] = _fewest(rates, limit)
+        chosen["num_workers"] = _choose_num_workers(rates, limit)
         shown = ", ".join(f"{workers}: {rate:.3g}" for workers, rate in rates.items())
-        said.append(f"num_workers={chosen['num_workers']} of at most {limit} (samples/s: {shown})")
-    if deepening and chosen["num_workers"]:
-        room = _free_bytes() / 4 / get_local_size() / chosen["num_workers"] / max(trials.batch_bytes, 1)
+        messages.append(f"num_workers={chosen['num_workers']} of at most {limit} (samples/s: {shown})")
+    if auto_prefetch and chosen["num_workers"]:
+        max_batches = (
+            _free_bytes() / 4 / get_local_size() / chosen["num_workers"] / max(trials.batch_bytes, 1)
+        )
         ratio = trials.slowest_batch()
-        chosen["prefetch_factor"] = _depth(ratio, room)
-        said.append(
+        chosen["prefetch_factor"] = _prefetch_factor(ratio, max_batches)
+        messages.append(
             f"prefetch_factor={chosen['prefetch_factor']} (slow batches take {ratio:.2g} times the mean)"
         )
-    print_log("; ".join(said), "current")
+    print_log("; ".join(messages), "current")
     return chosen
 
 
 class _Trials:
-    """Loaders of the run's samples, watched for a short time.
+    """Short throughput measurements of data loaders.
 
     Args:
-        dataset: what is read.
-        options: of the run's loader.
-        batches: of the run.
+        dataset: The data set to read.
+        options: Options of the run's loader.
+        batches: Batches of indices of the run.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any], batches: Sequence[list[Any]]) -> None:
@@ -116,107 +121,107 @@ class _Trials:
             k: v for k, v in options.items() if k in ("multiprocessing_context", "worker_init_fn")
         }
         self.size = len(batches[0])
-        # One stream for all trials: the next one does not find its files in memory because of the last.
+        # All trials share one iterator, so that a trial does not read files that an earlier trial has cached.
         self._indices = cycle(chain.from_iterable(batches))
-        probes = self._probed(1)
+        probes = self._probe(1)
         self.sample_seconds = [seconds for seconds, _ in probes]
         self.batch_seconds = self.size * fmean(self.sample_seconds)
         self.batch_bytes = self.size * max(size for _, size in probes)
-        if self.batch_seconds < _WINDOW / 2:  # many data sets make a batch in less time than its samples
-            self.batch_seconds = median(seconds for seconds, _ in self._probed(self.size))
+        if self.batch_seconds < _TRIAL_TIME / 2:  # a batch may be faster than the sum of its samples
+            self.batch_seconds = median(seconds for seconds, _ in self._probe(self.size))
 
     def rates(self, limit: int) -> dict[int, float]:
-        """Return the samples/s by number of workers, until more of them no longer help, or the time is over."""
-        chunk = min(max(round(self.size * _CHUNK / self.batch_seconds), 1), self.size)
+        """Return samples/s by number of workers; stop when more workers no longer help, or at the time limit."""
+        chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}
-        end, best = time.monotonic() + _SECONDS, 0.0
-        for workers in _numbers(limit):
-            found[workers] = rate = self._delivered(workers, chunk)
+        end, best = time.monotonic() + _TIME_LIMIT, 0.0
+        for workers in _candidates(limit):
+            found[workers] = rate = self._throughput(workers, chunk)
             if rate < 1.05 * best or time.monotonic() > end:
                 break
             best = rate
         return found
 
     def slowest_batch(self) -> float:
-        """Return how many times the mean a batch takes with the slowest sample that was seen among its own."""
+        """Return the time of a batch with the slowest sample seen, relative to the mean time of a batch."""
         mean = fmean(self.sample_seconds)
         return (mean * (self.size - 1) + max(self.sample_seconds)) / (mean * self.size)
 
-    def _delivered(self, workers: int, chunk: int) -> float:
+    def _throughput(self, workers: int, chunk: int) -> float:
         batches = self._loader(self.dataset, self.collate, workers, chunk)
-        for _ in range(workers):  # until all have started
+        for _ in range(workers):  # until all workers have started
             next(batches)
         start, count, seconds = time.perf_counter(), 0, 0.0
-        while seconds < _WINDOW or (count < 2 * workers and seconds < 4 * _WINDOW):
+        while seconds < _TRIAL_TIME or (count < 2 * workers and seconds < 4 * _TRIAL_TIME):
             next(batches)
             count, seconds = count + 1, time.perf_counter() - start
         return count * chunk / seconds
 
-    def _probed(self, size: int) -> list[tuple[float, int]]:
-        """Return the seconds and the bytes of batches of `size` samples, of one worker."""
-        batches = self._loader(_Probe(self.dataset, self.collate), _as_it_is, 1, size)
+    def _probe(self, size: int) -> list[tuple[float, int]]:
+        """Return (seconds, bytes) of batches of `size` samples, read by one worker."""
+        batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
         next(batches)  # imports, open files
-        found, end = [next(batches), next(batches)], time.monotonic() + _WINDOW
+        found, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
         while time.monotonic() < end:
             found.append(next(batches))
         return found
 
     def _loader(self, dataset: Any, collate: Any, workers: int, size: int) -> Iterator[Any]:
         sampler = (list(islice(self._indices, size)) for _ in iter(int, 1))
-        generator = torch.Generator()  # else the workers' seeds would be drawn from the run's
-        own = {"num_workers": workers, "collate_fn": collate, "generator": generator}
-        batches: Any = iter(DataLoader(dataset, batch_sampler=sampler, **own, **self.options))
+        generator = torch.Generator()  # otherwise the workers' seeds would be drawn from the global generator
+        settings = {"num_workers": workers, "collate_fn": collate, "generator": generator}
+        batches: Any = iter(DataLoader(dataset, batch_sampler=sampler, **settings, **self.options))
         try:
             yield from batches
-        finally:  # the traceback of a sample's error would keep them, and their end would take five seconds
+        finally:  # otherwise the traceback of an error would keep the workers alive, and stopping them takes 5 s
             batches._shutdown_workers()
 
 
 class _Probe(Dataset[Any]):
-    """A data set whose batches are (seconds, bytes) of another's, made where that is read."""
+    """Wraps a data set; returns (seconds, bytes) of each batch, measured in the worker that reads it."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self.dataset = dataset
         self.collate = collate
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # asked while unpickling, before it is set
+        if name == "dataset":  # read during unpickling, before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
     def __getitems__(self, indices: list[Any]) -> tuple[float, int]:
         start = time.perf_counter()
-        whole = getattr(self.dataset, "__getitems__", None)
-        batch = self.collate(whole(indices) if whole else [self.dataset[index] for index in indices])
+        get_batch = getattr(self.dataset, "__getitems__", None)
+        batch = self.collate(get_batch(indices) if get_batch else [self.dataset[index] for index in indices])
         seconds = time.perf_counter() - start
         return seconds, sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
 
 
-def _numbers(limit: int) -> list[int]:
-    """Return 1, 2, 4, ... up to the limit, and the limit."""
+def _candidates(limit: int) -> list[int]:
+    """Return 1, 2, 4, ... up to the limit, and the limit itself."""
     return sorted({*(2**power for power in range(limit.bit_length())), limit})
 
 
-def _fewest(rates: Mapping[int, float], limit: int) -> int:
-    """Return the number of workers to take, from the samples/s of each."""
-    own = {workers: rate for workers, rate in rates.items() if workers}
-    best, last = max(own.values()), max(own)
-    # What this process loads, the step waits for: only a hand-over that costs half of the work is worse.
+def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
+    """Return the number of workers to use, given the samples/s of each number."""
+    measured = {workers: rate for workers, rate in rates.items() if workers}
+    best, last = max(measured.values()), max(measured)
+    # Without workers, the step waits for the data, so this must be much faster to be chosen.
     if rates[0] > 1.5 * best:
         return 0
-    # The time was over while each doubling still helped.
-    if last < limit and all(own[last] >= 1.05 * own[n] for n in own if n != last):
+    # The time limit was reached while each doubling still helped.
+    if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
         return min(2 * last, limit)
-    return min(workers for workers, rate in own.items() if rate >= 0.95 * best)
+    return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)
 
 
-def _depth(ratio: float, room: float) -> int:
-    """Return how many batches each worker prepares: while a slow one is made, the others' last; as memory allows."""
-    return max(min(1 + math.ceil(ratio), _DEEPEST, int(room)), 1)
+def _prefetch_factor(ratio: float, max_batches: float) -> int:
+    """Return how many batches each worker prepares: enough to hide a slow batch, at most `max_batches` (memory)."""
+    return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
 
 
 def _free_bytes() -> int:
-    """Return the bytes that batches on their way may fill: of memory, and of what processes share."""
+    """Return the free bytes for prefetched batches: the minimum of free memory and free shared memory."""
     free = [2**62]
     if (memory := Path("/proc/meminfo")).is_file():
         lines = memory.read_text().splitlines()
@@ -226,5 +231,5 @@ def _free_bytes() -> int:
     return min(free)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

@@ -1,4 +1,4 @@
-"""What every segmentation data set shares: loading, augmenting, packing into tensors."""
+"""Base class of segmentation data sets: loading, caching, transforms, conversion to tensors."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ __all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette"]
 
 
 class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
-    """Base of the data sets of images with one class id a pixel.
+    """Base class of data sets of images with one class id per pixel.
 
     A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
-    (one [r, g, b] a class) and `ignore_index` (the id that counts as no class, or None).
+    (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
 
-    `dataset[i]` is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`, and, where the transforms change
-    colours or normalise, `"finish"`, what the data preprocessor shall do to `inputs` on the device (see
-    `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, never on workers,
-    processes or the order of access.
+    `dataset[i]` is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms change colours or
+    normalise, it also has `"finish"`, the parameters of the device transforms, which the data preprocessor applies
+    (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
+    workers, processes or the order of access.
 
     Args:
-        transforms: functions of a sample and a generator, which return a new sample and leave the
-            arrays they were given as they are; or dicts that TRANSFORMS builds.
-        cache_in_memory: keep each loaded pair (before the transforms) in memory: for data that is small,
-            or slow to make. Every worker process keeps its own copy, for as long as it lives.
-        cache: folder that keeps each loaded pair decoded, for later epochs and all processes (see `DecodeCache`).
+        transforms: Functions of a sample and a generator that return a new sample and do not modify their input
+            arrays; or dicts that TRANSFORMS builds.
+        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use it for small data, or data that
+            are slow to create. Every worker process keeps a separate copy.
+        cache: Folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
     """
 
     metainfo: dict[str, Any]
@@ -53,7 +53,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms
         ]
         check_transforms(self.transforms)
-        self.cache = DecodeCache(cache) if cache else None  # '' is what `cache=` gives on a command line
+        self.cache = DecodeCache(cache) if cache else None  # `cache=` on a command line sets ''
         self._cache: dict[int, Sample] | None = {} if cache_in_memory else None
 
     @abstractmethod
@@ -64,14 +64,16 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     def __len__(self) -> int: ...
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the class ids that occur in the mask of sample `index`, sorted, without the ignored id."""
+        """Return the sorted class ids in the mask of sample `index`, without the ignored id."""
         _, mask = self.load(index)
         return [i for i in np.unique(mask).tolist() if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return which sample it is, and a version that changes when `load(index)` would return something else."""
+        """Return the sample's name and a version that changes whenever the result of `load(index)` changes."""
         raise ConfigError(
-            f"{type(self).__name__} cannot be cached on disk: it does not define cache_key(index)", "cache"
+            f"{type(self).__name__} does not define cache_key(index), so it cannot be cached on disk; define it or "
+            "remove this option",
+            "cache",
         )
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
@@ -87,23 +89,23 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             image, mask = self.load(index)
         else:
             image, mask = self.cache.get(self.cache_key(index), partial(self.load, index))
-            if self._cache is not None:  # a mapped file stays open, and a process may have about a thousand
+            if self._cache is not None:  # copy, because mapped files stay open and their number is limited
                 image, mask = image.copy(), mask.copy()
         if self._cache is not None:
-            # A transform that wrote into the cache would change every later epoch.
+            # A transform that modified the cached arrays would change all later epochs.
             image.flags.writeable = mask.flags.writeable = False
             self._cache[index] = {"image": image, "mask": mask}
         return {"image": image, "mask": mask}
 
 
 def default_palette(count: int) -> list[list[int]]:
-    """Return `count` distinct colours (at most 256), the colour map of the PASCAL VOC development kit.
+    """Return `count` distinct colours (at most 256): the colour map of the PASCAL VOC development kit.
 
     Bits 0, 3, 6 of the class id are the highest bits of red, bits 1, 4, 7 those of green and bits 2, 5
     those of blue.
     """
     shifts = [(bit, 7 - bit // 3) for bit in range(8)]
     return [
-        [sum((i >> bit & 1) << place for bit, place in shifts if bit % 3 == channel) for channel in range(3)]
+        [sum((i >> bit & 1) << shift for bit, shift in shifts if bit % 3 == channel) for channel in range(3)]
         for i in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Decoded samples on disk: each is decoded once, and whoever asks for it afterwards maps the file."""
+"""Disk cache of decoded samples, read through memory maps."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ Pair: TypeAlias = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 _MAGIC = b"SLIPDEC\0"
 _FORMAT = 1
 _FIELDS = struct.Struct("<8sIII16sI")  # magic, format, and the fields of _Header; its own CRC-32 follows
-_PAGE = 4096  # image and mask each begin on a page of memory of their own
+_PAGE = 4096  # image and mask start at page boundaries
 _ENDING = ".decoded"
-_ABANDONED = 3600  # seconds after which nobody still writes a temporary file
+_ABANDONED = 3600  # seconds after which a temporary file counts as abandoned
 
 
 class DecodeCache:
-    """Decoded images and masks, one file a sample, for all processes and machines that name the same folder.
+    """Disk cache of decoded images and masks, one file per sample, shared by all processes that use the folder.
 
-    A file is written whole under another name and renamed, so that any number of processes may fill the
-    cache at once: who opens a file finds all of it. It holds the version of the sample it was made from, and
-    is made again when the sample has another. Its header is checked at each opening; the pixels against
-    their checksum when this process opens the file for the first time.
+    A file is written under a temporary name and then renamed, so several processes can fill the cache at the same
+    time and never read a partial file. It contains the version of its sample and is rewritten when the version
+    changes. The header is checked each time a file is opened; the checksum of the pixels is checked the first time
+    in each process.
 
-    A file takes 4 bytes a pixel and up to 12 KiB. `prune` may not run while another machine trains from the
-    same network folder: the pages of a removed file are gone for it.
+    A file takes 4 bytes per pixel plus up to 12 KiB. Do not run `prune` while another machine trains from the same
+    network folder: its memory maps of removed files become invalid.
 
     Args:
-        folder: where the files are; made when the first is written.
+        folder: Folder of the files; it is created on the first write.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -53,28 +53,28 @@ class DecodeCache:
         self._writable = True
 
     def get(self, key: Key, load: Callable[[], Pair]) -> Pair:
-        """Return the sample `key`, from the cache or else from `load`, which is then kept.
+        """Return the sample `key` from the cache; if it is missing, call `load` and store the result.
 
-        Where the folder cannot be written (read-only, full), a warning says so once, and training goes on.
+        If the folder is not writable (read-only or full), this method warns once and continues without storing.
 
         Args:
-            key: which sample it is, and which version of it.
-            load: returns the image, uint8 (H, W, 3), and the mask, uint8 (H, W).
+            key: Name and version of the sample.
+            load: Returns the image, uint8 (H, W, 3), and the mask, uint8 (H, W).
 
         Raises:
-            DataError: `load` returned something else.
+            DataError: The arrays returned by `load` have other dtypes or shapes.
         """
         pair = self.read(key)
         if pair is None:
             pair = load()
             if self._writable:
-                self._keep(key, pair)
+                self._store(key, pair)
         return pair
 
     def read(self, key: Key) -> Pair | None:
-        """Return the sample as read-only views of its file, of which only the pages that are used are read.
+        """Return the sample as read-only views of its memory-mapped file.
 
-        None if it is not there, has another version, or is damaged; a warning names a damaged file.
+        The result is None if the file is missing, has another version, or is damaged (with a warning).
         """
         path, digest = self.path(key[0]), _digest(key)
         data: mmap.mmap | bytes
@@ -82,7 +82,7 @@ class DecodeCache:
             with path.open("rb") as file:
                 data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except OSError:
-            return None  # not there, or not ours to read
+            return None  # missing or not readable
         except ValueError:  # an empty file cannot be mapped
             data = b""
         header = _Header.unpack(data[: _FIELDS.size + 4])
@@ -90,20 +90,22 @@ class DecodeCache:
             return None
         if header is not None and self._intact(data, header):
             return header.views(data)
-        warnings.warn(f"'{path}' is damaged: the sample is decoded and the file made again", stacklevel=2)
+        warnings.warn(
+            f"'{path}' is damaged; the sample is decoded again and the file is rewritten", stacklevel=2
+        )
         return None
 
     def write(self, key: Key, image: NDArray[np.uint8], mask: NDArray[np.uint8]) -> None:
-        """Keep a sample: image uint8 (H, W, 3), mask uint8 (H, W).
+        """Store a sample: image uint8 (H, W, 3), mask uint8 (H, W).
 
         Raises:
-            OSError: the folder cannot be written.
-            DataError: the arrays are not such.
+            OSError: The folder is not writable.
+            DataError: The arrays have other dtypes or shapes.
         """
         if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
             raise DataError(
                 f"the sample '{key[0]}' cannot be cached: image {image.dtype} {image.shape} and mask "
-                f"{mask.dtype} {mask.shape} must be uint8 (H, W, 3) and uint8 (H, W); check what load() returns"
+                f"{mask.dtype} {mask.shape} must be uint8 (H, W, 3) and uint8 (H, W); check the return value of load()"
             )
         pieces = [image.tobytes(), b"", mask.tobytes()]
         pieces[1] = bytes(-len(pieces[0]) % _PAGE)
@@ -117,42 +119,42 @@ class DecodeCache:
             file.write(header.pack())
             file.writelines(pieces)
 
-    def path(self, which: str) -> Path:
-        """Return the file of the sample that the first half of a key names."""
-        name = hashlib.blake2b(os.fsencode(which), digest_size=16).hexdigest()
-        return self.folder / name[:2] / f"{name[2:]}{_ENDING}"
+    def path(self, name: str) -> Path:
+        """Return the file of a sample, given its name (the first half of its key)."""
+        digest = hashlib.blake2b(os.fsencode(name), digest_size=16).hexdigest()
+        return self.folder / digest[:2] / f"{digest[2:]}{_ENDING}"
 
     @staticmethod
     def file_size(shape: tuple[int, int]) -> int:
-        """Return how many bytes the file of a sample of this height and width has."""
+        """Return the size in bytes of the file of a sample with this (height, width)."""
         return _Header(*shape, b"", 0).file_size
 
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:
-        """Remove the files of all samples but those in `keep` (first halves of keys), and what killed writers left.
+        """Remove abandoned temporary files and the files of all samples except those named in `keep`.
 
-        Returns how many files, and how many bytes.
+        Returns the number of removed files and of bytes.
         """
-        kept = {self.path(which) for which in keep}
+        kept = {self.path(name) for name in keep}
         count = size = 0
         for path in self.folder.glob("[0-9a-f][0-9a-f]/*"):
             try:
-                facts = path.stat()
+                stat = path.stat()
             except FileNotFoundError:
-                continue  # its writer has just given it its name
-            left = path.name.endswith(".tmp") and time.time() - facts.st_mtime > _ABANDONED
-            if left or (path.name.endswith(_ENDING) and path not in kept):
+                continue  # its writer has just renamed it
+            abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED
+            if abandoned or (path.name.endswith(_ENDING) and path not in kept):
                 path.unlink()
-                count, size = count + 1, size + facts.st_size
+                count, size = count + 1, size + stat.st_size
         return count, size
 
-    def _keep(self, key: Key, pair: Pair) -> None:
+    def _store(self, key: Key, pair: Pair) -> None:
         try:
             self.write(key, *pair)
         except OSError as error:
             self._writable = False
             warnings.warn(
-                f"cannot write to the cache '{self.folder}' ({error.strerror or error}): samples that are not in "
-                "it are decoded each time; make room, or name another folder",
+                f"cannot write to the cache '{self.folder}' ({error.strerror or error}); samples that are not cached "
+                "are decoded in every epoch. Free disk space or use another folder",
                 stacklevel=3,
             )
 
@@ -175,7 +177,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header | None:
-        """Return the header, or None if it is damaged; that of another format fits no sample."""
+        """Return the header, or None if it is damaged; a header of another format matches no sample."""
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)

@@ -1,4 +1,4 @@
-"""CIFAR-10 (Krizhevsky 2009), from the binary version of its files."""
+"""CIFAR-10 (Krizhevsky 2009), read from its binary version."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from slipstream.registry import DATASETS
 __all__ = ["CIFAR10"]
 
 _URL = "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"
-_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # the authors publish no other sum
+_MD5 = "c32a1d4ab5d03f1284b67883e8d87530"  # the authors publish no other checksum
 _FOLDER = "cifar-10-batches-bin"
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _TEST = ("test_batch.bin",)
@@ -46,21 +46,21 @@ _RECORD = 1 + 3 * 32 * 32  # a label, then the red, green and blue plane
 class CIFAR10(Dataset[dict[str, torch.Tensor]]):
     """50,000 training and 10,000 test photographs of 32 x 32 pixels in ten classes.
 
-    `dataset[i]` is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}` and, if the transforms hold `ToTensor`,
+    `dataset[i]` is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}` and, if the transforms contain `ToTensor`,
     `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
-    Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are mapped into memory, so that
-    all processes share them.
+    Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
+    processes share them.
 
     Args:
-        root: the folder with `cifar-10-batches-bin`, or with that folder's files.
-        train: the training images, or else the test images.
+        root: Folder that contains `cifar-10-batches-bin`, or the files of that folder.
+        train: Use the training images; otherwise the test images.
         transforms: `RandomCrop`, `RandomHorizontalFlip`, functions of an image, uint8 (3, H, W), and a generator;
             then `ToTensor` and `Normalize`; as objects or as dicts that TRANSFORMS builds.
-        download: fetch the files if they are not there (170 MB), and check their published MD5 sum.
+        download: Download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
-        DataError: the files are not there, are damaged, or cannot be fetched.
-        ConfigError: the transforms stand in an order that cannot be.
+        DataError: The files are missing, are damaged, or cannot be downloaded.
+        ConfigError: The order of the transforms is not supported.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
         transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]] = (),
         download: bool = False,
     ) -> None:
-        self.transforms, self._finish = read_transforms(transforms)
+        self.transforms, self._device_params = read_transforms(transforms)
         self._paths = _find(Path(root), _TRAIN if train else _TEST, download)
         self._map_files()
         for path, records in zip(self._paths, self._records, strict=True):
             if (label := records[:, 0].max()) >= len(_CLASSES):
-                raise DataError(f"'{path}' has the label {label}; the classes are 0 to 9")
+                raise DataError(f"'{path}' contains the label {label}; labels must be 0 to 9")
         labels = np.concatenate([records[:, 0] for records in self._records])
         self.targets = torch.from_numpy(labels.astype(np.int64))
         self.metainfo = {"classes": _CLASSES, "palette": default_palette(10), "ignore_index": None}
@@ -93,13 +93,13 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
             for transform in self.transforms:
                 image = transform(image, rng)
         sample = {"inputs": torch.from_numpy(np.array(image, order="C")), "targets": self.targets[int(index)]}
-        return sample if self._finish is None else {**sample, "finish": self._finish}
+        return sample if self._device_params is None else {**sample, "finish": self._device_params}
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator, so that a loader need not seed them."""
-        own = (RandomCrop, RandomHorizontalFlip)
-        return type(self) is CIFAR10 and all(type(transform) in own for transform in self.transforms)
+        """Whether samples use no global random generator; a loader then does not seed the generators."""
+        known = (RandomCrop, RandomHorizontalFlip)
+        return type(self) is CIFAR10 and all(type(transform) in known for transform in self.transforms)
 
     def get_cat_ids(self, index: int) -> list[int]:
         """Return the class id of sample `index`, as a list of one."""
@@ -111,7 +111,7 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
         self._starts = np.cumsum([0, *lengths[:-1]]).tolist()
 
     def __getstate__(self) -> dict[str, Any]:
-        # A mapped file would be copied whole to a worker that is spawned.
+        # Otherwise pickle would copy the mapped files to each spawned worker.
         return {key: value for key, value in self.__dict__.items() if key != "_records"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -124,9 +124,9 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
     size = path.stat().st_size
     if size == 0 or size % _RECORD:
         raise DataError(
-            f"'{path}' is damaged: its {size} bytes are no whole number of records of {_RECORD} bytes; fetch it again"
+            f"'{path}' is damaged: its size, {size} bytes, is not a positive multiple of {_RECORD}; download it again"
         )
-    # A plain array over the map: `np.memmap`'s own slicing is several times slower.
+    # Slicing a plain array is several times faster than slicing `np.memmap`.
     return np.asarray(np.memmap(path, dtype=np.uint8, mode="r")).reshape(-1, _RECORD)
 
 
@@ -135,24 +135,24 @@ def _find(root: Path, names: Sequence[str], download: bool) -> list[Path]:
         if all((folder / name).is_file() for name in names):
             return [folder / name for name in names]
     if download:
-        _fetch(root)
+        _download(root)
         return [root / _FOLDER / name for name in names]
     other = (
-        f" There is '{root / 'cifar-10-batches-py'}', the Python version, which is not read: unpickling a file "
-        "runs whatever code it holds."
+        f" The Python version in '{root / 'cifar-10-batches-py'}' is not supported, because unpickling a file can run "
+        "arbitrary code."
         if (root / "cifar-10-batches-py").is_dir()
         else ""
     )
     raise DataError(
-        f"no CIFAR-10 in '{root}': looked for {', '.join(names)} there and in '{_FOLDER}'.{other} "
+        f"CIFAR-10 not found: '{root}' and its folder '{_FOLDER}' do not contain {', '.join(names)}.{other} "
         f"Unpack the binary version there ({_URL}), or pass download=True"
     )
 
 
-def _fetch(root: Path) -> None:
-    """Fetch the archive, check it, and unpack it below `root`, so that the folder is there whole or not at all."""
+def _download(root: Path) -> None:
+    """Download, verify and unpack the archive below `root`; the folder appears only when it is complete."""
     root.mkdir(parents=True, exist_ok=True)
-    print_log(f"fetching CIFAR-10 (170 MB) from {_URL} into '{root}'", "current")
+    print_log(f"Downloading CIFAR-10 (170 MB) from {_URL} to '{root}'", "current")
     with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as temporary:
         archive = Path(temporary) / "archive.tar.gz"
         try:
@@ -160,13 +160,15 @@ def _fetch(root: Path) -> None:
                 shutil.copyfileobj(response, file, 1 << 20)
         except OSError as error:
             raise DataError(
-                f"cannot fetch {_URL}: {error}. Unpack the archive into '{root}' by other means"
+                f"cannot download {_URL}: {error}. Download the archive manually and unpack it into '{root}'"
             ) from error
         with archive.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != _MD5:
-            raise DataError(f"{_URL} arrived damaged: its MD5 is {found}, not {_MD5}; try again")
+            raise DataError(
+                f"the download of {_URL} is damaged: its MD5 is {found}, expected {_MD5}; try again"
+            )
         with tarfile.open(archive) as tar:
             tar.extractall(temporary, filter="data")
-        if not (root / _FOLDER).is_dir():  # another process may have been faster
+        if not (root / _FOLDER).is_dir():  # another process may have created it
             (Path(temporary) / _FOLDER).rename(root / _FOLDER)

@@ -1,4 +1,4 @@
-"""Cityscapes (Cordts et al., CVPR 2016) as it lies on disk after unpacking."""
+"""Cityscapes (Cordts et al., CVPR 2016), read from its unpacked folders."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["CityscapesDataset"]
 
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
-    "Cityscapes lies in leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
+    "Expected files are leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
     f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) below root_dir (in recipes data_root_dir=FOLDER); "
     "splits are train, val, test"
 )
@@ -36,31 +36,31 @@ _CLASSES = len(CITYSCAPES_CLASSES)
 
 @DATASETS.register_module()
 class CityscapesDataset(ImageMaskPairs):
-    """The photographs of Cityscapes with the 19 classes that its benchmark scores.
+    """The Cityscapes photographs with the 19 classes of the benchmark.
 
-    Give either `split` or `list_file`. Masks hold label ids or, where the file's name ends in
-    `labelTrainIds.png`, train ids; of a split, train ids are read where every photograph has them.
-    `image_paths` and `mask_paths` list the files.
+    Pass either `split` or `list_file`. Masks contain label ids or, if the file name ends with `labelTrainIds.png`,
+    train ids. For a split, train ids are used if every photograph has them. `image_paths` and `mask_paths` list
+    the files.
 
     Args:
-        root_dir: the folder with `leftImg8bit` and `gtFine`.
+        root_dir: Folder that contains `leftImg8bit` and `gtFine`.
         split: `train`, `val` or `test`: the photographs of that folder, in the order of their paths.
-        list_file: a text file with an image and its mask in each line, relative to `root_dir` as is the
-            file itself.
-        labels_csv_path: a table, relative to `root_dir`, whose column `trainId` has the train id of the
-            label id in column `id` (without it, of the row's number): 0 to 18, or 255 or -1 for pixels
-            that are not scored. By default Cityscapes' own.
-        ignore_label: the id, in the samples, of pixels that are not scored.
-        transforms: see `SegmentationDataset`.
-        cache_labels: keep each mask in memory once it is read (2 MB a mask, in each worker process).
-        cache_images: keep each photograph likewise (6 MB).
-        cache: see `SegmentationDataset`.
-        skip_corrupt: see `ImageMaskFolder`.
+        list_file: Text file with an image and its mask in each line. All paths, and its own, are relative to
+            `root_dir`.
+        labels_csv_path: Table, relative to `root_dir`, with the train id (column `trainId`) of each label id
+            (column `id`; without it, the row number): 0 to 18, or 255 or -1 for pixels that are not scored.
+            By default the table of Cityscapes.
+        ignore_label: Id, in the samples, of pixels that are not scored.
+        transforms: See `SegmentationDataset`.
+        cache_labels: Keep each mask in memory after the first read (2 MB per mask, in each worker process).
+        cache_images: Keep each photograph in memory after the first read (6 MB per image).
+        cache: See `SegmentationDataset`.
+        skip_corrupt: See `ImageMaskFolder`.
 
     Raises:
-        ConfigError: both or neither of `split` and `list_file`; an `ignore_label` that is a class.
-        DataError: folders or files are missing (all are named), the table is wrong; and, when a sample is
-            read, a file is corrupt, sizes differ, or a mask has an id that Cityscapes does not know.
+        ConfigError: Both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
+        DataError: Folders or files are missing (the message lists all), or the table is invalid; or, when a sample
+            is read, a file is corrupt, sizes differ, or a mask contains an unknown id.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class CityscapesDataset(ImageMaskPairs):
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
             raise ConfigError(
-                f"must be {_CLASSES} to 255, since 0 to {_CLASSES - 1} are classes, not {ignore_label}",
+                f"must be {_CLASSES} to 255, because 0 to {_CLASSES - 1} are classes; got {ignore_label}",
                 "ignore_label",
             )
         root = Path(root_dir)
-        pairs = _listed(root, list_file, split) if list_file else _of_split(root, split)
-        train_ids = _own_train_ids() if labels_csv_path is None else _read_table(root / labels_csv_path)
-        self._label_ids = _meaning(
+        pairs = _read_list(root, list_file, split) if list_file else _find_pairs(root, split)
+        train_ids = _default_train_ids() if labels_csv_path is None else _read_table(root / labels_csv_path)
+        self._label_ids = _mask_ids(
             train_ids, ignore_label, "the label ids of Cityscapes are 0 to 33, and 255"
         )
         same = {i: i for i in range(_CLASSES)} | {255: 255, ignore_label: 255}
-        self._train_ids = _meaning(same, ignore_label, "the train ids of Cityscapes are 0 to 18, and 255")
+        self._train_ids = _mask_ids(same, ignore_label, "the train ids of Cityscapes are 0 to 18, and 255")
         metainfo = {
             "classes": CITYSCAPES_CLASSES,
             "palette": [list(colour) for colour in CITYSCAPES_PALETTE],
@@ -99,33 +99,33 @@ class CityscapesDataset(ImageMaskPairs):
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return what the pixel values of the mask file `path` mean; its name says it."""
+        """Return the meaning of the pixel values of the mask file `path`, which depends on its name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
         """Return image `index` as uint8 (H, W, 3) RGB."""
-        return _kept(self._images, index, super().load_image)
+        return _cached(self._images, index, super().load_image)
 
     def load_mask(self, index: int) -> NDArray[np.uint8]:
         """Return the mask of sample `index` as uint8 (H, W)."""
-        return _kept(self._masks, index, super().load_mask)
+        return _cached(self._masks, index, super().load_mask)
 
 
-def _kept(
+def _cached(
     memory: dict[int, NDArray[np.uint8]] | None, index: int, load: Callable[[int], NDArray[np.uint8]]
 ) -> NDArray[np.uint8]:
     if memory is None:
         return load(index)
     if index not in memory:
         array = load(index)
-        array.flags.writeable = False  # who writes into it would change every later epoch
+        array.flags.writeable = False  # a modification would change all later epochs
         memory[index] = array
     return memory[index]
 
 
-def _of_split(root: Path, split: str | None) -> list[tuple[Path, Path]]:
+def _find_pairs(root: Path, split: str | None) -> list[tuple[Path, Path]]:
     if split is None:
-        raise ConfigError("CityscapesDataset needs a split ('train', 'val' or 'test') or a list_file")
+        raise ConfigError("CityscapesDataset requires a split ('train', 'val' or 'test') or a list_file")
     folder = root / "gtFine" / split
     try:
         images = files_by_name(root / "leftImg8bit" / split, _IMAGE, "image")
@@ -133,39 +133,39 @@ def _of_split(root: Path, split: str | None) -> list[tuple[Path, Path]]:
         masks = files_by_name(folder, _TRAIN_IDS if has_train_ids else _LABEL_IDS, "mask")
     except DataError as error:
         raise with_remedy(error, _LAYOUT) from error
-    check_pairs(images, masks, f"images end in {_IMAGE}, masks in {_LABEL_IDS} or {_TRAIN_IDS}")
+    check_pairs(images, masks, f"images end with {_IMAGE}, masks with {_LABEL_IDS} or {_TRAIN_IDS}")
     return [(images[name], masks[name]) for name in sorted(images)]
 
 
-def _listed(root: Path, list_file: str, split: str | None) -> list[tuple[Path, Path]]:
+def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path, Path]]:
     if split is not None:
         raise ConfigError(
-            f"give either split or list_file, not both: split={split!r}, list_file={list_file!r} "
+            f"set either split or list_file, not both: split={split!r}, list_file={list_file!r} "
             "(in a recipe, set the other one to null)"
         )
     path = root / list_file
     if not path.is_file():
         raise DataError(
-            f"the list of samples '{path}' does not exist. Give split: train (or val, test) in place of "
-            f"list_file to read the folders themselves. {_LAYOUT}"
+            f"the list of samples '{path}' does not exist. Set split: train (or val, test) instead of list_file to "
+            f"read the folders. {_LAYOUT}"
         )
-    lines = [(number, line.split()) for number, line in enumerate(_text(path).splitlines(), start=1)]
+    lines = [(number, line.split()) for number, line in enumerate(_read_text(path).splitlines(), start=1)]
     for number, words in lines:
         if len(words) not in (0, 2):
             raise DataError(
-                f"'{path}', line {number}: must be an image and its mask, not {' '.join(words)!r}"
+                f"'{path}', line {number}: must be an image and its mask, got {' '.join(words)!r}"
             )
     pairs = [(root / words[0], root / words[1]) for _, words in lines if words]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]
     if missing:
-        raise DataError(f"{len(missing)} files that '{path}' names do not exist:\n  " + "\n  ".join(missing))
+        raise DataError(f"{len(missing)} files listed in '{path}' do not exist:\n  " + "\n  ".join(missing))
     if not pairs:
         raise DataError(f"the list of samples '{path}' is empty")
     return pairs
 
 
-def _own_train_ids() -> dict[int, int]:
-    # Mask files are 8-bit: -1 arrives as 255.
+def _default_train_ids() -> dict[int, int]:
+    # Mask files are 8-bit, so -1 is stored as 255.
     return {label.id % 256: label.train_id for label in CITYSCAPES_LABELS}
 
 
@@ -173,13 +173,13 @@ def _read_table(path: Path) -> dict[int, int]:
     """Return the train id of each label id in a table with the columns `id` and `trainId`."""
     if not path.is_file():
         raise DataError(
-            f"the label table '{path}' does not exist; without labels_csv_path, Cityscapes' own ids are taken"
+            f"the label table '{path}' does not exist; remove labels_csv_path to use the ids of Cityscapes"
         )
-    reader = csv.DictReader(_text(path).splitlines())
+    reader = csv.DictReader(_read_text(path).splitlines())
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]
     if "trainid" not in reader.fieldnames:
         raise DataError(
-            f"the label table '{path}' has no column trainId, only {', '.join(reader.fieldnames)}"
+            f"the label table '{path}' has no column trainId; its columns are {', '.join(reader.fieldnames)}"
         )
     found = {}
     for row_number, row in enumerate(reader):
@@ -188,26 +188,26 @@ def _read_table(path: Path) -> dict[int, int]:
             found[int(label_id) % 256] = int(train_id)
         except (TypeError, ValueError) as error:
             raise DataError(
-                f"'{path}', line {row_number + 2}: id {label_id!r} and trainId {train_id!r} must be whole numbers"
+                f"'{path}', line {row_number + 2}: id {label_id!r} and trainId {train_id!r} must be integers"
             ) from error
     wrong = sorted({i for i in found.values() if i not in (*range(_CLASSES), -1, 255)})
     if wrong:
         raise DataError(
             f"the label table '{path}' has the train ids {wrong}; they must be 0 to {_CLASSES - 1}, or 255 or "
-            "-1 for pixels that are not scored. For other classes take ImageMaskFolder with a label_map"
+            "-1 for pixels that are not scored. For other classes, use ImageMaskFolder with a label_map"
         )
     return found | {255: 255}
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read '{path}': {error}") from error
 
 
-def _meaning(train_ids: Mapping[int, int], ignore_label: int, expected: str) -> MaskIds:
-    # What is neither a class nor ignored marks the values that no label has.
+def _mask_ids(train_ids: Mapping[int, int], ignore_label: int, expected: str) -> MaskIds:
+    # Unknown values map to an id that is neither a class nor ignored.
     unknown = 255 if ignore_label != 255 else 254
     table = np.full(256, unknown, dtype=np.uint8)
     for value, train_id in train_ids.items():

@@ -1,7 +1,7 @@
-"""All labels of Cityscapes: what the ids in its mask files mean.
+"""All labels of Cityscapes, with the ids in its mask files.
 
 Source: Cordts et al., "The Cityscapes Dataset for Semantic Urban Scene Understanding", CVPR 2016, and the
-label table that the benchmark publishes.
+label table of the benchmark.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["CITYSCAPES_LABELS", "Label"]
 
 
 class Label(NamedTuple):
-    """One label: its id in `*_labelIds.png`, its train id (255 or -1: not scored), and where it belongs."""
+    """One label: its id in `*_labelIds.png`, its train id (255 or -1: not scored), and its category."""
 
     name: str
     id: int

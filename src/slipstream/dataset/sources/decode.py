@@ -1,4 +1,4 @@
-"""From image files to pixels."""
+"""Decoding of image and mask files."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ _GREY, _RGB = 0, 2  # colour types of PNG
 def read_image(path: Path) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB.
 
-    Plain PNGs (8 bits a channel, no transparency, no animation) are decoded by pywuffs where it is installed (the extra
-    `png`), in a third of the time. Everything else, and what pywuffs finds a fault with, is read by Pillow. Pixels and
-    faults are the same, except that pywuffs does not mind broken metadata, such as a colour profile.
+    Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs, if it is installed (the
+    extra `png`), in a third of the time. Other files, and files in which pywuffs finds an error, are decoded with
+    Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a colour profile.
+    For colour images of more than 8 bits, the high bytes are read.
 
     Raises:
-        DataError: the file cannot be read, or is greyscale of more than 8 bits; of deeper colours
-            the high bytes are read.
+        DataError: The file cannot be read, or is a greyscale image of more than 8 bits.
     """
     pixels = _plain_png(path, _RGB)
     if pixels is not None:
         return pixels
     image, _ = _by_pillow(path)
     if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
-        raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits a channel")
+        raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits per channel")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
 def read_mask(path: Path) -> NDArray[np.uint8]:
-    """Return the values of an 8-bit file with one channel, greyscale or palette, as uint8 (H, W); as `read_image`.
+    """Return the values of an 8-bit file with one channel (greyscale or palette) as uint8 (H, W).
+
+    The file is decoded as in `read_image`.
 
     Raises:
-        DataError: the file cannot be read, or is not such.
+        DataError: The file cannot be read, or has another mode.
     """
     pixels = _plain_png(path, _GREY)
     if pixels is not None:
@@ -55,26 +57,26 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
     if image.mode not in ("L", "P"):
         raise DataError(
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
-            "(Pillow mode 'L' or 'P'): convert colours to ids once, before training"
+            "(Pillow mode 'L' or 'P'). Convert colours to class ids before training"
         )
     if _is_stretched(codecs):
         raise DataError(
-            f"the mask '{path}' has grey values of fewer than 8 bits, which decoders spread over 0 to 255, so that "
-            "they are no class ids: save it with 8 bits a pixel, or with a palette"
+            f"the mask '{path}' has grey values of fewer than 8 bits, which decoders scale to 0 to 255, so they are "
+            "not class ids. Save it with 8 bits per pixel or with a palette"
         )
     return np.asarray(image)
 
 
 def check_readable(path: Path) -> None:
-    """Raise DataError if the file cannot be decoded, whatever kind of image it holds."""
+    """Raise DataError if the file cannot be decoded as an image of any mode."""
     if _plain_png(path, _GREY, _RGB) is None:
         _by_pillow(path)
 
 
 def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
-    """Return the pixels of a plain PNG of one of these colour types, uint8 (H, W, 1 or 3); None if it is none.
+    """Return the pixels of a plain PNG with one of these colour types, uint8 (H, W, 1 or 3), or None for other files.
 
-    None, too, if the fast decoder is not there, or finds anything wrong: Pillow decides, and says what it is.
+    The result is also None if pywuffs is not installed or finds an error; Pillow then decodes or reports it.
     """
     formats = _formats()
     if formats is None:
@@ -98,7 +100,7 @@ def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
 
 @functools.cache
 def _formats() -> dict[int, Any] | None:
-    """Return the decoder's settings for each colour type, or None if it is not installed."""
+    """Return the settings of pywuffs for each colour type, or None if it is not installed."""
     if importlib.util.find_spec("pywuffs") is None:
         return None
     from pywuffs import ImageDecoderQuirks, ImageDecoderType, PixelFormat
@@ -109,19 +111,19 @@ def _formats() -> dict[int, Any] | None:
         configs[kind] = ImageDecoderConfig()
         configs[kind].enabled_decoders = [ImageDecoderType.PNG]
         configs[kind].pixel_format = pixel_format
-        configs[kind].quirks = {ImageDecoderQuirks.IGNORE_CHECKSUM: 0}  # it does so unless told not to
+        configs[kind].quirks = {ImageDecoderQuirks.IGNORE_CHECKSUM: 0}  # the default is to ignore checksums
     return configs
 
 
 def _is_plain(start: bytes, kinds: tuple[int, ...]) -> bool:
-    """Say whether a file begins as a PNG of 8 bits, one of these colour types, and no more pixels than usual."""
+    """Return whether a file starts as an 8-bit PNG with one of these colour types and not too many pixels."""
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
     with extra("images"):
         from PIL import Image
 
-    limit = Image.MAX_IMAGE_PIXELS  # above it Pillow warns, or refuses to be made to fill the memory
+    limit = Image.MAX_IMAGE_PIXELS  # above it, Pillow warns or raises a decompression bomb error
     return start[24] == 8 and start[25] in kinds and (limit is None or width * height <= limit)
 
 
@@ -133,7 +135,7 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
 
 
 def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
-    """Say whether Pillow multiplies grey values: those of PNGs and TIFFs of 2 or 4 bits, PGMs with another maximum."""
+    """Return whether Pillow scales grey values: PNGs and TIFFs of 2 or 4 bits, and PGMs whose maximum is not 255."""
     return any(
         "L;2" in codec or "L;4" in codec or (codec[0].startswith("ppm") and codec[2:] != (255,))
         for codec in codecs
@@ -141,7 +143,7 @@ def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
-    """Return the loaded image, and the codecs of its tiles with their arguments."""
+    """Return the loaded image and the Pillow codecs, with arguments, that decoded it."""
     with extra("images"):
         from PIL import Image
 
@@ -152,5 +154,5 @@ def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
             ]
             image.load()
             return image, codecs
-    except Exception as error:  # Pillow's decoders raise almost anything on broken files
+    except Exception as error:  # Pillow's decoders raise many types of errors on broken files
         raise DataError(f"cannot read '{path}': {error}") from error

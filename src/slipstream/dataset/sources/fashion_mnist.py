@@ -1,4 +1,4 @@
-"""Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747), from its IDX files."""
+"""Fashion-MNIST (Xiao et al. 2017, arXiv 1708.07747), read from its IDX files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from slipstream.registry import DATASETS
 
 __all__ = ["FashionMNIST"]
 
-# Where Debian's package dataset-fashion-mnist puts the files.
+# Folder of Debian's package dataset-fashion-mnist.
 _SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
-# The authors publish MD5 sums of the compressed files, and no others.
+# The authors publish only MD5 checksums of the compressed files.
 _MD5 = {
     "train-images-idx3-ubyte": "8d4fb7e6c68d591d4c3dfef9ec88bf0d",
     "train-labels-idx1-ubyte": "25c81989df183df01b3e8a0aad5dffbe",
@@ -57,19 +57,19 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     """60,000 training and 10,000 test images of clothes in ten classes.
 
     `dataset[i]` is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. `images`, uint8 (N, 1, 28, 28), and
-    `targets`, int64 (N,), hold the whole split; samples that are not augmented are views of them.
+    `targets`, int64 (N,), contain the whole split; samples without augmentation are views of them.
 
     Args:
-        data_root: folder with the IDX files, as they are or with `.gz`; by default, that of Debian's
-            package `dataset-fashion-mnist`.
+        data_root: Folder of the IDX files, plain or with `.gz`; by default the folder of Debian's package
+            `dataset-fashion-mnist`.
         split: 'train' or 'test'.
-        download: where `data_root` has not the files, use the Debian package's, or else fetch them into
-            `data_root` and check their published MD5 sums.
-        augment: shift by up to 2 pixels (pad 2, random crop) and mirror with probability 1/2, as a function
-            of the sample's (seed, epoch, index).
+        download: If `data_root` does not contain the files, use those of the Debian package; otherwise download
+            them to `data_root` and verify their published MD5 checksums.
+        augment: Shift by up to 2 pixels (pad 2, random crop) and mirror with probability 1/2. The result depends
+            only on the sample's (seed, epoch, index).
 
     Raises:
-        DataError: the files are not there, are damaged, or cannot be fetched.
+        DataError: The files are missing, are damaged, or cannot be downloaded.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         augment: bool = False,
     ) -> None:
         if split not in _FILES:
-            raise ConfigError(f"split must be 'train' or 'test', not {split!r}")
+            raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
         images, labels = _find(data_root, _FILES[split], download)
         self.images = _read_idx(images, ndim=3).unsqueeze(1)
         self.targets = _read_idx(labels, ndim=1).long()
@@ -102,7 +102,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator, so that a loader need not seed them."""
+        """Whether samples use no global random generator; a loader then does not seed the generators."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:
@@ -111,9 +111,9 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
 
 def _augmented(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
-    places = 2 * _PAD + 1
-    mirrored, place = divmod(int(rng.integers(2 * places * places)), places * places)
-    top, left = divmod(place, places)
+    offsets = 2 * _PAD + 1
+    mirrored, position = divmod(int(rng.integers(2 * offsets * offsets)), offsets * offsets)
+    top, left = divmod(position, offsets)
     height, width = image.shape[1:]
     padded = torch.nn.functional.pad(image, (_PAD,) * 4)
     crop = padded[:, top : top + height, left : left + width]
@@ -121,7 +121,7 @@ def _augmented(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def _find(data_root: str | Path | None, names: Sequence[str], download: bool) -> list[Path]:
-    """Return the file of each name from the first folder that has all, fetching them where allowed."""
+    """Return the path of each file from the first folder that contains all; otherwise download them, if allowed."""
     folders = [Path(data_root)] if data_root is not None else []
     if data_root is None or download:
         folders.append(_SYSTEM_FOLDER)
@@ -130,27 +130,29 @@ def _find(data_root: str | Path | None, names: Sequence[str], download: bool) ->
         if len({p.name.removesuffix(".gz") for p in found}) == len(names):
             return [next(p for p in found if p.name.startswith(n)) for n in names]
     if download and data_root is not None:
-        return [_fetch(name, Path(data_root)) for name in names]
+        return [_download(name, Path(data_root)) for name in names]
     raise DataError(
-        f"no Fashion-MNIST in {' or '.join(map(repr, map(str, folders)))}: looked for {' and '.join(names)}, "
-        "with or without .gz. Run 'apt-get install dataset-fashion-mnist', or pass as data_root the folder "
-        "that has the files, or pass a data_root and download=True"
+        f"Fashion-MNIST not found: {' or '.join(map(repr, map(str, folders)))} does not contain "
+        f"{' and '.join(names)}, with or without .gz. Run 'apt-get install dataset-fashion-mnist', set data_root to "
+        "the folder of the files, or pass data_root and download=True"
     )
 
 
-def _fetch(name: str, folder: Path) -> Path:
+def _download(name: str, folder: Path) -> Path:
     url = f"{_URL}{name}.gz"
     try:
         with urllib.request.urlopen(url, timeout=60) as response:
             data = response.read()
     except OSError as error:
         raise DataError(
-            f"cannot fetch {url}: {error}. Put the file into '{folder}' by other means, or run "
+            f"cannot download {url}: {error}. Download the file manually to '{folder}', or run "
             "'apt-get install dataset-fashion-mnist'"
         ) from error
     found = hashlib.md5(data, usedforsecurity=False).hexdigest()
     if found != _MD5[name]:
-        raise DataError(f"{url} arrived damaged: its MD5 is {found}, not {_MD5[name]}; try again")
+        raise DataError(
+            f"the download of {url} is damaged: its MD5 is {found}, expected {_MD5[name]}; try again"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.gz"
     with replacing(path) as temporary:
@@ -167,17 +169,17 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"cannot read '{path}': {error}; fetch it again") from error
+        raise DataError(f"cannot read '{path}': {error}; download it again") from error
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
         raise DataError(
-            f"'{path}' is no IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}"
+            f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}"
         )
     shape = np.frombuffer(data, dtype=">u4", count=ndim, offset=4).tolist()
     if len(data) - start != math.prod(shape):
         raise DataError(
-            f"'{path}' promises {' x '.join(map(str, shape))} values and has {len(data) - start}; "
-            "fetch it again"
+            f"'{path}' is damaged: its header declares {' x '.join(map(str, shape))} values, but it has "
+            f"{len(data) - start}; download it again"
         )
     return torch.from_numpy(np.frombuffer(data, dtype=np.uint8, offset=start).reshape(shape).copy())
 
@@ -185,9 +187,11 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
 def _check(images: torch.Tensor, targets: torch.Tensor, image_file: Path, label_file: Path) -> None:
     if tuple(images.shape[1:]) != (1, 28, 28) or len(images) == 0:
         raise DataError(
-            f"'{image_file}' must hold images of 28 x 28; its shape is {tuple(images[:, 0].shape)}"
+            f"'{image_file}' must contain images of 28 x 28 pixels; its shape is {tuple(images[:, 0].shape)}"
         )
     if len(images) != len(targets):
-        raise DataError(f"'{image_file}' has {len(images)} images, '{label_file}' {len(targets)} labels")
+        raise DataError(
+            f"'{image_file}' has {len(images)} images, but '{label_file}' has {len(targets)} labels"
+        )
     if int(targets.max()) >= len(_CLASSES):
-        raise DataError(f"'{label_file}' has the label {int(targets.max())}; the classes are 0 to 9")
+        raise DataError(f"'{label_file}' contains the label {int(targets.max())}; labels must be 0 to 9")

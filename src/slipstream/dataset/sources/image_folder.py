@@ -22,35 +22,35 @@ from slipstream.registry import DATASETS
 __all__ = ["ImageMaskFolder"]
 
 
-_WHERE = "data_root (in SuperGradients' recipes data_root_dir=FOLDER) says where the data are"
+_WHERE = "set data_root (in SuperGradients' recipes data_root_dir=FOLDER) to the folder of the data"
 
 
 @DATASETS.register_module()
 class ImageMaskFolder(ImageMaskPairs):
     """Images and masks in two folders, with subfolders, paired by their path without the suffix.
 
-    Masks are 8-bit greyscale or palette files whose pixel values are class ids. Samples stand in the
-    order of their paths. `image_paths` and `mask_paths` list the files.
+    Masks are 8-bit greyscale or palette files whose pixel values are class ids. Samples are in the order of their
+    paths. `image_paths` and `mask_paths` list the files.
 
     Args:
-        data_root: the folder that `images` and `masks` are relative to.
-        images: folder of the images, below `data_root`.
-        masks: folder of the masks, below `data_root`.
-        classes: names of the class ids 0, 1, ...
-        ignore_index: the id of pixels that belong to no class, or None where there are none.
-        palette: one [r, g, b] a class; PASCAL VOC's colours by default.
-        image_suffix: end of the image names, such as `_leftImg8bit.png`: files that end otherwise are no
-            images, and the pair's name is what stands before it. By default, any image extension.
-        mask_suffix: the same for the masks, such as `_gtFine_labelIds.png`; by default, any lossless one.
-        label_map: the class id (or `ignore_index`) for ids in the files; other ids stay as they are.
-        transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once, here, and leave out the samples that have one which cannot be
-            read. Each is logged as a warning.
+        data_root: The folder that `images` and `masks` are relative to.
+        images: Folder of the images, below `data_root`.
+        masks: Folder of the masks, below `data_root`.
+        classes: Names of the class ids 0, 1, ...
+        ignore_index: Id of pixels without a class, or None if every pixel has a class.
+        palette: One [r, g, b] per class; PASCAL VOC's colours by default.
+        image_suffix: End of the image names, such as `_leftImg8bit.png`. Other files are ignored, and the rest of
+            the path is the name of the pair. By default, any image extension.
+        mask_suffix: The same for the masks, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        label_map: Maps ids in the files to class ids (or `ignore_index`); other ids do not change.
+        transforms, cache_in_memory, cache: See `SegmentationDataset`.
+        skip_corrupt: Read every file once at construction, and skip samples with unreadable files. Each is logged
+            as a warning.
 
     Raises:
-        DataError: a folder is missing or has no images, files have no partner; and, when a sample is
-            read, a file is corrupt, sizes differ, or a label id is neither a class nor `ignore_index`.
-        ConfigError: `palette`, `label_map` or `ignore_index` do not fit the classes.
+        DataError: A folder is missing or has no images, or a file has no partner; or, when a sample is read, a file
+            is corrupt, sizes differ, or a label id is neither a class nor `ignore_index`.
+        ConfigError: `palette`, `label_map` or `ignore_index` do not match the classes.
     """
 
     def __init__(
@@ -76,21 +76,19 @@ class ImageMaskFolder(ImageMaskPairs):
             image_files = files_by_name(image_root, image_suffix, "image")
             mask_files = files_by_name(mask_root, mask_suffix, "mask")
         except DataError as error:
-            places = f"Images are looked for in '{image_root}', masks in '{mask_root}'"
-            raise with_remedy(error, f"{places}; {_WHERE}") from error
-        check_pairs(
-            image_files, mask_files, "set image_suffix and mask_suffix if the names differ in how they end"
-        )
+            folders = f"Images must be in '{image_root}', masks in '{mask_root}'"
+            raise with_remedy(error, f"{folders}; {_WHERE}") from error
+        check_pairs(image_files, mask_files, "set image_suffix and mask_suffix if the names end differently")
         pairs = [(image_files[name], mask_files[name]) for name in sorted(image_files)]
         super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, skip_corrupt)
         self._mask_ids = MaskIds(
             table,
             f"with {len(classes)} classes they must be 0 to {len(classes) - 1}, or ignore_index={ignore_index}. "
-            "Name them in label_map, or correct classes or ignore_index",
+            "Add them to label_map, or correct classes or ignore_index",
         )
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return what the pixel values of the masks mean."""
+        """Return the meaning of the pixel values of the masks."""
         return self._mask_ids
 
 
@@ -98,13 +96,15 @@ def _metainfo(
     classes: Sequence[str], palette: Sequence[Sequence[int]] | None, ignore_index: int | None
 ) -> dict[str, Any]:
     if isinstance(classes, str) or not 0 < len(classes) <= 256:
-        raise ConfigError(f"classes must be a list of 1 to 256 names, not {classes!r}")
+        raise ConfigError(f"classes must be a list of 1 to 256 names, got {classes!r}")
     if ignore_index is not None and not 0 <= ignore_index <= 255:
-        raise ConfigError(f"ignore_index must be 0 to 255, as mask pixels are, or None, not {ignore_index}")
+        raise ConfigError(f"ignore_index must be 0 to 255 (masks are uint8) or None, got {ignore_index}")
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
-        raise ConfigError(f"palette has {len(palette)} colours for {len(classes)} classes")
+        raise ConfigError(
+            f"palette has {len(palette)} colours for {len(classes)} classes; pass one per class"
+        )
     return {
         "classes": tuple(classes),
         "palette": [list(colour) for colour in palette],
@@ -115,12 +115,12 @@ def _metainfo(
 def _label_table(
     label_map: Mapping[int, int], classes: int, ignore_index: int | None
 ) -> np.ndarray[Any, Any] | None:
-    """Return the new id of each of the 256 ids that a file can hold, or None if all stay as they are."""
+    """Return the new id of each of the 256 possible ids in a file, or None if no id changes."""
     table = np.arange(256, dtype=np.uint8)
     for old, new in label_map.items():
         if not 0 <= old <= 255 or not (0 <= new < classes or new == ignore_index):
             raise ConfigError(
-                f"label_map: {old} -> {new} must lead from a pixel value (0 to 255) to a class id "
+                f"label_map: {old} -> {new} must map a pixel value (0 to 255) to a class id "
                 f"(0 to {classes - 1}) or to ignore_index={ignore_index}"
             )
         table[old] = new

@@ -1,4 +1,4 @@
-"""Data sets of files: an image and a mask of class ids a sample; how they are found, checked and read."""
+"""Data sets of image and mask files: finding, checking and reading the files."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from slipstream.logging import print_log
 __all__ = ["ImageMaskPairs", "MaskIds", "check_folder", "check_pairs", "files_by_name", "with_remedy"]
 
 _LOSSLESS = (".bmp", ".pgm", ".png", ".ppm", ".tif", ".tiff")
-# A mask that went through JPEG has label ids that nobody drew, so those extensions must be asked for.
+# JPEG compression changes label ids, so lossy extensions of masks must be set explicitly.
 _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLESS}
 
 
-_REMEDY = "Mend or replace it (`slipstream data stats RECIPE` lists every broken file)"
-_SKIP = ", or leave out what cannot be read: skip_corrupt=True of the data set"
+_REMEDY = "Fix or replace the file (`slipstream data stats RECIPE` lists every broken file)"
+_SKIP = ", or set skip_corrupt=True of the data set to skip unreadable files"
 
 
 @dataclass(frozen=True)
 class MaskIds:
-    """What the pixel values of a mask file mean.
+    """Mapping of the pixel values of a mask file to class ids.
 
     Attributes:
-        table: what each of the 256 values becomes, uint8 (256,), or None where they stay. What becomes
-            neither a class id nor the ignored id is an error.
-        expected: what an error says that the values should have been.
+        table: New id of each of the 256 values, uint8 (256,), or None if they do not change. It is an error if the
+            new id is neither a class id nor the ignored id.
+        expected: Description of the valid values, for error messages.
     """
 
     table: NDArray[np.uint8] | None
@@ -48,17 +48,17 @@ class MaskIds:
 
 
 class ImageMaskPairs(SegmentationDataset):
-    """Base of the data sets that read a sample from two files. A subclass defines `mask_ids`.
+    """Base of data sets that read a sample from two files. A subclass defines `mask_ids`.
 
     Args:
-        pairs: image and mask of each sample.
-        metainfo: see `SegmentationDataset`.
-        transforms, cache_in_memory, cache: see `SegmentationDataset`.
-        skip_corrupt: read every file once, here, and leave out the samples that have one which cannot be
-            read. Each is logged as a warning. Otherwise such a sample is an error when it is needed.
+        pairs: Image and mask file of each sample.
+        metainfo: See `SegmentationDataset`.
+        transforms, cache_in_memory, cache: See `SegmentationDataset`.
+        skip_corrupt: Read every file once at construction, and skip samples with unreadable files. Each is logged
+            as a warning. Otherwise such a sample raises an error when it is read.
 
     Raises:
-        DataError: there are no pairs left.
+        DataError: No pair can be read.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ImageMaskPairs(SegmentationDataset):
 
     @abstractmethod
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return what the pixel values of the mask file `path` mean."""
+        """Return the meaning of the pixel values of the mask file `path`."""
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
@@ -103,22 +103,22 @@ class ImageMaskPairs(SegmentationDataset):
         path = self.mask_paths[index]
         values, ids = read_mask(path), self.mask_ids(path)
         mask = values
-        if ids.table is not None:  # several times faster than to index with each pixel
+        if ids.table is not None:  # `translate` is several times faster than NumPy indexing
             mask = np.frombuffer(bytearray(values).translate(ids.table.data), np.uint8).reshape(values.shape)
         wrong = self._wrong(mask)
         if wrong is not None:
             found, pixels = np.unique(values[wrong], return_counts=True)
             listed = ", ".join(f"{i} ({n} pixels)" for i, n in zip(found, pixels, strict=True))
-            raise DataError(f"the mask '{path}' has label ids that are no class: {listed}; {ids.expected}")
+            raise DataError(f"the mask '{path}' has invalid label ids: {listed}; {ids.expected}")
         return mask
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the class ids that occur in the mask of sample `index`, sorted, without the ignored id."""
+        """Return the sorted class ids in the mask of sample `index`, without the ignored id."""
         ids: list[int] = np.unique(self.load_mask(index)).tolist()
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return the files of a sample and the class that reads them; their sizes and times, and what ids mean."""
+        """Return (name, version): the reader class and files; their sizes, times and the meaning of the ids."""
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -141,7 +141,7 @@ class ImageMaskPairs(SegmentationDataset):
             raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
 
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Return where the mask has neither a class nor the ignored id, or None if that is nowhere."""
+        """Return where the mask has neither a class nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
@@ -152,13 +152,13 @@ class ImageMaskPairs(SegmentationDataset):
 
 
 def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path]:
-    """Return the files below `folder` whose names end in `suffix`, by their path there without it.
+    """Return the files below `folder` whose names end with `suffix`; keys are relative paths without the suffix.
 
-    Linked folders count, hidden files and folders do not. `what` is "image" or "mask": without a suffix, files of that
-    kind's usual endings count.
+    Symbolic links to folders are followed; hidden files and folders are skipped. `what` is "image" or "mask" and
+    determines the extensions if `suffix` is None.
 
     Raises:
-        DataError: the folder is not there, cannot be read, has no such file, or has two of the same name.
+        DataError: The folder is missing or cannot be read, has no such file, or has two files of the same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
@@ -169,17 +169,19 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
         stem = path.name[: -len(suffix)] if suffix else path.stem
         name = (path.relative_to(folder).parent / stem).as_posix()
         if name in found:
-            raise DataError(f"two {what} files are called '{name}': '{found[name]}' and '{path}'; remove one")
+            raise DataError(
+                f"two {what} files have the name '{name}': '{found[name]}' and '{path}'; remove one"
+            )
         found[name] = path
     if not found:
-        raise DataError(f"no {what} files in '{folder}': no name below it ends in {' or '.join(endings)}")
+        raise DataError(f"no {what} files in '{folder}': no file name ends with {' or '.join(endings)}")
     return found
 
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files; `above` are the folders around this one, into which a link may lead back."""
-    place = folder.resolve()
-    if place in above:
+    """Yield the files below `folder`; `above` are its parent folders, to stop at links that lead back."""
+    resolved = folder.resolve()
+    if resolved in above:
         return
     try:
         with os.scandir(folder) as entries:
@@ -188,13 +190,13 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
         raise DataError(f"cannot read '{error.filename or folder}': {error.strerror}") from error
     for is_folder, path in found:
         if is_folder:
-            yield from _files_below(path, above | {place})
+            yield from _files_below(path, above | {resolved})
         else:
             yield path
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise DataError if `folder` does not exist; it says from where on, and what is there instead."""
+    """Raise DataError if `folder` does not exist; the message names the first missing folder and a similar name."""
     if folder.is_dir():
         return
     missing = folder
@@ -208,31 +210,31 @@ def check_folder(folder: Path, what: str) -> None:
 
 
 def with_remedy(error: DataError, remedy: str) -> DataError:
-    """Return the error with one more sentence."""
+    """Return the error with a remedy appended to its message."""
     text = str(error)
     return DataError(f"{text}{'' if text.endswith('?') else '.'} {remedy}")
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise DataError with every file that has no partner of the same name in the other mapping."""
-    lonely = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
-    lonely += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
-    if lonely:
+    """Raise DataError that lists every file without a partner of the same name in the other mapping."""
+    unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
+    unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
+    if unpaired:
         raise DataError(
-            f"{len(lonely)} files have no partner of the same name ({remedy}; "
-            "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(lonely)
+            f"{len(unpaired)} files have no partner of the same name ({remedy}; "
+            "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(unpaired)
         )
 
 
 def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
-    # Decoding does without the interpreter's lock.
+    # Decoders release the GIL.
     with ThreadPoolExecutor(cores()) as pool:
         faults = list(pool.map(_faults, pairs))
     for fault in (fault for found in faults for fault in found):
-        print_log(f"skip_corrupt leaves a sample out: {fault}", "current", logging.WARNING)
+        print_log(f"skip_corrupt skips a sample: {fault}", "current", logging.WARNING)
     left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
     if not left:
-        raise DataError(f"none of the {len(pairs)} samples can be read; the first: {faults[0][0]}")
+        raise DataError(f"none of the {len(pairs)} samples can be read; first error: {faults[0][0]}")
     return left
 
 

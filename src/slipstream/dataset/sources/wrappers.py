@@ -1,4 +1,4 @@
-"""Data sets made of other data sets; they pass a `SampleIndex`'s seed and epoch on to them."""
+"""Data sets that wrap other data sets and pass on the seed and epoch of a `SampleIndex`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Data sets one after the other; `metainfo` is that of the first.
+    """Concatenation of data sets; `metainfo` is that of the first.
 
     Args:
-        datasets: data sets, or dicts that DATASETS builds.
-        ignore_keys: keys of `metainfo` in which the data sets may differ.
+        datasets: Data sets, or dicts that DATASETS builds.
+        ignore_keys: Keys of `metainfo` in which the data sets may differ.
 
     Raises:
-        DataError: the `metainfo` of two data sets differ.
+        DataError: The `metainfo` of two data sets differ.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
         ignore_keys: str | Sequence[str] = (),
     ) -> None:
         if not datasets:
-            raise ConfigError("ConcatDataset needs at least one data set")
+            raise ConfigError("ConcatDataset requires at least one data set")
         super().__init__([_built(dataset) for dataset in datasets])
         ignored = {ignore_keys} if isinstance(ignore_keys, str) else set(ignore_keys)
         self.metainfo = _metainfo(self.datasets[0])
@@ -45,16 +45,16 @@ class ConcatDataset(TorchConcatDataset[Any]):
             _check_same(self.metainfo, _metainfo(dataset), ignored, position)
 
     def __getitem__(self, idx: int) -> Any:
-        which, local = self._place(idx)
-        return self.datasets[which][_moved(idx, local)]
+        which, local = self._locate(idx)
+        return self.datasets[which][_inner_index(idx, local)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
-        which, local = self._place(idx)
+        which, local = self._locate(idx)
         return _cat_ids(self.datasets[which], local)
 
-    def _place(self, idx: int) -> tuple[int, int]:
-        """Return which data set sample `idx` is in, and its index there."""
+    def _locate(self, idx: int) -> tuple[int, int]:
+        """Return the number of the data set that contains sample `idx`, and the index in it."""
         _check_index(idx, len(self))
         which = bisect.bisect_right(self.cumulative_sizes, idx)
         return which, int(idx) - (self.cumulative_sizes[which - 1] if which else 0)
@@ -62,18 +62,18 @@ class ConcatDataset(TorchConcatDataset[Any]):
 
 @DATASETS.register_module()
 class RepeatDataset(Dataset[Any]):
-    """A data set `times` over, in one epoch: for small data, where starting an epoch costs much.
+    """Repeats a data set `times` times in one epoch, for small data where starting an epoch is expensive.
 
-    The repeats of a sample are augmented differently: repeat r of epoch e counts as epoch e * times + r.
+    Each repeat of a sample is augmented differently: repeat r of epoch e has the epoch e * times + r.
 
     Args:
-        dataset: a data set, or a dict that DATASETS builds.
-        times: how often.
+        dataset: A data set, or a dict that DATASETS builds.
+        times: Number of repeats.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], times: int) -> None:
         if times < 1:
-            raise ConfigError(f"times must be at least 1, not {times}")
+            raise ConfigError(f"times must be at least 1, got {times}")
         self.dataset = _built(dataset)
         self.times = times
         self.metainfo = _metainfo(self.dataset)
@@ -84,7 +84,7 @@ class RepeatDataset(Dataset[Any]):
     def __getitem__(self, idx: int) -> Any:
         _check_index(idx, len(self))
         repeat, local = divmod(int(idx), len(self.dataset))
-        return self.dataset[_moved(idx, local, repeat, self.times)]
+        return self.dataset[_inner_index(idx, local, repeat, self.times)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
@@ -93,35 +93,35 @@ class RepeatDataset(Dataset[Any]):
 
 @DATASETS.register_module()
 class AtLeast(RepeatDataset):
-    """A data set as many whole times over as an epoch of at least `min_samples` samples takes.
+    """Repeats a data set until an epoch has at least `min_samples` samples.
 
     Args:
-        dataset: a data set, or a dict that DATASETS builds.
-        min_samples: the fewest samples of an epoch.
+        dataset: A data set, or a dict that DATASETS builds.
+        min_samples: Minimum number of samples in an epoch.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
         if min_samples < 1:
-            raise ConfigError(f"must be at least 1, not {min_samples}", "min_samples")
+            raise ConfigError(f"must be at least 1, got {min_samples}", "min_samples")
         built = _built(dataset)
         super().__init__(built, math.ceil(min_samples / max(1, len(built))))
 
 
 @DATASETS.register_module()
 class ClassBalancedDataset(Dataset[Any]):
-    """A data set in which samples with rare classes stand several times (Gupta et al. 2019, LVIS).
+    """Repeats samples that contain rare classes (Gupta et al. 2019, LVIS).
 
-    With f(c) the share of samples that contain class c and t the threshold, a sample stands
-    `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times, in a row. Its copies are augmented
+    With the fraction f(c) of samples that contain class c, and the threshold t, a sample is repeated
+    `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times. Repeats are consecutive and augmented
     differently.
 
     Args:
-        dataset: a data set with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS
-            builds. All samples are asked once, here.
-        oversample_thr: t; classes at least as frequent are not repeated.
+        dataset: A data set with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS builds.
+            `get_cat_ids` is called once for each sample, at construction.
+        oversample_thr: The threshold t; classes with f(c) >= t are not repeated.
 
     Raises:
-        DataError: the data set has no `get_cat_ids`.
+        DataError: The data set has no `get_cat_ids`.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:
@@ -138,7 +138,7 @@ class ClassBalancedDataset(Dataset[Any]):
 
     def __getitem__(self, idx: int) -> Any:
         _check_index(idx, len(self))
-        return self.dataset[_moved(idx, self.repeat_indices[idx], self._copies[idx], self._most_copies)]
+        return self.dataset[_inner_index(idx, self.repeat_indices[idx], self._copies[idx], self._most_copies)]
 
     def get_cat_ids(self, idx: int) -> list[int]:
         """Return the class ids that occur in sample `idx`."""
@@ -147,8 +147,8 @@ class ClassBalancedDataset(Dataset[Any]):
     def _repeat_factors(self) -> list[float]:
         classes = [set(_cat_ids(self.dataset, i)) for i in range(len(self.dataset))]
         samples_with = Counter(c for ids in classes for c in ids)
-        share = {c: n / len(classes) for c, n in samples_with.items()}
-        factor = {c: max(1.0, math.sqrt(self.oversample_thr / f)) for c, f in share.items()}
+        frequency = {c: n / len(classes) for c, n in samples_with.items()}
+        factor = {c: max(1.0, math.sqrt(self.oversample_thr / f)) for c, f in frequency.items()}
         return [max((factor[c] for c in ids), default=1.0) for ids in classes]
 
 
@@ -171,11 +171,11 @@ def _cat_ids(dataset: Any, index: int) -> list[int]:
 
 def _check_index(index: int, length: int) -> None:
     if not 0 <= index < length:
-        raise IndexError(f"samples are 0 to {length - 1}, not {int(index)}")
+        raise IndexError(f"sample {int(index)} is out of range; samples are 0 to {length - 1}")
 
 
-def _moved(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
-    """Return sample `to` with the seed of `index` and an epoch that no other repeat of any epoch has."""
+def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
+    """Return the index `to` with the seed of `index` and an epoch that is unique to the repeat and its epoch."""
     epoch = getattr(index, "epoch", 0) * times + repeat
     return SampleIndex(to, getattr(index, "seed", 0), epoch)
 
@@ -183,9 +183,9 @@ def _moved(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
 def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
     for key in sorted((first.keys() | other.keys()) - ignored):
         ours, theirs = first.get(key), other.get(key)
-        # A tuple here and a list or array there, with the same values, are the same.
+        # Tuples, lists and arrays with the same values are equal.
         if not np.array_equal(ours, theirs):  # type: ignore[arg-type]
             raise DataError(
                 f"metainfo['{key}'] of data set {position} is {theirs!r}, but data set 0 has {ours!r}; "
-                f"make them the same, or pass ignore_keys=['{key}'] if they may differ"
+                f"make them equal, or pass ignore_keys=['{key}'] if they may differ"
             )

@@ -1,1 +1,1 @@
-"""Transforms: what happens to a sample before and after it reaches the device."""
+"""Transforms of samples, on the CPU and on the device."""

@@ -1,15 +1,15 @@
-"""What remains to be done to images when they have arrived on the device: colours and normalisation, batched.
+"""Device transforms: colour changes and normalisation of a batch of images on the device.
 
-A data set does not compute these: it draws what shall be done and sends it along as a sample's *program*, float32
-(K,). K says which parts it has, so that nothing has to be read from the device:
+A data set does not compute these transforms. It draws their parameters and adds them to each sample, under the key
+`finish`, as float32 (K,). K determines the layout, so no value has to be read from the device:
 
-    13  colours:    left, top, right, bottom of the picture inside its padding, then three stages of (f, s, c)
+    13  colours:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
     19  both, in this order
 
-A stage turns x, on a scale of 0 to 255, into `f * x + s * grey + c * mean`, cut to 0..255, where grey is the pixel's
-brightness (ITU-R 601) and mean is the mean of grey. So brightness is (f, 0, 0), saturation (f, 1 - f, 0), contrast
-(f, 0, 1 - f), and nothing at all (1, 0, 0), as torchvision defines them.
+A stage maps x, in the range 0 to 255, to `f * x + s * grey + c * mean`, clamped to 0..255, where grey is the pixel's
+brightness (ITU-R 601) and mean is the mean of grey. As in torchvision, brightness is (f, 0, 0), saturation
+(f, 1 - f, 0), contrast (f, 0, 1 - f) and the identity (1, 0, 0).
 """
 
 from __future__ import annotations
@@ -22,93 +22,103 @@ from torch import Tensor
 
 from slipstream.errors import DataError
 
-__all__ = ["AFFINE", "COLOURS", "apply_device_transforms", "check_alike", "finish", "normalizes"]
+__all__ = [
+    "AFFINE",
+    "COLOURS",
+    "apply_device_transforms",
+    "check_same_params",
+    "normalizes",
+    "transform_images",
+]
 
 COLOURS, AFFINE = 13, 6
-"""Lengths of the two parts of a program."""
+"""Number of colour parameters and of affine parameters."""
 _STAGES = 3
 _GREY = (0.299, 0.587, 0.114)
 
 
-def finish(inputs: Tensor, program: Tensor) -> Tensor:
-    """Return the images as their programs want them, float32 (N, 3, H, W).
+def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
+    """Return the transformed images, float32 (N, 3, H, W).
 
-    Colours are changed inside the picture only; its padding stays as it was filled. The mean grey of contrast is that
-    of the picture, too. In contrast to Pillow and torchvision nothing is rounded to whole numbers in between.
+    Colour changes do not affect the padding, and the mean of a contrast change excludes it. In contrast to Pillow and
+    torchvision, intermediate results are not rounded to integers.
 
     Args:
-        inputs: uint8 or float (N, 3, H, W), on a scale of 0 to 255.
-        program: float32 (N, K).
+        inputs: uint8 or float (N, 3, H, W), in the range 0 to 255.
+        params: float32 (N, K), one row of parameters per image.
 
     Raises:
-        DataError: K is no program's length, or the images have not three channels.
+        DataError: K is not 6, 13 or 19, or the images do not have three channels.
     """
-    length = program.shape[-1]
+    length = params.shape[-1]
     if length not in (COLOURS, AFFINE, COLOURS + AFFINE) or inputs.shape[1] != 3:
         raise DataError(
-            f"'finish' holds programs of length {length} for images {tuple(inputs.shape)}: it must be as a "
-            "SegmentationDataset with colour jitter or normalisation makes it, for images (N, 3, H, W)"
+            f"'finish' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires 6, 13 "
+            "or 19 parameters, as a SegmentationDataset with colour jitter or normalisation returns them, and images "
+            "of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
-    # One by one, images stay in a CPU's cache through all stages: that takes half the time.
-    alone = images.device.type == "cpu" and not torch.compiler.is_compiling()
-    size = 1 if alone else max(1, len(images))
-    for some, given, own in zip(images.split(size), inputs.split(size), program.split(size), strict=True):
-        some.copy_(given)
+    # On the CPU, processing one image at a time keeps it in the cache and takes half the time.
+    one_by_one = images.device.type == "cpu" and not torch.compiler.is_compiling()
+    size = 1 if one_by_one else max(1, len(images))
+    for outputs, images_in, rows in zip(
+        images.split(size), inputs.split(size), params.split(size), strict=True
+    ):
+        outputs.copy_(images_in)
         if length != AFFINE:
-            _colour(some, own[:, :COLOURS, None, None, None])
+            _colour(outputs, rows[:, :COLOURS, None, None, None])
         if length != COLOURS:
-            scale, shift = own[:, -AFFINE:].reshape(-1, 2, 3, 1, 1).unbind(1)
-            some.mul_(scale).add_(shift)
+            scale, shift = rows[:, -AFFINE:].reshape(-1, 2, 3, 1, 1).unbind(1)
+            outputs.mul_(scale).add_(shift)
     return images
 
 
 def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the batch with finished `inputs` and without `finish`; a batch without `finish` as it is.
+    """Apply the parameters in `finish` to `inputs`; return the batch without `finish`.
 
-    Where `inputs` is a list of images (3, H, W), each is finished by itself.
+    A batch without `finish` is returned unchanged. `inputs` may also be a list of images (3, H, W).
     """
     rest = dict(batch)
     if "inputs" not in rest or "finish" not in rest:
         return rest
-    inputs, program = rest["inputs"], rest.pop("finish")
+    inputs, params = rest["inputs"], rest.pop("finish")
     if isinstance(inputs, Tensor):
-        return {**rest, "inputs": finish(inputs, program)}
-    each = [finish(image[None], own[None])[0] for image, own in zip(inputs, program, strict=True)]
+        return {**rest, "inputs": transform_images(inputs, params)}
+    each = [transform_images(image[None], row[None])[0] for image, row in zip(inputs, params, strict=True)]
     return {**rest, "inputs": each}
 
 
 def normalizes(batch: Mapping[str, Any]) -> bool:
-    """Say whether the batch's programs normalise its images."""
-    program = batch.get("finish")
-    return program is not None and program[0].shape[-1] != COLOURS
+    """Return whether the device transforms of the batch normalise its images."""
+    params = batch.get("finish")
+    return params is not None and params[0].shape[-1] != COLOURS
 
 
-def check_alike(samples: Sequence[Any]) -> None:
-    """Raise DataError if programs of some samples have other parts than those of others, or are not there.
+def check_same_params(samples: Sequence[Any]) -> None:
+    """Raise DataError if the samples' device transforms have different numbers of parameters, or some have none.
 
-    Collated they would break, or be lost without a word.
+    Otherwise collating would fail, or would drop the parameters silently.
     """
-    programs = [sample.get("finish") if isinstance(sample, Mapping) else None for sample in samples]
-    if len({getattr(program, "shape", None) for program in programs}) > 1:
+    params = [sample.get("finish") if isinstance(sample, Mapping) else None for sample in samples]
+    if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
-            "the samples of a batch come from data sets of which some change colours or normalise (SegColorJitter; "
-            "SegStandardize, SegNormalize, ToTensor) and others do not: end all their transforms alike, or normalise "
-            "all in the data preprocessor"
+            "a batch mixes samples with and without colour changes (SegColorJitter) or normalisation (SegStandardize, "
+            "SegNormalize, ToTensor); end the transforms of all data sets with the same of these, or normalise in the "
+            "data preprocessor"
         )
 
 
-def _colour(images: Tensor, program: Tensor) -> None:
-    """Run the three stages in place, for which the CPU needs half the time; `program` is (N, 13, 1, 1, 1)."""
-    inside = _inside(images, program[:, :4, 0])
+def _colour(images: Tensor, params: Tensor) -> None:
+    """Run the three stages in place, which halves the time on the CPU; `params` is (N, 13, 1, 1, 1)."""
+    inside = _inside(images, params[:, :4, 0])
     pixels = inside.sum((-2, -1), keepdim=True).clamp(min=1)
     for stage in range(_STAGES):
-        factor, of_grey, of_mean = program[:, 4 + 3 * stage : 7 + 3 * stage].unbind(1)
+        factor, grey_factor, mean_factor = params[:, 4 + 3 * stage : 7 + 3 * stage].unbind(1)
         red, green, blue = images.split(1, dim=1)
         grey = (_GREY[0] * red).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2]).mul_(inside)
         mean = grey.sum((-2, -1), keepdim=True) / pixels
         images.mul_(inside * (factor - 1) + 1)
-        images.add_(grey.mul_(of_grey).add_(inside * (of_mean * mean))).clamp_(0, 255)
+        images.add_(grey.mul_(grey_factor).add_(inside * (mean_factor * mean))).clamp_(0, 255)
 
 
 def _inside(images: Tensor, rectangle: Tensor) -> Tensor:

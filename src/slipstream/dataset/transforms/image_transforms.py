@@ -1,8 +1,8 @@
-"""Augmentations of images without masks, under torchvision's names.
+"""Transforms of images without masks, with torchvision's names.
 
-Those that move pixels are called with an image, uint8 (3, H, W), and the sample's generator, and return a new image.
-`ToTensor` and `Normalize` are not computed here: a data set sends them along as the sample's `finish`, and they are
-done in one go for a whole batch on the device.
+Transforms that move pixels take an image, uint8 (3, H, W), and the sample's generator, and return a new image.
+`ToTensor` and `Normalize` are not computed here: a data set adds their parameters to the sample as `finish`, and
+the device applies them to a whole batch.
 """
 
 from __future__ import annotations
@@ -24,46 +24,46 @@ ImageTransform: TypeAlias = Callable[[NDArray[np.uint8], np.random.Generator], N
 
 @TRANSFORMS.register_module()
 class RandomCrop:
-    """Pad an image with black and cut a rectangle out of it, each place with the same probability.
+    """Pad an image with zeros and crop it at a uniformly random position.
 
     Args:
-        size: (height, width) of the rectangle, or one number for both.
-        padding: pixels at each side.
+        size: (height, width) of the crop, or one number for both.
+        padding: Pixels on each side.
 
     Raises:
-        DataError: when called with an image that is smaller than the rectangle, padding included.
+        DataError: The padded image is smaller than the crop (when called).
     """
 
     def __init__(self, size: int | Sequence[int], padding: int = 0) -> None:
         sides = (size, size) if isinstance(size, int) else tuple(size)
         if len(sides) != 2 or min(sides) < 1 or padding < 0:
             raise ConfigError(
-                "size must be a number of pixels or (height, width), and padding a number of at least 0; "
+                "size must be a number of pixels or (height, width), and padding must be at least 0; "
                 f"got size={size!r}, padding={padding!r}"
             )
         self.size, self.padding = (sides[0], sides[1]), padding
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Return the cut."""
+        """Return the crop."""
         channels, height, width = image.shape
         spare_y, spare_x = (
-            side + 2 * self.padding - cut for side, cut in zip((height, width), self.size, strict=True)
+            side + 2 * self.padding - crop for side, crop in zip((height, width), self.size, strict=True)
         )
         if spare_y < 0 or spare_x < 0:
             raise DataError(
-                f"cannot crop {self.size} (height, width) out of an image of {(height, width)} with a padding "
-                f"of {self.padding}"
+                f"cannot crop {self.size} (height, width) from an image of size {(height, width)} with padding="
+                f"{self.padding}; reduce size or increase padding"
             )
-        # Where the cut begins, seen from the image's corner.
+        # Position of the crop relative to the image's corner.
         top, left = (
             int(rng.integers(spare_y + 1)) - self.padding,
             int(rng.integers(spare_x + 1)) - self.padding,
         )
-        cut = np.zeros((channels, *self.size), dtype=np.uint8)
+        crop = np.zeros((channels, *self.size), dtype=np.uint8)
         inside = image[:, max(0, top) : top + self.size[0], max(0, left) : left + self.size[1]]
         y, x = max(0, -top), max(0, -left)
-        cut[:, y : y + inside.shape[1], x : x + inside.shape[2]] = inside
-        return cut
+        crop[:, y : y + inside.shape[1], x : x + inside.shape[2]] = inside
+        return crop
 
 
 @TRANSFORMS.register_module()
@@ -72,27 +72,28 @@ class RandomHorizontalFlip:
 
     def __init__(self, p: float = 0.5) -> None:
         if not 0 <= p <= 1:
-            raise ConfigError(f"p must be 0 to 1, not {p}")
+            raise ConfigError(f"p must be in the range 0 to 1, got {p}")
         self.p = p
 
     def __call__(self, image: NDArray[np.uint8], rng: np.random.Generator) -> NDArray[np.uint8]:
-        """Return the image as it is, or mirrored."""
+        """Return the image, possibly mirrored."""
         return image[:, :, ::-1] if rng.random() < self.p else image
 
 
 @TRANSFORMS.register_module()
 class ToTensor:
-    """Bring pixels from 0..255 to 0..1, on the device."""
+    """Scale pixels from the range 0..255 to 0..1, on the device."""
 
 
 @TRANSFORMS.register_module()
 class Normalize:
-    """Subtract `mean` and divide by `std`, one number a channel, on the device; `ToTensor` comes before."""
+    """Subtract `mean` and divide by `std`, one number per channel, on the device. `ToTensor` must precede it."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
         if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
             raise ConfigError(
-                f"mean and std must be three numbers each, and std greater than 0; got mean={mean!r}, std={std!r}"
+                f"mean and std must have three numbers each, and std must be greater than 0; "
+                f"got mean={mean!r}, std={std!r}"
             )
         self.mean, self.std = tuple(mean), tuple(std)
 
@@ -100,27 +101,27 @@ class Normalize:
 def read_transforms(
     transforms: Sequence[ImageTransform | ToTensor | Normalize | Mapping[str, Any]],
 ) -> tuple[list[ImageTransform], torch.Tensor | None]:
-    """Return what is to be done to pixels, in order, and the program of what is to be done on the device.
+    """Return the transforms that move pixels, in order, and the parameters of the device transforms.
 
-    The program is float32 (6,), as `slipstream.dataset.transforms.device_transforms` defines it, or None if there is
-    nothing.
+    The parameters are float32 (6,), as defined in `slipstream.dataset.transforms.device_transforms`, or None without
+    device transforms.
 
     Raises:
-        ConfigError: `Normalize` without `ToTensor` before it, or something that moves pixels after them.
+        ConfigError: `Normalize` without a preceding `ToTensor`, or a transform that moves pixels after them.
     """
     built: list[Any] = [TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms]
     kinds = [type(t) for t in built]
-    moves = next((i for i, kind in enumerate(kinds) if kind in (ToTensor, Normalize)), len(built))
-    if kinds[moves:] not in ([], [ToTensor], [ToTensor, Normalize]):
+    end = next((i for i, kind in enumerate(kinds) if kind in (ToTensor, Normalize)), len(built))
+    if kinds[end:] not in ([], [ToTensor], [ToTensor, Normalize]):
         raise ConfigError(
-            "transforms must end in ToTensor, or ToTensor and Normalize, after everything that works on pixels; "
+            "ToTensor, or ToTensor and Normalize, must be the last transforms; "
             f"got {', '.join(kind.__name__ for kind in kinds)}",
             "transforms",
         )
-    if moves == len(built):
+    if end == len(built):
         return built, None
     mean, std = np.zeros(3), np.ones(3)
     if kinds[-1] is Normalize:
         mean, std = np.array(built[-1].mean), np.array(built[-1].std)
     affine = np.concatenate([1 / (255 * std), -mean / std])
-    return built[:moves], torch.from_numpy(affine.astype(np.float32))
+    return built[:end], torch.from_numpy(affine.astype(np.float32))

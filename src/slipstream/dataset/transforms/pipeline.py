@@ -1,4 +1,4 @@
-"""A list of transforms applied to a sample: pixels moved in one go, colours and normalisation left to the device."""
+"""Apply a list of transforms to a sample: one crop-resize on the CPU, colours and normalisation on the device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from slipstream.dataset.transforms.crop import Geometric, Sample, Window
+from slipstream.dataset.transforms.crop import CropRegion, Geometric, Sample
 from slipstream.dataset.transforms.geometry import Affine, SegColorJitter, SegConvertToTensor
 from slipstream.errors import ConfigError, DataError
 
@@ -21,34 +21,34 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float32]]
 
 @dataclass(frozen=True)
 class Composed:
-    """A sample, and what transforms will have made of it."""
+    """A sample and its composed transforms."""
 
     sample: Sample
-    window: Window
-    """How the sample's pixels are moved."""
-    program: Floats | None
-    """What `slipstream.dataset.transforms.device_transforms` has to do on the device, if anything."""
+    region: CropRegion
+    """Geometric transforms of the sample."""
+    params: Floats | None
+    """Parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`), if there are any."""
 
     def packed(self) -> dict[str, torch.Tensor]:
-        """Return the transformed sample as tensors of its own, as `apply_transforms` does."""
-        planes, mask = self.window.render(self.sample)
+        """Return the transformed sample as new tensors, in the format of `apply_transforms`."""
+        planes, mask = self.region.render(self.sample)
         packed = {"inputs": torch.from_numpy(planes), "targets": torch.from_numpy(mask)}
-        return packed if self.program is None else {**packed, "finish": torch.from_numpy(self.program)}
+        return packed if self.params is None else {**packed, "finish": torch.from_numpy(self.params)}
 
 
 def apply_transforms(
     transforms: Sequence[Transform], sample: Sample, rng: np.random.Generator, name: str = "the sample"
 ) -> dict[str, torch.Tensor]:
-    """Return the transformed sample as tensors of its own.
+    """Return the transformed sample as new tensors.
 
-    That is `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, where the transforms end in colour jitter or
+    The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with colour jitter or
     normalisation, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
-    numbers are drawn in the order of the transforms. Padding keeps its colour. Contrast is changed about the mean of
-    the visible pixels. A jitter that precedes a user's function or another jitter is applied at once, as Pillow does.
+    numbers are drawn in the order of the transforms. Padding keeps its colour. Contrast changes use the mean of the
+    visible pixels. A jitter before a custom function or another jitter is applied immediately, with Pillow.
 
     Raises:
-        DataError: the sample is not as it must be, from the beginning or after a function of one's own.
-        ConfigError: as `check_transforms`.
+        DataError: The sample, or the result of a custom function, has a wrong dtype or shape.
+        ConfigError: See `check_transforms`.
     """
     return compose(transforms, sample, rng, name).packed()
 
@@ -56,39 +56,39 @@ def apply_transforms(
 def compose(
     transforms: Sequence[Transform], sample: Sample, rng: np.random.Generator, name: str = "the sample"
 ) -> Composed:
-    """Return what `apply_transforms` packs."""
+    """Compose the transforms for a sample; `Composed.packed` applies them."""
     plan = _read(transforms)
-    window, changes = _window(sample, name), None
+    region, changes = _whole_region(sample, name), None
     for position, transform in enumerate(plan.pixels):
         if position == plan.deferred:
             changes = transform.draw(rng)  # type: ignore[attr-defined]
         elif not isinstance(transform, Geometric):
-            sample = transform(window.rendered(sample), rng)
-            window = _window(sample, name)
-        elif (placed := transform.place(window, rng)) is not None:
-            window = placed
+            sample = transform(region.rendered(sample), rng)
+            region = _whole_region(sample, name)
+        elif (updated := transform.update_region(region, rng)) is not None:
+            region = updated
         else:
-            sample = window.rendered(sample)
-            window = transform.alone(sample["mask"], rng)
-    parts = [] if changes is None else [_colours(window, changes)]
+            sample = region.rendered(sample)
+            region = transform.region_for(sample["mask"], rng)
+    params = [] if changes is None else [_colours(region, changes)]
     if plan.affine:
-        parts.append(_affine(plan.affine))
-    return Composed(sample, window, np.concatenate(parts) if parts else None)
+        params.append(_affine(plan.affine))
+    return Composed(sample, region, np.concatenate(params) if params else None)
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
-    """Raise ConfigError if something follows normalisation, or SegConvertToTensor, that cannot."""
+    """Raise ConfigError if another transform follows normalisation or SegConvertToTensor."""
     _read(transforms)
 
 
 @dataclass(frozen=True)
 class _Plan:
     pixels: Sequence[Transform]
-    """What concerns pixels."""
+    """Transforms of the uint8 pixels."""
     deferred: int
-    """Which of them is the colour jitter that is left to the device, -1 if none."""
+    """Position of the colour jitter that runs on the device, -1 if there is none."""
     affine: Sequence[Affine]
-    """The normalisation, for the device."""
+    """Normalisation, which runs on the device."""
 
 
 def _read(transforms: Sequence[Transform]) -> _Plan:
@@ -113,34 +113,34 @@ def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -
         if isinstance(transform, Affine | SegConvertToTensor):
             after = transforms[position + 1]
             raise ConfigError(
-                f"{type(transform).__name__} stands before {getattr(after, '__name__', type(after).__name__)}, but is "
-                "done on the device when all else is: only SegStandardize, SegNormalize and then SegConvertToTensor "
-                "may end the list",
+                f"{type(transform).__name__} precedes {getattr(after, '__name__', type(after).__name__)}, but runs on "
+                "the device, after all other transforms; the list must end with SegStandardize, SegNormalize and "
+                "SegConvertToTensor, in this order",
                 f"transforms[{position}]",
             )
 
 
-def _window(sample: Sample, name: str) -> Window:
-    """Return the whole sample as a window, if it is as it must be."""
+def _whole_region(sample: Sample, name: str) -> CropRegion:
+    """Check the dtypes and shapes of the sample; return the region that covers all of it."""
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
         raise DataError(
             f"{name}: image {image.dtype} {image.shape} and mask {mask.dtype} {mask.shape} must be uint8 (H, W, 3) "
-            "and uint8 (H, W); check what load() and your own transforms return"
+            "and uint8 (H, W); check the return values of load() and of custom transforms"
         )
-    return Window.whole(mask)
+    return CropRegion.whole(mask)
 
 
-def _colours(window: Window, changes: Sequence[tuple[int, float]]) -> Floats:
-    """Return the first part of a program: the picture's rectangle, and the three stages."""
+def _colours(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
+    """Return the colour parameters: the image's rectangle without padding, and the three stages."""
     stages = np.array([[1, 0, 0]] * 3, np.float32)
     for stage, (kind, factor) in zip(stages, changes, strict=False):
         stage[:] = factor, (1 - factor) * (kind == 2), (1 - factor) * (kind == 1)
-    return np.concatenate([np.array(window.picture, np.float32), stages.ravel()])
+    return np.concatenate([np.array(region.image_box, np.float32), stages.ravel()])
 
 
 def _affine(transforms: Sequence[Affine]) -> Floats:
     scale, shift = np.ones(3), np.zeros(3)
     for transform in transforms:
-        scale, shift = transform.after(scale, shift)
+        scale, shift = transform.compose(scale, shift)
     return np.concatenate([scale, shift]).astype(np.float32)

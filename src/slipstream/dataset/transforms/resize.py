@@ -1,4 +1,4 @@
-"""A part of a resized picture, without resizing the rest of it."""
+"""Compute a crop of a resized image without resizing the whole image."""
 
 from __future__ import annotations
 
@@ -19,46 +19,46 @@ Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Pair: TypeAlias = tuple[int, int]
 Box: TypeAlias = tuple[int, int, int, int]
 
-_WASTE = 2  # torch resizes a pixel more than twice as fast as Pillow
+_MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
 
 
-def bilinear(image: Pixels, scaled: Pair, part: Box) -> Pixels:
-    """Return the box `part` of the image resized to `scaled`, uint8 (h, w, 3); it may be a view.
+def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
+    """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
 
-    That is what Pillow makes of the whole image, antialiased where it shrinks, but for rounding: by at most one grey
-    level, and rarely, in noise, by two. Only the source pixels on which the part depends are read,
-    or those from there to the nearer edges.
+    It equals the box of the whole image resized by Pillow (antialiased when it shrinks) up to rounding: by at most
+    one grey level, and rarely, in noise, by two. Only the source pixels that affect the box are read, or those up to
+    the nearest edges.
 
     Args:
         image: uint8 (H, W, 3).
         scaled: (width, height).
-        part: left, top, right, bottom in the resized image; not empty.
+        box: (left, top, right, bottom) in the resized image; not empty.
     """
     height, width = image.shape[:2]
-    left, top, right, bottom = part
+    left, top, right, bottom = box
     if scaled == (width, height):
         return image[top:bottom, left:right]
     x, y = _Axis(left, right, width, scaled[0]), _Axis(top, bottom, height, scaled[1])
-    wasteful = x.from_edge * y.from_edge > _WASTE * (right - left) * (bottom - top)
-    if wasteful or x.stuck or y.stuck:
+    inefficient = x.from_edge * y.from_edge > _MAX_OVERHEAD * (right - left) * (bottom - top)
+    if inefficient or x.is_copy or y.is_copy:
         return _by_pillow(image, x, y)
     return _by_torch(image, x, y)
 
 
-def nearest(mask: Pixels, scaled: Pair, part: Box, mirrored_first: bool) -> Pixels:
-    """Return the box `part` of the mask resized to `scaled`, exactly as Pillow resizes the whole.
+def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixels:
+    """Return a box of the mask resized to `scaled`, exactly equal to Pillow's result.
 
     Args:
         mask: uint8 (H, W).
         scaled: (width, height).
-        part: left, top, right, bottom in the resized mask; not empty.
-        mirrored_first: mirror the mask before it is resized, and back afterwards, which breaks ties to the right.
+        box: (left, top, right, bottom) in the resized mask; not empty.
+        mirrored_first: Mirror the mask before resizing, and back afterwards; this resolves ties to the right.
     """
     height, width = mask.shape
-    left, top, right, bottom = part
+    left, top, right, bottom = box
     if scaled == (width, height):
         return mask[top:bottom, left:right]
-    columns, rows = _nearest(width, scaled[0]), _nearest(height, scaled[1])
+    columns, rows = _nearest_indices(width, scaled[0]), _nearest_indices(height, scaled[1])
     if mirrored_first:
         columns = width - 1 - columns[::-1]
     columns, rows = columns[left:right], rows[top:bottom]
@@ -69,7 +69,7 @@ def nearest(mask: Pixels, scaled: Pair, part: Box, mirrored_first: bool) -> Pixe
 
 @dataclass(frozen=True)
 class _Axis:
-    """The pixels [first, last) of `scaled` ones along one axis, made of `source` ones."""
+    """The output pixels [first, last) along one axis that is resized from `source` to `scaled` pixels."""
 
     first: int
     last: int
@@ -78,59 +78,59 @@ class _Axis:
 
     @property
     def needed(self) -> tuple[int, int]:
-        """Which source pixels they depend on.
+        """Range of source pixels that affect the output pixels.
 
-        The filter reaches one pixel to each side, of the source or of the result, whichever is larger; one more is
-        for what rounding may do.
+        The filter extends one pixel to each side, in source or output pixels, whichever is larger; one more source
+        pixel allows for rounding.
         """
         reach = max(1.0, self.source / self.scaled) + 1
         begin, end = self.first * self.source / self.scaled, self.last * self.source / self.scaled
         return max(0, math.floor(begin - reach)), min(self.source, math.ceil(end + reach))
 
     @property
-    def backwards(self) -> bool:
-        """Whether the end is the nearer edge."""
+    def from_end(self) -> bool:
+        """Whether the end of the axis is the nearest edge."""
         return self.last > self.scaled - self.first
 
     @property
     def from_edge(self) -> int:
-        """How many resized pixels it is from the nearer edge to the far end of these."""
-        return self.scaled - self.first if self.backwards else self.last
+        """Number of resized pixels from the nearest edge to the far end of the output pixels."""
+        return self.scaled - self.first if self.from_end else self.last
 
     @property
     def to_edge(self) -> slice:
-        """The source pixels from the nearer edge to the far end of those that are needed."""
+        """Source pixels from the nearest edge to the far end of the needed pixels."""
         low, high = self.needed
-        return slice(low, self.source) if self.backwards else slice(0, high)
+        return slice(low, self.source) if self.from_end else slice(0, high)
 
     @property
     def scale(self) -> float:
-        """The factor, rounded up so that torch, which multiplies and rounds down, does not lose the last pixel."""
+        """The scale factor, rounded up: torch multiplies and rounds down, and would otherwise drop the last pixel."""
         return math.nextafter(self.scaled / self.source, math.inf)
 
     @property
-    def stuck(self) -> bool:
-        """Whether torch would copy the pixels: it does where their number stays the same, whatever the factor."""
+    def is_copy(self) -> bool:
+        """Whether torch would only copy the pixels, which it does for equal input and output sizes."""
         length = self.to_edge.stop - self.to_edge.start
         return self.scaled != self.source and math.floor(length * self.scale) == length
 
 
 def _by_torch(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
-    """Resize from the nearest corner on, since torch's pixels can only be counted from one."""
-    # In rows of pixels, for which torch has fast code, and writable, since it warns of what is not.
+    """Resize the source from the nearest corner, because torch aligns the output grid with the input's corner."""
+    # torch has a fast path for channels-last images, and warns about read-only arrays.
     source = np.require(image[y.to_edge, x.to_edge], requirements=["C", "W"])
     images = torch.from_numpy(source).permute(2, 0, 1)[None]
     scale = [y.scale, x.scale]
-    turned = F.interpolate(_turned(images, x, y), scale_factor=scale, mode="bilinear", antialias=True)
-    cut = turned[:, :, *(slice(a.from_edge - (a.last - a.first), a.from_edge) for a in (y, x))]
-    result: Pixels = _turned(cut, x, y)[0].permute(1, 2, 0).numpy()
+    resized = F.interpolate(_reorient(images, x, y), scale_factor=scale, mode="bilinear", antialias=True)
+    crop = resized[:, :, *(slice(a.from_edge - (a.last - a.first), a.from_edge) for a in (y, x))]
+    result: Pixels = _reorient(crop, x, y)[0].permute(1, 2, 0).numpy()
     return result
 
 
-def _turned(images: Tensor, x: _Axis, y: _Axis) -> Tensor:
-    """Return the images (N, 3, H, W) with their nearest corner at the left top, or back again."""
-    backwards = [dim for dim, axis in ((2, y), (3, x)) if axis.backwards]
-    return images.flip(backwards) if backwards else images
+def _reorient(images: Tensor, x: _Axis, y: _Axis) -> Tensor:
+    """Flip the images (N, 3, H, W) so that their nearest corner is at the top left; the function is its own inverse."""
+    dims = [dim for dim, axis in ((2, y), (3, x)) if axis.from_end]
+    return images.flip(dims) if dims else images
 
 
 def _by_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
@@ -146,11 +146,11 @@ def _by_pillow(image: Pixels, x: _Axis, y: _Axis) -> Pixels:
     return np.asarray(source.resize(size, Image.Resampling.BILINEAR, box))
 
 
-def _nearest(source: int, scaled: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the source pixel that Pillow takes for each resized one.
+def _nearest_indices(source: int, scaled: int) -> np.ndarray[Any, np.dtype[np.intp]]:
+    """Return the source pixel that Pillow selects for each resized pixel.
 
-    It adds up the pixels' distance rather than to multiply it, and which neighbour a pixel in the middle between two
-    gets depends on the rounding in that sum.
+    Pillow accumulates the distance between pixels instead of multiplying it; the rounding of this sum determines the
+    neighbor for a position halfway between two pixels.
     """
     distances = np.full(scaled, source / scaled)
     distances[0] /= 2
