@@ -141,13 +141,13 @@ class StepGuard:
         self.count = SkipCount(device)
         self.max_skipped = max_skipped
         self._model = model
-        self._before: list[tuple[Tensor, Tensor]] = []
+        self._before: dict[str, Tensor] = {}
         self._seen: set[Tensor] = set()  # parameters that have their optimizer state
 
     def before_forward(self) -> None:
         """Remember the model's buffers, unless this is in the middle of an accumulation window."""
         if not self._before:
-            self._before = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
+            self._before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
 
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss to run backward from; see the function of this name.
@@ -176,9 +176,10 @@ class StepGuard:
     @torch.no_grad()
     def settle(self, finite: Tensor) -> None:
         """End a step: put the model's buffers back unless `finite`, and count it."""
-        buffers, copies = [b for b, _ in self._before], [c for _, c in self._before]
-        keep_unless(finite, buffers, copies)
-        self._before = []
+        # By name, since forward may assign another tensor.
+        now = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
+        keep_unless(finite, list(now.values()), [self._before[name] for name in now])
+        self._before = {}
         self.count.add(finite)
 
     def read(self) -> int:

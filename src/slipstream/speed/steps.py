@@ -215,6 +215,7 @@ class _OnlyEvaluation:
         self.model, self.compiled = model, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        # A loss may call the model in training mode without gradients, inside an eager step.
+        if torch.is_grad_enabled() or self.model.training:
             return self.model._call_impl(*args, **kwargs)
         return self.compiled(*args, **kwargs)

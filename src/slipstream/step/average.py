@@ -18,6 +18,8 @@ class _Average(Protocol):
     """What `slipstream.model.BaseAveragedModel` offers."""
 
     interval: int
+    steps: int
+    """How many updates were counted."""
 
     @property
     def every_batch(self) -> bool:
@@ -61,6 +63,7 @@ class AveragePart(StepPart):
         # An average that is seldom due would otherwise be read and written in vain.
         elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = average.interval > 1 or elsewhere
+        self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:
         """Say whether batch number `batch`, from 1, counts as an update."""
@@ -70,7 +73,12 @@ class AveragePart(StepPart):
 
     def before_batch(self) -> None:
         """Count the coming batch if it is due, and let the step read the weight of its parameters."""
-        self._weight.set(self.average.share() if self.is_due(self._done() + 1) else 0.0)
+        batch = self._done() + 1
+        if self._counted == (batch, self.average.steps):  # the batch was counted, and then failed
+            self.average.steps -= 1
+        due = self.is_due(batch)
+        self._weight.set(self.average.share() if due else 0.0)
+        self._counted = (batch, self.average.steps) if due else (0, 0)
 
     @torch.no_grad()
     def after_batch(self) -> None:

@@ -75,6 +75,7 @@ class CapturedStep:
         self.only_compiles = False
         """Whether compiled code is called to see that it is there, and must not run."""
         self._hooked = is_hooked(optim.optimizer)
+        self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
         self._groups = list(optim.param_groups)
         self._seen = list(map(_REQUIRES_GRAD, self._owned))
@@ -96,7 +97,10 @@ class CapturedStep:
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
             return "the global hooks of modules"
-        if is_hooked(optim.optimizer) != self._hooked:
+        if (
+            is_hooked(optim.optimizer) != self._hooked
+            or type(optim.optimizer).step is not self._optimizer_step
+        ):
             return "the hooks of the optimizer"
         if self.update is None:
             return None
@@ -214,7 +218,11 @@ def _global_hooks() -> list[tuple[int, ...]]:
 
 def shapes(inputs: Any) -> list[torch.Size]:
     """Return the shapes of the tensors of a batch."""
-    return [leaf.shape for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
+    try:
+        return [tensor.shape for tensor in tensors]
+    except RuntimeError:  # a nested tensor has none
+        return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
 
 
 class Shapes:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from slipstream.step.leaves import leaves_of
+from slipstream.step.leaves import leaves_of, structure_of
 from slipstream.step.verification import Compiled
 
 __all__ = ["DirectCalls", "Outputs"]
@@ -63,8 +63,10 @@ class DirectCalls:
         values = self._locals
         values["inputs"], values["held"], values["ends"] = inputs, held, ends
         try:
+            structure = structure_of(inputs)
             for call in self._known:
-                if call.check(values):
+                # The guards leave the order of keys open, and what the step does not read.
+                if call.structure == structure and call.check(values):
                     return call
             return None
         finally:
@@ -103,13 +105,14 @@ class _Call:
     def __init__(
         self,
         check: Callable[[dict[str, Any]], bool],
+        structure: Any,
         compiled: Compiled,
         fixed: list[Any],
         places: list[tuple[int, int]],
         logs: dict[str, int],
         finite: int | None,
     ) -> None:
-        self.check, self.compiled = check, compiled
+        self.check, self.structure, self.compiled = check, structure, compiled
         self._fixed, self._places = fixed, places
         self._logs, self._finite = logs, finite
 
@@ -137,6 +140,7 @@ class _Call:
         places_of_logs = {name: index[id(value)] for name, value in logs.items()}
         return cls(
             guards.check,
+            structure_of(arguments[0]),
             compiled,
             fixed,
             places,

@@ -6,7 +6,7 @@ device tensors that nobody has read yet.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -56,6 +56,7 @@ class EagerStep:
         self.optim = optim
         self.reduce = reduce or sum_losses
         self._restricts: bool | None = None
+        self._reaches_inputs = False
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
@@ -141,10 +142,14 @@ class EagerStep:
             # DDP and FSDP wait for the gradients of all of their parameters, and reentrant checkpoints refuse.
             wrapped = isinstance(self.model, DistributedDataParallel)
             wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
-            self._restricts = not wrapped and not _has_reentrant_checkpoint(loss)
+            nodes = _nodes(loss)
+            self._restricts = not wrapped and all(n.name() != "CheckpointFunctionBackward" for n in nodes)
+            self._reaches_inputs = any(True for _ in _inputs_among(nodes))
         if not self._restricts:
             return {}
-        own = [param for param in self.optim.parameters() if param.requires_grad]
+        own: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
+        if self._reaches_inputs:  # a tensor of the batch may get a gradient, too
+            own += _inputs_among(_nodes(loss))
         return {"inputs": own} if own else {}
 
     def _drop_leaked_gradients(self) -> None:
@@ -153,17 +158,23 @@ class EagerStep:
             self.optim.zero_grad()
 
 
-def _has_reentrant_checkpoint(loss: Tensor) -> bool:
+def _nodes(loss: Tensor) -> set[Any]:
+    """Return the nodes of the autograd graph of a loss."""
     nodes = [loss.grad_fn] if loss.grad_fn is not None else []
     seen = set(nodes)
     while nodes:
-        node = nodes.pop()
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        found = {source for source, _ in node.next_functions if source is not None} - seen
+        found = {source for source, _ in nodes.pop().next_functions if source is not None} - seen
         seen |= found
         nodes += found
-    return False
+    return seen
+
+
+def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
+    """Yield the leaves of an autograd graph that are no parameters."""
+    for node in nodes:
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
+            yield variable
 
 
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:

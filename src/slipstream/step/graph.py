@@ -25,6 +25,7 @@ from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
+from slipstream.step.update import is_stateless
 from slipstream.step.verification import (
     Captured,
     Compiled,
@@ -168,6 +169,8 @@ class GraphStep:
                 self._started = True
                 return self._observe(inputs)
             self._guess()
+        if self.sync is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return self.eager.train(inputs)  # hooks of saved tensors apply to the autograd engine
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1:
                 # The user has put gradients there, which belong to this update.
@@ -262,6 +265,7 @@ class GraphStep:
             )
         if held is not None and optim.accumulative_counts == 1:
             torch._foreach_zero_(held)  # the verification measures gradients by how far they are from these
+        _check_batch(inputs)
         try:
             with tracing():
                 outputs = captured.run(*arguments)
@@ -329,7 +333,6 @@ class GraphStep:
         captured = self._step
         try:
             if captured is None:
-                _check_batch(inputs)
                 captured = self._capture()
             called = self._call(captured, inputs, ends)
         except Captured as found:
@@ -470,11 +473,20 @@ class GraphStep:
         held = dict(zip(map(id, found.held), captured.params, strict=False))
         ignored = captured.after_graph() if outside else set(held) if ends else set()
 
+        known = list(map(id, captured.params))
+
         def settle() -> None:
-            others = list(map(id, trained)) != list(map(id, captured.params))
-            if self.sync is None and ends and trained and others:
-                self._forget()  # another branch of the model was taken: capture it with the parameters it trains
+            # Another branch of the model was taken: capture it with the parameters it trains.
+            if self.sync is None and ends and trained and list(map(id, trained)) != known:
+                self._forget()
                 self._trained = trained
+                return
+            if (
+                self.sync is None
+                and not ends
+                and not set(map(id, _with_gradients(self.optim))).issubset(known)
+            ):
+                self._forget()
                 return
             gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
             results = {} if ignored.issuperset(held) else gradients
@@ -566,7 +578,10 @@ class GraphStep:
         Parameters with a state were trained; of optimizers without state, all are taken to be.
         """
         self._forget()
-        state = self.optim.optimizer.state
+        optimizer = self.optim.optimizer
+        state = optimizer.state
+        if not state and not is_stateless(optimizer):
+            return  # it is about to make its first step, which may differ from the others
         params = [param for param in self.optim.parameters() if param.requires_grad]
         self._trained = [param for param in params if param in state] or params
         self._guessed = True
@@ -591,11 +606,17 @@ def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
 
 
 def _check_batch(inputs: Any) -> None:
-    """Refuse tensors of a subclass, which compilers take for plain ones.
+    """Refuse tensors of a subclass, which compilers take for plain ones, and those whose gradient is not computed.
 
     Raises:
         OnlyEagerError: the batch holds one.
     """
     for leaf in leaves_of(inputs):
-        if isinstance(leaf, Tensor) and type(leaf) not in (Tensor, nn.Parameter):
+        if not isinstance(leaf, Tensor):
+            continue
+        if type(leaf) not in (Tensor, nn.Parameter):
             raise OnlyEagerError(f"the batch holds tensors of the class {type(leaf).__name__}")
+        if leaf.is_nested:
+            raise OnlyEagerError("the batch holds a nested tensor")
+        if leaf.requires_grad:
+            raise OnlyEagerError("the batch holds a tensor that requires a gradient")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_structure
 
-__all__ = ["leaves_of"]
+__all__ = ["leaves_of", "structure_of"]
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -26,3 +26,15 @@ def leaves_of(tree: Any) -> list[Any]:
         else:
             found += leaves_of(child)
     return found
+
+
+def structure_of(tree: Any) -> Any:
+    """Return what fixes which leaf of a tree is where: kinds, lengths and keys of containers; comparable by `==`."""
+    kind = type(tree)
+    if kind is Tensor:
+        return None
+    if kind is tuple or kind is list:
+        return kind, [structure_of(child) for child in tree]
+    if kind is dict:
+        return list(tree), [structure_of(child) for child in tree.values()]
+    return tree_structure(tree)

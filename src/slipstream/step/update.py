@@ -15,7 +15,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from slipstream.step.numerics import precise_dtype
 
-__all__ = ["GraphUpdate", "can_trace", "is_hooked", "plain_settings"]
+__all__ = ["GraphUpdate", "can_trace", "is_hooked", "is_stateless", "plain_settings"]
 
 _AS_TENSORS = ("lr", "betas")
 """Settings that torch's formulas take as tensors: a change of them recompiles nothing."""
@@ -31,7 +31,17 @@ def can_trace(optimizer: Optimizer) -> bool:
     """Say whether the optimizer is one of torch's whose step `GraphUpdate` can run, and nothing is hooked into it."""
     kind = type(optimizer)
     torchs = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
-    return torchs and kind.__name__ not in _OUTSIDE and not is_hooked(optimizer)
+    return torchs and kind.__name__ not in _OUTSIDE and not is_hooked(optimizer) and _is_torchs(kind.step)
+
+
+def is_stateless(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer keeps no state for any parameter."""
+    return type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
+
+
+def _is_torchs(function: Any) -> bool:
+    """Return whether torch defines a function; its name and module may have been copied by `functools.wraps`."""
+    return bool(inspect.unwrap(function).__globals__["__name__"].startswith("torch.optim"))
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
@@ -44,8 +54,14 @@ def is_hooked(optimizer: Optimizer) -> bool:
         or getattr(optimizer, "_optimizer_step_post_hooks", None)
         or _global_optimizer_pre_hooks
         or _global_optimizer_post_hooks
-        or (own is not None and not hasattr(own, "_wrapped_by_lr_sched"))
+        or (own is not None and not _counts_calls(own, type(optimizer)))
     )
+
+
+def _counts_calls(step: Any, kind: type[Optimizer]) -> bool:
+    """Return whether `step` is the wrapper of a learning rate scheduler around the step of the class."""
+    scheduler = getattr(step, "__globals__", {}).get("__name__") == "torch.optim.lr_scheduler"
+    return scheduler and getattr(step, "__wrapped__", None) is kind.step
 
 
 class GraphUpdate:
@@ -140,6 +156,8 @@ class _Group:
     def refresh(self) -> str | None:
         first = self.sources[0]
         place = 0
+        if "momentum" in self.given and not first["momentum"]:
+            return "momentum"  # torch then neither reads nor writes the momentum buffers
         for name in self.given:
             value = first[name]
             numbers = _as_list(value)
