@@ -205,6 +205,8 @@ def test_mistakes_name_the_option_and_the_remedy(answers):
     for found in answers["mistakes"]:
         assert len(found) == 3, found
         assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
-        assert found[1].startswith("shard_size: 3 processes cannot share a model among 2")
+        assert found[1].startswith(
+            "shard_size: must be at least 2 and divide the number of processes 2, not 3"
+        )
         assert "LOCAL_WORLD_SIZE" in found[2]
         assert "shard_size" in found[2]

@@ -23,8 +23,8 @@ class _Average(Protocol):
     def every_batch(self) -> bool:
         """Whether a batch that does not end an accumulation window counts as an update."""
 
-    def share(self) -> float:
-        """Count an update; return the weight of the current parameters in it."""
+    def next_weight(self) -> float:
+        """Count an update and return the weight of the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return averages and what is averaged, in the same order."""
@@ -70,7 +70,7 @@ class AveragePart(StepPart):
 
     def before_batch(self) -> None:
         """Count the coming batch if it is due, and let the step read the weight of its parameters."""
-        self._weight.set(self.average.share() if self.is_due(self._done() + 1) else 0.0)
+        self._weight.set(self.average.next_weight() if self.is_due(self._done() + 1) else 0.0)
 
     @torch.no_grad()
     def after_batch(self) -> None:
