@@ -100,7 +100,10 @@ class DefaultOptimWrapperConstructor:
         self.paramwise = ParamwiseOptions.from_dict(self.paramwise_cfg, open_ended=own_rules)
         if isinstance(self.optimizer_cfg, Optimizer):
             if self.paramwise_cfg:
-                raise ConfigError("cannot change the parameter groups of an optimizer object; remove it, or specify the optimizer as a dict", "paramwise_cfg")
+                raise ConfigError(
+                    "requires an optimizer that is specified as a dict, not an optimizer object",
+                    "paramwise_cfg",
+                )
             return
         if not isinstance(self.optimizer_cfg, Mapping):
             raise ConfigError(

@@ -54,9 +54,7 @@ def _register(
         return _fastest(substitute(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = (
-        f"Return `torch_npu.optim.{name}`, or `{equivalent}` if torch_npu is missing and `strict_npu` is False."
-    )
+    build.__doc__ = f"Return `torch_npu.optim.{name}`, or `{equivalent}` if torch_npu is missing."
     OPTIMIZERS.register_module(module=build)
     return build
 

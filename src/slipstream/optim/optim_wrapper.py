@@ -209,7 +209,9 @@ class OptimWrapper:
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        for group in self.optimizer.param_groups:  # same as the optimizer's zero_grad, without the profiler record
+        for (
+            group
+        ) in self.optimizer.param_groups:  # same as the optimizer's zero_grad, without the profiler record
             for param in group["params"]:
                 param.grad = None
                 if self._accumulative_counts > 1:

@@ -81,7 +81,9 @@ class OptimWrapperDict(OptimWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore each wrapper by its name."""
         if state_dict.keys() != self.optim_wrappers.keys():
-            raise ConfigError(f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}")
+            raise ConfigError(
+                f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}"
+            )
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
 

@@ -49,7 +49,9 @@ class ZeroRedundancyOptimizer(Optimizer):
         super().__init__(params, {})
         tensors = list(chain.from_iterable(group["params"] for group in self.param_groups))
         if any(map(is_sharded, tensors)):
-            raise ConfigError(f"FSDP already shards the optimizer state; use {optimizer_type!r} instead", "type")
+            raise ConfigError(
+                f"FSDP already shards the optimizer state; use {optimizer_type!r} instead", "type"
+            )
         self._partitions: list[list[Tensor]] = [[] for _ in range(get_world_size())]
         self._assign(tensors)
         own = [self._own(group) for group in self.param_groups]

@@ -37,9 +37,7 @@ class MomentumSchedulerMixin:
         self.use_betas = all("betas" in group for group in groups)
         if not self.use_betas and not all("momentum" in group for group in groups):
             name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-            raise ConfigError(
-                f"{name} has neither momentum nor betas; remove the momentum scheduler"
-            )
+            raise ConfigError(f"{name} has neither momentum nor betas; remove the momentum scheduler")
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -55,7 +55,9 @@ class OneCycleParamScheduler(_ParamScheduler):
     ) -> None:
         require(param_name == "lr", "param_name", "'lr' for a one-cycle scheduler", param_name)
         if total_steps is None and end == INF:
-            raise ConfigError("total_steps or end must be specified; otherwise the length of the cycle is unknown")
+            raise ConfigError(
+                "total_steps or end must be specified; otherwise the length of the cycle is unknown"
+            )
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
         self.total_steps = end - begin if total_steps is None else total_steps
