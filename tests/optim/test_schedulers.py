@@ -82,7 +82,7 @@ def test_every_option_of_the_groups_can_be_scheduled():
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
 
 
-def test_a_linear_warm_up_of_one_step_and_a_one_step_constant_do_not_divide_by_zero():
+def test_warm_up_and_constant_of_one_step_do_not_divide_by_zero():
     for scheduler in (LinearLR(sgd(), start_factor=0.5, end=1), ConstantLR(sgd(), factor=0.5, end=1)):
         scheduler.step()
         assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])

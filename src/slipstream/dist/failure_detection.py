@@ -35,9 +35,7 @@ __all__ = ["announce_failure", "report_progress", "start_failure_detection", "st
 
 PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they exit
 GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
-EXIT_TIMEOUT = (
-    30.0  # seconds until a failed process is forced to exit; a broken accelerator can block the exit
-)
+EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 
 # A process has one default group, so it has one failure detector and one current position.
 _detector: FailureDetector | None = None

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.optim.kernels import hold_momentum, kernels_chosen, use_fused, why_not_fused
+from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
 
@@ -106,7 +106,7 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = self.loss_scaler
         if self.parts:
             scaler.unscale_(self.optimizer)
-        hold_momentum(self.optimizer)
+        init_momentum(self.optimizer)
         self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs))
         scaler.update(self._fixed_scale)
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded
 
-__all__ = ["hold_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
+__all__ = ["init_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
 
 _ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
 """Fused kernels that torch can run on a `DTensor`."""
@@ -28,7 +28,7 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
-        return f"{name} has no fused kernel; {', '.join(having)} have"
+        return f"{name} has no fused kernel; {', '.join(having)} have one"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "fused kernels cannot be differentiable"
     for param in _parameters(optimizer):
@@ -54,7 +54,7 @@ def use_fused(optimizer: Optimizer) -> None:
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
 
 
-def hold_momentum(optimizer: Optimizer) -> None:
+def init_momentum(optimizer: Optimizer) -> None:
     """Initialize the momentum of a fused optimizer, in case the first step overflows; call this before each step.
 
     torch (2.13) leaves the momentum of parameters uninitialized if it skips their first step.

@@ -74,9 +74,8 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
         low = self._lower_bound(base)
         if self.last_step == 0:
             return value
-        if (self.last_step - 1 - self.T_max) % (
-            2 * self.T_max
-        ) == 0:  # the step after the minimum, where _fall is 0/0
+        after_minimum = (self.last_step - 1 - self.T_max) % (2 * self.T_max) == 0
+        if after_minimum:  # _fall is 0/0 there
             return value + (base - low) * (1 - math.cos(math.pi / self.T_max)) / 2
         return self._fall(value, low, self.last_step, self.T_max)
 
