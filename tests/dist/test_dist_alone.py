@@ -1,4 +1,4 @@
-"""Without a process group every function works, and says that there is one process."""
+"""Every function works without a process group and behaves as if there were one process."""
 
 import pytest
 import torch
@@ -7,8 +7,8 @@ from slipstream import dist
 from slipstream.errors import DistributedError
 
 
-def test_there_is_one_process_and_it_is_the_main_one(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # of a launcher whose group nobody joined
+def test_single_process_is_the_main_process(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "3")  # set by a launcher, but no process group exists
     assert dist.get_dist_info() == (0, 1)
     assert dist.get_local_rank() == 0
     assert dist.is_main_process()
@@ -22,7 +22,7 @@ def test_there_is_one_process_and_it_is_the_main_one(monkeypatch):
     assert dist.barrier() is None
 
 
-def test_collectives_leave_values_as_they_are():
+def test_collectives_keep_values_unchanged():
     data, objects = torch.tensor([1.0, 2.0]), [1, "a"]
     dist.all_reduce(data, "mean")
     dist.broadcast(data)
@@ -38,7 +38,7 @@ def test_collectives_leave_values_as_they_are():
     assert [tensor.tolist() for tensor in dist.all_gather(data) + dist.gather(data)] == [[1, 2], [1, 2]]
 
 
-def test_results_are_cut_to_the_size_of_the_data_set():
+def test_results_are_truncated_to_the_size_of_the_dataset():
     assert dist.collect_results([1, 2, 3], 2) == [1, 2]
     assert dist.collect_results([1], 5) == [1]
     assert dist.collect_results_cpu([1, 2, 3], 2) == dist.collect_results_gpu([1, 2, 3], 2) == [1, 2]
@@ -46,21 +46,21 @@ def test_results_are_cut_to_the_size_of_the_data_set():
         dist.collect_results([1], 1, "disk")
 
 
-def test_an_unknown_reduction_is_refused_even_by_one_process():
+def test_unknown_reduction_raises_in_one_process():
     with pytest.raises(DistributedError, match="sum, mean, max, min, product, not 'average'"):
         dist.all_reduce(torch.ones(1), "average")
 
 
-def test_the_mean_of_bools_is_refused_even_by_one_process():
+def test_mean_of_bools_raises_in_one_process():
     with pytest.raises(DistributedError, match=r"reduce data\.float\(\)"):
         dist.all_reduce(torch.tensor([True]), "mean")
 
 
-def test_nothing_is_announced_where_nobody_listens():
+def test_announce_failure_without_failure_detection_does_nothing():
     assert dist.announce_failure("alone") is None
 
 
-def test_master_only_runs_on_rank_0_alone_and_keeps_the_functions_name(monkeypatch):
+def test_master_only_runs_on_rank_0_only_and_keeps_the_function_name(monkeypatch):
     @dist.master_only
     def answer(x):
         return x + 1
@@ -71,7 +71,7 @@ def test_master_only_runs_on_rank_0_alone_and_keeps_the_functions_name(monkeypat
     assert answer(1) is None
 
 
-def test_a_drawn_seed_is_new_each_time_and_draws_nothing_from_the_global_generator():
+def test_random_seeds_differ_and_do_not_use_the_global_generator():
     torch.manual_seed(0)
     before = torch.get_rng_state()
     seeds = {dist.sync_random_seed() for _ in range(8)}

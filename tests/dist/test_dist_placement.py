@@ -22,7 +22,7 @@ MVAPICH = {
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8"}
 
-# What tasks of a real Slurm 22.05 saw, less the variables that nobody reads here. The port is
+# Environments of tasks in Slurm 22.05, reduced to the variables that are read here. The expected port is
 # 20000 + (8 * job + step) % 10000.
 SBATCH_SRUN = {  # sbatch -N3 --ntasks-per-node=2, srun
     "SLURM_JOB_ID": "3",
@@ -88,7 +88,7 @@ HETEROGENEOUS = {  # sbatch -N1 -n1 : -N2 -n2, srun --het-group=0,1
     "SLURM_STEP_NUM_TASKS": "3",
     "SLURM_STEP_TASKS_PER_NODE": "1(x3)",
 }
-OLD_SLURM = {  # without the step's own variables
+OLD_SLURM = {  # without the variables of the step
     "SLURM_JOB_ID": "1251",
     "SLURM_STEP_ID": "1",
     "SLURM_PROCID": "3",
@@ -96,7 +96,7 @@ OLD_SLURM = {  # without the step's own variables
     "SLURM_NTASKS": "4",
     "SLURM_NODELIST": "gpu[07-08]",
 }
-BATCH_SCRIPT = {  # of SBATCH_SRUN's job, outside of any step
+BATCH_SCRIPT = {  # the job of SBATCH_SRUN, outside of any step
     "SLURM_JOB_ID": "3",
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
@@ -138,11 +138,11 @@ def _no_scontrol(monkeypatch):
         ("mpi", MVAPICH, None, Placement(1, 1, 2, "127.0.0.1", "29500", 2)),
         ("mpi", HYDRA, None, Placement(1, 1, 2, "127.0.0.1", "29500", 2)),
         ("mpi", {**HYDRA, "MASTER_ADDR": "h"}, None, Placement(1, 1, 2, "h", "29500", 2)),
-        # What another launcher left behind does not matter.
+        # Variables of another launcher are ignored.
         ("mpi", {**TORCHRUN, **HYDRA, "MASTER_PORT": "1"}, None, Placement(1, 1, 2, "node0", "1", 2)),
     ],
 )
-def test_the_place_of_a_process_is_read_from_its_launchers_variables(launcher, environ, port, wanted):
+def test_placement_is_read_from_the_variables_of_the_launcher(launcher, environ, port, wanted):
     assert placement(launcher, environ, port) == wanted
 
 
@@ -156,29 +156,29 @@ def test_the_place_of_a_process_is_read_from_its_launchers_variables(launcher, e
     ],
     ids=["pytorch", "slurm", "hydra", "open mpi"],
 )
-def test_each_missing_variable_is_an_error_that_names_it_and_the_launcher(launcher, environ, names):
+def test_missing_variable_raises_with_its_name_and_the_launcher(launcher, environ, names):
     for name in names:
         for rest in ({k: v for k, v in environ.items() if k != name}, {**environ, name: ""}):
             with pytest.raises(
-                DistributedError, match=rf"launcher '{launcher}' needs .* {name}, which is not set"
+                DistributedError, match=rf"launcher '{launcher}' requires .* {name}, which is not set"
             ):
                 placement(launcher, rest)
 
 
-def test_without_any_mpi_the_error_names_all_that_are_known():
+def test_missing_mpi_variables_raise_with_the_supported_names():
     with pytest.raises(
-        DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK: .*mpirun"
+        DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK; .*mpirun"
     ):
         placement("mpi", TORCHRUN)
 
 
 @pytest.mark.parametrize("environ", [BATCH_SCRIPT, SALLOC_SHELL], ids=["batch script", "salloc"])
-def test_a_slurm_job_of_many_tasks_started_without_srun_is_told_so(environ):
+def test_slurm_job_without_srun_raises(environ):
     with pytest.raises(DistributedError, match=r"SLURM_NTASKS=[26], but SLURM_STEP_ID is not set.* srun"):
         placement("slurm", environ)
 
 
-def test_ranks_on_several_machines_without_an_address_are_told_how_to_give_it():
+def test_missing_master_addr_on_several_machines_raises_with_the_remedy():
     with pytest.raises(
         DistributedError, match=r"OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 .*mpirun -x MASTER_ADDR="
     ) as info:
@@ -204,24 +204,24 @@ def test_ranks_on_several_machines_without_an_address_are_told_how_to_give_it():
     ],
 )
 @pytest.mark.parametrize("value", ["one", "-1", "1.5", "²"])
-def test_a_variable_that_is_no_number_is_an_error_that_names_it(launcher, environ, name, value):
-    with pytest.raises(DistributedError, match=rf" {name} must be a number, not '{value}'"):
+def test_variable_that_is_not_a_number_raises(launcher, environ, name, value):
+    with pytest.raises(DistributedError, match=rf" {name} must be a non-negative integer, not '{value}'"):
         placement(launcher, {**environ, name: value})
 
 
-def test_a_rank_beyond_the_world_is_an_error_that_names_the_launchers_variables():
+def test_rank_above_the_world_size_raises_with_the_variables():
     with pytest.raises(
         DistributedError, match=r"RANK=6 \(from SLURM_PROCID\) .* WORLD_SIZE=6 \(from SLURM_STEP_NUM"
     ):
         placement("slurm", {**SBATCH_SRUN, "SLURM_PROCID": "6"})
 
 
-def test_an_unknown_launcher_is_an_error_that_names_the_nearest():
+def test_unknown_launcher_raises_with_the_nearest_name():
     with pytest.raises(DistributedError, match="unknown launcher 'slrum'; did you mean 'slurm'"):
         placement("slrum", {})
 
 
-def test_jobs_and_steps_that_share_a_node_get_ports_of_their_own():
+def test_jobs_and_steps_on_one_node_get_different_ports():
     def port(job, step):
         return int(
             placement(
@@ -235,7 +235,7 @@ def test_jobs_and_steps_that_share_a_node_get_ports_of_their_own():
     assert max(ports) < 30000
 
 
-def test_open_mpi_jobs_get_ports_of_their_own_the_same_on_each_rank():
+def test_open_mpi_jobs_get_different_ports_that_are_equal_on_all_ranks():
     def port(**more):
         return placement("mpi", {**OPEN_MPI, **more}).master_port
 
@@ -260,5 +260,5 @@ def test_open_mpi_jobs_get_ports_of_their_own_the_same_on_each_rank():
         ({**SBATCH_SRUN, **TORCHRUN}, "pytorch"),  # torchrun in each task
     ],
 )
-def test_the_launcher_is_found_by_its_variables(environ, launcher):
+def test_launcher_is_inferred_from_its_variables(environ, launcher):
     assert infer_launcher(environ) == launcher

@@ -25,11 +25,11 @@ from slipstream.errors import DistributedError
         ("n[1-2].cluster.org", "n1.cluster.org n2.cluster.org"),
     ],
 )
-def test_a_node_list_is_expanded_as_slurm_does(nodelist, hosts):
+def test_node_list_is_expanded_like_slurm(nodelist, hosts):
     assert expand_nodelist(nodelist) == hosts.split()
 
 
-def test_what_is_compressed_is_expanded_again():
+def test_random_node_lists_are_expanded():
     rng = random.Random(0)
     for _ in range(300):
         text, wanted = [], []
@@ -55,10 +55,10 @@ def test_what_is_compressed_is_expanded_again():
 @pytest.mark.parametrize(
     "text", ["", ",", "a,", ",a", "a,,b", "n[", "n[1", "n]1[", "n[]", "n[1-]", "n[2-1]", "n[a-b]", "n[[1]]"]
 )
-def test_what_is_no_node_list_is_an_error_that_shows_it(text):
+def test_invalid_node_list_raises(text):
     with pytest.raises(DistributedError) as info:
         expand_nodelist(text)
-    assert f"{text!r} is no Slurm node list" in str(info.value)
+    assert f"{text!r} is not a valid Slurm node list" in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_what_is_no_node_list_is_an_error_that_shows_it(text):
         subprocess.TimeoutExpired("", 1),
     ],
 )
-def test_the_first_host_is_found_without_scontrol(monkeypatch, error):
+def test_first_host_works_without_scontrol(monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
@@ -77,7 +77,7 @@ def test_the_first_host_is_found_without_scontrol(monkeypatch, error):
     assert first_host("n[03-04],a") == "n03"
 
 
-def test_scontrol_is_believed_where_it_works(monkeypatch):
+def test_first_host_uses_scontrol_if_it_works(monkeypatch):
     monkeypatch.setattr(slurm.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout="real7\nreal8\n"))
     assert first_host("n[1-2]") == "real7"
     monkeypatch.setattr(slurm.subprocess, "run", lambda *a, **k: SimpleNamespace(stdout=""))

@@ -1,4 +1,4 @@
-"""The stages on which launchers run: this machine, two machines of namespaces, a Slurm cluster on them."""
+"""Machines for the tests of launchers: this machine, two machines built from namespaces, and a Slurm cluster."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from cluster.slurm import PROGRAMS, slurm
 
 
 def need(packages, *programs):
-    """Skip for want of programs, except in continuous integration, which installs them."""
+    """Skip if programs are missing, except in continuous integration, which installs them."""
     path = environment()["PATH"]
     if missing := [program for program in programs if shutil.which(program, path=path) is None]:
         how = pytest.fail if os.environ.get("SLIPSTREAM_CI") else pytest.skip
@@ -19,7 +19,7 @@ def need(packages, *programs):
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder in which commands find the project's examples; checkpoints in it do not stay."""
+    """An empty folder with access to the examples; its checkpoints are removed after the test."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
     for work_dir in ("work_dirs", "work_dir", "faulty"):
@@ -28,19 +28,19 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Two machines with a network of their own, by their names n1 and n2."""
+    """Two machines with a separate network, by their names n1 and n2."""
     need("iproute2 util-linux", "ip", "unshare", "nsenter")
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
-        except NoMachines as error:  # a matter of rights, which no package brings
+        except NoMachines as error:  # rights cannot be installed
             pytest.skip(str(error))
         yield both
 
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """One machine: with a network of its own where that may be made, else this one."""
+    """One machine: with a separate network if possible, otherwise this machine."""
     try:
         yield request.getfixturevalue("machines")["n1"]
     except pytest.skip.Exception:
@@ -49,7 +49,7 @@ def machine(request):
 
 @pytest.fixture(scope="module")
 def cluster(machines, tmp_path_factory):
-    """The machine from which jobs are sent to a Slurm cluster of n1 and n2."""
+    """The machine that submits jobs to a Slurm cluster of n1 and n2."""
     need("munge slurmctld slurmd slurm-client", *PROGRAMS)
     with slurm(machines, tmp_path_factory.mktemp("slurm")) as login:
         yield login
@@ -57,6 +57,6 @@ def cluster(machines, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def mpi_machine(machines):
-    """A machine on which Open MPI and MPICH agree to run as root and with fewer cores than processes."""
+    """A machine whose environment lets Open MPI and MPICH run as root with fewer cores than processes."""
     need("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
     return machines["n1"]

@@ -23,12 +23,12 @@ class Ended:
     out: str
     err: str
     moment: float
-    seconds: float  # after the first rank of the job that ended
+    seconds: float  # time after the end of the first rank of the job
 
 
 def job(script, world=2, **environ):
     """Describe a job of `world` ranks; a variable may be a list, with one value for each rank."""
-    from ports import free_port  # not where this file is a program
+    from ports import free_port  # not available when this file runs as a program
 
     port = environ.pop("MASTER_PORT", None) or free_port()
     ranks = []
@@ -42,7 +42,7 @@ def job(script, world=2, **environ):
 
 
 def run_jobs(jobs, folder, timeout=60):
-    """Run {name: job} at once and return {name: [how rank 0 ended, ...]}; what takes longer is killed."""
+    """Run all jobs {name: job} at once; return {name: [end of rank 0, ...]}. Kill them after the timeout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     command = [sys.executable, __file__, str(folder), str(timeout)]
     subprocess.run(command, env=clean, input=json.dumps(jobs), text=True, check=True, timeout=timeout + 60)
@@ -57,24 +57,24 @@ def run_jobs(jobs, folder, timeout=60):
 
 
 def _become(name, rank, environ, folder):
-    """Take the place of one rank in this process, which was forked for it."""
+    """Run one rank in this forked process."""
     os.environ.update(environ)
     for kind, number in (("out", 1), ("err", 2)):
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(folder / f"{name}.{rank}.{kind}", flags), number)
 
 
-def _wait(places, jobs, timeout):
+def _wait(children, jobs, timeout):
     """Return {name: [[status, moment], ...]} of the children {pid: (name, rank)}."""
     ends = {name: [None] * len(ranks) for name, (_, ranks) in jobs.items()}
     deadline = time.monotonic() + timeout
-    while places:
+    while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
-            name, rank = places.pop(pid)
+            name, rank = children.pop(pid)
             ends[name][rank] = [os.waitstatus_to_exitcode(status), time.monotonic()]
         elif time.monotonic() > deadline:
-            for late in places:
+            for late in children:
                 os.kill(late, signal.SIGKILL)
             deadline += 1000
         else:
@@ -84,15 +84,15 @@ def _wait(places, jobs, timeout):
 
 def _start(jobs, folder):
     """Fork every rank; return {pid: (name, rank)} in this process, and a script to run in each child."""
-    places = {}
+    children = {}
     for name, (script, ranks) in jobs.items():
         for rank, environ in enumerate(ranks):
             pid = os.fork()
             if pid == 0:
                 _become(name, rank, environ, folder)
                 return None, script
-            places[pid] = name, rank
-    return places, None
+            children[pid] = name, rank
+    return children, None
 
 
 if __name__ == "__main__":
@@ -101,10 +101,10 @@ if __name__ == "__main__":
     import slipstream.dist  # noqa: F401  so that it is imported once
 
     torch.set_num_threads(1)
-    gc.freeze()  # or each rank looks through all of torch's objects when it ends
+    gc.freeze()  # otherwise each rank scans all objects of torch at exit
     folder, timeout, jobs = Path(sys.argv[1]), float(sys.argv[2]), json.load(sys.stdin)
-    places, script = _start(jobs, folder)
+    children, script = _start(jobs, folder)
     if script is not None:
         exec(compile(script, "script", "exec"), {"__name__": "__main__"})
     else:
-        (folder / "ends.json").write_text(json.dumps(_wait(places, jobs, timeout)))
+        (folder / "ends.json").write_text(json.dumps(_wait(children, jobs, timeout)))

@@ -62,7 +62,7 @@ class Error(BaseMetric):
 
 
 class Record(Hook):
-    """Keeps losses, gradient norms and validation errors."""
+    """Store losses, gradient norms and validation errors."""
 
     def __init__(self):
         self.losses, self.norms, self.errors = [], [], []
@@ -91,7 +91,7 @@ def full(tree):
 
 
 def make(folder, parallel=None, epochs=4, optim=SGD, ema=False, model=None, **changes):
-    """Return a Runner that trains with BATCH samples a step over all processes."""
+    """Return a Runner that trains with BATCH samples per step over all processes."""
     world = changes.pop("world", 1)
     loader = dict(dataset=Samples(), batch_size=BATCH // world)
     options = dict(
@@ -128,7 +128,7 @@ def train(folder, *args, **kwargs):
 
 
 def assert_same(left, right, rtol=0.0, atol=0.0, steps=None):
-    """Compare two runs; of the losses, norms and validations as many, from the end, as `left` has."""
+    """Compare two runs; compare only the last losses, norms and validations, as many as `left` has."""
     assert isinstance(left, dict), left
     assert isinstance(right, dict), right
     if steps is not None:

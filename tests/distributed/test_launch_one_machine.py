@@ -1,4 +1,4 @@
-"""torchrun, torch.distributed.launch and `slipstream train --nproc`, as the page on them prints them."""
+"""Commands of docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
 
 import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
@@ -11,25 +11,25 @@ STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
 @pytest.mark.parametrize("command", commands("One machine"), ids=lambda text: " ".join(text.split()[:2]))
-def test_the_command_of_the_page_trains_in_two_processes(machine, folder, command):
+def test_command_of_the_page_trains_in_two_processes(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))
 
 
 @pytest.mark.parametrize("command", commands("Sharding"))
-def test_the_sharded_training_of_the_page_gives_one_ordinary_file(machine, folder, command):
+def test_sharded_training_of_the_page_writes_one_checkpoint_file(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=4)
     assert (folder / "work_dirs/street_scenes_pp_lite_t/epoch_1.pth").is_file()
 
 
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
-def test_a_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
+def test_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
     run = machine.run(f"torchrun --nproc-per-node=2 {STUMBLE} pytorch {how} {others}", folder)
     ended_by_rank_1(run, how)
 
 
-def test_ranks_that_disagree_on_the_world_size_fail_as_the_page_says(machines, folder):
+def test_different_world_sizes_raise_the_error_of_the_page(machines, folder):
     start = "LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
     (message,) = [block.text.strip() for block in blocks() if "must have the same" in block.text]
     run = machines["n1"].run(

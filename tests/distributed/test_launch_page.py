@@ -1,4 +1,4 @@
-"""The page on distributed training: the same in both languages, and run as it is printed."""
+"""Code blocks of docs/distributed.md: equal in both languages and tested."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ from cluster.evidence import STUMBLE, words
 from cluster.machines import ROOT
 from cluster.page import CHINESE, ENGLISH, blocks
 
-TESTED = {  # where the shell blocks of a section are run
+TESTED = {  # test files that run the shell blocks of each section
     "One machine": "test_launch_one_machine.py",
     "Sharding": "test_launch_one_machine.py",
     "Two machines": "test_launch_two_machines.py",
@@ -18,7 +18,7 @@ TESTED = {  # where the shell blocks of a section are run
 SNIPPETS = STUMBLE.with_name("page_snippets.py")
 
 
-def test_both_languages_show_the_same_code():
+def test_both_languages_contain_the_same_code():
     english, chinese = (
         [(block.language, block.text) for block in blocks(page)] for page in (ENGLISH, CHINESE)
     )
@@ -27,21 +27,21 @@ def test_both_languages_show_the_same_code():
     assert headings[0] == headings[1]
 
 
-def test_no_shell_block_is_left_untested():
+def test_every_shell_block_is_tested():
     assert {block.section for block in blocks() if block.language == "bash"} == set(TESTED)
     for section, file in TESTED.items():
         assert f'commands("{section}")' in Path(__file__).with_name(file).read_text()
     assert {block.language for block in blocks()} == {"bash", "python", "text"}
 
 
-def test_links_lead_to_files():
+def test_links_point_to_existing_files():
     for page in (ENGLISH, CHINESE):
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).is_file(), target
 
 
 @pytest.mark.slow
-def test_the_python_blocks_train_in_two_processes(machine, folder):
+def test_python_blocks_train_in_two_processes(machine, folder):
     path = f"{ROOT}:{ROOT}/tests:{ROOT}/tests/distributed"
     run = machine.run(f"torchrun --nproc-per-node=2 {SNIPPETS}", folder, PYTHONPATH=path).succeeded()
     said = words(run)
@@ -51,10 +51,10 @@ def test_the_python_blocks_train_in_two_processes(machine, folder):
 
 
 @pytest.mark.slow
-def test_the_messages_of_a_failing_rank_are_those_that_come(machines, folder):
+def test_messages_of_a_failing_rank_match_the_page(machines, folder):
     raised, killed = [block.text for block in blocks() if "rank 0 stops" in block.text]
     for how, expected in (("raise", raised), ("kill", killed)):
-        # Without torchrun, which would end rank 0 before it can speak.
+        # Without torchrun, because it would end rank 0 before rank 0 prints its message.
         start = "LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
         run = machines["n1"].run(
             f"RANK=1 {start} {STUMBLE} pytorch {how} away & RANK=0 {start} {STUMBLE} pytorch {how} away; wait",

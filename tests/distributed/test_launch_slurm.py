@@ -1,4 +1,4 @@
-"""srun, sbatch and `slipstream submit` on a real Slurm cluster of two machines."""
+"""srun, sbatch and `slipstream submit` on a Slurm cluster of two machines."""
 
 import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
@@ -10,18 +10,18 @@ SRUN, SUBMIT, BATCH = commands("Slurm")
 EXAMPLE = "python examples/distributed_training.py --launcher slurm --batches 2"
 
 
-def test_the_srun_command_of_the_page_trains_on_both_machines(cluster, folder):
+def test_srun_command_of_the_page_trains_on_both_machines(cluster, folder):
     cluster.run(SRUN, folder).succeeded()
     trained(folder, processes=4, steps=10)
 
 
 @pytest.mark.parametrize("shape", ["-N2 --ntasks-per-node=1", "-N1 --ntasks-per-node=2"])
-def test_srun_places_two_processes_on_two_machines_or_on_one(cluster, folder, shape):
+def test_srun_starts_two_processes_on_one_or_two_machines(cluster, folder, shape):
     cluster.run(f"srun {shape} {EXAMPLE}", folder).succeeded()
     trained(folder, processes=2, steps=2)
 
 
-def test_submit_trains_and_says_where_everything_is(cluster, folder):
+def test_submit_trains_and_prints_the_paths(cluster, folder):
     said = words(cluster.run(SUBMIT, folder).succeeded())
     job = said.split("Submitted job ")[1].split(",")[0]
     cluster.run(f'until [ -z "$(squeue -h -j {job})" ]; do sleep 0.2; done; scontrol show job {job}', folder)
@@ -32,13 +32,13 @@ def test_submit_trains_and_says_where_everything_is(cluster, folder):
     trained(folder, processes=4, steps=2)
 
 
-def test_the_printed_batch_file_can_be_submitted(cluster, folder):
+def test_printed_batch_file_can_be_submitted(cluster, folder):
     cluster.run(BATCH, folder).succeeded()
     assert (folder / "job.sbatch").read_text().startswith("#!")
     trained(folder, processes=2, steps=4)
 
 
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
-def test_a_failing_rank_ends_the_job_though_srun_itself_would_wait(cluster, folder, how, others):
+def test_failing_rank_ends_the_job_under_srun(cluster, folder, how, others):
     run = cluster.run(f"srun -N2 --ntasks-per-node=1 python {STUMBLE} slurm {how} {others}", folder)
     ended_by_rank_1(run, how)

@@ -1,4 +1,4 @@
-"""`slipstream submit` where not all goes well: a job that is queued again in the middle, and one that fails."""
+"""`slipstream submit` with a job that is requeued during training, and a job that fails."""
 
 import shlex
 import time
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def submit(cluster, folder):
-    """Submit a training that stumbles on rank 1 in the given way; return the job's number and its log."""
+    """Submit a training that fails on rank 1; return the id and the log of the job."""
     (folder / "line.yaml").write_text(CONFIG)
 
     def submit(how, work_dir):
@@ -35,10 +35,10 @@ def wait_for(text, log, within=60):
 
 
 @pytest.mark.slow
-def test_a_job_at_its_time_limit_is_queued_again_and_ends_as_if_nothing_had_happened(submit, cluster, folder):
+def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder):
     job, log = submit("wait", "50% of it's $x")
     wait_for("waiting", log)
-    # What Slurm does two minutes before the limit.
+    # Slurm sends this signal two minutes before the limit.
     cluster.run(f"scancel --batch --signal=USR1 {job}", folder).succeeded()
     wait_for("DUE TO JOB REQUEUE", log)
     whole = "slipstream train line.yaml --nproc 2 --work-dir whole"
@@ -53,7 +53,7 @@ def test_a_job_at_its_time_limit_is_queued_again_and_ends_as_if_nothing_had_happ
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)
 
 
-def test_a_job_whose_training_fails_has_failed(submit, cluster, folder):
+def test_job_with_a_failing_training_fails(submit, cluster, folder):
     job, log = submit("error", "failing")
     wait_for("sample 3 is broken", log)
     show = f"scontrol show job {job} | grep JobState"

@@ -1,4 +1,4 @@
-"""The two commands of the page, each on a machine of its own."""
+"""The two commands of docs/distributed.md on two machines."""
 
 import pytest
 from cluster.evidence import STUMBLE, ended_by_rank_1, trained
@@ -8,7 +8,7 @@ from cluster.page import commands
 pytestmark = pytest.mark.slow
 
 
-def test_the_two_commands_of_the_page_train_as_one_job(machines, folder):
+def test_two_commands_of_the_page_train_as_one_job(machines, folder):
     first, second = commands("Two machines")
     second = second.replace("ip_of_the_first_machine", ADDRESSES["n1"])
     with machines["n1"].running(first, folder) as one, machines["n2"].running(second, folder) as two:
@@ -18,7 +18,7 @@ def test_the_two_commands_of_the_page_train_as_one_job(machines, folder):
 
 
 @pytest.mark.parametrize("how", ["raise", "kill"])
-def test_a_failing_rank_ends_the_processes_of_both_machines(machines, folder, how):
+def test_failing_rank_ends_the_processes_on_both_machines(machines, folder, how):
     command = (
         "torchrun --nnodes 2 --node-rank {rank} --nproc-per-node=1 --master-port 29500 --master-addr {address} "
         f"{STUMBLE} pytorch {how} away"
@@ -28,5 +28,5 @@ def test_a_failing_rank_ends_the_processes_of_both_machines(machines, folder, ho
     with machines["n1"].running(first, folder) as one, machines["n2"].running(second, folder) as two:
         two.wait(60).failed()
         one.wait(60).failed()
-    # Each machine shows its own part; the traceback is rank 1's, on the second.
+    # Each machine prints its own output. The traceback of rank 1 is on the second machine.
     ended_by_rank_1(two, how)

@@ -1,4 +1,4 @@
-"""Recomputed blocks on two processes: SyncBN sends nothing twice, and DDP and FSDP2 train as without."""
+"""Activation checkpointing in two processes: SyncBN sends nothing twice; DDP and FSDP2 results do not change."""
 
 import copy
 
@@ -31,7 +31,7 @@ class SyncNet(nn.Module):
 
 
 def sync_steps(model, backend=None):
-    """Return losses and state after steps on the summed gradient, and how many sums over ranks eager ones took."""
+    """Return losses and state after steps on the summed gradient, and the number of eager all-reduces."""
     params, sent = list(model.parameters()), []
     generator = torch.Generator().manual_seed(get_rank())
 
@@ -40,7 +40,7 @@ def sync_steps(model, backend=None):
         return loss.detach(), torch.autograd.grad(loss, params)
 
     reduce = sync_batchnorm._all_reduce
-    if backend is None:  # a graph is asked what is in it
+    if backend is None:  # for a graph, the operations in it are counted
         sync_batchnorm._all_reduce = lambda x: sent.append(1) or reduce(x)
     losses = []
     try:
@@ -84,7 +84,7 @@ def sync_bn_in_one_graph(folder):
 
 
 def both(folder, parallel, **kwargs):
-    """Train without and with recomputation."""
+    """Train with and without activation checkpointing."""
     results = []
     for recompute in (False, True):
         torch.manual_seed(0)
@@ -116,7 +116,7 @@ def fsdp_under_autocast(folder):
 
 
 def after_fully_shard(folder):
-    """Apply the option to a model that is sharded already."""
+    """Apply the option to a sharded model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -165,14 +165,14 @@ def test_sync_bn_in_the_graph_of_a_step_sends_nothing_twice(answers):
 
 
 @pytest.mark.parametrize("way", [function.__name__ for function in TRAININGS])
-def test_runs_on_two_processes_end_with_the_same_weights(answers, way):
+def test_weights_are_equal_with_activation_checkpointing(answers, way):
     for answer in answers[way]:
         assert not isinstance(answer, str), answer
         kept, recomputed = answer
         assert_same(recomputed, kept)
 
 
-def test_blocks_can_be_chosen_after_sharding(answers):
+def test_blocks_can_be_selected_after_sharding(answers):
     for answer in answers["after_fully_shard"]:
         assert not isinstance(answer, str), answer
         torch.testing.assert_close(*answer, rtol=0, atol=0)

@@ -1,4 +1,4 @@
-"""Of two processes that compile in the background, both take their graph at the same batch: that of the slower one."""
+"""Two processes that compile in the background switch to the graph at the same batch."""
 
 import torch
 import torch.nn.functional as F
@@ -10,11 +10,11 @@ from slipstream.speed.accelerate import accelerate
 
 GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 ASKED = (2, 5)
-"""How often each rank asks for its graph in vain."""
+"""Number of polls of each rank before its graph is ready."""
 
 
 class After:
-    """In the place of a process that compiles: is done after it was asked as often."""
+    """Replacement of a compiling process; it is done after this number of polls."""
 
     seconds = 0.0
 
@@ -49,12 +49,12 @@ def two(folder):
     return train(ASKED[get_rank()])
 
 
-def test_both_take_the_graph_at_the_batch_at_which_the_slower_one_has_it(tmp_path):
+def test_both_ranks_switch_when_the_slower_rank_has_its_graph(tmp_path):
     answers = run_in_two([two], tmp_path)["two"]
     assert not [answer for answer in answers if isinstance(answer, str)], answers
     (weights, first), (others, second) = answers
     assert first == second
-    # One batch shows which parameters are trained, one begins, five ask in vain, one verifies.
+    # One batch finds the trained parameters, one starts the compilation, five poll, one verifies.
     assert first.index(True) == 7
     expected, _ = train(0)
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)

@@ -31,7 +31,7 @@ DTYPES = [torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, tor
 
 
 def dtypes(folder):
-    """Every op on every dtype, on tensors of which only every second element takes part."""
+    """Run every op on every dtype, on strided views of tensors."""
     answers = {}
     for dtype in DTYPES:
         for op in ("sum", "mean", "max", "min", "product"):
@@ -42,7 +42,7 @@ def dtypes(folder):
     return answers
 
 
-def odd(folder):
+def special_cases(folder):
     rank = dist.get_rank()
     bools = {
         op: torch.tensor([[True, False, True], [True, False, False]][rank])
@@ -126,7 +126,7 @@ def groups(folder):
         dist.get_local_size()
     except DistributedError as error:
         size = str(error)
-    dist.init_local_group(dist.get_rank(), 1)  # as if each process had a machine of its own
+    dist.init_local_group(dist.get_rank(), 1)  # as if each process ran on a separate machine
     local = dist.get_local_group()
     data = torch.ones(1)
     dist.all_reduce(data, group=local)
@@ -171,7 +171,7 @@ def answers(tmp_path_factory):
         info,
         all_reduce,
         dtypes,
-        odd,
+        special_cases,
         dicts_and_params,
         broadcast,
         gather,
@@ -185,7 +185,7 @@ def answers(tmp_path_factory):
     return run_in_two(functions, tmp_path_factory.mktemp("collectives"))
 
 
-def test_each_process_knows_its_rank(answers):
+def test_each_process_returns_its_rank(answers):
     assert answers["info"] == [((0, 2), 0, "gloo", True), ((1, 2), 1, "gloo", False)]
 
 
@@ -193,12 +193,12 @@ def test_all_reduce_reduces_in_place_on_every_rank(answers):
     first, second = answers["all_reduce"]
     assert first == second
     reductions, strided = first
-    assert reductions.pop("unknown").startswith("all_reduce knows sum, mean")
+    assert reductions.pop("unknown").startswith("all_reduce supports sum, mean")
     assert reductions == {"sum": [4, 7], "mean": [2, 3.5], "max": [3, 5], "min": [1, 2], "product": [3, 10]}
     assert strided == [[0, 4, 8], [2, 6, 10]]
 
 
-def test_every_dtype_reduces_as_numbers_do_and_leaves_its_neighbours(answers):
+def test_every_dtype_is_reduced_and_skipped_elements_are_unchanged(answers):
     wanted = {"sum": (7, 9), "mean": (3.5, 4.5), "max": (4, 7), "min": (3, 2), "product": (12, 14)}
     for dtype in DTYPES:
         for op, (left, right) in wanted.items():
@@ -209,7 +209,7 @@ def test_every_dtype_reduces_as_numbers_do_and_leaves_its_neighbours(answers):
 
 
 def test_bools_large_integers_scalars_empty_tensors_and_parameters_are_reduced(answers):
-    bools, (large, full, scalar, weight) = answers["odd"][0]
+    bools, (large, full, scalar, weight) = answers["special_cases"][0]
     assert bools == {
         "sum": [True, False, True],
         "max": [True, False, True],
@@ -218,10 +218,10 @@ def test_bools_large_integers_scalars_empty_tensors_and_parameters_are_reduced(a
     }
     assert large == [2**60 + 1, -(2**60) - 1], "rounded toward zero, and exact where float32 is not"
     assert (full, scalar, weight) == ([201], 4.0, [1.0, 1.0])
-    assert answers["odd"][0] == answers["odd"][1]
+    assert answers["special_cases"][0] == answers["special_cases"][1]
 
 
-def test_dicts_and_parameters_are_reduced_each_in_its_dtype(answers):
+def test_dicts_and_parameters_keep_their_dtypes(answers):
     for rank in (0, 1):
         reduced, first, params = answers["dicts_and_params"][rank]
         assert reduced == {
@@ -229,7 +229,7 @@ def test_dicts_and_parameters_are_reduced_each_in_its_dtype(answers):
             "b": ("torch.int64", 7),
             "c": ("torch.float32", [2.5] * 3),
         }
-        assert first == [[[1.0, 2.0]], [[2.0, 4.0]]][rank], "the dict has new tensors"
+        assert first == [[[1.0, 2.0]], [[2.0, 4.0]]][rank], "the dict must contain new tensors"
         assert params == [[[5.0] * 2, [7.0] * 3, [3.0], [[21, 21]]]] * 3
 
 
@@ -246,46 +246,46 @@ def test_tensors_are_gathered_in_rank_order_with_their_dtype_and_shape(answers):
     assert answers["gathered"][1] == ([(part, part) for part in parts] + [empty], [0, 1])
 
 
-def test_ranks_that_bring_unequal_things_all_get_an_error_that_shows_both(answers):
+def test_different_calls_or_shapes_raise_on_every_rank(answers):
     first, second = answers["unequal"]
     assert {**first, "another": ""} == {**second, "another": ""}
     for name, text in first.items():
         function = name if name.startswith(("all", "gather", "broad")) else "all_reduce"
         assert text.startswith(
-            f"{function} needs the same call, shapes and dtypes on every rank: rank 0 has"
+            f"{function} requires the same call, shapes and dtypes on every rank: rank 0 has"
         ), name
     assert "[2]" in first["gather"]
     assert "[3]" in first["gather"]
     assert "broadcast" in first["another"]
 
 
-def test_each_machine_has_a_group_of_its_own(answers):
+def test_each_machine_has_its_own_local_group(answers):
     for missing, size, alone, same, _ in answers["groups"]:
         assert "call init_local_group" in missing
         assert "LOCAL_WORLD_SIZE is not set" in size
         assert alone == (1, 1, (0, 1), 1.0)
         assert same == 2
-    assert answers["groups"][0][-1] != answers["groups"][1][-1], "each group draws a seed of its own"
+    assert answers["groups"][0][-1] != answers["groups"][1][-1], "each group must draw a different seed"
 
 
-def test_broadcast_overwrites_in_place_from_the_rank_that_is_named(answers):
+def test_broadcast_overwrites_in_place_with_the_value_of_src(answers):
     wanted = ([1, 1], [0, {"a": 0}], [[0, 2, 4], [1, 3, 5]])
     assert answers["broadcast"] == [wanted, wanted]
 
 
-def test_gathered_objects_come_in_rank_order_on_every_rank(answers):
+def test_gathered_objects_are_in_rank_order_on_every_rank(answers):
     assert answers["gather"] == [[{"rank": 0}, {"rank": 1}]] * 2
 
 
-def test_collected_results_are_interleaved_and_cut_and_come_to_rank_0_alone(answers):
+def test_collected_results_are_interleaved_and_truncated_on_rank_0(answers):
     assert answers["collect"] == [([0, 1, 2, 3, 4], ["a", "b", "c", "d", "e"], []), (None, None, None)]
 
 
-def test_a_drawn_seed_is_the_same_on_every_rank(answers):
+def test_random_seed_is_the_same_on_every_rank(answers):
     first, second = answers["seed"]
     assert isinstance(first, int)
     assert first == second
 
 
-def test_master_only_runs_on_rank_0_alone(answers):
+def test_master_only_runs_on_rank_0_only(answers):
     assert answers["master"] == ["done", None]

@@ -1,4 +1,4 @@
-"""Two processes share the work whatever the model's train_step and however the loader was made."""
+"""Two processes train on different shards of the data, for every train_step and data loader."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class Numbers(Dataset):
 
 
 class OwnStep(BaseModel):
-    """Overrides train_step, even if only to call the standard one."""
+    """A model whose train_step only calls the default."""
 
     def __init__(self):
         super().__init__()
@@ -78,22 +78,22 @@ def ready_loader(folder):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    return run_in_two([ready_loader, own_step, own_step_inside_plain_ddp], tmp_path_factory.mktemp("shares"))
+    return run_in_two([ready_loader, own_step, own_step_inside_plain_ddp], tmp_path_factory.mktemp("shards"))
 
 
-def test_a_model_with_its_own_train_step_keeps_the_same_weights_on_all_ranks(answers):
+def test_weights_stay_equal_with_an_overridden_train_step(answers):
     first, second = answers["own_step"]
     assert isinstance(first, list), first
     assert first == second
 
 
-def test_a_wrapper_that_would_never_sync_is_refused(answers):
+def test_wrapper_without_gradient_sync_raises(answers):
     for answer in answers["own_step_inside_plain_ddp"]:
         assert "MMSeparateDistributedDataParallel" in answer
 
 
-def test_a_ready_loader_is_parted_among_the_ranks(answers):
+def test_data_loader_object_is_sharded_over_the_ranks(answers):
     first, second = answers["ready_loader"]
-    assert len(first[0]) == len(second[0]) == 6  # padded in training
+    assert len(first[0]) == len(second[0]) == 6  # training pads the shards
     assert set(first[0]) | set(second[0]) == set(range(11))
-    assert sorted(first[1] + second[1]) == list(range(11))  # each once in evaluation
+    assert sorted(first[1] + second[1]) == list(range(11))  # evaluation uses each sample once

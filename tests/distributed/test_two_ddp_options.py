@@ -1,4 +1,4 @@
-"""DDP's options on two processes: how often and what is sent, and that the numbers stay right."""
+"""Options of DDP in two processes: number and content of messages, and correct results."""
 
 import contextlib
 
@@ -18,7 +18,7 @@ BF16 = dict(ACCUMULATED, type="AmpOptimWrapper", dtype="bfloat16")
 
 
 class Parts(BaseModel):
-    """Trains two children by itself, so that each is wrapped by itself."""
+    """A model that trains two children itself, so each child is wrapped separately."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Parts(BaseModel):
 
 
 class Counter:
-    """Counts the syncs of every wrapped module of a Runner's model, and means as DDP itself does."""
+    """Count the gradient syncs of every wrapped module, and average gradients like DDP."""
 
     def __init__(self):
         self.syncs = {}
@@ -45,7 +45,7 @@ class Counter:
     def __call__(self, runner):
         model = runner.model
         if isinstance(model, MMSeparateDistributedDataParallel):
-            model.module.wrapper = lambda: model  # a train_step holds back the sync of all children
+            model.module.wrapper = lambda: model  # a train_step disables the sync of all children
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 module.register_comm_hook(name, self.count)
@@ -63,7 +63,7 @@ def state(runner):
 
 
 def counted(folder):
-    """Ten batches in windows of 4, 4 and 2."""
+    """Train on ten batches in windows of 4, 4 and 2."""
     cases = {
         "plain": (SteppedNet, ACCUMULATED, {}),
         "amp": (SteppedNet, BF16, {}),
@@ -82,7 +82,7 @@ def counted(folder):
 
 
 class Uneven(SteppedNet):
-    """Leaves out a layer in every other step."""
+    """A model that skips a layer in every second step."""
 
     steps = 0
 
@@ -134,7 +134,7 @@ def wire():
 def gradients(hook, model=None, steps=1, size=16):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 20)) if model is None else model
-    # Small buckets: several are under way at once, and they are laid out anew after the first step.
+    # With small buckets, several are in flight at once, and DDP rebuilds them after the first step.
     model = MMDistributedDataParallel(model, comm_hook=hook, bucket_cap_mb=0.002)
     generator = torch.Generator().manual_seed(get_rank())
     for _ in range(steps):
@@ -161,7 +161,7 @@ def compressed(folder):
     saved = model.comm_hook.state_dict()
     own = sum(error.abs().sum().item() for error in model.comm_hook.errors.values())
     answers["saved"] = saved["errors"], own
-    # From per-rank errors and from their mean the next gradients are the same.
+    # The next gradients are equal with the errors of each rank and with their mean.
     other = MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
     other.comm_hook.load_state_dict(saved)
     results = []
@@ -187,7 +187,7 @@ def trained(folder):
 
 
 def powersgd_resumed(folder):
-    """A run of four epochs, and one that goes on from its second with PowerSGD's memory and without."""
+    """Train for four epochs, and resume after two epochs with and without the state of PowerSGD."""
     hook = dict(type="powersgd", rank=1, start_step=2)
     options = dict(
         max_epochs=4,
@@ -208,7 +208,7 @@ def powersgd_resumed(folder):
 
 
 class OwnWrapper(MMDistributedDataParallel):
-    """A user's subclass of ours, given as a class."""
+    """A user's subclass of MMDistributedDataParallel, specified as a class."""
 
 
 def own_wrapper(folder):
@@ -236,19 +236,19 @@ def assert_close(one, other, tolerance=1e-6):
 
 
 @pytest.mark.parametrize("name", ["plain", "amp", "parts"])
-def test_gradients_are_synced_once_a_window_also_in_the_shorter_last_one(answers, name):
+def test_gradients_are_synced_once_per_window(answers, name):
     for syncs, _ in (answer[name] for answer in both(answers, "counted")):
         assert set(syncs.values()) == {3}
         assert len(syncs) == (2 if name == "parts" else 1)
 
 
-def test_without_accumulation_they_are_synced_in_every_step(answers):
+def test_gradients_are_synced_in_every_step_without_accumulation(answers):
     assert [set(answer["each"][0].values()) for answer in both(answers, "counted")] == [{10}, {10}]
 
 
-def test_a_static_graph_syncs_the_first_window_once_more_instead_of_failing(answers):
+def test_static_graph_syncs_in_the_first_backward(answers):
     for answer in both(answers, "counted"):
-        # Four batches of the first window, of which torch must see the first, and one of each other.
+        # In the first window torch must sync the first backward; other windows sync once.
         assert set(answer["static"][0].values()) == {4}
         assert_close(answer["static"][1], answer["plain"][1])
 
@@ -261,14 +261,14 @@ def test_accumulation_on_two_processes_equals_one(answers, tmp_path, name, model
     assert_close(first, alone)
 
 
-def test_accumulation_under_bfloat16_equals_one_process_as_far_as_it_reaches(answers, tmp_path):
+def test_accumulation_in_bfloat16_equals_one_process_within_its_precision(answers, tmp_path):
     alone = state(train(tmp_path, 1, optim_wrapper=BF16))
     first, second = (answer["amp"][1] for answer in both(answers, "counted"))
     assert_close(first, second, 0)
     assert_close(first, alone, 2e-3)
 
 
-def test_gradients_as_views_of_the_buckets_are_the_default_and_give_the_same_bits(answers):
+def test_gradient_as_bucket_view_is_the_default_and_bitwise_equal(answers):
     for pairs, buckets in both(answers, "views"):
         assert buckets == 1
         assert len(pairs) == 4
@@ -277,19 +277,19 @@ def test_gradients_as_views_of_the_buckets_are_the_default_and_give_the_same_bit
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_precision_is_on_the_wire_and_the_gradients_are_within_its_rounding(answers, kind, dtype):
+def test_half_precision_hook_sends_half_precision_gradients(answers, kind, dtype):
     for answer in both(answers, "compressed"):
         sizes = [size for sent, size in answer[f"{kind} wire"] if sent == dtype]
         assert len(sizes) == len(answer[f"{kind} wire"]) > 2  # the second step has several buckets
         assert sum(sizes) == 2 * sum(g.numel() for g in answer["exact"])
         for exact, rounded in zip(answer["exact"], answer[kind], strict=True):
             assert rounded.dtype == torch.float32
-            # Each rank's share and their sum are rounded once.
+            # The gradient of each rank and the sum are rounded once.
             assert (exact - rounded).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
             assert not torch.equal(exact, rounded)
 
 
-def test_powersgd_sends_little_and_keeps_gradients_of_its_rank_across_new_buckets(answers):
+def test_powersgd_sends_factors_and_is_exact_for_its_rank(answers):
     first, second = both(answers, "compressed")
     assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
     for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
@@ -299,9 +299,9 @@ def test_powersgd_sends_little_and_keeps_gradients_of_its_rank_across_new_bucket
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 
 
-def test_powersgds_saved_errors_are_the_ranks_mean_and_go_on_alike(answers):
+def test_saved_errors_of_powersgd_are_the_mean_over_ranks(answers):
     first, second = both(answers, "compressed")
-    assert first["saved"][1] != second["saved"][1]  # each rank's own
+    assert first["saved"][1] != second["saved"][1]  # errors differ between ranks
     assert first["saved"][0].keys() == {"0.weight", "2.weight"}
     for name, error in first["saved"][0].items():
         assert torch.equal(error, second["saved"][0][name])
@@ -310,14 +310,14 @@ def test_powersgds_saved_errors_are_the_ranks_mean_and_go_on_alike(answers):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_resumed_run_goes_on_with_powersgds_memory(answers):
+def test_resumed_run_restores_the_state_of_powersgd(answers):
     for whole, again, anew, remembered in both(answers, "powersgd_resumed"):
         assert remembered[""]["step"] == 10
         assert_close(again, whole)
         assert max((anew[name] - whole[name]).abs().max() for name in whole) > 1e-4
 
 
-def test_training_converges_with_every_hook_and_ranks_stay_equal(answers):
+def test_training_converges_with_every_hook_and_equal_ranks(answers):
     first, second = both(answers, "trained")
     for name, (losses, weights, broadcasts) in first.items():
         assert_close(weights, second[name][1], 0)
@@ -328,5 +328,5 @@ def test_training_converges_with_every_hook_and_ranks_stay_equal(answers):
         assert first[name][0] != first["exact"][0]
 
 
-def test_a_users_subclass_of_ours_takes_the_options_and_keeps_the_other_defaults(answers):
+def test_user_subclass_accepts_the_options_and_keeps_the_defaults(answers):
     assert both(answers, "own_wrapper") == [("OwnWrapper", torch.bfloat16, False, True)] * 2

@@ -1,4 +1,4 @@
-"""Two processes that finish their halves of each batch on the device train as one does."""
+"""Two processes with device transforms on half of each batch equal one process."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def answers(tmp_path_factory):
     return run_in_two([two], tmp_path_factory.mktemp("finish"))["two"]
 
 
-def test_two_ranks_end_with_the_weights_of_one(answers, tmp_path):
+def test_two_ranks_have_the_weights_of_one_process(answers, tmp_path):
     own = trained(tmp_path, 1)
     for rank in answers:
         assert isinstance(rank, dict), rank

@@ -1,4 +1,4 @@
-"""An average of two processes is that of one process with the whole batch, and the same on both."""
+"""The average of two processes equals that of one process with the whole batch."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ WINDOWS = dict(SGD, accumulative_counts=2)
 
 
 class OtherStep:
-    """A step that knows no parts: the hook averages after it."""
+    """A step without parts, for which the hook updates the average."""
 
     def __init__(self, step):
         self.step = step
@@ -76,7 +76,7 @@ def fsdp_after_step(folder):
 
 
 def resumed(folder):
-    """Let one run go to its end, and another go on from its middle; each rank has its own BatchNorm statistics."""
+    """Run one training without interruption and one with a resume; BatchNorm statistics differ between ranks."""
     found = []
     for parallel, iteration in (("ddp", 8), (FSDP, 8), ("ddp", 7)):
         own = folder / f"{'ddp' if parallel == 'ddp' else 'fsdp'}{iteration}"
@@ -95,7 +95,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", [ddp, fsdp, swa])
-def test_two_processes_average_as_one_with_the_whole_batch(answers, tmp_path, function):
+def test_average_of_two_processes_equals_one_process(answers, tmp_path, function):
     one = function(tmp_path, world=1)
     for two in answers[function.__name__]:
         assert_same(two, one, rtol=1e-4, atol=1e-6)
@@ -107,18 +107,18 @@ def test_two_processes_average_as_one_with_the_whole_batch(answers, tmp_path, fu
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_step_averages_as_the_hook_does_after_it(answers, kind):
+def test_average_in_the_step_equals_average_in_the_hook(answers, kind):
     for plain, other in zip(answers[kind], answers[f"{kind}_after_step"], strict=True):
         assert_same(other, plain)
         assert (plain["in_step"], other["in_step"]) == (True, False)
 
 
-def test_a_resumed_run_goes_on_with_the_same_average_bit_for_bit(answers):
+def test_resumed_average_is_bitwise_equal(answers):
     for rank, found in enumerate(answers["resumed"]):
         assert isinstance(found, list), found
         for (whole, rest), exact in zip(found, (True, True, False), strict=True):
             assert 0 < len(rest["losses"]) < len(whole["losses"])
-            # DDP adds the gradients of a window that was cut in two in another place in memory: they are rounded anew.
+            # After a resume within a window, DDP sums gradients in another order, so rounding differs.
             assert_same(rest, whole, **({} if exact else dict(rtol=1e-4, atol=1e-7)))
             name = "module.norm.running_mean"
             assert not torch.equal(

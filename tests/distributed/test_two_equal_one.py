@@ -29,7 +29,7 @@ CLASSES = 4
 
 
 class Pictures(Dataset):
-    """Random pictures with a label each, or with one a pixel of which the first `ignored` rows do not count."""
+    """Random images with a label per image, or per pixel; the first `ignored` rows are ignored."""
 
     metainfo = dict(classes=tuple("abcd"))  # noqa: RUF012
 
@@ -50,7 +50,7 @@ class Pictures(Dataset):
 
 
 class SmallSegmentation(nn.Module):
-    """Four BatchNorms and an auxiliary head."""
+    """A network with four BatchNorms and an auxiliary head."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ def trainings(folder):
 
 
 def measure(folder, world, pixels):
-    """Validate on 23 pictures, which divide evenly among neither ranks nor batches."""
+    """Validate on 23 images, which is not a multiple of the number of ranks or the batch size."""
     torch.manual_seed(0)
     loader = dict(
         dataset=Pictures(count=23, pixels=pixels),
@@ -148,7 +148,7 @@ def metrics(folder):
 
 
 def unequal_ignored(folder):
-    """Train one epoch where ranks have different numbers of pixels that count."""
+    """Train one epoch with different numbers of valid pixels on the ranks."""
     data = Pictures(pixels=True, uneven=True, dtype=torch.float64)
     torch.manual_seed(0)
     model = segmentation().double()
@@ -171,7 +171,7 @@ def both(answers, name):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_loss_of_each_step_and_the_weights_are_those_of_one_process(answers, tmp_path, case):
+def test_losses_and_weights_equal_one_process(answers, tmp_path, case):
     losses, weights = run(tmp_path, 1, case)
     tolerance = CASES[case][-1]
     assert len(losses) == 20
@@ -186,15 +186,15 @@ def test_the_loss_of_each_step_and_the_weights_are_those_of_one_process(answers,
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["Accuracy", "IoUMetric"])
-def test_metrics_of_an_uneven_data_set_are_exactly_those_of_one_process(answers, tmp_path, which):
+def test_metrics_of_an_uneven_dataset_equal_one_process_exactly(answers, tmp_path, which):
     alone = measure(tmp_path, 1, bool(which))
     assert alone
     for answer in both(answers, "metrics"):
         assert answer[which] == alone
 
 
-def test_where_ranks_count_unequal_pixels_each_rank_weighs_the_same(answers):
-    """The mean over the ranks of their own means: a pixel of a rank with fewer of them weighs more."""
+def test_ranks_with_different_numbers_of_valid_pixels_have_equal_weight(answers):
+    """The loss is the mean of the means of the ranks, so pixels of a rank with fewer pixels have more weight."""
     first, second = both(answers, "unequal_ignored")
     assert first[0] == second[0]
     torch.manual_seed(0)
@@ -220,6 +220,6 @@ def test_where_ranks_count_unequal_pixels_each_rank_weighs_the_same(answers):
 
 
 def first_batch():
-    """Return the indices of the first step, of which the ranks take every second one."""
+    """Return the indices of the first step; each rank processes every second index."""
     sampler = DefaultSampler(Pictures(), shuffle=True, seed=3)
     return [int(index) for _, index in zip(range(8), sampler, strict=False)]

@@ -57,7 +57,7 @@ print(data.item())
 """
 
 FORKED = f"""
-if rank == 1 and os.fork() == 0:  # as a loader worker: it holds a copy of every connection
+if rank == 1 and os.fork() == 0:  # like a loader worker, it inherits a copy of every connection
     time.sleep(20)
     os._exit(0)
 if rank == 1:
@@ -74,7 +74,7 @@ print(dist.all_gather_object(rank))
 
 
 def asleep(text, rank):
-    """A script whose rank `rank` runs `text` while the others sleep, in no collective."""
+    """Return a script whose rank `rank` runs `text` while the other ranks sleep outside of a collective."""
     return f"{JOIN}\nif rank == {rank}:\n    {text}\nelse:\n    time.sleep(60)\n"
 
 
@@ -105,11 +105,11 @@ JOBS = {
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
-    return run_jobs(JOBS, tmp_path_factory.mktemp("watch"), timeout=60)
+    return run_jobs(JOBS, tmp_path_factory.mktemp("failures"), timeout=60)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_raises_ends_the_others_after_its_traceback(ended, rank):
+def test_exception_on_one_rank_ends_the_other_ranks_after_its_traceback(ended, rank):
     raiser, other = (ended[f"raise{rank}"][r] for r in (rank, 1 - rank))
     assert (raiser.status, other.status) == (1, 1)
     assert "Traceback" in raiser.err
@@ -122,52 +122,58 @@ def test_a_rank_that_raises_ends_the_others_after_its_traceback(ended, rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_is_killed_ends_the_others_within_seconds(ended, rank):
+def test_killed_rank_ends_the_other_ranks_within_seconds(ended, rank):
     for other, end in enumerate(ended[f"kill{rank}"]):
         assert end.status == (-signal.SIGKILL if other == rank else 1)
         assert end.seconds < 30
-        line = f"slipstream: rank {other} stops at iteration {57 + other}: rank {rank} ended without a word (killed?)\n"
+        line = (
+            f"slipstream: rank {other} stops at iteration {57 + other}: "
+            f"rank {rank} exited without reporting an error (killed?)\n"
+        )
         assert end.err == ("" if other == rank else line)
 
 
-def test_a_broken_connection_to_a_killed_rank_is_not_shown_as_an_error_of_its_own(ended):
+def test_broken_connection_to_a_killed_rank_prints_no_second_error(ended):
     first = ended["broken"][0]
     assert first.status == 1
-    assert first.err == "slipstream: rank 0 stops at iteration 57: rank 1 ended without a word (killed?)\n"
+    assert (
+        first.err
+        == "slipstream: rank 0 stops at iteration 57: rank 1 exited without reporting an error (killed?)\n"
+    )
 
 
-def test_ranks_that_fail_each_by_itself_all_show_their_errors(ended):
+def test_all_ranks_that_fail_independently_print_their_errors(ended):
     for rank, end in enumerate(ended["both"]):
         assert end.status == 1
         assert f"ValueError: error of rank {rank}\n" in end.err
 
 
-def test_forked_processes_do_not_hide_that_their_rank_was_killed(ended):
+def test_killed_rank_is_detected_although_its_forked_child_lives(ended):
     first, second = ended["forked"]
     assert (first.status, second.status) == (1, -signal.SIGKILL)
     assert first.seconds < 15, "the forked process slept for 20 s"
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_that_end_well_seconds_apart_end_in_silence(ended, late):
+def test_ranks_that_exit_normally_at_different_times_print_nothing(ended, late):
     ends = [(end.status, end.out, end.err) for end in ended[f"apart{late}"]]
     assert ends[late] == (0, "late\n", "")
     assert ends[1 - late] == (0, "", "")
 
 
-def test_a_user_may_destroy_the_group_and_make_another(ended):
+def test_process_group_can_be_destroyed_and_created_again(ended):
     assert [(end.status, end.out, end.err) for end in ended["again"]] == [(0, "[0, 1]\n", "")] * 2
 
 
-def test_an_error_that_is_caught_ends_nobody(ended):
+def test_caught_exception_ends_no_rank(ended):
     assert [(end.status, end.out, end.err) for end in ended["caught"]] == [(0, "2.0\n", "")] * 2
 
 
-def test_a_process_that_is_stopped_for_a_while_raises_no_alarm(ended):
+def test_temporarily_stopped_process_is_not_reported(ended):
     assert [(end.status, end.out, end.err) for end in ended["stopped"]] == [(0, "", "")] * 2
 
 
-def test_a_command_line_announces_the_failure_that_it_ends_with(ended):
+def test_announced_failure_reaches_the_other_ranks(ended):
     first, second = ended["announced"]
     assert (first.status, second.status) == (1, 3)
     assert (
@@ -176,16 +182,16 @@ def test_a_command_line_announces_the_failure_that_it_ends_with(ended):
 
 
 @pytest.mark.parametrize(
-    ("name", "codes", "says"),
+    ("name", "codes", "message"),
     [
         ("child0", [0, 0], ""),
         ("child3", [1, 3], "rank 1 failed: SystemExit: 3"),
         ("childkey", [1, 1], "rank 1 failed: KeyError: 'k'"),
-        ("child4", [1, 4], "rank 1 ended without a word (killed?)"),
+        ("child4", [1, 4], "rank 1 exited without reporting an error (killed?)"),
     ],
 )
-def test_the_end_of_a_multiprocessing_child_is_seen_for_what_it_is(ended, name, codes, says):
+def test_exit_of_a_multiprocessing_child_is_reported_correctly(ended, name, codes, message):
     (parent,) = ended[name]
     assert parent.out == f"{codes}\n"
-    assert says in parent.err
-    assert bool(parent.err) == bool(says)
+    assert message in parent.err
+    assert bool(parent.err) == bool(message)

@@ -1,4 +1,4 @@
-"""A sharded model trains as one process with the whole batch does."""
+"""Training of a sharded model equals one process with the whole batch."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def sync_bn(folder, world=2):
 
 
 def overflow(folder):
-    """Make one gradient infinite, on rank 0 alone; return how far the weights moved and the loss scale."""
+    """Make one gradient infinite on rank 0 only; return the change of the weights and the loss scale."""
     runner = make(folder, FSDP, world=2)
     runner._build_training()
     before = [p.detach().full_tensor() for p in runner.model.parameters()]
@@ -73,7 +73,7 @@ def lower_precision(folder):
 def shards(folder):
     torch.manual_seed(torch.distributed.get_rank())
     model = Net()
-    own = model.stem.weight.detach().clone()  # drawn by each rank for itself
+    own = model.stem.weight.detach().clone()  # random, different on each rank
     runner = make(folder, FSDP, world=2, model=model)
     blocks = [name for name, module in runner.model.named_modules() if hasattr(module, "unshard")]
     sizes = {name: p.to_local().shape[0] for name, p in model.named_parameters()}
@@ -131,28 +131,28 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", [sgd, adamw_with_average, accumulated, clipped_by_value, sync_bn])
-def test_losses_norms_validations_and_weights_are_those_of_one_process(answers, function, tmp_path):
+def test_losses_norms_validations_and_weights_equal_one_process(answers, function, tmp_path):
     first, second = answers[function.__name__]
     assert_same(first, second, steps=20)
     assert first["kind"] == "MMFullyShardedDataParallel"
     assert_same(first, function(tmp_path, world=1), rtol=1e-6, atol=1e-6, steps=20)
 
 
-def test_autocast_trains_as_under_ddp(answers):
+def test_autocast_equals_ddp(answers):
     assert isinstance(answers["autocast"][0], list), answers["autocast"][0]
     sharded, replicated = answers["autocast"][0]
     assert_same(sharded, replicated, rtol=1e-3, atol=1e-3, steps=20)
 
 
-def test_an_overflow_that_one_rank_sees_skips_the_step_on_all(answers):
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(answers):
     assert answers["overflow"] == [(0.0, 4.0)] * 2
 
 
-def test_a_compiled_sharded_model_trains_the_same(answers):
+def test_compiled_sharded_model_equals_eager(answers):
     assert_same(answers["compiled"][0], answers["sgd"][0], rtol=1e-6, atol=1e-6)
 
 
-def test_with_a_lower_precision_forward_runs_in_it_and_shards_and_batchnorm_keep_theirs(answers):
+def test_param_dtype_applies_to_forward_but_not_to_shards_and_batchnorm(answers):
     for answer in answers["lower_precision"]:
         assert not isinstance(answer, str), answer
         (norm, head), stored, losses, exact = answer
@@ -162,7 +162,7 @@ def test_with_a_lower_precision_forward_runs_in_it_and_shards_and_batchnorm_keep
         torch.testing.assert_close(losses, exact, rtol=0.05, atol=0.03)
 
 
-def test_named_blocks_are_units_of_their_own_and_each_rank_keeps_its_rows_alone(answers):
+def test_wrapped_blocks_are_units_and_ranks_store_their_rows_only(answers):
     assert not isinstance(answers["shards"][0], str), answers["shards"][0]
     rows = []
     for blocks, sizes, needs_all, *_ in answers["shards"]:
@@ -172,39 +172,41 @@ def test_named_blocks_are_units_of_their_own_and_each_rank_keeps_its_rows_alone(
     assert rows == [(3, 1), (2, 0)]
 
 
-def test_rank_0s_weights_are_everybodys(answers):
+def test_weights_of_rank_0_are_broadcast(answers):
     (*_, own, shared), (*_, others, shared_too) = answers["shards"]
     assert not torch.equal(own, others)
     assert torch.equal(shared, own)
     assert torch.equal(shared_too, own)
 
 
-def test_one_process_wraps_nothing(tmp_path):
+def test_one_process_uses_no_wrapper(tmp_path):
     assert type(make(tmp_path, FSDP).model) is Net
 
 
-def test_a_launcher_of_one_process_shards_over_that_one(tmp_path):
+def test_launcher_with_one_process_shards_over_one_process(tmp_path):
     answer = run_in_two([launched_alone], tmp_path, world=1)["launched_alone"][0]
     assert_same(answer, sgd(tmp_path / "alone", world=1), rtol=1e-6, atol=1e-6, steps=20)
     assert answer["kind"] == "MMFullyShardedDataParallel"
 
 
-def test_a_model_that_trains_itself_is_refused(answers):
+def test_model_with_its_own_train_step_raises(answers):
     for answer in answers["own_train_step"]:
         assert "overrides train_step" in answer
 
 
-def test_an_optimizer_made_before_the_model_was_sharded_is_refused_as_it_would_train_nothing(answers):
+def test_optimizer_built_before_sharding_raises(answers):
     for answer in answers["optimizer_of_whole_weights"]:
         assert len(answer) == 3, answer
         for message in answer:
             assert message.startswith("optim_wrapper: it holds the weights from before the model was sharded")
 
 
-def test_mistakes_name_the_option_and_the_remedy(answers):
+def test_invalid_options_raise_with_the_remedy(answers):
     for found in answers["mistakes"]:
         assert len(found) == 3, found
         assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
-        assert found[1].startswith("shard_size: 3 processes cannot share a model among 2")
+        assert found[1].startswith(
+            "shard_size: must be at least 2 and divide the number of processes 2, not 3"
+        )
         assert "LOCAL_WORLD_SIZE" in found[2]
         assert "shard_size" in found[2]

@@ -1,4 +1,4 @@
-"""Two ranks skip the same steps, whichever of them is broken, with DDP as with FSDP2."""
+"""Two ranks skip the same steps if one of them has a NaN, with DDP and FSDP2."""
 
 import math
 
@@ -24,7 +24,9 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.body = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1))  # 1 row: rank 1 has none of it
+        self.body = nn.Sequential(
+            nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)
+        )  # one row: rank 1 has an empty shard
 
     def forward(self, x, extra):
         loss = self.body(x).square().mean()
@@ -77,7 +79,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_both_ranks_skip_what_is_broken_on_one(answers, kind):
+def test_both_ranks_skip_a_step_with_nan_on_one_rank(answers, kind):
     for answer in answers[kind]:
         assert not isinstance(answer, str), answer
         (weights, skipped), (expected, _) = answer

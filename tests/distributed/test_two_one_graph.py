@@ -1,4 +1,4 @@
-"""The one graph on two processes: the numbers of one process with the whole batch, and one path for both ranks."""
+"""The compiled step in two processes: results of one process, and the same path on both ranks."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ def averaged(losses):
 
 
 def train(compile=EAGER, data=None, model=None, **options):
-    """Train in float64; return losses of the whole batch, weights, averages, and what the step was."""
+    """Train in float64; return losses of the whole batch, weights, averages and the kind of step."""
     model = (model or Net()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = accelerate(model, optimizer, F.cross_entropy, dict(options, compile=compile))
@@ -81,7 +81,7 @@ def tiny_buckets(folder):
 
 
 def in_bfloat16(folder):
-    """Return what the graph and DDP's own hook make of gradients sent in half precision."""
+    """Return the gradients of the graph and of DDP's hook in half precision."""
     found = []
     for how in (EAGER, None):
         model = dict(type="ddp", comm_hook="bf16")
@@ -90,7 +90,7 @@ def in_bfloat16(folder):
 
 
 def ragged(folder):
-    """Ranks have batches of other sizes than one another."""
+    """Train with different batch sizes on the ranks."""
     data = [
         (x[: 4 - (i + get_rank()) % 2], y[: 4 - (i + get_rank()) % 2]) for i, (x, y) in enumerate(batches())
     ]
@@ -116,13 +116,13 @@ def one_cannot_capture(folder):
 
 
 def one_cannot_capture_later(folder):
-    """Rank 1 fails when batches get another size, in the middle of the run."""
+    """Train with a compilation failure on rank 1 when the batch size changes."""
     data = [(x[:3], y[:3]) if i >= 10 else (x, y) for i, (x, y) in enumerate(batches())]
     return [train(how, data) for how in (dict(backend=OneCannot(1)), None)]
 
 
 def one_computes_wrongly(folder):
-    """Rank 1's compiled step loses a gradient within an accumulation window, where gradients are a rank's own."""
+    """Train with a compiled step that drops a gradient on rank 1 within an accumulation window."""
 
     def lost(graph, inputs):
         def run(*args):
@@ -138,7 +138,7 @@ def one_computes_wrongly(folder):
 
 
 def zero(folder):
-    """The optimizer's state is spread over the ranks: it steps after the graph."""
+    """Train with a partitioned optimizer state, for which the optimizer steps after the graph."""
     found = []
     for how in (EAGER, None):
         model = Net().double()
@@ -155,7 +155,7 @@ def zero(folder):
 
 
 def refused(folder):
-    """Return what is said of wrappers that cannot be in one graph."""
+    """Return the errors of wrappers that cannot be compiled into one graph."""
     said = []
     for parallel in (dict(type="ddp", comm_hook="powersgd"), dict(type="ddp", find_unused_parameters=True)):
         try:
@@ -201,7 +201,7 @@ def assert_same(one, other, rtol=1e-9, atol=1e-10):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
-def test_it_equals_one_process_with_the_whole_batch_under_every_option(answers):
+def test_one_graph_equals_one_process_with_every_option(answers):
     alone = train(**OPTIONS)
     assert len(alone[0].unique()) == STEPS
     for answer in both(answers, "whole"):
@@ -211,39 +211,39 @@ def test_it_equals_one_process_with_the_whole_batch_under_every_option(answers):
 
 
 @pytest.mark.parametrize("name", ["plain", "tiny_buckets"])
-def test_however_gradients_are_packed_it_equals_ddp(answers, name):
+def test_one_graph_equals_ddp_for_every_bucket_size(answers, name):
     for found, expected in zip(both(answers, name), both(answers, "eager"), strict=True):
         assert found[3][:2] == ("GraphStep", False)
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["in_bfloat16", "ragged", "zero"])
-def test_it_equals_ddp(answers, name):
+def test_one_graph_equals_ddp(answers, name):
     for found, expected in both(answers, name):
         assert found[3][:2] == ("GraphStep", False)
         assert expected[3][0] == "EagerStep"
         assert_same(found, expected)
 
 
-def test_what_one_rank_cannot_capture_both_train_eagerly(answers):
+def test_both_ranks_train_eagerly_if_one_rank_cannot_capture(answers):
     for found, expected in zip(both(answers, "one_cannot_capture"), both(answers, "eager"), strict=True):
         assert found[3][:2] == ("GraphStep", True)
         assert_same(found, expected, rtol=0, atol=0)
 
 
-def test_what_one_rank_cannot_capture_later_it_computes_uncompiled(answers):
+def test_rank_with_a_later_capture_failure_runs_uncompiled(answers):
     for found, expected in both(answers, "one_cannot_capture_later"):
         assert found[3][:2] == ("GraphStep", False)
         assert_same(found, expected)
 
 
-def test_wrong_numbers_on_one_rank_are_no_graph_on_both(answers):
+def test_failed_verification_on_one_rank_disables_the_graph_on_both(answers):
     for found, expected in both(answers, "one_computes_wrongly"):
         assert found[3][:2] == ("GraphStep", True)
         assert_same(found, expected, rtol=0, atol=0)
 
 
-def test_what_keeps_a_state_or_looks_for_unused_parameters_is_refused_by_name(answers):
+def test_stateful_hooks_and_find_unused_parameters_raise(answers):
     for powersgd, unused in both(answers, "refused"):
         assert "ConfigError: compile.scope: the step cannot be one graph: the communication hook" in powersgd
         assert "find_unused_parameters looks for them in each step" in unused

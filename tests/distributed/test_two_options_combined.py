@@ -1,4 +1,4 @@
-"""Options that each work alone also work together, on two processes."""
+"""Combinations of options in two processes."""
 
 import math
 from pathlib import Path
@@ -45,7 +45,7 @@ def in_bfloat16(folder):
 
 
 def resumed(folder):
-    """Stop an all-options run in the middle of an epoch and of a window, and let another go on."""
+    """Stop a run with all options within an epoch and an accumulation window, and resume it."""
 
     def run(name, **changes):
         checkpoints = dict(checkpoint=dict(type="CheckpointHook", interval=7, by_epoch=False))
@@ -72,7 +72,7 @@ def group_options(folder, world=2):
 
 
 def infinity_norm(folder, world=2):
-    """Rank 1 holds no row of the head."""
+    """Train with an empty shard of the head on rank 1."""
     optim = dict(SGD, clip_grad=dict(max_norm=0.05, norm_type=math.inf))
     return train(folder, FSDP if world > 1 else None, world=world, optim=optim)
 
@@ -95,7 +95,7 @@ def zero_of_shards(folder):
         return str(error)
 
 
-# ---- a model that trains its parts itself -------------------------------------------------------------
+# ---- a model with its own train_step ------------------------------------------------------------------
 
 
 class Gan(BaseModel):
@@ -150,7 +150,7 @@ def gan_whose_gradients_are_halved(folder):
     return gan(folder, type="MMSeparateDistributedDataParallel", comm_hook="bf16")
 
 
-# ---- what is sent, and the loss scale -----------------------------------------------------------------
+# ---- communication hooks and loss scale ---------------------------------------------------------------
 
 
 def scaled(folder):
@@ -167,11 +167,11 @@ def scaled(folder):
     return runs
 
 
-# ---- SyncBN and checkpoints where one rank is unlike the others ---------------------------------------
+# ---- SyncBN and checkpoints with different ranks ------------------------------------------------------
 
 
 def an_empty_batch(folder):
-    """Normalise five samples on rank 0 and none on rank 1."""
+    """Normalize five samples on rank 0 and none on rank 1."""
     torch.manual_seed(0)
     x = torch.randn(5, 3, dtype=torch.float64)
     norm = nn.BatchNorm1d(3).double()
@@ -215,27 +215,27 @@ def of_both(answers, function):
 
 
 @pytest.mark.parametrize("function", [sharded, replicated])
-def test_all_options_together_train_as_one_process(answers, function, tmp_path):
+def test_all_options_combined_equal_one_process(answers, function, tmp_path):
     first, second = of_both(answers, function)
     assert_same(first, second, steps=20)
     assert_same(first, all_options(tmp_path, None, world=1), rtol=1e-5, atol=1e-6, steps=20)
 
 
-def test_in_bfloat16_a_sharded_model_trains_as_a_replicated_one(answers):
+def test_sharded_model_equals_replicated_model_in_bfloat16(answers):
     shards, copies = of_both(answers, in_bfloat16)[0]
     assert_same(shards, copies, rtol=1e-3, atol=1e-3, steps=20)
 
 
-def test_a_run_stopped_within_epoch_and_window_goes_on_with_all_options(answers):
+def test_run_with_all_options_resumes_within_epoch_and_window(answers):
     (losses, errors, weights), (rest, later, ends) = of_both(answers, resumed)[0]
-    # The window's gradients are summed over the ranks before they are saved, which rounds once more.
+    # Gradients of the window are summed over the ranks before saving, which adds one rounding.
     torch.testing.assert_close(rest, losses[7:], rtol=1e-5, atol=0)
     assert later == pytest.approx(errors[-len(later) :], rel=1e-5)
     torch.testing.assert_close(ends, weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [group_options, infinity_norm])
-def test_options_of_groups_and_infinity_norms_of_shards_are_those_of_one_process(answers, function, tmp_path):
+def test_group_options_and_infinity_norms_of_shards_equal_one_process(answers, function, tmp_path):
     first, second = of_both(answers, function)
     assert_same(first, second, steps=20)
     assert_same(first, function(tmp_path, world=1), rtol=1e-5, atol=1e-5, steps=20)
@@ -246,32 +246,32 @@ def test_early_stopping_and_the_best_checkpoint_work_on_shards(answers):
     assert first == second == (3, ["best_error_epoch_3.sharded", "epoch_3.sharded"])
 
 
-def test_zero_on_a_sharded_model_is_refused_with_the_remedy(answers):
+def test_zero_on_a_sharded_model_raises_with_the_remedy(answers):
     for answer in answers["zero_of_shards"]:
-        assert "FSDP shards the optimizer's state already: take 'AdamW'" in answer
+        assert "FSDP already shards the optimizer state; use 'AdamW' instead" in answer
 
 
-def test_a_gan_trains_as_on_one_process_with_averages_accumulation_and_sync_bn(answers, tmp_path):
+def test_gan_with_averages_accumulation_and_sync_bn_equals_one_process(answers, tmp_path):
     first, second = of_both(answers, gan)
     assert_same(first, second, steps=20)
     assert_same(first, gan(tmp_path, world=1), rtol=1e-4, atol=1e-5, steps=20)
 
 
-def test_a_gans_averages_leave_communication_hooks_alone(answers):
+def test_average_of_a_gan_does_not_change_communication_hooks(answers):
     first, second = of_both(answers, gan_whose_gradients_are_halved)
     assert_same(first, second)
     assert_same(first, of_both(answers, gan)[0], rtol=0.02, atol=0.02)
 
 
-def test_communication_hooks_bear_a_loss_scale_and_windows(answers):
+def test_communication_hooks_work_with_loss_scale_and_accumulation(answers):
     exact, *others = of_both(answers, scaled)[0]
     for losses, weights, scale in others:
-        assert scale == exact[2] < 2.0**20  # every one has skipped the steps that overflowed
+        assert scale == exact[2] < 2.0**20  # every run skipped the steps with an overflow
         torch.testing.assert_close(losses, exact[0], rtol=0.02, atol=0.02)
         torch.testing.assert_close(weights, exact[1], rtol=0.02, atol=0.02)
 
 
-def test_a_rank_without_samples_leaves_sync_bn_the_others_statistics(answers):
+def test_sync_bn_supports_a_rank_without_samples(answers):
     (shape, gradient, expected, state), (none, empty, _, _) = of_both(answers, an_empty_batch)
     assert (tuple(shape), tuple(none), tuple(empty.shape)) == ((5, 3), (0, 3), (0, 3))
     torch.testing.assert_close(gradient, expected)
@@ -279,7 +279,7 @@ def test_a_rank_without_samples_leaves_sync_bn_the_others_statistics(answers):
         torch.testing.assert_close(own, reference)
 
 
-def test_a_checkpoint_file_that_cannot_be_written_is_an_error_on_every_rank(answers):
+def test_checkpoint_write_failure_raises_on_every_rank(answers):
     for message, left in of_both(answers, a_file_that_rank_0_cannot_write):
         assert "taken.pth cannot be written: " in message
         assert left == []

@@ -1,4 +1,4 @@
-"""Precise BatchNorm statistics and the mean of the best epochs on two processes are those of one."""
+"""Precise BatchNorm statistics and the mean of the best epochs in two processes equal those of one."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ STILL = dict(optimizer=dict(type="SGD", lr=0.0))
 
 
 class OwnStatistics(Hook):
-    """Keeps what this rank's own model holds after each epoch, before anything is averaged over the ranks."""
+    """Store the statistics of this rank after each epoch, before they are averaged over the ranks."""
 
     priority = "LOW"
 
@@ -27,7 +27,7 @@ class OwnStatistics(Hook):
 
 
 def precise(folder, world, samples=20, optim=STILL, **cfg):
-    """Train two epochs; return the statistics after each, and what they are of."""
+    """Train two epochs; return the statistics after each epoch, and the samples that they include."""
     record, hook = OwnStatistics(), dict(type="PreciseBNHook", num_samples=samples)
     model = Net(norm=True)
     make(
@@ -85,7 +85,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", [plain, a_share, synced, sharded])
-def test_two_processes_have_the_statistics_of_one(answers, tmp_path, function):
+def test_statistics_of_two_processes_equal_one_process(answers, tmp_path, function):
     one = function(tmp_path, world=1)
     for two in answers[function.__name__]:
         assert isinstance(two, list), two
@@ -93,7 +93,7 @@ def test_two_processes_have_the_statistics_of_one(answers, tmp_path, function):
 
 
 @pytest.mark.parametrize("name", ["plain", "synced", "sharded"])
-def test_they_are_those_of_all_samples_and_bit_by_bit_the_same_on_both(answers, name):
+def test_statistics_include_all_samples_and_are_equal_on_both_ranks(answers, name):
     mine, theirs = answers[name]
     for own, other in zip(mine, theirs, strict=True):
         values = F.linear(Samples().x.double(), own["stem.weight"].double(), own["stem.bias"].double())
@@ -103,7 +103,7 @@ def test_they_are_those_of_all_samples_and_bit_by_bit_the_same_on_both(answers, 
 
 
 @pytest.mark.parametrize("function", [averaged_ddp, averaged_fsdp])
-def test_two_processes_write_one_mean_of_the_best_and_validate_it(answers, tmp_path, function):
+def test_two_processes_write_and_validate_one_mean_of_the_best_epochs(answers, tmp_path, function):
     one = function(tmp_path, world=1)
     mine, theirs = answers[function.__name__]
     assert isinstance(mine, dict), mine

@@ -1,4 +1,4 @@
-"""Learning rates by prefix with a recipe's schedule on two processes: the weights of one, also with a compiled step."""
+"""Learning rates by prefix with the LR schedule of a recipe: two processes equal one, also compiled."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "step"), [("eager", "EagerStep"), ("compiled", "GraphStep")])
-def test_two_ranks_train_as_one_with_a_rate_for_each_prefix(answers, name, step):
+def test_learning_rates_by_prefix_in_two_processes_equal_one_process(answers, name, step):
     (weights, initial, rates, _), of_ranks = answers
     for answer in of_ranks[name]:
         assert not isinstance(answer, str), answer

@@ -39,7 +39,7 @@ def joins(world, launcher="pytorch", seconds=4, **environ):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # its owner listens and never answers
+        port = taken.getsockname()[1]  # the owner listens and never responds
         jobs = {
             "slurm": joins(4, "slurm", 30, **SLURM),
             "mpi": joins(2, "mpi", 30, **MPI, MASTER_ADDR=""),
@@ -61,47 +61,47 @@ def last_line(end):
     return end.err.strip().splitlines()[-1].removeprefix("slipstream.errors.")
 
 
-def test_slurm_tasks_join_and_know_their_places(ended):
+def test_slurm_tasks_connect_with_their_ranks(ended):
     assert [end.out for end in ended["slurm"]] == ["0 4 0 2\n", "1 4 1 2\n", "2 4 0 2\n", "3 4 1 2\n"]
 
 
-def test_mpi_ranks_on_one_machine_need_no_address(ended):
+def test_mpi_ranks_on_one_machine_need_no_master_addr(ended):
     assert [(end.out, end.err) for end in ended["mpi"]] == [("0 2 0 2\n", ""), ("1 2 1 2\n", "")]
 
 
-def test_every_rank_that_came_says_who_is_missing_and_which_variable_counted_them(ended):
+def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_variable(ended):
     for end in ended["missing"]:
         wanted = (
-            r"DistributedError: WORLD_SIZE=4 \(from SLURM_STEP_NUM_TASKS\), but after 4 s only ranks 0, 2 came to "
-            r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+; ranks 1, 3 did not: .*"
+            r"DistributedError: WORLD_SIZE=4 \(from SLURM_STEP_NUM_TASKS\), but after 4 s only ranks 0, 2 connected to "
+            r"MASTER_ADDR=127\.0\.0\.1, MASTER_PORT=\d+; ranks 1, 3 did not connect; .*"
         )
         assert re.fullmatch(wanted, last_line(end))
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
-        ("unreachable", "found no rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
+        ("unreachable", "cannot connect to rank 0 at MASTER_ADDR=127.0.0.1, MASTER_PORT="),
         ("unresolved", "MASTER_ADDR=no-such-host.invalid cannot be resolved"),
         ("elsewhere", "MASTER_ADDR=no-such-host.invalid"),
         ("taken", "is in use on this machine"),
-        ("silent", "is taken by a program that does not answer"),
+        ("silent", "is in use by a program that does not respond"),
         ("beyond", "RANK=2 is not below WORLD_SIZE=2"),
     ],
 )
-def test_each_reason_why_a_rank_cannot_join_is_named_with_its_variable(ended, name, says):
+def test_rendezvous_error_contains_the_wrong_variable(ended, name, message):
     (end,) = ended[name]
     line = last_line(end)
     assert line.startswith("DistributedError: ")
-    assert says in line
+    assert message in line
 
 
-def test_a_rank_that_comes_twice_is_named_by_all(ended):
+def test_all_ranks_report_a_duplicate_rank(ended):
     for end in ended["twice"]:
-        assert "rank 1 came twice to MASTER_ADDR=127.0.0.1" in last_line(end)
+        assert "rank 1 connected twice to MASTER_ADDR=127.0.0.1" in last_line(end)
 
 
-def test_different_world_sizes_are_named_by_all(ended):
+def test_all_ranks_report_different_world_sizes(ended):
     for end in ended["worlds"]:
         line = "DistributedError: rank 0 has WORLD_SIZE=2, but rank 1 has WORLD_SIZE=3"
         assert last_line(end).startswith(line)
@@ -118,15 +118,15 @@ if attempt == 0 and dist.get_rank() == 1:
     raise ValueError("the first attempt fails")
 if attempt == 0:
     time.sleep(60)
-with open(os.environ["ANSWERS"], "a") as answers:  # one write each, so that the lines stay whole
+with open(os.environ["ANSWERS"], "a") as answers:  # one write per rank, which keeps the lines intact
     answers.write(f"{dist.all_gather_object(dist.get_rank())}\\n")
 """
 
 
-def test_torchrun_starts_all_again_though_its_store_remembers_the_first_attempt(tmp_path):
+def test_rendezvous_succeeds_after_torchrun_restarts_the_processes(tmp_path):
     (tmp_path / "again.py").write_text(AGAIN)
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1"]
-    # This form of rendezvous keeps one store, with the addresses of processes that have ended.
+    # With these options, torchrun keeps one store across restarts, with the addresses of exited processes.
     command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", str(tmp_path / "again.py")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "ANSWERS": str(tmp_path / "answers")}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""A sharded run goes on from its checkpoint on any number of processes; on the same number bit for bit."""
+"""Resuming of sharded runs with any number of processes; bitwise equal with the same number."""
 
 import os
 import pickle
@@ -54,7 +54,7 @@ def files(folder):
     make(folder / "one", FSDP, world=2, epochs=1, default_hooks=dict(checkpoint=hook)).train()
     latest = find_latest_checkpoint(folder)
     again = make(folder, FSDP, world=2, default_hooks=dict(checkpoint=None), resume=True)
-    again.val()  # weights only, which a validation takes strictly
+    again.val()  # loads the weights only, with strict=True
     hub = runner.message_hub
     names = [sorted(path.name for path in where.iterdir()) for where in (folder, folder / "one")]
     return names[0], latest.name, hub.get_info("best_ckpt/error"), names[1]
@@ -113,29 +113,29 @@ def answers(folder, alone):
     return two | run_in_two([hybrid], folder, timeout=120, world=4)
 
 
-def test_on_as_many_processes_a_resumed_run_ends_bit_for_bit_as_if_never_stopped(answers):
+def test_resumed_run_on_the_same_number_of_processes_is_bitwise_equal(answers):
     assert_same(answers["continued"][0], answers["uninterrupted"][0], steps=10)
 
 
 @pytest.mark.parametrize("name", ["continued_as_ddp", "continued_from_a_file"])
-def test_sharded_and_ordinary_runs_go_on_from_each_others_checkpoints(answers, alone, name):
+def test_sharded_and_unsharded_runs_load_each_others_checkpoints(answers, alone, name):
     kinds = {"continued_as_ddp": "MMDistributedDataParallel"}
     assert answers[name][0]["kind"] == kinds.get(name, "MMFullyShardedDataParallel")
     assert_same(answers[name][0], alone, rtol=2e-6, atol=1e-6, steps=10)
 
 
-def test_one_process_goes_on_from_the_shards_of_two(answers, alone, folder, tmp_path):
+def test_one_process_resumes_from_the_shards_of_two(answers, alone, folder, tmp_path):
     first = folder / "uninterrupted" / "epoch_2.sharded"
     assert_same(train(tmp_path, **SAVE, resume=str(first)), alone, rtol=2e-6, atol=1e-6, steps=10)
 
 
-def test_gradients_held_back_within_a_window_survive(answers):
+def test_accumulated_gradients_are_restored(answers):
     assert not isinstance(answers["middle_of_a_window"][0], str), answers["middle_of_a_window"][0]
     whole, rest = answers["middle_of_a_window"][0]
     assert_same(rest, whole, rtol=2e-6, atol=1e-6, steps=5)
 
 
-def test_four_hybrid_processes_train_as_one_and_go_on_from_the_shards_of_two(answers, alone):
+def test_four_hsdp_processes_equal_one_and_resume_from_the_shards_of_two(answers, alone):
     assert not isinstance(answers["hybrid"][0], str), answers["hybrid"][0]
     whole, from_two = answers["hybrid"][0]
     assert_same(whole, alone, rtol=2e-6, atol=1e-6, steps=20)
@@ -149,7 +149,7 @@ def flat(value, place=""):
 
 
 @pytest.mark.parametrize("name", ["uninterrupted", "hybrid"])
-def test_a_consolidated_checkpoint_is_one_processs_own(answers, folder, tmp_path, name):
+def test_consolidated_checkpoint_equals_that_of_one_process(answers, folder, tmp_path, name):
     consolidate(folder / name / "epoch_2.sharded", tmp_path / "whole.pth")
     whole = load_checkpoint(tmp_path / "whole.pth")
     ordinary = load_checkpoint(folder / "alone" / "epoch_2.pth")
@@ -161,7 +161,7 @@ def test_a_consolidated_checkpoint_is_one_processs_own(answers, folder, tmp_path
             torch.testing.assert_close(value, right[key], rtol=1e-6, atol=1e-6, msg=key)
 
 
-def test_folders_are_kept_removed_and_found_as_files_are(answers):
+def test_sharded_folders_are_kept_removed_and_found_like_files(answers):
     assert not isinstance(answers["files"][0], str), answers["files"][0]
     names, latest, best, consolidated = answers["files"][0]
     assert [name for name in names if name.endswith((".sharded", ".pth", ".tmp", ".old"))] == [
@@ -174,19 +174,19 @@ def test_folders_are_kept_removed_and_found_as_files_are(answers):
     assert not any(name.endswith(".sharded") for name in consolidated)
 
 
-def test_weights_that_are_not_finite_on_one_rank_stop_all(answers):
+def test_nonfinite_weights_on_one_rank_stop_all_ranks(answers):
     for answer in answers["not_finite"]:
         message, written = answer
         assert "'stem.weight' is NaN" in message
         assert written == []
 
 
-def test_a_folder_that_cannot_be_written_is_an_error_on_every_rank(answers):
+def test_folder_write_failure_raises_on_every_rank(answers):
     for answer in answers["unwritable"]:
         assert "cannot be written" in answer
 
 
-# ---- reading what cannot be trusted -------------------------------------------------------------------
+# ---- loading of untrusted checkpoints -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,14 +199,14 @@ class Bomb:
         return os.mkdir, (str(Path(os.environ["BOMB"])),)
 
 
-def test_torchs_own_pickled_index_is_never_opened(copy, tmp_path, monkeypatch):
+def test_pickled_index_of_torch_is_not_opened(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     (copy / ".metadata").write_bytes(pickle.dumps(Bomb()))
     assert "stem.weight" in load_checkpoint(copy)["state_dict"]
     assert not (tmp_path / "exploded").exists()
 
 
-def test_pickled_objects_in_the_parts_are_refused(copy, tmp_path, monkeypatch):
+def test_pickled_objects_in_shards_raise(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     content = torch.load(copy / "plain.pth", weights_only=True)
     torch.save(Bomb(), copy / "bomb.distcp")
@@ -219,7 +219,7 @@ def test_pickled_objects_in_the_parts_are_refused(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_an_index_that_names_another_folders_file_is_refused(copy):
+def test_index_with_a_file_of_another_folder_raises(copy):
     content = torch.load(copy / "plain.pth", weights_only=True)
     next(iter(content["index"].values()))["parts"] = [([0, 0], [5, 3], "../elsewhere", 0, 1)]
     torch.save(content, copy / "plain.pth")
@@ -227,7 +227,7 @@ def test_an_index_that_names_another_folders_file_is_refused(copy):
         load_checkpoint(copy)
 
 
-def test_a_lost_part_is_an_error_that_names_the_checkpoint(copy):
+def test_missing_shard_raises_with_the_checkpoint(copy):
     next(copy.glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"copy\.sharded is incomplete or damaged"):
         load_checkpoint(copy)

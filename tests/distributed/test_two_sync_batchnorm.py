@@ -1,4 +1,4 @@
-"""SyncBN on two gloo processes against one process that sees the whole batch."""
+"""SyncBN in two gloo processes equals one process with the whole batch."""
 
 import copy
 
@@ -10,7 +10,7 @@ from two_processes import run_in_two
 from slipstream.dist import get_rank, init_dist
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-SHARES = (slice(0, 5), slice(5, 8))  # the ranks' batches differ in size
+SHARDS = (slice(0, 5), slice(5, 8))  # the batch sizes of the ranks differ
 
 
 def network():
@@ -27,16 +27,16 @@ def network():
 
 def batches():
     g = torch.Generator().manual_seed(1)
-    # Far from zero: the textbook difference of mean squares would cancel here.
+    # Values far from zero cause cancellation in the difference of mean squares.
     return 1000 + torch.randn(20, 8, 3, 8, 8, generator=g, dtype=torch.float64)
 
 
 def train(model, data, mine, world):
-    """Twenty steps of plain SGD on the mean of all outputs' squares; return losses and state."""
+    """Run twenty steps of SGD on the mean square of all outputs; return losses and state."""
     losses = []
     weights = torch.linspace(-1, 1, 6, dtype=torch.float64)
     for batch in data:
-        # Sums, divided by the whole batch: the ranks' gradients add up to the single process's.
+        # The loss is a sum divided by the whole batch, so the gradients of the ranks add up to those of one process.
         loss = (model(batch[mine]) * weights).tanh().sum() / len(batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         if world > 1:
@@ -54,11 +54,11 @@ def train(model, data, mine, world):
 
 def eager(folder):
     init_dist("pytorch")
-    return train(convert_sync_batchnorm(network()), batches(), SHARES[get_rank()], 2)
+    return train(convert_sync_batchnorm(network()), batches(), SHARDS[get_rank()], 2)
 
 
 def eager_on_many(folder):
-    """The way of more ranks than have room in one message."""
+    """Use two messages, as with many ranks."""
     most, sync_batchnorm._ONE_MESSAGE = sync_batchnorm._ONE_MESSAGE, 1
     try:
         return eager(folder)
@@ -70,7 +70,7 @@ def fullgraph(folder):
     init_dist("pytorch")
     model = convert_sync_batchnorm(network())
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend="aot_eager")
-    x = batches()[0][SHARES[get_rank()]]
+    x = batches()[0][SHARDS[get_rank()]]
     weight = model[0].weight
     expected = torch.autograd.grad(model(x).tanh().sum(), weight)[0]
     actual = torch.autograd.grad(compiled(x).tanh().sum(), compiled._orig_mod[0].weight)[0]
@@ -83,7 +83,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["eager", "eager_on_many"])
-def test_two_processes_equal_one_with_the_whole_batch_at_every_step(answers, way):
+def test_two_processes_equal_one_process_at_every_step(answers, way):
     losses, state = train(network(), batches(), slice(0, 8), 1)
     for answer in answers[way]:
         assert not isinstance(answer, str), answer
@@ -93,7 +93,7 @@ def test_two_processes_equal_one_with_the_whole_batch_at_every_step(answers, way
             torch.testing.assert_close(answer[1][name], value, rtol=1e-8, atol=1e-10)
 
 
-def test_it_compiles_without_a_graph_break_to_the_same_gradient(answers):
+def test_sync_bn_compiles_without_graph_break_to_equal_gradients(answers):
     for answer in answers["fullgraph"]:
         assert not isinstance(answer, str), answer
         difference, size = answer

@@ -1,4 +1,4 @@
-"""Metrics of training over two ranks: every sample counts once, and each rank reads the same values."""
+"""Training metrics of two ranks: every sample counts once, and both ranks have the same values."""
 
 import os
 
@@ -69,7 +69,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["eagerly", "as_one_graph"])
-def test_every_rank_reads_the_metrics_of_all_samples(answers, way):
+def test_every_rank_has_the_metrics_of_all_samples(answers, way):
     wanted = [right_samples(1), right_samples(5)]
     assert 0 < wanted[0] < wanted[1] < 1
     for found in answers[way]:

@@ -37,7 +37,7 @@ class Net(BaseModel):
 
 
 class Seen(BaseMetric):
-    """Which samples were counted, as one number."""
+    """A metric that identifies the counted samples."""
 
     def process(self, data_batch, data_samples):
         self.results += data_samples.tolist()
@@ -52,7 +52,7 @@ class Custom(DistributedDataParallel):
 
 
 def train(folder, world, net=None, cfg=None, **options):
-    """Train with BATCH samples a step over all processes; return the weights and the Runner."""
+    """Train with BATCH samples per step over all processes; return the weights and the Runner."""
     parts = dict(
         train_dataloader=dict(
             dataset=Samples(20), batch_size=BATCH // world, sampler=dict(type="DefaultSampler", shuffle=True)
@@ -62,7 +62,7 @@ def train(folder, world, net=None, cfg=None, **options):
         default_hooks=dict(checkpoint=None),
         launcher="pytorch" if world > 1 else "none",
         randomness=dict(seed=3),
-        env_cfg=dict(dist_cfg=dict(backend="nccl", timeout=30)),  # as MMEngine's configurations have it
+        env_cfg=dict(dist_cfg=dict(backend="nccl", timeout=30)),  # as in MMEngine's configurations
         log_level="ERROR",
         cfg=cfg,
     )
@@ -72,7 +72,7 @@ def train(folder, world, net=None, cfg=None, **options):
 
 
 def no_cuda(folder):
-    """Forbid what only works with a GPU, for this and the following functions."""
+    """Disable functions that require a GPU, for this and the following functions."""
 
     def refusal(name):
         def refuse(*args, **kwargs):
@@ -80,7 +80,7 @@ def no_cuda(folder):
 
         return refuse
 
-    # One function each: torch.compile keeps a table of them, and wants no two entries for one.
+    # One function each, because torch.compile stores them in a table without duplicates.
     for name in ("set_device", "current_device", "synchronize", "get_rng_state", "_lazy_init"):
         setattr(torch.cuda, name, refusal(name))
 
@@ -136,7 +136,7 @@ class Answering(Net):
 
 
 def own_statistics(folder):
-    """Validate during the training, and again the checkpoint that it wrote."""
+    """Validate during the training, and validate the written checkpoint."""
     val = dict(
         val_dataloader=dict(dataset=Samples(), batch_size=3), val_cfg=dict(), val_evaluator=dict(type=Output)
     )
@@ -167,17 +167,17 @@ def same(left, right, tolerance=1e-6):
         )
 
 
-def test_two_processes_train_as_one_with_the_whole_batch(answers, tmp_path):
+def test_two_processes_equal_one_process(answers, tmp_path):
     alone = train(tmp_path, 1)[0]
     (first, wrapped, broadcasts), (second, *_) = answers["plain"]
     assert wrapped
     assert not broadcasts
     same(first, second, 0)
     same(first, alone)
-    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "something was learnt"
+    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "the weights must change"
 
 
-def test_so_they_do_with_accumulation_and_clipping(answers, tmp_path):
+def test_two_processes_with_accumulation_and_clipping_equal_one_process(answers, tmp_path):
     optim = dict(
         optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=2, clip_grad=dict(max_norm=0.5)
     )
@@ -186,7 +186,7 @@ def test_so_they_do_with_accumulation_and_clipping(answers, tmp_path):
     same(answers["accumulated"][0], alone)
 
 
-def test_a_users_own_subclass_of_torchs_ddp_works_and_trains_the_same(answers):
+def test_user_subclass_of_ddp_gives_the_same_weights(answers):
     assert not isinstance(answers["custom_wrapper"][0], str), answers["custom_wrapper"][0]
     weights, name, broadcasts = answers["custom_wrapper"][0]
     assert name == "Custom"
@@ -194,26 +194,26 @@ def test_a_users_own_subclass_of_torchs_ddp_works_and_trains_the_same(answers):
     same(weights, answers["plain"][0][0], 0)
 
 
-def test_options_of_the_wrapper_do_not_turn_broadcast_buffers_on(answers):
+def test_wrapper_options_do_not_enable_broadcast_buffers(answers):
     assert answers["wrapper_options"] == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_validation_counts_each_sample_once_in_order_whatever_the_length(answers, which):
+def test_validation_counts_each_sample_once_in_order(answers, which):
     for rank in (0, 1):
         metrics = answers["validation"][rank]
         assert isinstance(metrics, list), metrics
         assert metrics[which] == {"count": 21 + which, "in_order": 1.0}
 
 
-def test_a_checkpoint_holds_the_batchnorm_statistics_that_were_validated(answers):
+def test_checkpoint_contains_the_validated_batchnorm_statistics(answers):
     for answer in answers["own_statistics"]:
         assert not isinstance(answer, str), answer
         during, again = answer
         assert during == pytest.approx(again, rel=1e-6)
 
 
-def test_nothing_of_this_needed_cuda(answers):
+def test_no_function_requires_cuda(answers):
     assert answers["no_cuda"] == [None, None]
     for name in FUNCTIONS:
         for answer in answers[name.__name__]:

@@ -1,4 +1,4 @@
-"""Ranks whose data differ in length end together, and no sample of an evaluation counts twice."""
+"""Ranks with different numbers of batches end together, and evaluation counts no sample twice."""
 
 import time
 
@@ -110,7 +110,7 @@ class Sums(BaseMetric):
 
 
 class Together(MMDistributedDataParallel):
-    """Each forward is a collective, as in a sharded model."""
+    """A model whose forward is collective, like a sharded model."""
 
     forward_needs_all_ranks = True
 
@@ -151,7 +151,7 @@ def nothing_to_give(folder):
         return str(error)
 
 
-def test_streams_of_different_length_end_together_and_train_the_same_weights(tmp_path):
+def test_streams_of_different_length_end_together_with_equal_weights(tmp_path):
     answers = run_in_two([by_iterations, by_epochs, own_batches, in_company, nothing_to_give], tmp_path)
     for name, steps in (("by_iterations", 7), ("by_epochs", 6), ("own_batches", 6)):
         for answer in answers[name]:
@@ -190,7 +190,7 @@ def too_slow(folder):
 
 
 @pytest.mark.slow
-def test_a_collective_timeout_says_rank_and_step(tmp_path):
+def test_collective_timeout_reports_rank_and_step(tmp_path):
     answer = run_in_two([too_slow], tmp_path)["too_slow"][0]
     assert "imed out" in answer
     assert "on rank 0 of 2, in epoch 1, iteration 3 of the training" in answer

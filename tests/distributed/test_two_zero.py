@@ -1,4 +1,4 @@
-"""ZeRO-1 on two processes moves the weights as the plain optimizer does, and saves what that would save."""
+"""ZeRO-1 in two processes gives the weights and the saved state of the plain optimizer."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def resumed(folder):
 
 
 def with_loss_scaler(folder):
-    """The scale starts so high that some steps overflow; both must skip the same ones."""
+    """Train with a large initial scale, so some steps overflow; both ranks must skip the same steps."""
     answers = []
     for optimizer in (ADAMW, ZERO):
         amp = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**40))
@@ -62,7 +62,7 @@ def with_loss_scaler(folder):
 
 
 def mixed(folder):
-    """Parameters of two dtypes and one group that is too small for both ranks."""
+    """Train parameters of two dtypes, with a group that has no parameter for one rank."""
 
     def network():
         torch.manual_seed(0)
@@ -113,7 +113,7 @@ def assert_close(one, other):
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_groups_schedules_and_clipping_move_the_weights_as_the_plain_optimizer_does(answers):
+def test_groups_schedulers_and_clipping_equal_the_plain_optimizer(answers):
     start = SteppedNet().state_dict()
     for answer in both(answers, "everything"):
         assert_equal(answer["zero"], answer["plain"])
@@ -122,24 +122,24 @@ def test_groups_schedules_and_clipping_move_the_weights_as_the_plain_optimizer_d
     assert_equal(first["zero"], second["zero"])
 
 
-def test_the_inner_optimizer_follows_the_schedule_of_the_outer(answers):
+def test_inner_optimizer_uses_the_scheduled_learning_rate(answers):
     for answer in both(answers, "everything"):
         assert answer["zero lr"] == answer["plain lr"]
         assert len(set(answer["zero lr"])) == 2
-        # A step copies the rates, and the schedule moves on after it: at the end it is one step ahead.
+        # A step copies the learning rates before the scheduler changes them, so the scheduler is one step ahead.
         assert all(
             inner > outer > 0 for inner, outer in zip(answer["inner lr"], answer["zero lr"], strict=True)
         )
 
 
-def test_each_rank_holds_about_half_of_the_state_and_nothing_twice(answers):
+def test_each_rank_stores_about_half_of_the_state_without_overlap(answers):
     first, second = (answer["held"] for answer in both(answers, "everything"))
     whole = sum(p.numel() for p in SteppedNet().parameters())
     assert first + second == whole
     assert max(first, second) <= 0.55 * whole
 
 
-def test_a_checkpoint_holds_what_the_plain_optimizer_would_have_saved(answers):
+def test_checkpoint_equals_that_of_the_plain_optimizer(answers):
     both(answers, "everything")
     zero, plain = (
         load_checkpoint(answers[1] / "everything" / name / "epoch_4.pth")["optimizer"]
@@ -153,13 +153,13 @@ def test_a_checkpoint_holds_what_the_plain_optimizer_would_have_saved(answers):
         assert {key: one[key] for key in other} == other
 
 
-def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_never_stopped(answers):
+def test_resumed_run_is_bitwise_equal(answers):
     for whole, (again, plain, _) in zip(both(answers, "everything"), both(answers, "resumed"), strict=True):
         assert_equal(again, whole["zero"])
-        assert_equal(plain, whole["zero"])  # with the plain optimizer too
+        assert_equal(plain, whole["zero"])  # also with the plain optimizer
 
 
-def test_a_run_goes_on_with_one_process_and_the_plain_optimizer_or_zero(answers, tmp_path):
+def test_run_resumes_with_one_process_and_the_plain_optimizer_or_zero(answers, tmp_path):
     whole = both(answers, "everything")[0]["zero"]
     for name, optimizer in (("plain", ADAMW), ("zero", ZERO)):
         source = str(answers[1] / "everything" / "zero" / "epoch_2.pth")
@@ -167,19 +167,19 @@ def test_a_run_goes_on_with_one_process_and_the_plain_optimizer_or_zero(answers,
         assert_close(runner.model.state_dict(), whole)
 
 
-def test_a_run_of_one_process_goes_on_with_two(answers):
+def test_run_of_one_process_resumes_with_two(answers):
     alone = load_checkpoint(answers[1] / "world1" / "epoch_4.pth")["state_dict"]
     for *_, from_one in both(answers, "resumed"):
         assert_close(from_one, alone)
 
 
-def test_a_loss_scaler_skips_the_same_steps(answers):
+def test_loss_scaler_skips_the_same_steps(answers):
     for plain, zero in both(answers, "with_loss_scaler"):
         assert_equal(zero[0], plain[0])
         assert zero[1] == plain[1] < 2.0**40
 
 
-def test_several_dtypes_small_groups_and_late_ones_are_parted_too(answers):
+def test_several_dtypes_small_groups_and_added_groups_are_partitioned(answers):
     first, second = both(answers, "mixed")
     assert first == (True, [0, 1, 2, 3, 4, 5], True)
     assert second[0]

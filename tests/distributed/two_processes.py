@@ -25,7 +25,7 @@ def _child(rank, port, folder, functions, world):
             answers[function.__name__] = function(own)
         except Exception:
             answers[function.__name__] = traceback.format_exc()
-            break  # the other process may wait for this one: nothing more can be trusted
+            break  # the other process may wait for this one, so later results are not reliable
     (folder / f"{rank}.pkl").write_bytes(pickle.dumps(answers))
 
 

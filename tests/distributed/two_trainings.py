@@ -1,4 +1,4 @@
-"""A small training through the Runner, of one process or as one of two."""
+"""A small training with the Runner, in one process or as one of two."""
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ class SteppedNet(BaseModel):
 
 
 class LossOfEachStep(Hook):
-    """Keeps the loss of every step, its mean over the ranks."""
+    """Store the loss of every step, averaged over the ranks."""
 
     def __init__(self):
         self.losses = []
@@ -52,7 +52,7 @@ class LossOfEachStep(Hook):
 
 
 def train(folder, world, model=None, dataset=None, batch=8, max_epochs=2, prepare=None, **options):
-    """Train with `batch` samples a step over all processes; return the Runner. `prepare(runner)` comes before."""
+    """Call `prepare(runner)` and train with `batch` samples per step over all processes; return the Runner."""
     loader = dict(
         dataset=Labelled() if dataset is None else dataset,
         batch_size=batch // world,

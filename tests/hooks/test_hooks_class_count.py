@@ -40,12 +40,12 @@ def test_a_head_that_fits_trains(tmp_path):
 
 
 def test_a_head_of_another_size_is_found_before_the_loss_indexes_beyond_it(tmp_path):
-    with pytest.raises(ModelError, match="3 classes, and the data set has 5: set its num_classes"):
+    with pytest.raises(ModelError, match="3 classes, but the dataset has 5; set num_classes"):
         runner(tmp_path, train="abcde").train()
 
 
 def test_a_head_of_another_size_is_found_in_a_validation(tmp_path):
-    with pytest.raises(ModelError, match="3 classes, and the data set has 2"):
+    with pytest.raises(ModelError, match="3 classes, but the dataset has 2"):
         runner(tmp_path, val="ab").val()
 
 

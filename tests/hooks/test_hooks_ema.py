@@ -218,7 +218,10 @@ def test_each_vocabulary_does_with_buffers_what_it_documents(tmp_path, hook):
         (dict(ema_type="ScheduledEMA", momentum=0.1), r"^custom_hooks\[0\].*'momentum'"),
         (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must lie between 0 and 1"),
         (dict(ema_type="ScheduledEMA", decay_type="treshold"), r"did you mean 'threshold'"),
-        (dict(ema_type="ScheduledEMA", decay_type="constant", beta=2.0), r"beta: belongs to 'exp'"),
+        (
+            dict(ema_type="ScheduledEMA", decay_type="constant", beta=2.0),
+            r"beta: only applies to decay_type 'exp'",
+        ),
         (dict(ema_type="ScheduledEMAs"), r"^custom_hooks\[0\].*did you mean 'ScheduledEMA'"),
         (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must not be negative"),
         (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must not be negative"),

@@ -23,7 +23,7 @@ def network():
 
 
 class Plain(nn.Module):
-    """Dynamo compiles the forward of classes that are not torch's own."""
+    """A module that Dynamo compiles; it does not compile the forward of torch's own classes."""
 
     def __init__(self):
         super().__init__()
@@ -34,7 +34,7 @@ class Plain(nn.Module):
 
 
 def walk(model, rng):
-    """Change every parameter and buffer, as training would."""
+    """Change every parameter and buffer like a training step."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             tensor.data.add_(torch.from_numpy(rng.normal(size=tuple(tensor.shape))).float())
@@ -43,7 +43,7 @@ def walk(model, rng):
 
 
 def history(average, model):
-    """Walk and average; return all the states of the model, in float64."""
+    """Change and average the model for all steps; return its states in float64."""
     rng, states = np.random.default_rng(0), []
     for _ in range(STEPS):
         walk(model, rng)
@@ -55,8 +55,8 @@ def history(average, model):
 def ema(values, momentum, interval):
     result = values[0]
     for step in range(interval, len(values), interval):
-        share = momentum(step)
-        result = (1 - share) * result + share * values[step]
+        weight = momentum(step)
+        result = (1 - weight) * result + weight * values[step]
     return result
 
 
@@ -88,7 +88,7 @@ AVERAGES = [
 
 @pytest.mark.parametrize("interval", [1, 4])
 @pytest.mark.parametrize(("kind", "options", "formula"), AVERAGES)
-def test_fifty_steps_follow_the_formula(kind, options, formula, interval):
+def test_average_matches_the_formula_over_fifty_steps(kind, options, formula, interval):
     model = network()
     average = kind(model, interval=interval, **options)
     average.total_steps = STEPS
@@ -96,11 +96,15 @@ def test_fifty_steps_follow_the_formula(kind, options, formula, interval):
     for name, tensor in average.module.named_parameters():
         wanted = formula([state[name] for state in states], interval)
         np.testing.assert_allclose(tensor.double().numpy(), wanted, atol=1e-5, err_msg=name)
-        assert not np.allclose(wanted, states[-1][name], atol=1e-2), "the average lags behind the model"
-        assert not np.allclose(wanted, states[0][name], atol=1e-2), "the average moves"
+        assert not np.allclose(wanted, states[-1][name], atol=1e-2), (
+            "the average must differ from the last weights"
+        )
+        assert not np.allclose(wanted, states[0][name], atol=1e-2), (
+            "the average must differ from the first weights"
+        )
 
 
-def test_updating_leaves_the_model_as_it_is():
+def test_update_does_not_change_the_model():
     model = network()
     average = ExponentialMovingAverage(model, momentum=0.5)
     before = copy.deepcopy(model.state_dict())
@@ -109,7 +113,7 @@ def test_updating_leaves_the_model_as_it_is():
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_buffers_are_the_models_own_unless_asked_for():
+def test_buffers_are_copied_by_default():
     model = network()
     average = ExponentialMovingAverage(model, momentum=0.1)
     states = history(average, model)
@@ -118,7 +122,7 @@ def test_buffers_are_the_models_own_unless_asked_for():
     assert average.module[1].num_batches_tracked == STEPS
 
 
-def test_with_update_buffers_floating_point_buffers_are_averaged_and_counts_are_copied():
+def test_update_buffers_averages_floating_point_buffers_and_copies_counts():
     model = network()
     average = ExponentialMovingAverage(model, momentum=0.1, update_buffers=True)
     states = history(average, model)
@@ -129,26 +133,26 @@ def test_with_update_buffers_floating_point_buffers_are_averaged_and_counts_are_
 
 
 @pytest.mark.parametrize("update_buffers", [False, True])
-def test_swap_exchanges_storages_without_copying_and_twice_is_nothing(update_buffers):
+def test_swap_exchanges_storages_and_a_second_swap_restores_them(update_buffers):
     model = network()
     average = ExponentialMovingAverage(model, momentum=0.1, update_buffers=update_buffers)
     history(average, model)
 
-    def places(module):
+    def pointers(module):
         tensors = [*module.parameters(), *(module.buffers() if update_buffers else ())]
         return [t.data_ptr() for t in tensors if t.is_floating_point()]
 
     parameters = [id(p) for p in model.parameters()]
-    mine, theirs = places(average.module), places(model)
+    mine, theirs = pointers(average.module), pointers(model)
     assert set(mine).isdisjoint(theirs)
     average.swap(model)
-    assert (places(average.module), places(model)) == (theirs, mine)
-    assert [id(p) for p in model.parameters()] == parameters, "an optimizer's references stay valid"
+    assert (pointers(average.module), pointers(model)) == (theirs, mine)
+    assert [id(p) for p in model.parameters()] == parameters, "references of an optimizer must stay valid"
     average.swap(model)
-    assert (places(average.module), places(model)) == (mine, theirs)
+    assert (pointers(average.module), pointers(model)) == (mine, theirs)
 
 
-def test_the_copy_of_a_compiled_model_runs_eagerly_and_needs_no_gradient():
+def test_average_of_a_compiled_model_runs_eagerly_without_gradients():
     torch._dynamo.reset()
     model = Plain()
     calls = []
@@ -175,7 +179,7 @@ def test_the_copy_of_a_compiled_model_runs_eagerly_and_needs_no_gradient():
     assert all(p.requires_grad for p in model.parameters())
 
 
-def test_a_state_dict_brings_average_and_step_count_back():
+def test_state_dict_restores_average_and_step_count():
     model = network()
     average = MomentumAnnealingEMA(model, momentum=0.01, gamma=3)
     history(average, model)
@@ -185,7 +189,7 @@ def test_a_state_dict_brings_average_and_step_count_back():
     other = MomentumAnnealingEMA(network(), momentum=0.01, gamma=3)
     assert not any(other.load_state_dict(state, strict=True))
     assert other.steps == STEPS
-    assert "steps" in state, "the caller's dict stays whole"
+    assert "steps" in state, "the dict of the caller must not change"
     walk(model, np.random.default_rng(1))
     average.update_parameters(model)
     other.update_parameters(model)
@@ -193,7 +197,7 @@ def test_a_state_dict_brings_average_and_step_count_back():
         assert torch.equal(ours, theirs)
 
 
-def test_an_average_can_be_built_by_name():
+def test_average_is_built_from_the_registry():
     average = MODELS.build(
         dict(type="StochasticWeightAverage", interval=2), default_args={"model": network()}
     )
@@ -201,24 +205,24 @@ def test_an_average_can_be_built_by_name():
     assert average.interval == 2
 
 
-def test_the_decay_of_exp_comes_to_its_largest_value_with_the_default_beta_of_15():
+def test_exp_decay_uses_a_default_beta_of_15():
     average = ScheduledEMA(network(), decay=0.9999)
     average.total_steps = 1000
-    shares = [average.share() for _ in range(1000)]
-    assert shares[0] == 1.0
+    weights = [average.next_weight() for _ in range(1000)]
+    assert weights[0] == 1.0
     decays = [0.9999 * (1 - np.exp(-15 * step / 1000)) for step in range(2, 1001)]
-    np.testing.assert_allclose(shares[1:], 1 - np.array(decays), rtol=1e-9)
+    np.testing.assert_allclose(weights[1:], 1 - np.array(decays), rtol=1e-9)
 
 
-def test_exp_needs_to_know_how_long_the_training_is():
+def test_exp_decay_requires_total_steps():
     average = ScheduledEMA(network())
-    average.share()
+    average.next_weight()
     with pytest.raises(ConfigError, match=r"^decay_type: .*total_steps"):
-        average.share()
+        average.next_weight()
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_who_averages_by_the_shares_gets_the_same_average(interval):
+def test_next_weight_gives_the_same_average_as_update_parameters(interval):
     model = network()
     one, other = (MomentumAnnealingEMA(model, momentum=0.1, gamma=3, interval=interval) for _ in range(2))
     rng = np.random.default_rng(0)
@@ -227,15 +231,17 @@ def test_who_averages_by_the_shares_gets_the_same_average(interval):
         one.update_parameters(model)
         averages, currents = other.pairs(model)
         with torch.no_grad():
-            torch._foreach_lerp_(averages, currents, other.share())
+            torch._foreach_lerp_(averages, currents, other.next_weight())
     assert one.steps == other.steps == 10
     for mine, theirs in zip(one.module.parameters(), other.module.parameters(), strict=True):
         assert torch.equal(mine, theirs)
-    assert all(a is b for a, b in zip(currents, model.parameters(), strict=True)), "the very tensors"
+    assert all(a is b for a, b in zip(currents, model.parameters(), strict=True)), (
+        "pairs must not copy tensors"
+    )
 
 
-class Oddities(nn.Module):
-    """Tied and frozen weights, and every kind of buffer."""
+class SpecialTensors(nn.Module):
+    """A module with tied and frozen weights, and every kind of buffer."""
 
     def __init__(self):
         super().__init__()
@@ -249,7 +255,7 @@ class Oddities(nn.Module):
 
 
 def test_tied_weights_stay_tied_and_are_averaged_once():
-    model = Oddities()
+    model = SpecialTensors()
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
     start = model.first.weight.detach().clone()
@@ -263,8 +269,8 @@ def test_tied_weights_stay_tied_and_are_averaged_once():
     torch.testing.assert_close(model.last.weight.detach(), start + 1)
 
 
-def test_frozen_weights_are_their_own_average_to_the_bit():
-    model = Oddities()
+def test_average_of_frozen_weights_is_exact():
+    model = SpecialTensors()
     average = ExponentialMovingAverage(model, momentum=0.3)
     for _ in range(20):
         with torch.no_grad():
@@ -274,8 +280,8 @@ def test_frozen_weights_are_their_own_average_to_the_bit():
     assert not torch.equal(average.module.first.weight, model.first.weight)
 
 
-def test_of_the_buffers_those_are_averaged_that_are_saved_finite_and_floating():
-    model = Oddities()
+def test_only_saved_finite_floating_point_buffers_are_averaged():
+    model = SpecialTensors()
     average = ScheduledEMA(model, decay=0.5, decay_type="constant")
     for _ in range(3):
         average.update_parameters(model)
@@ -287,13 +293,13 @@ def test_of_the_buffers_those_are_averaged_that_are_saved_finite_and_floating():
     assert kept.mean.tolist() == [1.25] * 3  # of 0, 1, 2: ((0 + 1) / 2 + 2) / 2
     assert torch.equal(kept.grid, model.grid)
     assert kept.count == 3
-    assert torch.equal(kept.mask, model.mask), "minus infinity, not NaN"
+    assert torch.equal(kept.mask, model.mask), "the values must be minus infinity, not NaN"
     average.swap(model)
     assert model.mean.tolist() == [1.25] * 3
     assert model.grid.tolist() == [3.0, 4.0, 5.0]
 
 
-def test_an_average_of_channels_last_weights_keeps_their_layout():
+def test_average_of_channels_last_weights_keeps_the_memory_format():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
     average = ExponentialMovingAverage(model, momentum=0.25)
@@ -309,7 +315,7 @@ def test_an_average_of_channels_last_weights_keeps_their_layout():
     torch.testing.assert_close(model.weight.detach(), start + 0.25)
 
 
-def test_a_model_made_channels_last_afterwards_is_averaged_all_the_same():
+def test_model_converted_to_channels_last_later_is_averaged():
     torch.manual_seed(0)
     model = nn.Conv2d(3, 4, 3)
     average = ExponentialMovingAverage(model, momentum=0.25)
@@ -323,7 +329,7 @@ def test_a_model_made_channels_last_afterwards_is_averaged_all_the_same():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_runs_with_the_average_after_a_swap_and_is_not_compiled_again(backend):
+def test_swap_in_a_compiled_model_does_not_recompile(backend):
     torch._dynamo.reset()
     compiler = torch._dynamo.testing.CompileCounterWithBackend(backend)
     torch.manual_seed(0)
@@ -346,7 +352,7 @@ def test_a_compiled_model_runs_with_the_average_after_a_swap_and_is_not_compiled
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "word"),
+    ("kind", "options", "message"),
     [
         (ExponentialMovingAverage, dict(momentum=0.0), "momentum"),
         (ExponentialMovingAverage, dict(momentum=1.0), "momentum"),
@@ -361,8 +367,8 @@ def test_a_compiled_model_runs_with_the_average_after_a_swap_and_is_not_compiled
         (ScheduledEMA, dict(interval=0), "interval"),
     ],
 )
-def test_values_outside_their_range_are_refused(kind, options, word):
-    with pytest.raises(ConfigError, match=f"^{word}"):
+def test_values_outside_their_range_raise(kind, options, message):
+    with pytest.raises(ConfigError, match=f"^{message}"):
         kind(network(), **options)
 
 
@@ -370,20 +376,20 @@ def test_values_outside_their_range_are_refused(kind, options, word):
     ("kind", "options"), [(ExponentialMovingAverage, dict(momentum=1e-4)), (ScheduledEMA, dict(decay=0.9999))]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_an_average_that_would_stand_still_for_want_of_digits_is_refused(kind, options, dtype):
-    with pytest.raises(ConfigError, match=r"^(momentum|decay): the average of '0.weight' would stand still"):
+def test_weights_with_too_low_precision_raise(kind, options, dtype):
+    with pytest.raises(ConfigError, match=r"^(momentum|decay): the average of '0.weight' would not change"):
         kind(network().to(dtype), **options)
     kind(network().to(dtype), **dict.fromkeys(options, 0.5))
     kind(network(), **options)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_an_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
+def test_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
     model = network().cuda()
     average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
     start = model[0].weight.detach().cpu().clone()
-    places = [t.data_ptr() for t in (*model.parameters(), *average.parameters())]
+    pointers = [t.data_ptr() for t in (*model.parameters(), *average.parameters())]
     average.update_parameters(model)
     model[0].weight.data.add_(1)
     average.update_parameters(model)
@@ -392,4 +398,4 @@ def test_an_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
     torch.testing.assert_close(model[0].weight.detach().cpu(), start + 0.5)
     assert model[0].weight.is_cuda
     torch.testing.assert_close(average.module[0].weight, start + 1)
-    assert [t.data_ptr() for t in (*model.parameters(), *average.parameters())] == places
+    assert [t.data_ptr() for t in (*model.parameters(), *average.parameters())] == pointers

@@ -12,7 +12,7 @@ from slipstream.optim import OptimWrapper
 
 
 class TupleModel(BaseModel):
-    """The shape of the model in MMEngine's tutorials."""
+    """A model like the one in MMEngine's tutorials."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ def batch():
 
 
 @pytest.mark.parametrize("kind", [tuple, list, namedtuple("Pair", "x labels")._make])
-def test_a_batch_by_position_reaches_forward_in_order(kind):
+def test_sequence_batch_is_passed_by_position(kind):
     model, (x, labels) = TupleModel(), batch()
     scores, seen = model.val_step(kind((x, labels)))
     torch.testing.assert_close(scores, x @ model.net.weight.T + model.net.bias)
@@ -44,13 +44,13 @@ def test_a_batch_by_position_reaches_forward_in_order(kind):
     assert not scores.requires_grad
 
 
-def test_a_batch_by_name_reaches_forward_by_keyword_and_may_leave_defaults_out():
+def test_dict_batch_is_passed_by_keyword():
     model, (x, labels) = DictModel(), batch()
     assert torch.equal(model.val_step({"targets": labels, "inputs": x})[1], labels)
     assert model.test_step({"inputs": x})[1] is None
 
 
-def test_train_step_moves_the_weights_as_a_step_written_by_hand():
+def test_train_step_equals_a_manual_step():
     model, (x, labels) = TupleModel(), batch()
     weight, bias = (p.detach().double().requires_grad_() for p in model.net.parameters())
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.3))
@@ -64,7 +64,7 @@ def test_train_step_moves_the_weights_as_a_step_written_by_hand():
     assert not logs["loss"].requires_grad
 
 
-def test_train_step_minimises_what_an_overridden_parse_losses_returns():
+def test_train_step_minimizes_the_total_of_an_overridden_parse_losses():
     class Doubled(TupleModel):
         def parse_losses(self, losses):
             total, logs = super().parse_losses(losses)
@@ -81,20 +81,20 @@ def test_train_step_minimises_what_an_overridden_parse_losses_returns():
 
 
 @pytest.mark.parametrize("extra", [{"image": 0}, {"image": 0, "labels": 0}])
-def test_wrong_keys_are_an_error_that_names_both_sides(extra):
+def test_wrong_keys_raise_with_batch_keys_and_arguments(extra):
     with pytest.raises(DataError, match=r"\['image'.*DictModel.forward takes \['inputs', 'targets'\]"):
         run_forward(DictModel(), extra, "loss")
 
 
-def test_a_tuple_of_the_wrong_length_is_an_error_that_names_the_arguments():
+def test_tuple_of_the_wrong_length_raises_with_the_arguments():
     x, labels = batch()
-    with pytest.raises(DataError, match=r"3 parts.*forward takes \['x', 'labels'\]"):
+    with pytest.raises(DataError, match=r"3 elements.*forward takes \['x', 'labels'\]"):
         run_forward(TupleModel(), (x, labels, labels), "loss")
-    with pytest.raises(DataError, match=r"1 parts"):
+    with pytest.raises(DataError, match=r"1 elements"):
         run_forward(TupleModel(), (x,), "loss")
 
 
-def test_a_type_error_inside_forward_is_not_blamed_on_the_batch():
+def test_type_error_inside_forward_is_not_converted():
     class Broken(DictModel):
         def forward(self, inputs, targets=None, mode="tensor"):
             return len(3)
@@ -104,7 +104,7 @@ def test_a_type_error_inside_forward_is_not_blamed_on_the_batch():
     assert not isinstance(caught.value, DataError)
 
 
-def test_a_batch_that_is_a_bare_tensor_is_an_error_that_points_to_collate_fn():
+def test_tensor_batch_raises_with_a_hint_to_collate_fn():
     with pytest.raises(DataError, match="collate_fn"):
         TupleModel().val_step(torch.ones(2, 4))
 
@@ -118,7 +118,7 @@ def test_a_batch_that_is_a_bare_tensor_is_an_error_that_points_to_collate_fn():
         (torch.tensor(1.0), "must return a dict"),
     ],
 )
-def test_what_is_no_loss_is_refused_with_what_was_returned(returned, message):
+def test_invalid_losses_raise_with_the_returned_value(returned, message):
     class Wrong(TupleModel):
         def forward(self, x, labels, mode):
             return returned
@@ -128,14 +128,14 @@ def test_what_is_no_loss_is_refused_with_what_was_returned(returned, message):
         model.train_step(batch(), OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
-def test_a_data_preprocessor_is_built_from_its_configuration():
+def test_data_preprocessor_is_built_from_a_configuration():
     model = BaseModel(dict(type="ImgDataPreprocessor", mean=[1.0], std=[2.0]))
     out = model.data_preprocessor({"inputs": torch.full((1, 1, 2, 2), 5.0)})
     assert out["inputs"].unique().tolist() == [2.0]
     assert BaseModel(nn.Identity()).data_preprocessor.__class__ is nn.Identity
 
 
-def test_the_preprocessor_moves_every_tensor_of_a_nested_batch_to_where_the_model_went():
+def test_preprocessor_moves_nested_tensors_to_the_device_of_the_model():
     model = TupleModel().to("meta")
     pair = namedtuple("Pair", "a b")
     out = model.data_preprocessor(

@@ -1,4 +1,4 @@
-"""Communication hooks on one process: what PowerSGD approximates and remembers, and what is refused."""
+"""Communication hooks in one process: approximation and state of PowerSGD, and invalid options."""
 
 import io
 
@@ -25,7 +25,7 @@ def wrapped(how, size=(12, 16)):
 
 
 def receive(model, gradient):
-    """Return what the parameter gets when its gradient is `gradient`."""
+    """Return the gradient that the parameter receives if its local gradient is `gradient`."""
     model.module.weight.grad = None
     rows = torch.eye(gradient.shape[1])
     (model(rows) * gradient.T).sum().backward()
@@ -50,15 +50,15 @@ def matrix(rank, seed=1):
         (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: expected int, not 'soon'"),
     ],
 )
-def test_a_wrong_comm_hook_is_refused_by_name(how, message):
+def test_invalid_comm_hook_raises_with_its_name(how, message):
     with pytest.raises(ConfigError, match=message):
         wrapped(how)
 
 
-def test_words_and_dicts_name_the_same_hooks():
+def test_strings_and_dicts_select_the_same_hooks():
     assert isinstance(wrapped("bf16").comm_hook, HalfPrecision)
     assert wrapped(dict(type="fp16")).comm_hook.dtype == torch.float16
-    assert wrapped("powersgd").comm_hook.how.rank == 2
+    assert wrapped("powersgd").comm_hook.options.rank == 2
     assert wrapped(None).comm_hook is None
 
 
@@ -68,21 +68,21 @@ def test_half_precision_rounds_the_gradient_once(how, dtype):
     assert torch.equal(receive(wrapped(how), gradient), gradient.to(dtype).float())
 
 
-def test_a_gradient_of_the_factors_rank_arrives_whole_from_the_first_step_on():
+def test_gradient_with_the_rank_of_the_factors_is_exact_from_the_first_step():
     model = wrapped(dict(type="powersgd", rank=2, start_step=0))
     for seed in (1, 2):
         torch.testing.assert_close(receive(model, matrix(2, seed)), matrix(2, seed), rtol=1e-4, atol=1e-5)
         assert model.comm_hook.errors["weight"].abs().max() < 1e-4
 
 
-def test_before_its_start_step_gradients_are_exact_and_then_of_low_rank():
+def test_gradients_are_exact_until_start_step_and_low_rank_after_it():
     model = wrapped(dict(type="powersgd", rank=1, start_step=2))
     gradient = matrix(5)
     ranks = [torch.linalg.matrix_rank(receive(model, gradient), rtol=1e-4).item() for _ in range(4)]
     assert ranks == [5, 5, 1, 1]
 
 
-def test_what_the_factors_miss_is_fed_back_so_that_the_mean_is_right():
+def test_error_feedback_makes_the_mean_gradient_accurate():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0))
     gradient = matrix(6)
     first = receive(model, gradient)
@@ -91,16 +91,16 @@ def test_what_the_factors_miss_is_fed_back_so_that_the_mean_is_right():
     assert (received / 200 - gradient).norm() < 0.05 * gradient.norm()
 
 
-def test_a_gradient_that_would_not_shrink_is_sent_as_it_is():
+def test_gradient_without_savings_is_sent_uncompressed():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0), size=(2, 16))
     gradient = matrix(5)[:2]
     torch.testing.assert_close(receive(model, gradient), gradient)
     assert not model.comm_hook.errors
 
 
-def test_a_gradient_that_overflowed_leaves_the_memory_as_it_was():
+def test_gradient_overflow_does_not_change_the_state():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0))
-    for overflowing in (True, False, True):  # also in the very first step, and beside an earlier error
+    for overflowing in (True, False, True):  # also in the first step, and with an earlier error
         before = {k: v.clone() for k, v in model.comm_hook.errors.items()}
         broken = matrix(6)
         broken[0, 0] = float("inf") if overflowing else 0
@@ -113,7 +113,7 @@ def test_a_gradient_that_overflowed_leaves_the_memory_as_it_was():
     assert before["weight"].abs().max() > 0
 
 
-def test_a_restored_state_goes_on_with_the_same_numbers():
+def test_restored_state_gives_the_same_gradients():
     how = dict(type="powersgd", rank=1, start_step=1)
     model, again = wrapped(how), wrapped(how)
     for seed in range(3):
@@ -135,7 +135,7 @@ def _saved(state):
     return buffer
 
 
-def test_channels_last_weights_are_compressed_too():
+def test_channels_last_weights_are_compressed():
     torch.manual_seed(0)
     conv = nn.Conv2d(8, 12, 3, bias=False).to(memory_format=torch.channels_last)
     model = MMDistributedDataParallel(conv, comm_hook=dict(type="powersgd", rank=2, start_step=0))

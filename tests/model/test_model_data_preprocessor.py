@@ -10,7 +10,7 @@ RNG = np.random.default_rng(0)
 
 
 def normalized(image):
-    """In float64, of (..., 3, H, W)."""
+    """Return the normalized image (..., 3, H, W) in float64."""
     mean, std = (np.asarray(v).reshape(3, 1, 1) for v in (MEAN, STD))
     return (np.asarray(image, float) - mean) / std
 
@@ -20,7 +20,7 @@ def image(*shape, dtype=np.uint8):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.float32, np.float64])
-def test_images_are_normalised_to_float32(dtype):
+def test_images_are_normalized_to_float32(dtype):
     pixels = image(2, 3, 4, 5, dtype=dtype)
     out = ImgDataPreprocessor(MEAN, STD)({"inputs": torch.from_numpy(pixels), "targets": 7})
     assert out["inputs"].dtype == torch.float32
@@ -28,20 +28,20 @@ def test_images_are_normalised_to_float32(dtype):
     np.testing.assert_allclose(out["inputs"].numpy(), normalized(pixels), atol=1e-5)
 
 
-def test_without_mean_and_std_pixels_only_become_float():
+def test_images_without_mean_and_std_are_only_converted_to_float():
     pixels = image(2, 3, 4, 5)
     out = ImgDataPreprocessor()({"inputs": torch.from_numpy(pixels)})["inputs"]
     np.testing.assert_array_equal(out.numpy(), pixels.astype(np.float32))
 
 
 @pytest.mark.parametrize("option", ["bgr_to_rgb", "rgb_to_bgr"])
-def test_channels_are_flipped_before_they_are_normalised(option):
+def test_channels_are_flipped_before_normalization(option):
     pixels = image(2, 3, 4, 5)
     out = ImgDataPreprocessor(MEAN, STD, **{option: True})({"inputs": torch.from_numpy(pixels)})["inputs"]
     np.testing.assert_allclose(out.numpy(), normalized(pixels[:, ::-1]), atol=1e-5)
 
 
-def test_height_and_width_are_padded_at_the_right_and_bottom_after_normalising():
+def test_images_are_padded_at_the_right_and_bottom_after_normalization():
     pixels = image(2, 3, 5, 8)
     preprocess = ImgDataPreprocessor(MEAN, STD, pad_size_divisor=4, pad_value=-9)
     out = preprocess({"inputs": torch.from_numpy(pixels)})["inputs"].numpy()
@@ -49,7 +49,7 @@ def test_height_and_width_are_padded_at_the_right_and_bottom_after_normalising()
     np.testing.assert_allclose(out, wanted, atol=1e-5)
 
 
-def test_images_of_different_sizes_are_stacked_at_the_largest_sizes():
+def test_images_of_different_sizes_are_padded_to_the_largest_size():
     pixels = [image(3, 5, 2), image(3, 3, 6)]
     preprocess = ImgDataPreprocessor(MEAN, STD, pad_size_divisor=4)
     out = preprocess({"inputs": [torch.from_numpy(p) for p in pixels]})["inputs"].numpy()
@@ -61,32 +61,32 @@ def test_images_of_different_sizes_are_stacked_at_the_largest_sizes():
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_in_a_tuple_the_images_come_first_and_the_rest_stays(kind):
+def test_first_element_of_a_tuple_is_the_images(kind):
     pixels, labels = image(2, 3, 4, 4), torch.tensor([1, 2])
     out = ImgDataPreprocessor(MEAN, STD)(kind((torch.from_numpy(pixels), labels)))
     np.testing.assert_allclose(out[0].numpy(), normalized(pixels), atol=1e-5)
     assert torch.equal(out[1], labels)
 
 
-def test_one_mean_serves_every_channel():
+def test_one_mean_applies_to_every_channel():
     pixels = image(1, 3, 2, 2)
     out = ImgDataPreprocessor([127.5], [127.5])({"inputs": torch.from_numpy(pixels)})["inputs"]
     np.testing.assert_allclose(out.numpy(), pixels / 127.5 - 1, atol=1e-6)
 
 
-def test_three_means_do_not_make_three_channels_of_one():
-    with pytest.raises(DataError, match="images of 1 channels, but mean and std have 3"):
+def test_three_means_for_one_channel_raise():
+    with pytest.raises(DataError, match="the images have 1 channels, but mean and std have 3"):
         ImgDataPreprocessor(MEAN, STD)({"inputs": torch.zeros(1, 1, 2, 2)})
 
 
-def test_the_given_batch_stays_as_it_was():
+def test_input_batch_is_not_changed():
     batch = {"inputs": torch.full((1, 3, 2, 2), 5, dtype=torch.uint8)}
     ImgDataPreprocessor(MEAN, STD)(batch)
     assert batch["inputs"].unique().tolist() == [5]
 
 
-def test_a_batch_without_inputs_is_an_error_that_names_its_keys():
-    with pytest.raises(DataError, match=r"no 'inputs', only \['image'\]"):
+def test_batch_without_inputs_raises_with_its_keys():
+    with pytest.raises(DataError, match=r"no key 'inputs', only \['image'\]"):
         ImgDataPreprocessor()({"image": torch.zeros(1)})
     with pytest.raises(DataError, match="not Tensor"):
         ImgDataPreprocessor()(torch.zeros(1, 3, 2, 2))
@@ -102,65 +102,70 @@ def test_a_batch_without_inputs_is_an_error_that_names_its_keys():
         dict(pad_size_divisor=0),
     ],
 )
-def test_options_that_contradict_each_other_are_refused(options):
+def test_contradictory_options_raise(options):
     with pytest.raises(ConfigError):
         ImgDataPreprocessor(**options)
 
 
-def test_mean_and_std_are_no_part_of_a_checkpoint():
+def test_mean_and_std_are_not_in_the_state_dict():
     assert not ImgDataPreprocessor(MEAN, STD).state_dict()
 
 
-def with_program(affine=True):
-    """Two images that are to be half as bright, and normalised by (x - 10) / 20."""
-    colours = [0, 0, 5, 4, 0.5, 0, 0, 1, 0, 0, 1, 0, 0]
-    program = torch.tensor([colours + [1 / 20] * 3 + [-10 / 20] * 3] * 2)
+def with_transforms(affine=True):
+    """Return two images with transforms that halve the brightness and normalize by (x - 10) / 20."""
+    colors = [0, 0, 5, 4, 0.5, 0, 0, 1, 0, 0, 1, 0, 0]
+    parameters = torch.tensor([colors + [1 / 20] * 3 + [-10 / 20] * 3] * 2)
     pixels = image(2, 3, 4, 5)
-    return pixels, {"inputs": torch.from_numpy(pixels), "finish": program if affine else program[:, :13]}
+    return pixels, {
+        "inputs": torch.from_numpy(pixels),
+        "finish": parameters if affine else parameters[:, :13],
+    }
 
 
-def test_every_preprocessor_finishes_what_a_batch_brings_a_program_for():
+def test_preprocessors_apply_the_device_transforms_of_a_batch():
     for preprocess in (BaseDataPreprocessor(), ImgDataPreprocessor()):
-        pixels, batch = with_program()
+        pixels, batch = with_transforms()
         out = preprocess(batch)
         assert list(out) == ["inputs"]
         np.testing.assert_allclose(out["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
 
 
-def test_images_are_padded_after_they_are_finished():
-    pixels, batch = with_program()
+def test_images_are_padded_after_device_transforms():
+    pixels, batch = with_transforms()
     out = ImgDataPreprocessor(pad_size_divisor=8, pad_value=7)(batch)["inputs"].numpy()
     np.testing.assert_allclose(out[:, :, :4, :5], (pixels / 2 - 10) / 20, atol=1e-5)
     assert (out[:, :, 4:] == 7).all()
     assert (out[..., 5:] == 7).all()
 
 
-def test_colours_are_changed_before_mean_and_std_and_before_channels_are_flipped():
-    pixels, batch = with_program(affine=False)
+def test_device_transforms_run_before_normalization_and_channel_flip():
+    pixels, batch = with_transforms(affine=False)
     out = ImgDataPreprocessor(MEAN, STD, rgb_to_bgr=True)(batch)["inputs"]
     np.testing.assert_allclose(out.numpy(), normalized(pixels[:, ::-1] / 2), atol=1e-5)
 
 
-def test_images_are_not_normalised_twice():
-    _, batch = with_program()
-    with pytest.raises(ConfigError, match="normalise its images already: give mean and std here, or Seg"):
+def test_normalizing_twice_raises():
+    _, batch = with_transforms()
+    with pytest.raises(
+        ConfigError, match="already normalize the images; remove mean and std here, or remove"
+    ):
         ImgDataPreprocessor(MEAN, STD)(batch)
 
 
 class Halved(BaseDataPreprocessor):
-    """One of a user's own, as MMEngine's are written: it begins with `cast_data`."""
+    """A preprocessor of a user, written as for MMEngine: it first calls `cast_data`."""
 
     def forward(self, data, training=False):
         return {"inputs": self.cast_data(data)["inputs"] / 2}
 
 
-def test_ones_own_preprocessor_gets_finished_images_from_cast_data():
-    pixels, batch = with_program()
+def test_user_preprocessor_gets_transformed_images_from_cast_data():
+    pixels, batch = with_transforms()
     np.testing.assert_allclose(Halved()(batch)["inputs"].numpy(), (pixels / 2 - 10) / 40, atol=1e-5)
 
 
-def test_batches_inside_a_batch_are_finished_too():
-    pixels, batch = with_program()
-    labelled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a word of the user's"}])
+def test_device_transforms_apply_to_nested_batches():
+    pixels, batch = with_transforms()
+    labelled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a value of the user"}])
     np.testing.assert_allclose(labelled["a"]["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
-    assert plain == {"finish": "a word of the user's"}
+    assert plain == {"finish": "a value of the user"}

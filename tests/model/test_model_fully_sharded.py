@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded as units."""
+"""Selection of the modules that are sharded as units."""
 
 import pytest
 from torch import nn
@@ -21,51 +21,51 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 2)
 
 
-def chosen(model, **options):
+def units(model, **options):
     names = {module: name for name, module in model.named_modules()}
     return [names[block] for block in _blocks(model, FullyShardedOptions(**options))]
 
 
-def test_large_blocks_that_repeat_are_units_by_default():
-    assert chosen(Net(width=520)) == ["blocks.1", "blocks.0"]
+def test_large_repeated_blocks_are_units_by_default():
+    assert units(Net(width=520)) == ["blocks.1", "blocks.0"]
 
 
-def test_small_ones_stay_with_the_rest():
-    assert chosen(Net()) == []
+def test_small_blocks_are_no_units():
+    assert units(Net()) == []
 
 
-def test_classes_are_found_by_name_also_by_that_of_a_base():
+def test_wrap_matches_class_and_base_class_names():
     class Special(Block):
         pass
 
     model = Net()
     model.blocks.append(Special(4))
-    assert sorted(chosen(model, wrap=["Block"])) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert sorted(units(model, wrap=["Block"])) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_an_unknown_class_names_the_nearest():
+def test_unknown_class_raises_with_the_nearest_name():
     with pytest.raises(ConfigError, match="no module of the class 'block'; did you mean 'Block'"):
-        chosen(Net(), wrap=["block"])
+        units(Net(), wrap=["block"])
 
 
-def test_by_size_the_smallest_modules_that_reach_it_are_units_and_what_holds_only_them_is_none():
-    assert chosen(Net(), min_params=20) == ["blocks.1.layers.0", "blocks.0.layers.0"]
-    assert chosen(Net(), min_params=16) == ["blocks.1.layers.0", "blocks.0.layers.0", "stem"]
+def test_min_params_selects_the_smallest_modules_above_the_size():
+    assert units(Net(), min_params=20) == ["blocks.1.layers.0", "blocks.0.layers.0"]
+    assert units(Net(), min_params=16) == ["blocks.1.layers.0", "blocks.0.layers.0", "stem"]
 
 
-def test_a_list_is_no_unit_since_it_is_never_called():
-    assert chosen(Net(), min_params=30) == []
+def test_module_list_is_no_unit():
+    assert units(Net(), min_params=30) == []
     with pytest.raises(ConfigError, match="no module of the class 'ModuleList'"):
-        chosen(Net(), wrap=["ModuleList"])
+        units(Net(), wrap=["ModuleList"])
 
 
-def test_a_block_that_shares_a_weight_with_another_part_stays_with_the_rest():
+def test_block_with_a_shared_weight_is_no_unit():
     model = Net()
     model.blocks[0].layers[0].weight = model.blocks[1].layers[0].weight
-    assert chosen(model, wrap=["Block"]) == []
+    assert units(model, wrap=["Block"]) == []
 
 
-def test_weights_of_a_model_that_is_not_sharded_are_whole_already():
+def test_whole_weights_does_not_change_a_model_that_is_not_sharded():
     model = Net()
     weight = model.stem.weight
     with whole_weights(model):

@@ -1,4 +1,4 @@
-"""Sliding windows give what a plain loop over windows gives, and every pixel is seen."""
+"""Sliding windows give the same result as a plain loop and cover every pixel."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from slipstream.model.sliding import SlidingWindow, slide
 
 
 def by_hand(network, images, crop, stride):
-    """One window after the other, one image after the other."""
+    """Reference implementation that processes one window at a time."""
     (width, height), (step_x, step_y) = crop, stride
     high, wide = images.shape[-2:]
     images = F.pad(images, (0, max(width - wide, 0), 0, max(height - high, 0)))
@@ -23,9 +23,9 @@ def by_hand(network, images, crop, stride):
         top, x = min(y, pixels_high - height), 0
         while True:
             left = min(x, pixels_wide - width)
-            place = (left, pixels_wide - left - width, top, pixels_high - top - height)
+            padding = (left, pixels_wide - left - width, top, pixels_high - top - height)
             part = network(images[..., top : top + height, left : left + width])
-            total, count = total + F.pad(part, place), count + F.pad(torch.ones_like(part), place)
+            total, count = total + F.pad(part, padding), count + F.pad(torch.ones_like(part), padding)
             if left + width == pixels_wide:
                 break
             x += step_x
@@ -37,7 +37,7 @@ def by_hand(network, images, crop, stride):
 
 
 def context_network(classes=3):
-    """Depends on where in the window a pixel lies, so that a wrong window shows."""
+    """A network whose output depends on the position in the window, which detects wrong windows."""
     torch.manual_seed(0)
     return nn.Conv2d(3, classes, 5, padding=2).double().requires_grad_(False)
 
@@ -46,16 +46,16 @@ sizes = st.tuples(st.integers(1, 23), st.integers(1, 23))
 
 
 @settings(max_examples=40, deadline=None)
-@given(size=sizes, crop=sizes, step=sizes, count=st.integers(1, 3), together=st.integers(1, 5))
-def test_it_is_the_plain_loop_over_windows_in_double_precision(size, crop, step, count, together):
+@given(size=sizes, crop=sizes, step=sizes, count=st.integers(1, 3), batch_size=st.integers(1, 5))
+def test_slide_equals_a_plain_loop_over_windows(size, crop, step, count, batch_size):
     stride = tuple(min(s, c) for s, c in zip(step, crop, strict=True))
     images = torch.randn(count, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     network = context_network()
-    found = slide(network, images, SlidingWindow(crop, stride, together))
+    found = slide(network, images, SlidingWindow(crop, stride, batch_size))
     torch.testing.assert_close(found, by_hand(network, images, crop, stride), rtol=1e-12, atol=1e-12)
 
 
-def test_the_network_never_sees_more_windows_together_than_it_may():
+def test_windows_are_batched_up_to_batch_size():
     seen = []
 
     def network(windows):
@@ -69,21 +69,21 @@ def test_the_network_never_sees_more_windows_together_than_it_may():
     assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop sizes are width and height"
 
 
-def test_halves_are_summed_in_float32():
+def test_half_precision_logits_are_summed_in_float32():
     window = SlidingWindow((8, 8), (1, 8))
     logits = slide(lambda x: x.bfloat16(), torch.full((1, 1, 8, 300), 1.0), window)
     assert logits.dtype == torch.float32
     assert torch.equal(logits, torch.ones(1, 1, 8, 300))
 
 
-def test_smaller_logits_are_resized_and_auxiliary_ones_left_out():
+def test_smaller_logits_are_resized_and_auxiliary_logits_ignored():
     images = torch.rand(1, 3, 8, 16)
     logits = slide(lambda x: (F.avg_pool2d(x, 4), None), images, SlidingWindow((16, 8), (16, 8)))
     expected = F.interpolate(F.avg_pool2d(images, 4), (8, 16), mode="bilinear")
     torch.testing.assert_close(logits, expected)
 
 
-def test_it_is_traced_as_one_graph():
+def test_slide_compiles_to_one_graph():
     network = context_network()
     images = torch.rand(1, 3, 9, 13, dtype=torch.float64)
     window = SlidingWindow((8, 8), (5, 5))
@@ -91,8 +91,8 @@ def test_it_is_traced_as_one_graph():
     torch.testing.assert_close(compiled(images), slide(network, images, window))
 
 
-def test_a_classifier_is_refused():
-    with pytest.raises(DataError, match=r"need logits .* gives \(1, 3\)"):
+def test_logits_without_spatial_dimensions_raise():
+    with pytest.raises(DataError, match=r"require logits .* returned \(1, 3\)"):
         slide(lambda x: x.mean((2, 3)), torch.rand(1, 3, 8, 8), SlidingWindow((8, 8), (8, 8)))
 
 
@@ -102,10 +102,10 @@ def test_a_classifier_is_refused():
         (dict(crop_size=1024), r"^crop_size: .*width and height.*1024"),
         (dict(crop_size=(0, 8)), r"^crop_size: "),
         (dict(stride=(8, 8.5)), r"^stride: "),
-        (dict(crop_size=(8, 8), stride=(9, 8)), r"^stride: must not exceed the window"),
+        (dict(crop_size=(8, 8), stride=(9, 8)), r"^stride: must not exceed crop_size"),
         (dict(batch_size=0), r"^batch_size: must be at least 1"),
     ],
 )
-def test_windows_that_cannot_be_are_refused(options, message):
+def test_invalid_windows_raise(options, message):
     with pytest.raises(ConfigError, match=message):
         SlidingWindow(**options)

@@ -1,4 +1,4 @@
-"""Conversion to SyncBN and back, and what it is with one process."""
+"""Conversion to SyncBN and back, and SyncBN in one process."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ def test_conversion_keeps_keys_tensors_and_options_and_reverts_to_the_same_class
     assert type(revert_sync_batchnorm(converted)[1]) is nn.BatchNorm2d
 
 
-def test_with_one_process_it_is_plain_batchnorm():
+def test_sync_batchnorm_equals_batchnorm_in_one_process():
     x = torch.randn(4, 3, 8, 8)
     plain, converted = network(), convert_sync_batchnorm(network())
     for mode in (True, True, False):
@@ -35,7 +35,7 @@ def test_with_one_process_it_is_plain_batchnorm():
     assert torch.equal(plain[1].running_var, converted[1].running_var)
 
 
-def test_its_state_loads_into_torch_s_own_and_back():
+def test_state_dict_is_compatible_with_torch_sync_batchnorm():
     converted = convert_sync_batchnorm(network())
     theirs = nn.SyncBatchNorm.convert_sync_batchnorm(network())
     theirs.load_state_dict(converted.state_dict())

@@ -9,7 +9,7 @@ from slipstream.registry import MODELS
 
 
 class Grid(nn.Module):
-    """Logits at a fraction of the input's resolution, with an auxiliary output in training."""
+    """A network with logits at a fraction of the input resolution and an auxiliary output in training."""
 
     def __init__(self, stride=1):
         super().__init__()
@@ -34,7 +34,7 @@ def batch(height=6, width=5):
     }
 
 
-def test_a_segmentor_takes_uint8_targets_and_gives_the_loss_of_every_output():
+def test_segmentor_accepts_uint8_targets_and_returns_the_loss_of_every_output():
     data, model = batch(), Segmentor(Grid(), Summed())
     losses = model.loss_step(data)
     logits, targets = model.network.conv(data["inputs"]), data["targets"].long()
@@ -43,7 +43,7 @@ def test_a_segmentor_takes_uint8_targets_and_gives_the_loss_of_every_output():
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_segmentor_predicts_class_ids_from_its_main_output(training):
+def test_segmentor_predicts_class_ids_from_the_main_output(training):
     data, model = batch(), Segmentor(Grid()).train(training)
     out = model.val_step(data)
     logits = model.network.conv(data["inputs"])
@@ -52,26 +52,26 @@ def test_a_segmentor_predicts_class_ids_from_its_main_output(training):
     assert torch.equal(out["targets"], data["targets"].long())
 
 
-def test_a_segmentor_without_targets_still_predicts_but_has_no_loss():
+def test_segmentor_without_targets_predicts_but_raises_for_the_loss():
     data, model = batch(), Segmentor(Grid()).eval()
     assert set(model.val_step({"inputs": data["inputs"]})) == {"preds"}
     with pytest.raises(DataError, match="no 'targets'"):
         model.loss_step({"inputs": data["inputs"]})
 
 
-def test_a_segmentor_in_tensor_mode_gives_what_the_network_gives():
+def test_segmentor_in_tensor_mode_returns_the_network_output():
     data, model = batch(), Segmentor(Grid()).eval()
     assert torch.equal(model(**data), model.network(data["inputs"]))
 
 
-def test_coarse_logits_are_enlarged_to_the_targets():
+def test_coarse_logits_are_resized_to_the_targets():
     data, model = batch(8, 8), Segmentor(Grid(stride=2)).eval()
     wanted = F.interpolate(model.network(data["inputs"]), (8, 8), mode="bilinear").argmax(1)
     assert torch.equal(model.val_step(data)["preds"], wanted)
 
 
 @pytest.mark.parametrize("stride", [1, 2])
-def test_what_the_preprocessor_padded_is_cut_off_the_predictions_not_squeezed_into_them(stride):
+def test_predictions_exclude_the_padding_of_the_preprocessor(stride):
     data = batch(6, 5)
     model = Segmentor(Grid(stride), data_preprocessor=ImgDataPreprocessor(pad_size_divisor=4)).eval()
     padded = F.pad(data["inputs"], (0, 3, 0, 2))
@@ -83,14 +83,14 @@ def test_what_the_preprocessor_padded_is_cut_off_the_predictions_not_squeezed_in
     assert torch.equal(preds, logits.argmax(1)[:, :6, :5])
 
 
-def test_what_the_preprocessor_padded_counts_in_no_loss():
+def test_loss_excludes_the_padding_of_the_preprocessor():
     data = batch(6, 5)
     model = Segmentor(Grid(), Summed(), ImgDataPreprocessor(pad_size_divisor=4))
     wanted = F.cross_entropy(model.network.conv(data["inputs"]), data["targets"].long())
     torch.testing.assert_close(model.loss_step(data)["loss_0"], wanted)
 
 
-def test_a_classifier_gives_cross_entropy_logits_and_targets():
+def test_classifier_returns_cross_entropy_logits_and_targets():
     x, targets = torch.randn(5, 7), torch.tensor([0, 1, 2, 0, 1])
     model = Classifier(nn.Linear(7, 3))
     logits = model.network(x)
@@ -105,7 +105,7 @@ def test_a_classifier_gives_cross_entropy_logits_and_targets():
         model.loss_step({"inputs": x})
 
 
-def test_network_loss_and_preprocessor_are_built_from_their_configurations():
+def test_network_loss_and_preprocessor_are_built_from_configurations():
     model = MODELS.build(
         dict(
             type="Classifier",
@@ -119,12 +119,12 @@ def test_network_loss_and_preprocessor_are_built_from_their_configurations():
 
 
 @pytest.mark.parametrize("task", [Segmentor, Classifier])
-def test_a_network_of_another_number_of_classes_than_the_data_is_refused_with_both_numbers(task):
+def test_network_with_a_different_number_of_classes_than_the_dataset_raises(task):
     model = task(
         nn.Sequential(nn.Conv2d(3, 4, 1), *([nn.AdaptiveAvgPool2d(1), nn.Flatten()] * (task is Classifier)))
     )
     model.num_classes = 4
     model(torch.zeros(1, 3, 2, 2))
     model.num_classes = 5
-    with pytest.raises(ModelError, match=r"4 classes, and the data set has 5.*num_classes"):
+    with pytest.raises(ModelError, match=r"4 classes, but the dataset has 5.*num_classes"):
         model(torch.zeros(1, 3, 2, 2))

@@ -17,14 +17,14 @@ def _seed():
 
 
 def conv(cfg):
-    """A layer with 64 * 32 * 9 weights: fan_in 288, fan_out 576."""
+    """Return weights and bias of a layer with 64 * 32 * 9 weights: fan_in 288, fan_out 576."""
     layer = nn.Conv2d(32, 64, 3)
     initialize(layer, cfg)
     return layer.weight.detach().double().numpy().ravel(), layer.bias.detach().numpy()
 
 
 def uniform_bound(values):
-    """The bound of a symmetric uniform distribution, from its standard deviation."""
+    """Return the bound of a symmetric uniform distribution, computed from its standard deviation."""
     return values.std() * math.sqrt(3)
 
 
@@ -67,7 +67,7 @@ def test_uniform_weights_stay_inside_their_bound_and_reach_it(cfg):
     assert np.abs(values).max() == pytest.approx(bound, rel=0.02)
 
 
-def test_a_truncated_normal_keeps_to_its_limits_and_has_their_variance():
+def test_truncated_normal_has_the_correct_limits_and_variance():
     values, _ = conv(dict(type="TruncNormal", std=1.0, a=-1.0, b=1.0))
     assert values.min() >= -1
     assert values.max() <= 1
@@ -75,7 +75,7 @@ def test_a_truncated_normal_keeps_to_its_limits_and_has_their_variance():
     assert values.var() == pytest.approx(1 - 2 * phi / mass, rel=0.03)
 
 
-def test_constant_fills_weights_and_biases_and_bias_prob_gives_that_sigmoid():
+def test_constant_fills_weights_and_bias_prob_sets_the_bias():
     values, bias = conv(dict(type="Constant", val=0.3, bias=2.0))
     assert np.allclose(values, 0.3)
     assert np.all(bias == 2)
@@ -83,11 +83,11 @@ def test_constant_fills_weights_and_biases_and_bias_prob_gives_that_sigmoid():
     assert 1 / (1 + np.exp(-bias.astype(float))) == pytest.approx(0.01)
 
 
-def test_both_names_of_an_initializer_are_the_same():
+def test_both_names_of_an_initializer_are_equivalent():
     assert np.all(conv(dict(type="ConstantInit", val=7))[0] == 7)
 
 
-def test_an_unknown_distribution_is_refused():
+def test_unknown_distribution_raises():
     with pytest.raises(ConfigError, match="'uniform' or 'normal', not 'gauss'"):
         conv(dict(type="Xavier", distribution="gauss"))
 
@@ -102,7 +102,7 @@ class Net(BaseModule):
 
 
 def values(module):
-    """The one value of each weight, or None where it is not constant."""
+    """Return the value of each constant weight, and None for other weights."""
     firsts = {name: p.flatten()[0].item() for name, p in module.named_parameters() if name.endswith("weight")}
     return {
         name.removesuffix(".weight"): first if bool((module.get_parameter(name) == first).all()) else None
@@ -110,7 +110,7 @@ def values(module):
     }
 
 
-def test_layer_chooses_by_the_class_or_by_a_base_class():
+def test_layer_matches_class_and_base_class_names():
     net = Net(
         [dict(type="Constant", val=1, layer="Conv2d"), dict(type="Constant", val=2, layer=["_BatchNorm"])]
     )
@@ -119,13 +119,13 @@ def test_layer_chooses_by_the_class_or_by_a_base_class():
     assert (found["feat"], found["reg"], found["norm"], found["fc"]) == (1, 1, 2, None)
 
 
-def test_without_layer_every_layer_with_weights_is_meant():
+def test_initializer_without_layer_applies_to_every_layer_with_weights():
     net = Net(dict(type="Constant", val=1))
     net.init_weights()
     assert set(values(net).values()) == {1}
 
 
-def test_override_gives_a_child_other_values():
+def test_override_applies_other_values_to_a_child():
     special = dict(type="Constant", name="reg", val=3, bias=4)
     net = Net(dict(type="Constant", val=1, bias=2, layer="Conv2d", override=special))
     net.init_weights()
@@ -135,26 +135,26 @@ def test_override_gives_a_child_other_values():
     assert net.feat.bias.tolist() == [2] * 4
 
 
-def test_override_reaches_a_child_of_a_class_that_layer_does_not_name():
+def test_override_applies_to_a_child_whose_class_is_not_in_layer():
     net = Net(dict(type="Constant", val=1, layer="Conv2d", override=dict(name="fc", val=3)))
     net.init_weights()
     assert (values(net)["reg"], values(net)["fc"]) == (1, 3)
 
 
-def test_override_without_layer_initialises_that_child_alone_with_the_outer_values():
+def test_override_without_layer_initializes_only_that_child():
     net = Net(dict(type="Constant", val=5, override=dict(name="reg")))
     net.init_weights()
     assert values(net)["reg"] == 5
     assert values(net)["feat"] is None
-    assert values(net)["norm"] == 1, "as BatchNorm made it"
+    assert values(net)["norm"] == 1, "the value that BatchNorm sets"
 
 
-def test_override_of_a_child_that_does_not_exist_is_refused():
-    with pytest.raises(ConfigError, match=r"override needs the name of a child of Net, got 'rge'"):
+def test_override_of_a_missing_child_raises():
+    with pytest.raises(ConfigError, match=r"override requires the name of a child of Net, got 'rge'"):
         Net(dict(type="Constant", val=1, override=dict(name="rge"))).init_weights()
 
 
-def test_children_initialise_themselves_after_their_parent_and_only_once():
+def test_children_are_initialized_after_their_parent_and_only_once():
     net = Sequential(
         ModuleList([Net(dict(type="Constant", val=9))]),
         nn.Linear(2, 2),
@@ -169,7 +169,7 @@ def test_children_initialise_themselves_after_their_parent_and_only_once():
     assert net.is_init
 
 
-def test_an_init_cfg_is_copied_so_that_modules_do_not_share_it():
+def test_init_cfg_is_copied():
     cfg = dict(type="Constant", val=1)
     net = Net(cfg)
     cfg["val"] = 2
@@ -177,7 +177,7 @@ def test_an_init_cfg_is_copied_so_that_modules_do_not_share_it():
     assert set(values(net).values()) == {1}
 
 
-def test_pretrained_weights_are_those_under_the_prefix_and_outlive_a_childs_own_init(tmp_path):
+def test_pretrained_weights_use_the_prefix_and_override_the_init_cfg_of_children(tmp_path):
     source = nn.ModuleDict({"backbone": nn.Sequential(nn.Linear(2, 2)), "head": nn.Linear(2, 1)})
     save_checkpoint({"state_dict": source.state_dict()}, tmp_path / "a.pth", print)
 
@@ -198,7 +198,7 @@ def test_pretrained_weights_are_those_under_the_prefix_and_outlive_a_childs_own_
     assert torch.equal(outer.head.bias, source["head"].bias)
 
 
-def test_a_prefix_that_nothing_has_is_an_error_that_names_it(tmp_path):
+def test_prefix_without_weights_raises(tmp_path):
     save_checkpoint(nn.Linear(2, 2).state_dict(), tmp_path / "a.pth", print)
     cfg = dict(type="Pretrained", checkpoint=str(tmp_path / "a.pth"), prefix="backbone")
     with pytest.raises(CheckpointError, match=r"no weight whose name starts with 'backbone\.'"):

@@ -1,4 +1,4 @@
-"""Wrappers over a process group of one process; what several processes do is in tests/distributed."""
+"""Wrappers in a process group with one process; tests/distributed has the tests with several processes."""
 
 import copy
 
@@ -42,7 +42,7 @@ class Net(BaseModel):
         return 3 * total, logs
 
 
-def test_train_step_of_the_wrapper_is_that_of_the_model_with_its_own_parse_losses():
+def test_train_step_of_the_wrapper_equals_that_of_the_model():
     plain, wrapped = Net(), MMDistributedDataParallel(Net())
     data = (torch.ones(2, 2), torch.zeros(2, 1))
     for model in (plain, wrapped):
@@ -53,12 +53,12 @@ def test_train_step_of_the_wrapper_is_that_of_the_model_with_its_own_parse_losse
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_buffers_are_not_broadcast_whichever_other_option_is_given(options):
+def test_buffers_are_not_broadcast_by_default(options):
     assert not MMDistributedDataParallel(Net(), **options).broadcast_buffers
     assert MMDistributedDataParallel(Net(), broadcast_buffers=True, **options).broadcast_buffers
 
 
-def test_unwrapping_reaches_through_every_wrapper_and_stops_at_the_model():
+def test_unwrap_model_removes_every_wrapper():
     @MODEL_WRAPPERS.register_module()
     class Mine(nn.Module):
         def __init__(self, module):
@@ -74,7 +74,7 @@ def test_unwrapping_reaches_through_every_wrapper_and_stops_at_the_model():
     assert unwrap_model(net) is net
 
 
-def test_a_model_that_shares_the_name_of_a_wrapper_is_no_wrapper():
+def test_model_with_the_class_name_of_a_wrapper_is_no_wrapper():
     class DataParallel(Net):
         pass
 
@@ -82,13 +82,13 @@ def test_a_model_that_shares_the_name_of_a_wrapper_is_no_wrapper():
     assert unwrap_model(model) is model
 
 
-def test_a_wrapper_without_module_is_refused_by_name():
+def test_wrapper_without_module_raises():
     @MODEL_WRAPPERS.register_module()
     class Odd(nn.Module):
         pass
 
     try:
-        with pytest.raises(ModelError, match=r"Odd does not hold its model as `\.module`"):
+        with pytest.raises(ModelError, match=r"Odd does not store its model as `\.module`"):
             unwrap_model(Odd())
     finally:
         del MODEL_WRAPPERS.module_dict["Odd"]
@@ -111,7 +111,7 @@ class Gan(BaseModel):
         return self.critic(self.generator(x))
 
 
-def test_a_separate_wrapper_wraps_each_trainable_child_and_runs_the_models_own_step():
+def test_separate_wrapper_wraps_each_trainable_child_and_runs_the_train_step_of_the_model():
     gan = Gan()
     start = gan.generator[0].weight.detach().clone()
     wrapped = MMSeparateDistributedDataParallel(gan, find_unused_parameters=True)
@@ -127,7 +127,7 @@ def test_a_separate_wrapper_wraps_each_trainable_child_and_runs_the_models_own_s
     assert unwrap_model(wrapped) is gan
 
 
-def test_a_separate_wrapper_does_not_show_in_a_checkpoint():
+def test_separate_wrapper_does_not_change_checkpoint_keys():
     plain, wrapped = Gan(), Gan()
     state = copy.deepcopy(plain.state_dict())
     MMSeparateDistributedDataParallel(wrapped)

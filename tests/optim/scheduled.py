@@ -1,4 +1,4 @@
-"""Small optimizers for schedules to act on."""
+"""Small optimizers for the tests of schedulers."""
 
 import torch
 

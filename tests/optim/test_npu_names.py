@@ -1,7 +1,7 @@
-"""The NpuFused* names: torch_npu's classes where it is installed, stand-ins of the same maths elsewhere.
+"""The NpuFused* names: torch_npu's classes if installed, otherwise equivalent optimizers.
 
-The maths of the stand-ins is checked against loops in float64, written from the papers (Lamb: You et al. 2020,
-third version; AdamP: Heo et al. 2021) with torch_npu's choices where they leave one.
+The equivalent optimizers are compared with float64 implementations of the papers (Lamb: You et al. 2020, third
+version; AdamP: Heo et al. 2021), with the choices of torch_npu where the papers leave options open.
 """
 
 import math
@@ -49,12 +49,12 @@ def build(name, params=None, **kwargs):
 
 
 @pytest.mark.parametrize("name", SAME + OTHER)
-def test_every_name_is_registered_and_importable(name):
+def test_all_names_are_registered_and_importable(name):
     assert OPTIMIZERS.get(f"NpuFused{name}") is getattr(npu, f"NpuFused{name}")
 
 
 @pytest.mark.parametrize("name", SAME + OTHER)
-def test_with_torch_npu_its_class_is_used(name, torch_npu, capsys):
+def test_class_of_torch_npu_is_used_if_installed(name, torch_npu, capsys):
     optimizer = build(name, strict_npu=True, weight_decay=0.5)
     assert type(optimizer) is getattr(torch_npu, f"NpuFused{name}")
     assert optimizer.defaults["weight_decay"] == 0.5
@@ -62,18 +62,18 @@ def test_with_torch_npu_its_class_is_used(name, torch_npu, capsys):
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_elsewhere_torchs_class_of_the_same_maths_stands_in_and_one_line_says_so(name, capsys):
+def test_torch_class_is_used_without_torch_npu_and_logged(name, capsys):
     optimizer = build(name, weight_decay=0.5)
     assert type(optimizer) is getattr(torch.optim, name)
     assert optimizer.defaults["weight_decay"] == 0.5
     (line,) = capsys.readouterr().err.splitlines()
     assert f"NpuFused{name}" in line
-    assert f"torch.optim.{name} stands in" in line
+    assert f"using torch.optim.{name} instead" in line
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
 @pytest.mark.parametrize("form", ["list", "iterator", "groups", "named"])
-def test_the_stand_in_is_fused_where_the_device_can(name, form):
+def test_substitute_is_fused_if_the_device_supports_it(name, form):
     p, q = parameter(), parameter()
     params = {
         "list": [p, q],
@@ -89,7 +89,7 @@ def test_the_stand_in_is_fused_where_the_device_can(name, form):
     assert (p < 0).all()
 
 
-def test_the_stand_in_is_not_fused_where_it_cannot_be_or_another_way_was_asked_for():
+def test_substitute_is_not_fused_if_unsupported_or_disabled():
     assert build("SGD", [torch.zeros(2, device="meta", requires_grad=True)]).defaults["fused"] is None
     assert build("SGD", [parameter(torch.complex64)]).defaults["fused"] is None
     assert build("SGD", foreach=True).defaults["foreach"] is True
@@ -97,38 +97,38 @@ def test_the_stand_in_is_not_fused_where_it_cannot_be_or_another_way_was_asked_f
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_what_torch_has_not_is_ours(name, capsys):
+def test_own_class_is_used_if_torch_has_none(name, capsys):
     assert type(build(name)) is getattr(slipstream.optim, name)
-    assert f"slipstream.optim.{name} stands in" in capsys.readouterr().err
+    assert f"using slipstream.optim.{name} instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-def test_the_rest_is_pytorch_optimizers(name, capsys):
+def test_pytorch_optimizer_is_used_for_the_other_names(name, capsys):
     library = pytest.importorskip("pytorch_optimizer")
     assert type(build(name)) is getattr(library, name)
-    assert f"pytorch_optimizer.{name} stands in" in capsys.readouterr().err
+    assert f"using pytorch_optimizer.{name} instead" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", LIBRARY)
-def test_without_the_library_the_error_names_the_extra(name, monkeypatch):
+def test_missing_library_raises_with_the_extra_to_install(name, monkeypatch):
     monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
-    with pytest.raises(ConfigError, match=rf"NpuFused{name} needs torch_npu.*'slipstream\[optimizers\]'"):
+    with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*'slipstream\[optimizers\]'"):
         build(name)
 
 
 @pytest.mark.parametrize("name", SAME + OTHER)
-def test_strict_npu_refuses_every_stand_in(name):
-    with pytest.raises(ConfigError, match=rf"NpuFused{name} needs torch_npu.*or leave out strict_npu"):
+def test_strict_npu_raises_without_torch_npu(name):
+    with pytest.raises(ConfigError, match=rf"NpuFused{name} requires torch_npu.*or remove strict_npu"):
         build(name, strict_npu=True)
 
 
-def test_a_torch_npu_without_the_class_says_so(torch_npu, capsys):
+def test_torch_npu_without_the_class_is_logged(torch_npu, capsys):
     del torch_npu.NpuFusedSGD
     assert type(build("SGD")) is torch.optim.SGD
     assert "torch_npu.optim has no NpuFusedSGD" in capsys.readouterr().err
 
 
-# ---- the maths of the library's ------------------------------------------------------------------------
+# ---- formulas of the library's optimizers ------------------------------------------------------------------
 
 
 def gradients(steps, shapes, scale=1.0):
@@ -140,7 +140,7 @@ def gradients(steps, shapes, scale=1.0):
 
 
 def run(name, start, grads, **options):
-    """Return what the optimizer makes of `start` in float64."""
+    """Return the parameters after the optimizer steps, in float64."""
     params = [torch.nn.Parameter(p.clone()) for p in start]
     optimizer = build(name, params, **options)
     for step in grads:
@@ -167,9 +167,13 @@ def lamb(start, grads, lr, betas, eps, weight_decay, adam=False, use_global_grad
 
 
 @pytest.mark.parametrize("options", [{}, {"adam": True}, {"use_global_grad_norm": True}])
-def test_lamb_is_the_papers(options):
+def test_lamb_matches_the_paper(options):
     pytest.importorskip("pytorch_optimizer")
-    start = [torch.full((4, 3), 9.0), torch.linspace(-1, 1, 5), torch.zeros(2)]  # of the first, 10 are taken
+    start = [
+        torch.full((4, 3), 9.0),
+        torch.linspace(-1, 1, 5),
+        torch.zeros(2),
+    ]  # norm of the first: 10
     start = [p.double() for p in start]
     grads = gradients(6, [p.shape for p in start], scale=2.0)
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, **options}
@@ -205,18 +209,18 @@ def adamp(start, grads, lr, betas, eps, weight_decay, delta=0.1, wd_ratio=0.1, n
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_adamp_is_the_papers(nesterov):
+def test_adamp_matches_the_paper(nesterov):
     pytest.importorskip("pytorch_optimizer")
     generator = torch.Generator().manual_seed(5)
     start = [
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (2, 3, 2), (5,))
     ]
     grads = gradients(8, [p.shape for p in start])
-    for step in grads[:4]:  # at right angles to the weights at first, as those of a scale-invariant layer are
+    for step in grads[:4]:  # initially orthogonal to the weights, as in a scale-invariant layer
         rows = start[0] / start[0].norm(dim=1, keepdim=True)
         step[0] -= rows * (rows * step[0]).sum(1, keepdim=True)
     options = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1, "nesterov": nesterov}
     expected, projected = adamp(start, grads, **options)
-    assert 0 < projected < 16  # both ways were taken
+    assert 0 < projected < 16  # both branches were taken
     for ours, theirs in zip(run("AdamP", start, grads, **options), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Which parameter ends in which group, and what is said when that is not what was meant."""
+"""Assignment of parameters to groups, and error messages of invalid configurations."""
 
 import copy
 
@@ -21,7 +21,7 @@ class Wrapper:
 
 
 class DeformConv2d(nn.Module):
-    """Stands in for the one of torchvision or mmcv, which is known by its name."""
+    """Replacement of the class of torchvision or mmcv, which is recognized by its name."""
 
     def __init__(self):
         super().__init__()
@@ -65,7 +65,7 @@ def expect(model, changed, default):
     return {name: pytest.approx(changed.get(name, default)) for name, _ in model.named_parameters()}
 
 
-def test_without_paramwise_options_there_is_one_group_of_all_parameters():
+def test_one_group_without_paramwise_options():
     model = Net()
     optimizer = build(model)
     (group,) = optimizer.param_groups
@@ -73,7 +73,7 @@ def test_without_paramwise_options_there_is_one_group_of_all_parameters():
     assert (group["lr"], group["weight_decay"]) == (LR, DECAY)
 
 
-def test_the_rules_multiply_as_in_mmengine():
+def test_multipliers_match_mmengine():
     model = Net()
     rules = {
         "bias_lr_mult": 2.0,
@@ -102,13 +102,13 @@ def test_the_rules_multiply_as_in_mmengine():
 
 
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.SyncBatchNorm, nn.InstanceNorm2d, nn.RMSNorm], ids=str)
-def test_norm_layers_of_every_kind_are_known(norm):
+def test_all_norm_layers_are_recognized(norm):
     layer = norm(4, affine=True) if norm is nn.InstanceNorm2d else norm(4)
     optimizer = build(nn.Sequential(nn.Linear(4, 4), layer), {"norm_decay_mult": 0.0})
     assert [group["weight_decay"] for group in optimizer.param_groups] == [DECAY, 0.0]
 
 
-def test_the_longest_custom_key_wins_and_shuts_out_the_rules():
+def test_longest_custom_key_replaces_all_other_options():
     model = Net()
     rules = {
         "bias_decay_mult": 0.0,
@@ -131,7 +131,7 @@ def test_the_longest_custom_key_wins_and_shuts_out_the_rules():
     assert found == expect(model, changed, None)
 
 
-def test_of_equally_long_keys_the_alphabetically_first_wins():
+def test_alphabetically_first_of_equally_long_keys_applies():
     model = nn.ModuleDict({"ab_ba": nn.Linear(2, 2)})
     rules = {"custom_keys": {"ba": {"lr_mult": 0.5}, "ab": {"lr_mult": 0.1}}}
     (group,) = build(model, rules).param_groups
@@ -144,12 +144,12 @@ def test_parameters_with_the_same_options_share_a_group():
     assert [len(group["params"]) for group in optimizer.param_groups] == [45, 45, 10]
 
 
-def test_the_multipliers_themselves_do_not_become_options_of_the_group():
+def test_multipliers_are_not_options_of_the_group():
     optimizer = build(Net(), {"custom_keys": {"head": {"lr_mult": 0.5, "decay_mult": 0.5}}})
     assert not any({"lr_mult", "decay_mult"} & set(group) for group in optimizer.param_groups)
 
 
-def test_rates_given_as_tensors_are_multiplied_and_kept_apart():
+def test_tensor_learning_rates_are_multiplied_and_not_shared():
     lr = torch.tensor(LR)
     rules = {"custom_keys": {"head": {"lr_mult": 0.5}, "backbone": {"lr_mult": 0.5000001}}}
     optimizer = build(Net(), rules, lr=lr)
@@ -161,7 +161,7 @@ def test_rates_given_as_tensors_are_multiplied_and_kept_apart():
 # ---- frozen and shared parameters ---------------------------------------------------------------
 
 
-def test_frozen_parameters_are_left_out_and_their_keys_still_match():
+def test_frozen_parameters_are_excluded_but_match_custom_keys():
     model = Net()
     model.backbone.requires_grad_(False)
     optimizer = build(model, {"custom_keys": {"backbone": {"lr_mult": 0.1}}})
@@ -171,7 +171,7 @@ def test_frozen_parameters_are_left_out_and_their_keys_still_match():
 
 
 @pytest.mark.parametrize("model", [nn.Linear(2, 2).requires_grad_(False), nn.ReLU()], ids=["frozen", "empty"])
-def test_a_model_that_cannot_learn_says_so(model):
+def test_model_without_trainable_parameters_raises(model):
     with pytest.raises(ModelError, match="no trainable parameter"):
         build(model)
 
@@ -182,13 +182,13 @@ def tied():
     return model
 
 
-def test_a_shared_parameter_under_the_same_options_is_in_the_optimizer_once():
+def test_shared_parameter_with_equal_options_is_in_the_optimizer_once():
     model = tied()
     optimizer = build(model, {"bias_decay_mult": 0.0})
     assert len(options_by_name(model, optimizer)) == 3
 
 
-def test_a_shared_parameter_under_different_options_is_an_error_unless_bypassed():
+def test_shared_parameter_with_different_options_raises_unless_bypassed():
     model = tied()
     rules = {"custom_keys": {"second": {"lr_mult": 0.1}}}
     with pytest.raises(ModelError, match=r"'first.weight' is in the model twice.*bypass_duplicate=True"):
@@ -201,19 +201,19 @@ def test_a_shared_parameter_under_different_options_is_an_error_unless_bypassed(
 # ---- wrapped models, wrappers, constructors -----------------------------------------------------
 
 
-def test_data_parallel_wrappers_are_looked_through():
+def test_data_parallel_wrappers_are_removed_from_names():
     model = Net()
     wrapped = nn.DataParallel(model)
     optimizer = build(wrapped, {"custom_keys": {".scale": {"lr_mult": 0.5}}})
     assert options_by_name(model, optimizer, "lr")["scale"] == pytest.approx((LR * 0.5,))
 
 
-def test_a_model_of_ones_own_with_a_part_called_module_is_not_looked_through():
+def test_model_with_a_child_named_module_is_not_unwrapped():
     model = nn.ModuleDict({"module": nn.Linear(2, 2), "other": nn.Linear(2, 2)})
     assert len(build(model).param_groups[0]["params"]) == 4
 
 
-def test_the_wrapper_gets_its_arguments_and_is_optim_wrapper_by_default(monkeypatch):
+def test_wrapper_is_optim_wrapper_by_default_and_gets_its_arguments(monkeypatch):
     monkeypatch.setitem(OPTIM_WRAPPERS.module_dict, "OptimWrapper", Wrapper)
     cfg = {"optimizer": {"type": "Adam", "lr": LR}, "clip_grad": {"max_norm": 1.0}}
     before = copy.deepcopy(cfg)
@@ -224,24 +224,24 @@ def test_the_wrapper_gets_its_arguments_and_is_optim_wrapper_by_default(monkeypa
     assert cfg == before
 
 
-def test_the_real_wrapper_is_built():
+def test_optim_wrapper_is_built():
     wrapper = build_optim_wrapper(Net(), {**config(wrapper="OptimWrapper"), "accumulative_counts": 3})
     assert type(wrapper).__name__ == "OptimWrapper"
     assert wrapper.accumulative_counts == 3
 
 
-def test_an_optimizer_object_is_taken_as_it_is():
+def test_optimizer_object_is_used_unchanged():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     assert build_optim_wrapper(model, {"type": Wrapper, "optimizer": optimizer}).optimizer is optimizer
-    with pytest.raises(ConfigError, match="paramwise_cfg: an optimizer that is built already"):
+    with pytest.raises(ConfigError, match="paramwise_cfg: requires an optimizer that is specified as a dict"):
         build_optim_wrapper(
             model, {"type": Wrapper, "optimizer": optimizer, "paramwise_cfg": {"bias_lr_mult": 2}}
         )
 
 
 class LayerDecay(DefaultOptimWrapperConstructor):
-    """Adds whole groups, with keys of its own, as OpenMMLab's layer-decay constructors do."""
+    """Adds complete groups with additional keys, like the layer-decay constructors of OpenMMLab."""
 
     def add_params(self, params, module, **kwargs):
         for depth, (name, child) in enumerate(module.named_children()):
@@ -249,7 +249,7 @@ class LayerDecay(DefaultOptimWrapperConstructor):
             params.append({"params": list(child.parameters()), "lr": lr, "group_name": name})
 
 
-def test_a_constructor_of_ones_own_gives_its_own_options(monkeypatch):
+def test_custom_constructor_sets_options(monkeypatch):
     monkeypatch.setitem(OPTIM_WRAPPER_CONSTRUCTORS.module_dict, "LayerDecay", LayerDecay)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     cfg = {**config({"decay_rate": 0.5}), "constructor": "LayerDecay"}
@@ -270,7 +270,7 @@ def test_a_constructor_of_ones_own_gives_its_own_options(monkeypatch):
         ({"custom_keys": {"head": 0.1}}, r"custom_keys\['head'\]: must be a dict"),
         (
             {"custom_keys": {"backbon.": {"lr_mult": 0.1}}},
-            "'backbon.' is in the name of no parameter; did you",
+            "no parameter name contains 'backbon.'; did you",
         ),
         ({"custom_keys": {"backbone.convv": {}}}, "did you mean 'backbone.conv'"),
         ({"custom_keys": {"head": {"lr_mul": 0.1}}}, "SGD has no option 'lr_mul'; did you mean 'lr_mult'"),
@@ -280,7 +280,7 @@ def test_a_constructor_of_ones_own_gives_its_own_options(monkeypatch):
         ),
     ],
 )
-def test_a_mistake_in_paramwise_cfg_is_named(rules, message):
+def test_invalid_paramwise_cfg_raises(rules, message):
     with pytest.raises(ConfigError, match=message):
         build(Net(), rules)
 
@@ -294,21 +294,21 @@ def test_a_mistake_in_paramwise_cfg_is_named(rules, message):
         ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr", r"custom_keys\['head'\]"),
     ],
 )
-def test_a_multiplier_without_anything_to_multiply_is_named(rules, missing, key):
+def test_multiplier_without_a_base_value_raises(rules, missing, key):
     cfg = config(rules)
     del cfg["optimizer"][missing]
-    with pytest.raises(ConfigError, match=f"{key} needs '{missing}' in the optimizer"):
+    with pytest.raises(ConfigError, match=f"{key} requires '{missing}' in the optimizer"):
         build_optim_wrapper(Net(), cfg)
 
 
-def test_the_optimizer_must_be_given():
+def test_missing_optimizer_raises():
     with pytest.raises(ConfigError, match="optimizer: must be a dict"):
         build_optim_wrapper(Net(), {"type": Wrapper})
     with pytest.raises(ConfigError, match="not 'SGD'"):
         build_optim_wrapper(Net(), {"type": Wrapper, "optimizer": "SGD"})
 
 
-def test_wrong_optimizers_and_arguments_are_named():
+def test_unknown_optimizers_and_arguments_raise():
     with pytest.raises(UnknownNameError, match="'AdamX' is not a registered optimizer; did you mean 'Ada"):
         build(Net(), type="AdamX")
     with pytest.raises(BuildError, match="no parameter 'momentun'; did you mean 'momentum'"):

@@ -1,4 +1,4 @@
-"""RMSpropTF and BertAdam against loops in float64, a library's optimizers by name, and what Muon cannot move."""
+"""RMSpropTF and BertAdam against float64 loops, optimizers of a library by name, and unsupported shapes of Muon."""
 
 import copy
 import importlib.machinery
@@ -98,7 +98,7 @@ RMS = [
 
 
 @pytest.mark.parametrize("options", RMS)
-def test_rmsprop_tf_is_its_formula(options):
+def test_rmsprop_tf_matches_its_formula(options):
     assert_same(
         run(RMSpropTF, gradients(), **options), rmsprop_tf(gradients(), **options), rtol=1e-10, atol=1e-12
     )
@@ -106,7 +106,7 @@ def test_rmsprop_tf_is_its_formula(options):
     assert_same(ours, rmsprop_tf(gradients(), **options), rtol=1e-4, atol=1e-5)
 
 
-def test_momentum_with_and_without_the_learning_rate_differ_once_a_schedule_changes_it():
+def test_lr_in_momentum_matters_if_a_scheduler_changes_the_learning_rate():
     moved = []
     for lr_in_momentum in (True, False):
         params = [nn.Parameter(p) for p in make_start()]
@@ -120,7 +120,7 @@ def test_momentum_with_and_without_the_learning_rate_differ_once_a_schedule_chan
 
 
 @pytest.mark.parametrize("name", ["lr", "alpha", "eps", "weight_decay", "momentum"])
-def test_rmsprop_tf_refuses_numbers_below_zero(name):
+def test_rmsprop_tf_rejects_negative_numbers(name):
     with pytest.raises(ConfigError, match=rf"^{name}: must not be negative, not -1"):
         RMSpropTF([nn.Parameter(torch.ones(2))], **{name: -1.0})
 
@@ -174,7 +174,7 @@ BERT = [
 
 
 @pytest.mark.parametrize("options", BERT)
-def test_bert_adam_is_its_formula(options):
+def test_bert_adam_matches_its_formula(options):
     options = {"lr": 0.01, **options}
     assert_same(
         run(BertAdam, gradients(), **options), bert_adam(gradients(), **options), rtol=1e-10, atol=1e-12
@@ -192,11 +192,11 @@ def test_bert_adam_is_its_formula(options):
         ({"e": -1.0}, "e: must not be negative"),
         ({"warmup": 1.0}, "warmup: must be in "),
         ({"warmup": -0.5}, "warmup: must be in "),
-        ({"t_total": 0}, "t_total: must be a number of steps"),
+        ({"t_total": 0}, "t_total: must be a positive number of steps"),
         ({"schedule": "linear"}, "schedule: must be one of warmup_cosine"),
     ],
 )
-def test_bert_adam_refuses_options_out_of_range(options, message):
+def test_bert_adam_rejects_options_out_of_range(options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         BertAdam([nn.Parameter(torch.ones(2))], lr=0.1, **options)
 
@@ -207,7 +207,7 @@ BOTH = [(RMSpropTF, {"momentum": 0.9, "centered": True}), (BertAdam, {"t_total":
 
 
 @pytest.mark.parametrize(("kind", "options"), BOTH)
-def test_a_resumed_run_goes_on_bit_for_bit(kind, options):
+def test_resumed_run_is_bitwise_equal(kind, options):
     params = [nn.Parameter(p) for p in make_start()]
     first = kind(params, lr=0.01, **options)
     advance(first, params, gradients()[:4])
@@ -220,7 +220,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(kind, options):
 
 
 @pytest.mark.parametrize(("kind", "options"), BOTH)
-def test_parameters_without_gradient_stay_and_several_dtypes_and_groups_are_moved(kind, options):
+def test_parameters_with_gradients_of_all_dtypes_and_groups_are_updated(kind, options):
     a, b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2, dtype=torch.float64))
     still, slow = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     optimizer = kind([{"params": [a, b, still]}, {"params": [slow], "lr": 0.0}], lr=0.1, **options)
@@ -234,7 +234,7 @@ def test_parameters_without_gradient_stay_and_several_dtypes_and_groups_are_move
     assert torch.equal(slow, torch.ones(2))
 
 
-def test_a_closure_is_run_with_gradients_and_its_loss_returned():
+def test_closure_runs_with_gradients_and_its_loss_is_returned():
     p = nn.Parameter(torch.ones(2))
     optimizer = RMSpropTF([p])
 
@@ -258,7 +258,7 @@ def net():
     ("name", "module"),
     [("Lion", "pytorch_optimizer"), ("Lamb", "pytorch_optimizer"), ("AdamP", "pytorch_optimizer")],
 )
-def test_a_librarys_optimizer_is_built_by_name_with_groups(name, module):
+def test_optimizer_of_a_library_is_built_by_name_with_groups(name, module):
     library = pytest.importorskip(module)
     cfg = {"optimizer": {"type": name, "lr": 0.1}, "paramwise_cfg": {"custom_keys": {"1": {"lr_mult": 0.5}}}}
     model = net()
@@ -272,7 +272,7 @@ def test_a_librarys_optimizer_is_built_by_name_with_groups(name, module):
     assert not any(torch.equal(before[key], value) for key, value in model.state_dict().items())
 
 
-def test_torchs_class_comes_before_the_librarys():
+def test_torch_class_has_priority_over_the_library():
     assert OPTIMIZERS.get("SGD") is torch.optim.SGD
     assert OPTIMIZERS.get("Adafactor") is torch.optim.Adafactor
     assert OPTIMIZERS.get("Muon") is torch.optim.Muon
@@ -289,7 +289,7 @@ def without_the_library(monkeypatch):
         monkeypatch.delitem(sys.modules, name)
 
 
-def test_without_the_library_the_error_names_the_extra(without_the_library):
+def test_missing_library_raises_with_the_extra_to_install(without_the_library):
     with pytest.raises(
         UnknownNameError,
         match=r"'Lion' is not a registered optimizer.*pip install 'slipstream\[optimizers\]'$",
@@ -297,14 +297,14 @@ def test_without_the_library_the_error_names_the_extra(without_the_library):
         OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})
 
 
-def test_with_the_library_the_error_names_none():
+def test_installed_library_raises_without_the_extra():
     pytest.importorskip("pytorch_optimizer")
     with pytest.raises(UnknownNameError) as caught:
         OPTIMIZERS.build({"type": "Lionn"}, default_args={"params": []})
     assert str(caught.value) == "'Lionn' is not a registered optimizer; did you mean 'Lion'?"
 
 
-def test_the_library_is_imported_only_when_a_name_is_looked_for_there():
+def test_library_is_imported_only_to_look_up_a_name():
     code = (
         "import sys; from slipstream.registry import OPTIMIZERS; import slipstream.optim\n"
         "assert OPTIMIZERS.get('AdamW') and OPTIMIZERS.get('NpuFusedLamb')\n"
@@ -313,16 +313,18 @@ def test_the_library_is_imported_only_when_a_name_is_looked_for_there():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_muon_for_other_than_matrices_is_an_error_that_names_them():
+def test_muon_raises_with_the_parameters_that_are_not_matrices():
     with pytest.raises(ConfigError) as caught:
         build_optim_wrapper(net(), {"optimizer": {"type": "Muon", "lr": 0.1}})
     message = str(caught.value)
-    assert "3 of the 4 parameters are none: 0.bias (4,), 1.weight (1, 1, 2, 2), 1.bias (1,)" in message
+    assert (
+        "3 of the 4 parameters are not matrices: 0.bias (4,), 1.weight (1, 1, 2, 2), 1.bias (1,)" in message
+    )
     assert "OptimWrapperDict" in message
 
 
 @pytest.mark.parametrize("kind", ["Muon", torch.optim.Muon])
-def test_muon_moves_the_matrices_of_a_model_whose_other_parameters_are_frozen(kind):
+def test_muon_ignores_frozen_parameters_that_are_not_matrices(kind):
     model = net()
     for name, p in model.named_parameters():
         p.requires_grad_(name == "0.weight")
@@ -334,6 +336,6 @@ def test_muon_moves_the_matrices_of_a_model_whose_other_parameters_are_frozen(ki
     assert not torch.equal(before, model[0].weight)
 
 
-def test_a_missing_type_is_still_the_registrys_error():
+def test_missing_type_raises_the_error_of_the_registry():
     with pytest.raises((BuildError, ConfigError), match="needs a 'type'"):
         build_optim_wrapper(net(), {"optimizer": {"lr": 0.1}})

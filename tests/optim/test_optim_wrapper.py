@@ -1,4 +1,4 @@
-"""`OptimWrapper` against training loops written out by hand, in float64."""
+"""`OptimWrapper` against manual training loops in float64."""
 
 import copy
 from contextlib import contextmanager
@@ -47,7 +47,7 @@ def groups(net, lr):
 
 
 def train_by_hand(net, cls, options, batches, window=1, clip=None, several=False):
-    """Return the gradient norms; every window's mean gradient is computed from one joint loss."""
+    """Return the gradient norms; the mean gradient of every accumulation window is computed from one loss."""
     optimizer = cls(groups(net, options["lr"]) if several else net.parameters(), **options)
     params = list(net.parameters())
     norms = []
@@ -93,7 +93,7 @@ CLIPS = [
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-def test_training_equals_a_loop_written_by_hand(cls, options, clip, several):
+def test_training_equals_a_manual_loop(cls, options, clip, several):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -104,9 +104,7 @@ def test_training_equals_a_loop_written_by_hand(cls, options, clip, several):
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 5), st.sampled_from(OPTIMIZERS), st.sampled_from(CLIPS))
-def test_accumulation_steps_by_each_windows_mean_gradient_also_in_a_shorter_last_window(
-    count, window, optimizer, clip
-):
+def test_accumulation_uses_the_mean_gradient_of_each_window(count, window, optimizer, clip):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(count)
@@ -115,7 +113,7 @@ def test_accumulation_steps_by_each_windows_mean_gradient_also_in_a_shorter_last
     assert_same(net, hand)
 
 
-def test_a_resumed_run_keeps_the_windows_of_the_whole_run():
+def test_resumed_run_keeps_the_accumulation_windows():
     batches = make_batches(7)
     whole, resumed = make_net(), make_net()
     train_wrapped(whole, torch.optim.SGD, {"lr": 0.1}, batches, 3)
@@ -127,7 +125,7 @@ def test_a_resumed_run_keeps_the_windows_of_the_whole_run():
     assert_same(whole, resumed)
 
 
-def test_without_a_known_end_every_window_is_full():
+def test_all_windows_are_full_if_the_end_is_unknown():
     net = make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 2)
     before = copy.deepcopy(net)
@@ -139,7 +137,7 @@ def test_without_a_known_end_every_window_is_full():
     assert steps == [False, True, False, True, False]
 
 
-def test_grad_norm_is_the_norm_before_clipping_and_unset_without_clipping():
+def test_grad_norm_is_the_norm_before_clipping_and_none_without_clipping():
     batches = make_batches(4)
     hand = train_by_hand(make_net(), torch.optim.SGD, {"lr": 0.1}, batches, clip={"max_norm": 0.1})
     norms = train_wrapped(make_net(), torch.optim.SGD, {"lr": 0.1}, batches, clip={"max_norm": 0.1})
@@ -151,7 +149,7 @@ def test_grad_norm_is_the_norm_before_clipping_and_unset_without_clipping():
 
 
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-def test_the_norm_may_be_another_than_the_euclidean(norm_type):
+def test_clipping_supports_other_norm_types(norm_type):
     param = nn.Parameter(torch.tensor([3.0, -4.0], dtype=torch.float64))
     wrapper = OptimWrapper(
         torch.optim.SGD([param], lr=1.0), clip_grad={"max_norm": 1e9, "norm_type": norm_type}
@@ -161,7 +159,7 @@ def test_the_norm_may_be_another_than_the_euclidean(norm_type):
     assert wrapper.grad_norm == pytest.approx(expected, rel=1e-15)
 
 
-def test_gradients_are_gone_after_a_step_and_kept_inside_a_window():
+def test_gradients_are_cleared_after_a_step_and_kept_inside_a_window():
     net = make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 2)
     first, second = make_batches(2)
@@ -171,7 +169,7 @@ def test_gradients_are_gone_after_a_step_and_kept_inside_a_window():
     assert all(p.grad is None for p in net.parameters())
 
 
-def test_a_parameter_without_gradient_is_neither_clipped_nor_moved():
+def test_parameter_without_gradient_is_not_changed():
     used, unused = (nn.Parameter(torch.ones(2)) for _ in range(2))
     wrapper = OptimWrapper(torch.optim.SGD([used, unused], lr=1.0), clip_grad={"max_norm": 1.0})
     wrapper.update_params(used.sum())
@@ -179,7 +177,7 @@ def test_a_parameter_without_gradient_is_neither_clipped_nor_moved():
     assert not torch.equal(used, torch.ones(2))
 
 
-def test_clipping_when_no_parameter_has_a_gradient_changes_nothing():
+def test_clipping_without_gradients_has_no_effect():
     wrapper = OptimWrapper(
         torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0), clip_grad={"max_norm": 1.0}
     )
@@ -187,7 +185,7 @@ def test_clipping_when_no_parameter_has_a_gradient_changes_nothing():
     assert wrapper.grad_norm is None
 
 
-def test_an_optimizer_that_overrides_zero_grad_is_asked():
+def test_overridden_zero_grad_of_the_optimizer_is_called():
     class Counting(torch.optim.SGD):
         calls = 0
 
@@ -202,7 +200,7 @@ def test_an_optimizer_that_overrides_zero_grad_is_asked():
     assert param.grad is None
 
 
-def test_zero_grad_passes_its_options_on():
+def test_zero_grad_passes_its_options_to_the_optimizer():
     param = nn.Parameter(torch.ones(2))
     wrapper = OptimWrapper(torch.optim.SGD([param], lr=0.1))
     param.sum().backward()
@@ -210,7 +208,7 @@ def test_zero_grad_passes_its_options_on():
     assert torch.equal(param.grad, torch.zeros(2))
 
 
-def test_backward_step_and_zero_grad_may_be_called_one_by_one():
+def test_backward_step_and_zero_grad_can_be_called_separately():
     net, hand = make_net(), make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1))
     (x,) = make_batches(1)
@@ -226,7 +224,7 @@ def test_backward_step_and_zero_grad_may_be_called_one_by_one():
 
 
 class Synced(nn.Linear):
-    """Stands in for a DDP model: counts the forwards under no_sync."""
+    """Replacement of a DDP model that counts the forwards under no_sync."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -254,7 +252,7 @@ class Synced(nn.Linear):
     ],
 )
 @pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
-def test_gradients_are_synced_exactly_in_the_last_batch_of_each_window(kind, window, count, synced):
+def test_gradients_are_synced_only_in_the_last_batch_of_each_window(kind, window, count, synced):
     model = Synced()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     wrapper = OPTIM_WRAPPERS.build({"type": kind, "optimizer": optimizer, "accumulative_counts": window})
@@ -270,20 +268,20 @@ def test_gradients_are_synced_exactly_in_the_last_batch_of_each_window(kind, win
     assert model.syncing
 
 
-def test_a_model_that_cannot_hold_back_its_sync_needs_no_context():
+def test_model_without_no_sync_needs_no_context():
     net = make_net()
     wrapper = OptimWrapper(torch.optim.SGD(net.parameters(), lr=0.1), 4)
     with wrapper.optim_context(net):
         pass
 
 
-# ---- mistakes ----------------------------------------------------------------------------------------
+# ---- invalid arguments ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("dtype", [None, "float16"])
-def test_what_is_no_loss_is_refused_before_anything_moves(kind, window, dtype):
+def test_invalid_loss_raises_before_an_update(kind, window, dtype):
     param = nn.Parameter(torch.ones(2))
     if kind == "OptimWrapper" and dtype:
         pytest.skip("has no dtype")
@@ -300,7 +298,7 @@ def test_what_is_no_loss_is_refused_before_anything_moves(kind, window, dtype):
         (1.5, "must be a tensor, not float"),
         ({"loss": param.sum()}, "must be a tensor, not dict"),
         (None, "must be a tensor, not NoneType"),
-        (param * 2, r"shape \(2,\): take its mean"),
+        (param * 2, r"shape \(2,\); use mean"),
     ):
         with pytest.raises(LossError, match=message):
             wrapper.update_params(wrong)
@@ -308,28 +306,28 @@ def test_what_is_no_loss_is_refused_before_anything_moves(kind, window, dtype):
         wrapper.update_params(param.detach().sum())
     assert torch.equal(param, torch.ones(2))
     wrapper.update_params(param.sum().reshape(1))  # one element is a scalar
-    assert wrapper.should_update() == (window == 1)  # what was refused was not counted
+    assert wrapper.should_update() == (window == 1)  # invalid losses are not counted
 
 
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
         ({"max_nrom": 1}, "no such option 'max_nrom'; did you mean 'max_norm'?"),
-        ({"type": "norm"}, "type 'norm' needs a positive max_norm, not None"),
-        ({"type": "value", "max_norm": 1}, "type 'value' needs a positive clip_value, not None"),
-        ({"max_norm": 0}, "needs a positive max_norm, not 0"),
-        ({"max_norm": "big"}, "needs a positive max_norm, not 'big'"),
+        ({"type": "norm"}, "type 'norm' requires a positive max_norm, not None"),
+        ({"type": "value", "max_norm": 1}, "type 'value' requires a positive clip_value, not None"),
+        ({"max_norm": 0}, "requires a positive max_norm, not 0"),
+        ({"max_norm": "big"}, "requires a positive max_norm, not 'big'"),
         ({"type": "nrom", "max_norm": 1}, "type must be 'norm' or 'value', not 'nrom'"),
     ],
 )
-def test_a_mistake_in_clip_grad_is_named(clip, message):
+def test_invalid_clip_grad_raises(clip, message):
     with pytest.raises(ConfigError) as caught:
         GradClip.from_dict(clip)
     assert str(caught.value).startswith("clip_grad: ")
     assert message in str(caught.value)
 
 
-def test_wrong_arguments_are_named():
+def test_invalid_arguments_raise():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     with pytest.raises(ConfigError, match="accumulative_counts: must be at least 1, not 0"):
         OptimWrapper(optimizer, 0)
@@ -339,10 +337,10 @@ def test_wrong_arguments_are_named():
         OPTIM_WRAPPERS.build({"type": "OptimWrapper", "optimizer": optimizer, "accumulative_counts": "2"})
 
 
-# ---- what others read --------------------------------------------------------------------------------
+# ---- accessors ----------------------------------------------------------------------------------
 
 
-def test_rates_and_momenta_are_read_per_group():
+def test_learning_rates_and_momenta_are_returned_per_group():
     one, two = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
     param_groups = [{"params": [one]}, {"params": [two], "lr": torch.tensor(0.5), "momentum": 0.25}]
     sgd = OptimWrapper(torch.optim.SGD(param_groups, lr=0.1, momentum=0.9))
@@ -356,7 +354,7 @@ def test_rates_and_momenta_are_read_per_group():
     assert OptimWrapper(torch.optim.Adagrad([one])).get_momentum() == {"momentum": [0.0]}
 
 
-def test_state_goes_on_where_it_was_saved():
+def test_state_dict_restores_the_optimizer():
     batches = make_batches(6)
     options = {"lr": 0.05, "momentum": 0.9}
     whole = make_net()
@@ -372,14 +370,14 @@ def test_state_goes_on_where_it_was_saved():
     assert_same(net, whole, 0)
 
 
-def test_the_state_of_a_run_with_a_loss_scaler_is_accepted():
+def test_state_of_a_run_with_a_loss_scaler_is_loaded():
     param = nn.Parameter(torch.ones(1))
     wrapper = OptimWrapper(torch.optim.SGD([param], lr=0.1))
     wrapper.load_state_dict({**wrapper.state_dict(), "loss_scaler": {"scale": 2.0}})
     assert wrapper.get_lr() == {"lr": [0.1]}
 
 
-def test_the_wrapper_shows_what_it_does():
+def test_repr_contains_optimizer_and_options():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     assert repr(OptimWrapper(optimizer, 2)) == "OptimWrapper(SGD, accumulative_counts=2)"
     assert "max_norm=3" in repr(OptimWrapper(optimizer, clip_grad={"max_norm": 3}))

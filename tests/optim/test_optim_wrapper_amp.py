@@ -1,4 +1,4 @@
-"""`AmpOptimWrapper` on the CPU against loops written with torch.amp by hand, bit for bit."""
+"""`AmpOptimWrapper` on the CPU is bitwise equal to manual loops with torch.amp."""
 
 import copy
 
@@ -80,7 +80,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "bf16", torch.bfloat16])
-def test_bfloat16_is_the_autocast_loop_bit_for_bit_and_has_no_scaler(dtype, options):
+def test_bfloat16_equals_a_loop_with_autocast_and_has_no_scaler(dtype, options):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -92,7 +92,9 @@ def test_bfloat16_is_the_autocast_loop_bit_for_bit_and_has_no_scaler(dtype, opti
     assert wrapper.loss_scaler is None
     assert wrapper.dtype == torch.bfloat16
     assert "loss_scaler" not in wrapper.state_dict()
-    assert not torch.equal(losses[0], loss_of(make_net(), batches[0]).detach())  # it was not float32
+    assert not torch.equal(
+        losses[0], loss_of(make_net(), batches[0]).detach()
+    )  # the loss was not computed in float32
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -106,7 +108,7 @@ def test_bfloat16_is_the_autocast_loop_bit_for_bit_and_has_no_scaler(dtype, opti
     ],
 )
 @pytest.mark.parametrize("dtype", ["float16", torch.float16])
-def test_float16_is_the_loop_with_a_scaler_bit_for_bit(dtype, loss_scale, scaler_options, new_scale, options):
+def test_float16_equals_a_loop_with_a_grad_scaler(dtype, loss_scale, scaler_options, new_scale, options):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -124,7 +126,7 @@ def test_float16_is_the_loop_with_a_scaler_bit_for_bit(dtype, loss_scale, scaler
 
 
 @pytest.mark.parametrize("clip", [None, {"max_norm": 1.0}])
-def test_an_overflow_skips_the_step_and_halves_the_scale(clip):
+def test_overflow_skips_the_step_and_halves_the_scale(clip):
     net = make_net()
     wrapper = AmpOptimWrapper(
         optimizer=sgd(net), dtype="float16", loss_scale={"init_scale": 1024.0}, clip_grad=clip
@@ -135,18 +137,18 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(clip):
     assert not wrapper.optimizer.state
     assert wrapper.loss_scaler.get_scale() == 512.0
     assert all(p.grad is None for p in net.parameters())
-    wrapper.update_params(net[0].weight.sum())  # the next one moves again
+    wrapper.update_params(net[0].weight.sum())  # the next step updates the weights
     assert not torch.equal(net[0].weight, before[0].weight)
 
 
-def test_a_fixed_scale_stays_after_an_overflow():
+def test_fixed_scale_does_not_change_after_an_overflow():
     net = make_net()
     wrapper = AmpOptimWrapper(optimizer=sgd(net), dtype="float16", loss_scale=8.0)
     wrapper.update_params(net[0].weight.sum() * float("inf"))
     assert wrapper.loss_scaler.get_scale() == 8.0
 
 
-def test_the_grad_norm_is_that_of_the_unscaled_gradients():
+def test_grad_norm_uses_unscaled_gradients():
     param = nn.Parameter(torch.tensor([3.0, 4.0]))
     wrapper = AmpOptimWrapper(
         optimizer=torch.optim.SGD([param], lr=0.0), dtype="fp16", clip_grad={"max_norm": 1.0}
@@ -155,7 +157,7 @@ def test_the_grad_norm_is_that_of_the_unscaled_gradients():
     assert wrapper.grad_norm == pytest.approx(5.0)
 
 
-def test_the_scalers_state_goes_on_where_it_was_saved():
+def test_state_dict_restores_the_loss_scaler():
     options = {"dtype": "float16", "loss_scale": {"init_scale": 16.0, "growth_interval": 2}}
     batches = make_batches(5)
     whole = make_net()
@@ -172,10 +174,10 @@ def test_the_scalers_state_goes_on_where_it_was_saved():
         second.update_params(loss)
     assert_identical(net, whole)
     assert second.loss_scaler.state_dict() == reference.loss_scaler.state_dict()
-    assert "loss_scaler" in saved  # loading does not take it out of the caller's dict
+    assert "loss_scaler" in saved  # loading does not change the dict of the caller
 
 
-def test_states_with_and_without_a_scaler_load_into_each_other():
+def test_states_with_and_without_a_scaler_are_compatible():
     net = make_net()
     plain = OptimWrapper(sgd(net))
     plain.update_params(loss_of(net, make_batches(1)[0]))
@@ -189,14 +191,14 @@ def test_states_with_and_without_a_scaler_load_into_each_other():
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "half", torch.float16])
-def test_float16_has_several_names(name):
+def test_names_of_float16(name):
     wrapper = AmpOptimWrapper(optimizer=sgd(make_net()), dtype=name)
     assert wrapper.dtype == torch.float16
     assert wrapper.loss_scaler.get_scale() == 2.0**16
 
 
 @pytest.mark.parametrize("dtype", ["float32", "fp8", torch.float32, torch.float64, 16])
-def test_another_dtype_is_refused(dtype):
+def test_unsupported_dtype_raises(dtype):
     with pytest.raises(ConfigError, match=r"^dtype: must be 'float16', 'bfloat16' or None, not "):
         AmpOptimWrapper(optimizer=sgd(make_net()), dtype=dtype)
 
@@ -205,7 +207,7 @@ def test_another_dtype_is_refused(dtype):
 @pytest.mark.parametrize(
     "loss_scale", ["static", None, True, 0.0, {"init_scael": 4.0}, {"growth_factor": 1.0}]
 )
-def test_a_wrong_loss_scale_is_refused_whatever_the_dtype(loss_scale, dtype):
+def test_invalid_loss_scale_raises_for_every_dtype(loss_scale, dtype):
     with pytest.raises(ConfigError, match=r"^loss_scale: "):
         AmpOptimWrapper(optimizer=sgd(make_net()), dtype=dtype, loss_scale=loss_scale)
 

@@ -1,4 +1,4 @@
-"""Several optimizers under their names, as a GAN needs them."""
+"""Several named optimizers, as in a GAN."""
 
 import copy
 
@@ -50,7 +50,7 @@ def train_by_hand(gan, batches):
         g.step()
 
 
-def test_each_part_of_a_gan_is_moved_by_its_own_optimizer():
+def test_each_network_of_a_gan_is_updated_by_its_optimizer():
     gan = Gan()
     hand = copy.deepcopy(gan)
     batches = [torch.randn(4, 2, generator=torch.Generator().manual_seed(i)) for i in range(4)]
@@ -63,7 +63,7 @@ def test_each_part_of_a_gan_is_moved_by_its_own_optimizer():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_it_is_read_as_a_dict_with_the_names_in_order():
+def test_wrapper_dict_behaves_like_an_ordered_dict():
     optim = wrappers(Gan())
     assert list(optim) == list(optim.keys()) == ["generator", "critic"]
     assert len(optim) == 2
@@ -74,7 +74,7 @@ def test_it_is_read_as_a_dict_with_the_names_in_order():
         optim["loss"]
 
 
-def test_rates_and_momenta_carry_the_names():
+def test_learning_rates_and_momenta_contain_the_names():
     optim = wrappers(Gan())
     assert optim.get_lr() == {"generator.lr": [0.1], "critic.lr": [0.2]}
     assert optim.get_momentum() == {"generator.momentum": [0.5], "critic.momentum": [0.9]}
@@ -84,7 +84,7 @@ def test_rates_and_momenta_carry_the_names():
     assert optim.grad_norm is None
 
 
-def test_state_goes_back_to_each_by_its_name():
+def test_state_dict_restores_each_wrapper_by_name():
     gan = Gan()
     optim = wrappers(gan)
     gan.train_step(torch.ones(4, 2), optim)
@@ -93,11 +93,13 @@ def test_state_goes_back_to_each_by_its_name():
     for name in optim:
         assert str(other[name].state_dict()) == str(optim[name].state_dict())
         assert other[name].optimizer.state
-    with pytest.raises(ConfigError, match=r"are \['critic', 'generator'\], the state has \['critic'\]"):
+    with pytest.raises(
+        ConfigError, match=r"are \['critic', 'generator'\], but the state contains \['critic'\]"
+    ):
         other.load_state_dict({"critic": {}})
 
 
-def test_calls_that_need_one_optimizer_say_what_the_model_must_do():
+def test_calls_for_a_single_optimizer_raise():
     gan = Gan()
     optim = wrappers(gan)
     loss = gan.critic(torch.ones(1, 3)).sum()
@@ -109,23 +111,23 @@ def test_calls_that_need_one_optimizer_say_what_the_model_must_do():
         lambda: EagerStep(lambda batch: {"loss": loss}, gan, optim)(None),
     ]
     for call in calls:
-        with pytest.raises(ModelError, match=r"\(generator, critic\), so the model must override train_step"):
+        with pytest.raises(ModelError, match=r"\(generator, critic\); override train_step"):
             call()
 
 
-def test_zero_grad_drops_the_gradients_of_all():
+def test_zero_grad_clears_the_gradients_of_all_optimizers():
     gan = Gan()
     gan.critic(gan.generator(torch.ones(1, 2))).sum().backward()
     wrappers(gan).zero_grad()
     assert all(p.grad is None for p in gan.parameters())
 
 
-def test_only_optimizer_wrappers_are_taken():
+def test_values_that_are_not_optim_wrappers_raise():
     with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
         OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
 
 
-def test_it_shows_its_parts():
+def test_repr_contains_the_wrappers():
     assert repr(wrappers(Gan(), accumulative_counts=2)) == (
         "OptimWrapperDict(generator=OptimWrapper(SGD, accumulative_counts=1), "
         "critic=OptimWrapper(AdamW, accumulative_counts=2))"

@@ -1,4 +1,4 @@
-"""ZeRO-1 with one process is the plain optimizer; with several, see tests/distributed."""
+"""ZeRO-1 in one process equals the plain optimizer; tests/distributed has the tests with several processes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def trained(optimizer, steps=3, state=None, model=None):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW])
-def test_without_a_process_group_it_moves_and_saves_as_the_plain_optimizer(kind):
+def test_zero_without_a_process_group_equals_the_plain_optimizer(kind):
     (model, zero), (plain_model, plain) = trained(kind), trained("plain")
     assert isinstance(zero.optimizer, ZeroRedundancyOptimizer)
     assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
@@ -43,14 +43,14 @@ def test_without_a_process_group_it_moves_and_saves_as_the_plain_optimizer(kind)
 
 
 @pytest.mark.parametrize(("first", "then"), [("AdamW", "plain"), ("plain", "AdamW"), ("AdamW", "AdamW")])
-def test_either_goes_on_from_the_others_state(first, then):
+def test_states_of_zero_and_plain_optimizer_are_compatible(first, then):
     whole, _ = trained("plain", steps=5)
     model, optim = trained(first, steps=2)
     continued, _ = trained(then, 3, optim.state_dict(), model)
     assert all(map(torch.equal, continued.parameters(), whole.parameters()))
 
 
-def test_named_parameters_and_a_closure_are_taken_as_by_torch():
+def test_named_parameters_and_closure_work_as_in_torch():
     model, plain = network(), network()
     optimizer = ZeroRedundancyOptimizer(model.named_parameters(), "SGD", lr=0.1)
     reference = torch.optim.SGD(plain.named_parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def test_named_parameters_and_a_closure_are_taken_as_by_torch():
     assert optimizer.state_dict() == reference.state_dict()
 
 
-def test_a_state_of_another_number_of_parameters_is_refused():
+def test_state_with_another_number_of_parameters_raises():
     optimizer = ZeroRedundancyOptimizer(network().parameters(), "SGD", lr=0.1, momentum=0.9)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="size"):
@@ -81,16 +81,16 @@ def test_a_state_of_another_number_of_parameters_is_refused():
         (dict(), "optimizer_type"),
     ],
 )
-def test_a_wrong_inner_optimizer_or_option_is_named(options, message):
+def test_invalid_inner_optimizer_or_option_raises(options, message):
     with pytest.raises(ConfigError, match=message.replace("?", r"\?")):
         build_optim_wrapper(
             network(), dict(optimizer=dict(type="ZeroRedundancyOptimizer", lr=0.1, **options))
         )
 
 
-def test_parameters_that_fsdp_shards_are_refused():
+def test_parameters_sharded_by_fsdp_raise():
     class Sharded(nn.Parameter):
         device_mesh = None
 
-    with pytest.raises(ConfigError, match="FSDP shards the optimizer's state already: take 'AdamW'"):
+    with pytest.raises(ConfigError, match="FSDP already shards the optimizer state; use 'AdamW' instead"):
         ZeroRedundancyOptimizer([Sharded(torch.ones(2))], "AdamW", lr=0.1)

@@ -1,4 +1,4 @@
-"""When schedules act, resuming, tensors and momentum."""
+"""Active steps, resuming, tensors and momentum of schedulers."""
 
 import json
 
@@ -40,7 +40,7 @@ FAMILIES = [
 NAMES = [f + kind for f in FAMILIES for kind in ("ParamScheduler", "LR", "Momentum")]
 NAMES += ["OneCycleParamScheduler", "OneCycleLR"]
 
-# Every schedule once, with what it needs; all may be built in any order on one optimizer.
+# Every scheduler with its required arguments; all can be built in any order on one optimizer.
 ALL_LR = {
     "ConstantLR": {"factor": 0.5, "end": 7},
     "CosineAnnealingLR": {"T_max": 9, "eta_min": 0.001},
@@ -55,19 +55,19 @@ ALL_LR = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_of_mmengine_is_registered_and_importable(name):
+def test_all_names_of_mmengine_are_registered_and_importable(name):
     assert PARAM_SCHEDULERS.get(name) is getattr(schedules, name)
     assert PARAM_SCHEDULERS.get(name).__module__.startswith("slipstream.")
 
 
-def test_a_schedule_acts_between_begin_and_end_only():
+def test_scheduler_is_active_only_between_begin_and_end():
     optimizer = sgd()
     scheduler = ExponentialLR(optimizer, gamma=0.5, begin=2, end=5)
     values = [v[0] for v in history(optimizer, [scheduler], 8)]
     assert values == pytest.approx([0.1, 0.1, 0.1, 0.05, 0.025, 0.025, 0.025, 0.025])
 
 
-def test_schedules_take_a_wrapper_and_share_the_values_of_its_optimizer():
+def test_schedulers_of_a_wrapper_share_the_values_of_its_optimizer():
     optimizer = sgd_with_tensors()
     chain = [LinearLR(Wrapper(optimizer), start_factor=0.5, end=3), StepLR(optimizer, 2, gamma=0.5)]
     plain = sgd()
@@ -76,19 +76,19 @@ def test_schedules_take_a_wrapper_and_share_the_values_of_its_optimizer():
         assert mine == pytest.approx(yours, rel=1e-6)
 
 
-def test_any_option_of_the_groups_can_be_scheduled():
+def test_every_option_of_the_groups_can_be_scheduled():
     optimizer = sgd(weight_decay=0.1)
     LinearParamScheduler(optimizer, "weight_decay", 0.25, 1.0, 0, 5)
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
 
 
-def test_a_linear_warm_up_of_one_step_and_a_one_step_constant_do_not_divide_by_zero():
+def test_warm_up_and_constant_of_one_step_do_not_divide_by_zero():
     for scheduler in (LinearLR(sgd(), start_factor=0.5, end=1), ConstantLR(sgd(), factor=0.5, end=1)):
         scheduler.step()
         assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])
 
 
-def test_one_cycle_with_a_rise_of_one_step_starts_at_the_peak_and_stays_after_its_end():
+def test_one_cycle_with_one_rising_step_starts_at_the_peak():
     optimizer = sgd()
     scheduler = OneCycleLR(optimizer, eta_max=[1.0, 2.0], total_steps=10, pct_start=0.1, final_div_factor=10)
     values = history(optimizer, [scheduler], 14)
@@ -96,7 +96,7 @@ def test_one_cycle_with_a_rise_of_one_step_starts_at_the_peak_and_stays_after_it
     assert values[9] == values[13] == pytest.approx([1 / 250, 2 / 250])
 
 
-def test_cosine_restart_stays_after_its_last_period():
+def test_cosine_restart_is_constant_after_the_last_period():
     optimizer = sgd()
     values = history(optimizer, [CosineRestartLR(optimizer, [3, 2], [1, 0.5])], 9)
     assert [v[0] for v in values[3:]] == pytest.approx([0.05, 0.025, 0.025, 0.025, 0.025, 0.025])
@@ -108,7 +108,7 @@ def test_cosine_restart_stays_after_its_last_period():
 @pytest.mark.parametrize("make", [sgd, sgd_with_tensors], ids=["floats", "tensors"])
 @pytest.mark.parametrize("names", [[name] for name in ALL_LR] + [["LinearLR", "PolyLR", "StepLR"]], ids=str)
 @pytest.mark.parametrize("done", [0, 5])
-def test_resuming_gives_exactly_the_values_of_an_uninterrupted_run(make, names, done):
+def test_resumed_values_equal_an_uninterrupted_run(make, names, done):
     def build(optimizer):
         return [getattr(schedules, name)(optimizer, **ALL_LR[name]) for name in names]
 
@@ -119,7 +119,7 @@ def test_resuming_gives_exactly_the_values_of_an_uninterrupted_run(make, names, 
     saved_optimizer = first.state_dict()
     assert json.loads(json.dumps(saved)) == saved  # plain values only
 
-    second = make(lr=0.7)  # what the checkpoint holds must win
+    second = make(lr=0.7)  # the checkpoint must override this value
     resumed = build(second)
     second.load_state_dict(saved_optimizer)
     for scheduler, state in zip(resumed, saved, strict=True):
@@ -131,7 +131,7 @@ def test_resuming_gives_exactly_the_values_of_an_uninterrupted_run(make, names, 
             assert mine.get_last_value() == yours.get_last_value()
 
 
-def test_a_longer_run_may_continue_a_state_with_new_arguments():
+def test_state_can_be_loaded_with_new_arguments():
     optimizer = sgd()
     scheduler = CosineAnnealingLR(optimizer, T_max=10)
     history(optimizer, [scheduler], 5)
@@ -141,7 +141,7 @@ def test_a_longer_run_may_continue_a_state_with_new_arguments():
     assert longer.last_step == 5
 
 
-def test_plateau_state_remembers_the_best_and_the_bad_epochs():
+def test_plateau_state_contains_the_best_value_and_the_bad_epochs():
     first, second = sgd(), sgd()
     scheduler = ReduceOnPlateauLR(first, patience=1, factor=0.5, eps=0)
     for loss in (1.0, 2.0):
@@ -153,7 +153,7 @@ def test_plateau_state_remembers_the_best_and_the_bad_epochs():
     assert second.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_a_state_of_another_schedule_or_another_number_of_groups_is_refused():
+def test_state_of_another_scheduler_or_number_of_groups_raises():
     scheduler = ReduceOnPlateauLR(sgd())
     with pytest.raises(CheckpointError, match="best"):
         scheduler.load_state_dict(StepLR(sgd(), 2).state_dict())
@@ -162,7 +162,7 @@ def test_a_state_of_another_schedule_or_another_number_of_groups_is_refused():
         StepLR(one_group, 2).load_state_dict(StepLR(sgd(), 2).state_dict())
 
 
-def test_last_step_needs_the_initial_values():
+def test_last_step_requires_the_initial_values():
     with pytest.raises(ConfigError, match="initial_lr"):
         StepLR(sgd(), 2, last_step=3)
     optimizer = sgd()
@@ -177,7 +177,7 @@ def test_last_step_needs_the_initial_values():
 
 
 @pytest.mark.parametrize("name", ALL_LR)
-def test_a_tensor_is_filled_in_place_and_follows_the_float_schedule(name):
+def test_tensor_is_filled_in_place_with_the_values_of_floats(name):
     optimizer, plain = sgd_with_tensors(), sgd()
     tensors = [group["lr"] for group in optimizer.param_groups]
     scheduler = getattr(schedules, name)(optimizer, **ALL_LR[name])
@@ -206,7 +206,7 @@ def forbid_reading(monkeypatch):
     return forbid
 
 
-def test_steps_never_read_a_tensor_even_with_several_schedules(forbid_reading):
+def test_steps_do_not_read_tensors(forbid_reading):
     optimizer = sgd_with_tensors()
     shared = torch.tensor(0.1)
     other = torch.optim.SGD([{"params": [parameter()]}, {"params": [parameter()]}], lr=shared)
@@ -221,7 +221,7 @@ def test_steps_never_read_a_tensor_even_with_several_schedules(forbid_reading):
             scheduler.state_dict()
 
 
-def test_nothing_is_launched_when_the_value_does_not_change():
+def test_unchanged_value_is_not_written():
     optimizer = sgd_with_tensors()
     scheduler = MultiStepLR(optimizer, [100])
     version = optimizer.param_groups[0]["lr"]._version
@@ -229,7 +229,7 @@ def test_nothing_is_launched_when_the_value_does_not_change():
     assert optimizer.param_groups[0]["lr"]._version == version
 
 
-def test_what_others_write_into_the_tensor_or_the_group_is_seen():
+def test_external_changes_of_tensor_or_group_are_read():
     optimizer = sgd_with_tensors()
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     optimizer.param_groups[0]["lr"].fill_(8.0)
@@ -238,14 +238,14 @@ def test_what_others_write_into_the_tensor_or_the_group_is_seen():
     assert scheduler.get_last_value() == [4.0, 2.0]
 
 
-def test_the_memory_of_values_is_not_in_the_optimizer_state():
+def test_value_cache_is_not_in_the_optimizer_state():
     optimizer = sgd_with_tensors()
     StepLR(optimizer, 1)
     assert set(optimizer.state_dict()) == {"state", "param_groups"}
     assert "_values_on_host" not in optimizer.__getstate__()
 
 
-def test_a_compiled_step_sees_a_new_rate_without_recompiling():
+def test_compiled_step_uses_a_new_rate_without_recompilation():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=torch.tensor(0.5), foreach=False)
     scheduler = ExponentialLR(optimizer, gamma=0.5)
@@ -274,7 +274,7 @@ def test_momentum_of_sgd_is_scheduled():
     assert values == pytest.approx([0.8, 0.4, 0.2])
 
 
-def test_momentum_of_adam_is_its_first_beta_and_schedules_chain():
+def test_momentum_of_adam_is_its_first_beta_and_schedulers_can_be_chained():
     optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
     chain = [CosineAnnealingMomentum(optimizer, T_max=4, eta_min=0.4, end=4), StepMomentum(optimizer, 4, 0.5)]
     values = history(optimizer, chain, 5, "momentum")
@@ -292,7 +292,7 @@ def test_momentum_of_adam_as_a_tensor_is_filled_in_place():
     assert betas[0].item() == pytest.approx(0.4)
 
 
-def test_momentum_continues_after_loading_a_state_from_before_the_schedule():
+def test_momentum_continues_after_loading_a_state_without_the_scheduler():
     optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
     state = optimizer.state_dict()
     scheduler = ExponentialMomentum(optimizer, gamma=0.5)
@@ -301,7 +301,7 @@ def test_momentum_continues_after_loading_a_state_from_before_the_schedule():
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
 
 
-def test_plateau_reduces_momentum_too():
+def test_plateau_reduces_momentum():
     optimizer = torch.optim.Adam([parameter()], betas=(0.8, 0.99))
     scheduler = ReduceOnPlateauMomentum(optimizer, monitor="miou", rule="greater", factor=0.5, patience=0)
     scheduler.step({"miou": 0.5})
@@ -309,7 +309,7 @@ def test_plateau_reduces_momentum_too():
     assert optimizer.param_groups[0]["betas"] == (pytest.approx(0.4), 0.99)
 
 
-def test_an_optimizer_without_momentum_is_refused():
+def test_momentum_scheduler_of_an_optimizer_without_momentum_raises():
     with pytest.raises(ConfigError, match="Adagrad has neither momentum nor betas"):
         StepMomentum(torch.optim.Adagrad([parameter()]), 2)
 
@@ -317,7 +317,7 @@ def test_an_optimizer_without_momentum_is_refused():
 # ---- plateau ------------------------------------------------------------------------------------
 
 
-def test_plateau_waits_for_validations_and_names_a_missing_metric():
+def test_plateau_counts_validations_and_raises_for_a_missing_metric():
     optimizer = sgd()
     scheduler = ReduceOnPlateauLR(optimizer, monitor="val/loss", patience=0, begin=1, end=3)
     assert scheduler.need_val_args
@@ -331,7 +331,7 @@ def test_plateau_waits_for_validations_and_names_a_missing_metric():
         inside.step({"val/los": 1.0})
 
 
-def test_plateau_leaves_out_tiny_reductions():
+def test_plateau_skips_reductions_below_eps():
     optimizer = sgd(lr=1e-8)
     scheduler = ReduceOnPlateauLR(optimizer, patience=0)
     for _ in range(3):
@@ -339,7 +339,7 @@ def test_plateau_leaves_out_tiny_reductions():
     assert scheduler.get_last_value() == [1e-8, 5e-9]
 
 
-def test_a_metric_that_is_nan_counts_as_no_improvement():
+def test_nan_metric_counts_as_no_improvement():
     scheduler = ReduceOnPlateauLR(sgd(), patience=1, factor=0.5)
     for _ in range(2):
         scheduler.step({"loss": float("nan")})

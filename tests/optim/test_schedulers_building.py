@@ -1,4 +1,4 @@
-"""Schedules from a configuration: bad input, building, and schedules of one's own."""
+"""Schedulers from configurations: invalid input, construction and custom schedulers."""
 
 import inspect
 
@@ -38,13 +38,13 @@ BAD = [
     ("ConstantLR", {"factor": 2.0}, "factor must be"),
     ("LinearLR", {"start_factor": 0, "end": 5}, "start_factor must be"),
     ("LinearLR", {"end_factor": 1.5, "end": 5}, "end_factor must be"),
-    ("LinearLR", {}, "end must be given"),
-    ("PolyLR", {}, "end must be given"),
+    ("LinearLR", {}, "end must be specified"),
+    ("PolyLR", {}, "end must be specified"),
     ("PolyLR", {"power": 0, "end": 5}, "power must be"),
     ("PolyLR", {"eta_min": float("nan"), "end": 5}, "eta_min must be"),
     ("CosineAnnealingLR", {"T_max": 0}, "T_max must be"),
     ("CosineAnnealingLR", {"T_max": 2.5}, "T_max must be"),
-    ("CosineAnnealingLR", {}, "T_max or end must be given"),
+    ("CosineAnnealingLR", {}, "T_max or end must be specified"),
     ("CosineAnnealingLR", {"begin": 9, "end": 3}, "end must be"),
     ("CosineAnnealingLR", {"T_max": 3, "eta_min": 0.1, "eta_min_ratio": 0.1}, "eta_min or eta_min_ratio"),
     ("CosineRestartLR", {"periods": []}, "periods must be"),
@@ -70,34 +70,34 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "message"), BAD)
-def test_bad_arguments_are_errors_that_name_them(name, arguments, message):
+def test_invalid_arguments_raise_with_their_names(name, arguments, message):
     with pytest.raises(ConfigError, match=message):
         getattr(schedules, name)(sgd(), **arguments)
 
 
-def test_an_unknown_option_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"'weight_deca' is no option.*did you mean 'weight_decay'"):
+def test_unknown_option_raises_with_the_nearest_name():
+    with pytest.raises(ConfigError, match=r"no option 'weight_deca'.*did you mean 'weight_decay'"):
         ExponentialParamScheduler(sgd(), "weight_deca")
 
 
-def test_an_option_that_is_no_number_is_refused():
-    with pytest.raises(ConfigError, match="must name a number"):
+def test_option_that_is_not_a_number_raises():
+    with pytest.raises(ConfigError, match="must be a number, not"):
         ExponentialParamScheduler(sgd(), "nesterov")
-    with pytest.raises(ConfigError, match="must name a number"):
+    with pytest.raises(ConfigError, match="must be a number, not"):
         ExponentialParamScheduler(torch.optim.Adam([parameter()]), "betas")
 
 
-def test_one_cycle_is_for_the_learning_rate_only():
+def test_one_cycle_supports_only_the_learning_rate():
     with pytest.raises(ConfigError, match="param_name must be 'lr'"):
         schedules.OneCycleParamScheduler(sgd(momentum=0.9), "momentum", 1.0, 5)
 
 
-def test_something_without_groups_is_refused():
-    with pytest.raises(ConfigError, match="param_groups, not be object"):
+def test_object_without_param_groups_raises():
+    with pytest.raises(ConfigError, match="param_groups, but object has none"):
         StepLR(object(), 2)
 
 
-def test_a_group_added_after_the_schedule_is_an_error_not_a_wrong_rate():
+def test_group_added_after_the_scheduler_raises():
     optimizer = sgd()
     scheduler = StepLR(optimizer, 2)
     optimizer.add_param_group({"params": [parameter()]})
@@ -108,7 +108,7 @@ def test_a_group_added_after_the_schedule_is_an_error_not_a_wrong_rate():
 # ---- building -----------------------------------------------------------------------------------
 
 
-def test_a_config_builds_and_end_defaults_to_the_length_of_the_run():
+def test_end_defaults_to_the_length_of_the_run():
     by_epoch = build_param_scheduler({"type": "PolyLR"}, sgd(), max_epochs=12, max_iters=600)
     by_iter = build_param_scheduler(
         {"type": "PolyLR", "by_epoch": False}, sgd(), max_epochs=12, max_iters=600
@@ -117,7 +117,7 @@ def test_a_config_builds_and_end_defaults_to_the_length_of_the_run():
     assert build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()).end == INF
 
 
-def test_convert_to_iter_based_scales_every_count_of_epochs():
+def test_convert_to_iter_based_scales_all_arguments_in_epochs():
     cfg = {"convert_to_iter_based": True, "begin": 1, "end": 4}
 
     def build(name, **arguments):
@@ -133,7 +133,7 @@ def test_convert_to_iter_based_scales_every_count_of_epochs():
     assert build("CosineAnnealingLR").T_max == 30
 
 
-def test_convert_to_iter_based_keeps_an_open_end_and_takes_false():
+def test_convert_to_iter_based_keeps_an_infinite_end_and_accepts_false():
     cfg = {"type": "StepLR", "step_size": 2, "convert_to_iter_based": True}
     assert build_param_scheduler(cfg, sgd(), epoch_length=10).end == INF
     unconverted = build_param_scheduler({**cfg, "convert_to_iter_based": False}, sgd(), epoch_length=10)
@@ -151,12 +151,12 @@ def test_convert_to_iter_based_keeps_an_open_end_and_takes_false():
         ({"type": "CyclicLR", "base_lr": 0.1, "max_lr": 1.0}, 5, "convert_to_iter_based"),
     ],
 )
-def test_what_cannot_be_converted_to_iterations_says_so(cfg, epoch_length, message):
+def test_unsupported_convert_to_iter_based_raises(cfg, epoch_length, message):
     with pytest.raises(ConfigError, match=message):
         build_param_scheduler({**cfg, "convert_to_iter_based": True}, sgd(), epoch_length=epoch_length)
 
 
-def test_wrong_keys_and_values_in_a_config_are_named():
+def test_invalid_keys_and_values_in_a_config_raise():
     with pytest.raises(BuildError, match="no parameter 'step_sizes'; did you mean 'step_size'"):
         build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
     with pytest.raises(BuildError, match="needs 'step_size'"):
@@ -169,7 +169,7 @@ def test_wrong_keys_and_values_in_a_config_are_named():
         build_param_scheduler({"step_size": 2}, sgd())
 
 
-def test_lr_and_momentum_classes_show_the_arguments_of_their_schedule():
+def test_lr_and_momentum_classes_have_the_signature_of_their_scheduler():
     shown = list(inspect.signature(CosineAnnealingLR).parameters)
     assert shown == [
         "optimizer",
@@ -177,11 +177,11 @@ def test_lr_and_momentum_classes_show_the_arguments_of_their_schedule():
     ]
 
 
-def test_ours_wins_over_a_torch_scheduler_of_the_same_name():
+def test_own_scheduler_has_priority_over_torch():
     assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
 
 
-def test_torch_schedulers_are_found_by_name_and_stepped_like_ours():
+def test_torch_schedulers_are_built_by_name_and_adapted():
     cfg = {"type": "CyclicLR", "base_lr": 0.1, "max_lr": 0.5, "step_size_up": 4, "cycle_momentum": False}
     optimizer, plain = sgd(), sgd()
     adapter = build_param_scheduler({**cfg, "by_epoch": False}, Wrapper(optimizer), max_iters=7)
@@ -189,7 +189,7 @@ def test_torch_schedulers_are_found_by_name_and_stepped_like_ours():
     assert not adapter.by_epoch
     cfg.pop("type")
     theirs = torch.optim.lr_scheduler.CyclicLR(plain, **cfg)
-    plain.step()  # torch warns otherwise
+    plain.step()  # avoids a warning of torch
     for _ in range(6):
         adapter.step()
         theirs.step()
@@ -199,7 +199,7 @@ def test_torch_schedulers_are_found_by_name_and_stepped_like_ours():
     assert adapter.get_last_value() == last
 
 
-def test_a_torch_scheduler_resumes_in_its_adapter():
+def test_adapter_restores_a_torch_scheduler():
     cfg = {"type": "LambdaLR", "lr_lambda": lambda step: 0.5**step}
     first, second = sgd(), sgd()
     adapter = build_param_scheduler(cfg, first)
@@ -213,25 +213,25 @@ def test_a_torch_scheduler_resumes_in_its_adapter():
     assert adapter.get_last_value() == resumed.get_last_value() == pytest.approx([0.1 / 16, 0.05 / 16])
 
 
-def test_a_torch_scheduler_says_what_it_cannot_do():
-    with pytest.raises(ConfigError, match="knows no begin"):
+def test_unsupported_options_of_torch_schedulers_raise():
+    with pytest.raises(ConfigError, match="does not support begin"):
         build_param_scheduler({"type": "LambdaLR", "lr_lambda": abs, "begin": 3}, sgd())
     with pytest.raises(ConfigError, match="ReduceOnPlateauLR"):
         build_param_scheduler({"type": "ReduceLROnPlateau"}, sgd())
 
 
-def test_schedulers_given_as_objects_are_taken():
+def test_scheduler_objects_are_accepted():
     mine = StepLR(sgd(), 2)
     assert build_param_scheduler(mine, sgd()) is mine
     theirs = torch.optim.lr_scheduler.StepLR(sgd(), 2)
     assert build_param_scheduler(theirs, sgd()).scheduler is theirs
 
 
-# ---- schedules of one's own ---------------------------------------------------------------------
+# ---- custom schedulers ---------------------------------------------------------------------------
 
 
 class HalvingParamScheduler(_ParamScheduler):
-    """Written as MMEngine's guide shows it."""
+    """A scheduler written as in MMEngine's documentation."""
 
     def __init__(self, optimizer, param_name, total, **kwargs):
         self.total = total
@@ -247,13 +247,13 @@ class HalvingLR(LRSchedulerMixin, HalvingParamScheduler):
     pass
 
 
-def test_a_schedule_of_ones_own_needs_only_get_value():
+def test_custom_scheduler_with_get_value():
     optimizer = sgd()
     values = [v[0] for v in history(optimizer, [HalvingLR(optimizer, total=2)], 5)]
     assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])
 
 
-def test_a_schedule_without_a_rule_says_what_to_define():
+def test_scheduler_without_next_raises():
     with pytest.raises(NotImplementedError, match="_ParamScheduler must define _next"):
         _ParamScheduler(sgd())
 

@@ -1,4 +1,4 @@
-"""Our schedules against torch's, and against their closed forms."""
+"""Schedulers against those of torch and against closed forms."""
 
 import math
 
@@ -25,7 +25,7 @@ def run(make, lr_values, steps=STEPS):
     optimizer = make_sgd(*lr_values)
     scheduler = make(optimizer)
     history = []
-    optimizer.step()  # torch warns otherwise
+    optimizer.step()  # avoids a warning of torch
     for _ in range(steps):
         history.append([group["lr"] for group in optimizer.param_groups])
         scheduler.step()
@@ -77,7 +77,7 @@ def test_step_lr_equals_torch(lr, gamma, size):
 
 @few
 @given(lr=lrs, gamma=factors, milestones=st.lists(st.integers(1, STEPS), min_size=1, max_size=5))
-def test_multi_step_lr_equals_torch_even_with_a_milestone_twice(lr, gamma, milestones):
+def test_multi_step_lr_with_repeated_milestones_equals_torch(lr, gamma, milestones):
     assert_same(
         lambda o: ours.MultiStepLR(o, milestones, gamma),
         lambda o: theirs.MultiStepLR(o, sorted(milestones), gamma),
@@ -120,12 +120,17 @@ def test_cosine_restart_lr_equals_torch_within_its_periods(lr, period):
 @given(
     peak=lrs,
     total=st.integers(10, STEPS),
-    share=st.floats(0.15, 0.45),
+    fraction=st.floats(0.15, 0.45),
     strategy=st.sampled_from(["cos", "linear"]),
     three_phase=st.booleans(),
 )
-def test_one_cycle_lr_equals_torch(peak, total, share, strategy, three_phase):
-    options = {"pct_start": share, "anneal_strategy": strategy, "three_phase": three_phase, "div_factor": 7.0}
+def test_one_cycle_lr_equals_torch(peak, total, fraction, strategy, three_phase):
+    options = {
+        "pct_start": fraction,
+        "anneal_strategy": strategy,
+        "three_phase": three_phase,
+        "div_factor": 7.0,
+    }
     assert_same(
         lambda o: ours.OneCycleLR(o, eta_max=peak, total_steps=total, **options),
         lambda o: theirs.OneCycleLR(o, max_lr=peak, total_steps=total, cycle_momentum=False, **options),
@@ -171,7 +176,7 @@ def test_cosine_annealing_equals_its_closed_form(lr, period, ratio):
 
 @few
 @given(lr=lrs, warm_up=st.integers(2, 30), rest=st.integers(2, 100), start=factors)
-def test_a_warm_up_followed_by_cosine_reaches_the_full_rate_and_then_zero(lr, warm_up, rest, start):
+def test_warm_up_followed_by_cosine_reaches_the_full_rate_and_then_zero(lr, warm_up, rest, start):
     optimizer = make_sgd(lr)
     end = warm_up + rest
     chain = [
@@ -181,14 +186,14 @@ def test_a_warm_up_followed_by_cosine_reaches_the_full_rate_and_then_zero(lr, wa
     for step in range(end + 1):
         if step < warm_up:
             expected = lr * (start + (1 - start) * step / (warm_up - 1))
-        else:  # one step short of T_max, where the last step before `end` stays
+        else:  # the last step before `end` is one step before T_max
             expected = lr * (1 + math.cos(math.pi * min(step - warm_up, rest - 1) / rest)) / 2
         assert optimizer.param_groups[0]["lr"] == pytest.approx(expected, rel=1e-9, abs=1e-12)
         for scheduler in chain:
             scheduler.step()
 
 
-def test_overlaid_schedules_multiply_their_factors():
+def test_combined_schedulers_multiply_their_factors():
     optimizer = make_sgd(1.0)
     both = [ours.ExponentialLR(optimizer, gamma=0.9), ours.StepLR(optimizer, step_size=3, gamma=0.5)]
     for step in range(30):

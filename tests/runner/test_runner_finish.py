@@ -100,7 +100,7 @@ def test_a_compiled_run_takes_programs(tmp_path, finished, compile):
 def test_to_normalise_twice_is_refused_and_says_where(tmp_path):
     twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
     with pytest.raises(
-        ConfigError, match=r"data_preprocessor: the data set's transforms normalise .* already"
+        ConfigError, match=r"data_preprocessor: the transforms of the dataset already normalize the images"
     ):
         train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
 

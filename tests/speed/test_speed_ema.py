@@ -74,7 +74,7 @@ def test_swa_is_the_plain_mean():
         (dict(decay=1), r"^ema\.decay: must lie between 0 and 1, not 1"),
         (dict(decay=-0.5), r"^ema\.decay: must lie between"),
         (dict(type="treshold"), r"^ema\.type: .*did you mean 'threshold'"),
-        (dict(type="threshold", beta=15), r"^ema\.beta: belongs to 'exp'"),
+        (dict(type="threshold", beta=15), r"^ema\.beta: only applies to decay_type 'exp'"),
         (dict(beta=-1), r"^ema\.beta: must be positive"),
         (dict(type="swa", decay=0.9), r"^ema\.decay: 'swa' is a plain mean"),
         (dict(type="swa", beta=1), r"^ema\.beta: 'swa' is a plain mean"),

@@ -133,7 +133,7 @@ class Scripted(BaseAveragedModel):
         super().__init__(model)
         self.weights = iter(weights)
 
-    def share(self):
+    def next_weight(self):
         return next(self.weights)
 
 

@@ -148,7 +148,7 @@ def test_sliding_windows_see_the_images_of_an_evaluation_only():
 @pytest.mark.parametrize("step", ["loss_step", "val_step"])
 def test_a_network_of_another_number_of_classes_is_refused_with_both_numbers(step):
     net = model(num_classes=19)
-    with pytest.raises(ModelError, match=r"4 classes, and the data set has 19: set its num_classes .* to 19"):
+    with pytest.raises(ModelError, match=r"4 classes, but the dataset has 19; set num_classes .* to 19"):
         getattr(net, step)(batch())
     getattr(model(num_classes=CLASSES), step)(batch())
 

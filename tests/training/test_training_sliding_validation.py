@@ -161,7 +161,7 @@ def test_a_compiled_model_is_not_compiled_for_one_validation(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(crop_size=[8, 8], stride=[9, 9]), r"stride: must not exceed the window"),
+        (dict(crop_size=[8, 8], stride=[9, 9]), r"stride: must not exceed crop_size"),
         (dict(transforms_for_sliding_window=["SegNormalise"]), "did you mean 'SegNormalize'"),
         (
             dict(transforms_for_sliding_window=[dict(a=1, b=2)]),

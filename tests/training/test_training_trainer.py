@@ -293,11 +293,11 @@ def test_a_head_of_another_number_of_classes_is_found_before_the_first_step(tmp_
     net, data = network(classes=4), DataLoader(Named(("a", "b", "c")), 8)
     before = weights(net)
     trainer = Trainer("exp", tmp_path)
-    with pytest.raises(ModelError, match="4 classes, and the data set has 3"):
+    with pytest.raises(ModelError, match="4 classes, but the dataset has 3"):
         trainer.train(net, SGD, data)
     after = weights(net)
     assert all(torch.equal(after[name], before[name]) for name, _ in net.named_parameters())
-    with pytest.raises(ModelError, match="4 classes, and the data set has 3"):
+    with pytest.raises(ModelError, match="4 classes, but the dataset has 3"):
         trainer.test(net, data, ["Accuracy"], silent_mode=True)
 
 

@@ -123,7 +123,7 @@ def _launcher() -> Row:
     except DistributedError as error:
         return _WARN, "launcher", str(error)
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    return _OK, "launcher", ", ".join([launcher, *map(here.named, names)])
+    return _OK, "launcher", ", ".join([launcher, *map(here.describe, names)])
 
 
 def _setting(name: str) -> str:

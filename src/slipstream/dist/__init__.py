@@ -1,4 +1,4 @@
-"""Who takes part: launchers, the process group, and collectives that also work without one."""
+"""Launchers, the process group, and collectives that also work without a process group."""
 
 from slipstream.dist.collectives import (
     all_gather,

@@ -1,8 +1,8 @@
-"""Collectives on tensors, by MMEngine's names; they also work without a process group.
+"""Collectives on tensors with MMEngine's names; they also work without a process group.
 
-`src` and `dst` are ranks of the default group, as torch has them. Tensors that differ in shape between the
-ranks would give wrong numbers or a broken connection, so the ranks first compare what they brought, wherever
-the group has a backend for the CPU: one small message, and no wait for the accelerator.
+`src` and `dst` are global ranks, as in torch. Tensors with different shapes on different ranks would cause wrong
+results or a broken connection. If the group has a CPU backend, the ranks therefore first compare the shapes and
+dtypes of their tensors. This takes one small message and does not synchronize with the accelerator.
 """
 
 from __future__ import annotations
@@ -33,31 +33,31 @@ def all_reduce(data: Tensor, op: str = "sum", group: dist.ProcessGroup | None = 
     """Reduce `data` over all processes in place.
 
     Args:
-        data: any shape. The mean of integers is rounded toward zero; for bool, sum and max say whether any
-            is true, product and min whether all are.
+        data: tensor of any shape. The mean of integers is rounded toward zero. For bool tensors, sum and max
+            compute a logical or; product and min compute a logical and.
         op: sum, mean, max, min or product.
-        group: the default group unless given.
+        group: process group; the default group if None.
 
     Raises:
-        DistributedError: unknown `op`, the mean of bool, or another shape or dtype on another rank.
+        DistributedError: `op` is unknown, `op` is mean and `data` is bool, or shapes or dtypes differ between ranks.
     """
     _check_op(op, [data])
     if get_world_size(group) > 1:
-        _agree("all_reduce", (op, _facts(data)), group)
+        _check_agreement("all_reduce", (op, _signature(data)), group)
         _reduce(data.detach(), op, group)
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
-    """Reduce every tensor of `data` as `all_reduce` does, with one message for each dtype.
+    """Reduce every tensor of `data` like `all_reduce`, with one message for each dtype.
 
-    The dict gets new tensors of the same shapes and dtypes; those it held stay as they are.
+    The tensors in the dict are replaced by new tensors; the original tensors are not modified.
     """
     _check_op(op, data.values())
     if get_world_size(group) > 1:
         keys = sorted(data)
-        _agree("all_reduce_dict", (op, [(key, _facts(data[key])) for key in keys]), group)
+        _check_agreement("all_reduce_dict", (op, [(key, _signature(data[key])) for key in keys]), group)
         data.update((key, data[key].detach().clone()) for key in keys)
-        _reduce_together([data[key] for key in keys], op, group)
+        _reduce_buckets([data[key] for key in keys], op, group)
 
 
 def all_reduce_params(
@@ -67,32 +67,33 @@ def all_reduce_params(
     op: str = "sum",
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Reduce parameters or buffers in place, as `all_reduce` does.
+    """Reduce parameters or buffers in place, like `all_reduce`.
 
     Args:
-        params: the same ones in the same order on every rank.
-        coalesce: send them together, which is faster and needs as much memory again; else one by one.
-        bucket_size_mb: MiB that are sent together; -1 for all of one dtype.
+        params: the same tensors in the same order on every rank.
+        coalesce: copy the tensors into flat buckets before the reduction. This is faster but needs memory for the
+            copies. If False, tensors are reduced one by one.
+        bucket_size_mb: size of a bucket in MiB; -1 puts all tensors of one dtype into one bucket.
         op: sum, mean, max, min or product.
-        group: the default group unless given.
+        group: process group; the default group if None.
     """
     tensors = [param.detach() for param in params]
     _check_op(op, tensors)
     if get_world_size(group) > 1:
-        _agree("all_reduce_params", (op, [_facts(tensor) for tensor in tensors]), group)
-        _reduce_together(tensors, op, group, (bucket_size_mb if coalesce else 0) * 2**20)
+        _check_agreement("all_reduce_params", (op, [_signature(tensor) for tensor in tensors]), group)
+        _reduce_buckets(tensors, op, group, (bucket_size_mb if coalesce else 0) * 2**20)
 
 
 def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order, on every rank and on the device of `data`.
+    """Return the tensors of all ranks in rank order on every rank, on the device of `data`.
 
     Raises:
-        DistributedError: another shape or dtype on another rank.
+        DistributedError: shapes or dtypes differ between ranks.
     """
     world = get_world_size(group)
     if world == 1:
         return [data]
-    _agree("all_gather", _facts(data), group)
+    _check_agreement("all_gather", _signature(data), group)
     sent = _bytes(data, group)
     received = [torch.empty_like(sent) for _ in range(world)]
     dist.all_gather(received, sent, group)
@@ -100,11 +101,11 @@ def all_gather(data: Tensor, group: dist.ProcessGroup | None = None) -> list[Ten
 
 
 def gather(data: Tensor, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-    """Return the tensors of all ranks, in rank order, on rank `dst`; an empty list elsewhere."""
+    """Return the tensors of all ranks in rank order on rank `dst`, and an empty list on the other ranks."""
     world = get_world_size(group)
     if world == 1:
         return [data]
-    _agree("gather", (dst, _facts(data)), group)
+    _check_agreement("gather", (dst, _signature(data)), group)
     sent = _bytes(data, group)
     received = [torch.empty_like(sent) for _ in range(world)] if get_rank() == dst else None
     dist.gather(sent, received, dst, group)
@@ -112,9 +113,9 @@ def gather(data: Tensor, dst: int = 0, group: dist.ProcessGroup | None = None) -
 
 
 def broadcast(data: Tensor, src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite `data` with that of rank `src`, in place."""
+    """Overwrite `data` in place with the tensor of rank `src`."""
     if get_world_size(group) > 1:
-        _agree("broadcast", (src, _facts(data)), group)
+        _check_agreement("broadcast", (src, _signature(data)), group)
         sent = _bytes(data, group)
         dist.broadcast(sent, src, group)
         data.detach().copy_(_restore(sent, data))
@@ -122,14 +123,16 @@ def broadcast(data: Tensor, src: int = 0, group: dist.ProcessGroup | None = None
 
 def _check_op(op: str, tensors: Iterable[Tensor]) -> None:
     if op not in _OPS:
-        raise DistributedError(f"all_reduce knows {', '.join(_OPS)}, not {op!r}")
+        raise DistributedError(f"all_reduce supports {', '.join(_OPS)}, not {op!r}")
     if op == "mean" and any(tensor.dtype is torch.bool for tensor in tensors):
-        raise DistributedError("the mean of bool tensors is no bool: reduce data.float()")
+        raise DistributedError(
+            "all_reduce does not support the mean of bool tensors; reduce data.float() instead"
+        )
 
 
 def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     whole = not (data.is_floating_point() or data.is_complex())
-    # No backend reduces bool and int16, and the sum behind a mean must not run over.
+    # No backend reduces bool and int16. A mean is computed from a sum, which must not overflow.
     small = data.dtype in (torch.bool, torch.int16)
     dtype = torch.int64 if whole and (small or op == "mean") else data.dtype
     moved = data.to(_device(data, group), dtype).contiguous()
@@ -140,10 +143,13 @@ def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
         data.copy_(moved)
 
 
-def _reduce_together(
+def _reduce_buckets(
     tensors: list[Tensor], op: str, group: dist.ProcessGroup | None, limit: float = -1
 ) -> None:
-    """Reduce in place in buckets of one dtype and device and at most `limit` bytes, if not negative."""
+    """Reduce tensors in place in buckets of one dtype and device.
+
+    A bucket holds at most `limit` bytes; a negative limit means no limit.
+    """
     buckets: list[list[Tensor]] = []
     kinds: dict[tuple[torch.dtype, str], tuple[list[Tensor], int]] = {}
     for tensor in tensors:
@@ -168,7 +174,7 @@ def _device(data: Tensor, group: dist.ProcessGroup | None) -> torch.device:
 
 
 def _bytes(data: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """Return `data` as a flat uint8 tensor on the group's device: backends do not know every dtype."""
+    """Return `data` as a flat uint8 tensor on the group's device, because backends do not support every dtype."""
     return data.detach().to(_device(data, group)).contiguous().view(-1).view(torch.uint8)
 
 
@@ -176,16 +182,16 @@ def _restore(sent: Tensor, data: Tensor) -> Tensor:
     return sent.view(data.dtype).view(data.shape).to(data.device)
 
 
-def _facts(data: Tensor) -> tuple[list[int], str]:
+def _signature(data: Tensor) -> tuple[list[int], str]:
     return list(data.shape), str(data.dtype).removeprefix("torch.")
 
 
-def _agree(function: str, facts: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank unless all call the same function with the same facts."""
+def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if the ranks call different functions or pass different signatures."""
     if flag_device(group).type != "cpu":
         return
-    facts = (function, facts)
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=7).digest()
+    call = (function, signature)
+    digest = hashlib.blake2b(repr(call).encode(), digest_size=7).digest()
     number = int.from_bytes(digest, "little")
     bounds = torch.tensor([number, -number])
     dist.all_reduce(bounds, dist.ReduceOp.MAX, group)
@@ -193,14 +199,14 @@ def _agree(function: str, facts: Any, group: dist.ProcessGroup | None) -> None:
     if largest == -smallest:
         return
     everyone: list[Any] = [None] * get_world_size(group)
-    dist.all_gather_object(everyone, facts, group)
+    dist.all_gather_object(everyone, call, group)
     other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
     raise DistributedError(
-        f"{function} needs the same call, shapes and dtypes on every rank: rank 0 has "
-        f"{_words(everyone[0])}, rank {other} has {_words(everyone[other])}"
+        f"{function} requires the same call, shapes and dtypes on every rank: rank 0 has "
+        f"{_format(everyone[0])}, rank {other} has {_format(everyone[other])}"
     )
 
 
-def _words(facts: tuple[str, Any]) -> str:
-    text = f"{facts[0]}({facts[1]})"
+def _format(call: tuple[str, Any]) -> str:
+    text = f"{call[0]}({call[1]})"
     return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,4 +1,4 @@
-"""Tensors inside dicts, lists and tuples: where they are, and moving them."""
+"""Query and change the device of tensors in nested dicts, lists and tuples."""
 
 from __future__ import annotations
 
@@ -14,46 +14,48 @@ __all__ = ["cast_data_device", "get_data_device"]
 
 
 def get_data_device(data: Tensor | Mapping[Any, Any] | Iterable[Any]) -> torch.device:
-    """Return the device of all tensors in `data`: a tensor, or nested dicts, lists and tuples of them.
+    """Return the device of all tensors in `data`, a tensor or nested dicts, lists and tuples of tensors.
 
     Raises:
-        DataError: there is no tensor, something else than a tensor, or tensors on different devices.
+        DataError: `data` contains no tensor, an object that is not a tensor, or tensors on different devices.
     """
     devices = {tensor.device for tensor in _tensors(data)}
     if len(devices) == 1:
         return devices.pop()
     found = ", ".join(sorted(map(str, devices))) or "none"
-    raise DataError(f"the data should have tensors on one device, and has them on: {found}")
+    raise DataError(f"all tensors of the data must be on one device; found tensors on: {found}")
 
 
 def cast_data_device(data: Any, device: torch.device, out: Any = None) -> Any:
-    """Return `data` with every tensor on `device`, in the same dicts, lists and tuples.
+    """Return `data` with every tensor on `device`, in the same structure of dicts, lists and tuples.
 
     Args:
-        data: a tensor, or nested dicts, lists and tuples of them.
-        device: where the tensors shall be.
-        out: of the same structure; its tensors are overwritten, and it is returned.
+        data: a tensor, or nested dicts, lists and tuples of tensors.
+        device: target device.
+        out: output with the same structure; its tensors are overwritten, and `out` is returned.
 
     Raises:
-        DataError: `data` holds something else than tensors, or `out` has another structure.
+        DataError: `data` contains an object that is not a tensor, or the structure of `out` differs.
     """
     if isinstance(data, Tensor):
         if out is None:
             return data.to(device)
         if not isinstance(out, Tensor):
-            raise DataError(f"`out` should have a tensor where the data has one, not {type(out).__name__}")
+            raise DataError(f"`out` must have a tensor where the data has one, not {type(out).__name__}")
         return out.copy_(data)
     if isinstance(data, Mapping):
         keys, parts = list(data), list(data.values())
     elif isinstance(data, (list, tuple)):
         keys, parts = list(range(len(data))), list(data)
     else:
-        raise DataError(f"the data should be tensors in dicts, lists or tuples, not {type(data).__name__}")
+        raise DataError(
+            f"the data must consist of tensors in dicts, lists or tuples, not {type(data).__name__}"
+        )
     if out is None:
         return _like(data, keys, [cast_data_device(part, device) for part in parts])
     same = set(out) == set(keys) if isinstance(out, Mapping) else len(out) == len(keys)
     if isinstance(out, Mapping) != isinstance(data, Mapping) or not same:
-        raise DataError("`out` should have the structure of the data: the same keys and lengths")
+        raise DataError("`out` must have the same structure as the data: the same keys and lengths")
     for key, part in zip(keys, parts, strict=True):
         cast_data_device(part, device, out[key])
     return out
@@ -72,4 +74,6 @@ def _tensors(data: Any) -> Iterator[Tensor]:
         for part in data.values() if isinstance(data, Mapping) else data:
             yield from _tensors(part)
     else:
-        raise DataError(f"the data should be tensors in dicts, lists or tuples, not {type(data).__name__}")
+        raise DataError(
+            f"the data must consist of tensors in dicts, lists or tuples, not {type(data).__name__}"
+        )

@@ -1,9 +1,10 @@
-"""End the whole job when one of its processes fails, where the others would hang in a collective.
+"""Failure detection: end all processes of a job when one fails, instead of hanging in a collective.
 
-Rank 0 keeps one connection to every other rank, and a thread of each process sleeps on its end of it. A process
-says "bye" when it ends well and "failed" with its error when it does not. A connection that closes without a
-word means that the process was killed: the operating system closes it, so no heartbeat is needed, and a process
-that is stopped or busy for long raises no false alarm. Whoever learns of a failure prints one line and ends.
+Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages on it. A process
+sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
+message, the process was killed: the operating system closes the connection. No heartbeat is needed, and a process
+that is stopped or busy for a long time causes no false alarm. A process that receives a failure prints one line
+and exits.
 """
 
 from __future__ import annotations
@@ -28,43 +29,43 @@ import torch.distributed as dist
 
 from slipstream.dist.info import barrier, get_dist_info, is_distributed
 from slipstream.dist.objects import broadcast_object_list
-from slipstream.dist.threads import rest_gloo_threads
+from slipstream.dist.threads import wait_for_gloo_threads
 
 __all__ = ["announce_failure", "report_progress", "start_failure_detection", "stop_failure_detection"]
 
-PATIENCE = 5.0  # seconds that a failed process gets to end before the others do
-GRACE = 1.0  # seconds that a process gets to print an error of its own before another's failure ends it
-LAST_RESORT = 30.0  # seconds that a failed process gets to end; a broken accelerator can hang it at exit
+PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they exit
+GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
+EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 
-# One process has one default group, so it has one watch, and one thing that it does at a time.
-_watch: Watch | None = None
+# A process has one default group, so it has one failure detector and one current position.
+_detector: FailureDetector | None = None
 _where: Callable[[], str] | None = None
 
 
 def report_progress(where: Callable[[], str] | None) -> None:
-    """Let messages about failures say where this process was: `where()` gives e.g. `iteration 57`.
+    """Register a function that describes the current position for failure messages, such as `iteration 57`.
 
-    It is called once, from another thread, when a failure is reported; None takes it back.
+    Failure detection calls `where()` once, from another thread, when it reports a failure. None unregisters it.
     """
     global _where
     _where = where
 
 
 def announce_failure(text: str) -> None:
-    """Tell the other ranks that this one has failed, so that they end too.
+    """Notify the other ranks that this rank has failed; they exit too.
 
-    Uncaught exceptions announce themselves. A command line that prints an error of its own and ends with
-    `sys.exit(1)` calls this first, since Python does not let anyone see the status of an exit.
+    Uncaught exceptions are announced automatically. A command line that prints its own error and calls
+    `sys.exit(1)` must call this function first, because Python does not expose the exit status to other code.
     """
-    if _watch is not None:
-        _watch.announce(text)
+    if _detector is not None:
+        _detector.announce(text)
 
 
 def start_failure_detection() -> None:
-    """Watch over the other ranks of the default group; every rank must call this. One process needs none."""
-    global _watch
+    """Start failure detection in the default group; every rank must call this. One process needs no detection."""
+    global _detector
     rank, world_size = get_dist_info()
-    Finalize(None, _end, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
+    Finalize(None, _at_exit, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
     if world_size == 1:
         return
     stop_failure_detection()
@@ -77,24 +78,24 @@ def start_failure_detection() -> None:
     hosts = list(dict.fromkeys([os.environ.get("MASTER_ADDR", "localhost"), *hosts]))
     connection = None if listener else _connect(hosts, port, f"{token} {rank}\n")
     if listener or connection:
-        _watch = Watch(rank, token, listener, connection)
+        _detector = FailureDetector(rank, token, listener, connection)
         _install()
     else:
         warnings.warn(
-            f"rank {rank} cannot reach rank 0 at port {port} of {', '.join(hosts)}: if one of them fails, the "
-            "other will not end before its next collective fails",
+            f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}; if one of them fails, the "
+            "other will not exit until its next collective fails",
             RuntimeWarning,
             stacklevel=3,
         )
-    barrier()  # a rank that dies before all are connected breaks this, and nobody misses it later
+    barrier()  # fails if a rank dies before all are connected
 
 
 def stop_failure_detection() -> None:
-    """Say goodbye to the other ranks: this one has ended well."""
-    global _watch
-    if _watch is not None:
-        _watch.leave()
-        _watch = None
+    """Stop failure detection and notify the other ranks that this rank exits normally."""
+    global _detector
+    if _detector is not None:
+        _detector.leave()
+        _detector = None
 
 
 @dataclass
@@ -103,22 +104,22 @@ class Peer:
 
     sock: socket.socket
     rank: int | None
-    """None until it has said who it is."""
+    """None until the peer has sent its rank."""
     unread: bytes = b""
 
 
-class Watch:
-    """The connections of one process, and the thread that waits for news on them."""
+class FailureDetector:
+    """Connections of one process, and the thread that reads messages from them."""
 
     def __init__(
         self, rank: int, token: str, listener: socket.socket | None = None, hub: socket.socket | None = None
     ) -> None:
         self.rank = rank
-        self.known = threading.Event()  # another rank has failed
+        self.peer_failed = threading.Event()  # set when another rank has failed
         self.failed = False  # this rank has failed
         self._token = token
         self._peers: dict[socket.socket, Peer] = {}
-        self._lock = threading.Lock()  # of writing
+        self._lock = threading.Lock()  # protects writes
         self._listener = listener
         self._wake, self._woken = socket.socketpair()
         self._selector = selectors.DefaultSelector()
@@ -129,38 +130,38 @@ class Watch:
                 self._selector.register(sock, selectors.EVENT_READ)
         if hub is not None:
             self._add(hub, 0)
-        self._thread = threading.Thread(target=self._run, name="slipstream-watch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="slipstream-failure-detection", daemon=True)
         self._thread.start()
 
     def announce(self, text: str) -> None:
-        """Tell every other rank that this one failed, unless another did so before."""
-        if self.failed or self.known.is_set():
+        """Notify all other ranks that this rank failed, unless another rank failed before."""
+        if self.failed or self.peer_failed.is_set():
             return
         self.failed = True
-        self._tell(f"failed {self.rank} failed{_progress()}: {_one_line(text)}")
+        self._send(f"failed {self.rank} failed{_progress()}: {_one_line(text)}")
         with self._lock:
             for sock in self._peers:
-                # A copy that nobody closes: the others are to see the end of the process, not of its objects.
+                # Keep a duplicate open: the connection must close when the process ends, not when `sock` is freed.
                 os.dup(sock.fileno())
-        # Runs without the interpreter, which by then may wait for a device that answers no more.
-        faulthandler.dump_traceback_later(LAST_RESORT, exit=True, file=2)
+        # This timer does not need the interpreter, which may be blocked by a device that does not respond.
+        faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
 
     def report(self) -> None:
-        """Print, once, who failed."""
+        """Print the failed rank once."""
         with self._lock:
             if not self._reported:
                 self._reported = True
                 print(f"slipstream: rank {self.rank} stops{_progress()}: {self._failure}", file=sys.stderr)
 
     def leave(self) -> None:
-        """End the thread, then say goodbye: the others answer it by closing the connection."""
+        """End the thread and send "bye"; the peers then close their connections."""
         self._wake.send(b"x")
         self._thread.join()
-        self._tell("bye")
+        self._send("bye")
         self.close()
 
     def close(self) -> None:
-        """Close the connections without a word."""
+        """Close the connections without a message."""
         for sock in (self._listener, self._wake, self._woken, *self._peers):
             if sock is not None:
                 sock.close()
@@ -174,7 +175,7 @@ class Watch:
                 if key.fileobj is self._listener:
                     with contextlib.suppress(OSError):
                         self._add(self._listener.accept()[0], None)
-                elif not self._hear(self._peers[key.fileobj]):  # type: ignore[index]
+                elif not self._receive(self._peers[key.fileobj]):  # type: ignore[index]
                     return
 
     def _add(self, sock: socket.socket, rank: int | None) -> None:
@@ -183,62 +184,62 @@ class Watch:
             self._peers[sock] = Peer(sock, rank)
         self._selector.register(sock, selectors.EVENT_READ)
 
-    def _hear(self, peer: Peer) -> bool:
-        """Read what a peer says; return whether there is anything left to wait for."""
+    def _receive(self, peer: Peer) -> bool:
+        """Read the messages of a peer; return whether to continue to wait for messages."""
         try:
             data = peer.sock.recv(4096)
         except OSError:
             data = b""
         *lines, peer.unread = (peer.unread + data).split(b"\n")
         for line in lines:
-            if not self._understand(peer, line.decode(errors="replace")):
+            if not self._handle(peer, line.decode(errors="replace")):
                 return self.rank == 0
         if not data or (peer.rank is None and len(peer.unread) > 100):
-            self._drop(peer)
+            self._remove(peer)
             if peer.rank is not None:
-                self._stop(peer.rank, f"rank {peer.rank} ended without a word (killed?)")
+                self._exit(peer.rank, f"rank {peer.rank} exited without reporting an error (killed?)")
         return True
 
-    def _understand(self, peer: Peer, line: str) -> bool:
-        """Act on one line; return whether the peer will say more."""
-        word, _, rest = line.partition(" ")
-        if peer.rank is None and word == self._token and rest.isdecimal():
+    def _handle(self, peer: Peer, line: str) -> bool:
+        """Process one message; return whether the peer may send more."""
+        command, _, rest = line.partition(" ")
+        if peer.rank is None and command == self._token and rest.isdecimal():
             peer.rank = int(rest)
-            with contextlib.suppress(OSError):  # then it will not be heard of again either
+            with contextlib.suppress(OSError):  # the peer has already disconnected
                 peer.sock.sendall(b"welcome\n")
             return True
-        if peer.rank is not None and word == "failed":
-            rank, _, what = rest.partition(" ")
-            self._stop(int(rank), f"rank {rank} {what}", peer)
-        self._drop(peer)  # it said bye, or it does not belong to this job
+        if peer.rank is not None and command == "failed":
+            rank, _, message = rest.partition(" ")
+            self._exit(int(rank), f"rank {rank} {message}", peer)
+        self._remove(peer)  # the peer sent "bye", or it does not belong to this job
         return False
 
-    def _drop(self, peer: Peer) -> None:
+    def _remove(self, peer: Peer) -> None:
         self._selector.unregister(peer.sock)
         with self._lock:
             del self._peers[peer.sock]
             peer.sock.close()
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         with self._lock:
             for peer in self._peers.values():
                 if peer.rank is not None:
-                    with contextlib.suppress(OSError):  # it has ended before us
+                    with contextlib.suppress(OSError):  # the peer has already exited
                         peer.sock.sendall(f"{line}\n".encode())
 
-    def _stop(self, rank: int, failure: str, source: Peer | None = None) -> None:
-        """End this process because of another's failure; the hub passes the news on first."""
+    def _exit(self, rank: int, failure: str, source: Peer | None = None) -> None:
+        """End this process because another rank failed; rank 0 first forwards the failure to the other ranks."""
         if self.failed:
             return
         self._failure = failure
-        self.known.set()
+        self.peer_failed.set()
         if source is not None and source.rank == rank:
-            # Launchers name the process that ends first as the cause.
+            # Launchers report the process that exits first as the cause.
             source.sock.settimeout(PATIENCE)
             with contextlib.suppress(OSError):
                 while source.sock.recv(4096):
                     pass
-        self._tell(f"failed {rank} {failure.removeprefix(f'rank {rank} ')}")
+        self._send(f"failed {rank} {failure.removeprefix(f'rank {rank} ')}")
         time.sleep(GRACE)
         self.report()
         for stream in (sys.stdout, sys.stderr):
@@ -248,21 +249,21 @@ class Watch:
 
 
 def _listen() -> tuple[socket.socket, list[str]]:
-    """Return rank 0's listening socket, and the names under which the others may find it."""
+    """Return the listening socket of rank 0, and the host names at which the other ranks may reach it."""
     master = os.environ.get("MASTER_ADDR", "localhost")
-    beside = os.environ.get("LOCAL_WORLD_SIZE")
-    # The first of two machines may call itself 127.0.0.1, so that address alone does not mean one machine.
-    if beside == str(dist.get_world_size()) or (not beside and master in ("localhost", "127.0.0.1", "::1")):
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    # In a job with two machines, MASTER_ADDR may be 127.0.0.1 on the first one.
+    if local == str(dist.get_world_size()) or (not local and master in ("localhost", "127.0.0.1", "::1")):
         return socket.create_server(("127.0.0.1", 0), backlog=4096), ["127.0.0.1"]
     dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if dual else socket.AF_INET
     listener = socket.create_server(("", 0), family=family, backlog=4096, dualstack_ipv6=dual)
-    # With torchrun the master may be another machine than that of rank 0.
+    # With torchrun, the master may run on a different machine than rank 0.
     return listener, list(dict.fromkeys([master, socket.gethostname(), *_own_address(master)]))
 
 
 def _own_address(master: str) -> list[str]:
-    """Return the address of this machine on the network of the master; connecting UDP sends nothing."""
+    """Return the address of this machine on the network of the master; a UDP connect sends no packet."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
@@ -285,7 +286,7 @@ def _connect(hosts: list[str], port: int, hello: str) -> socket.socket | None:
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Notice after three minutes that a machine has vanished; its processes cannot close a connection."""
+    """Enable TCP keepalive, which detects after three minutes that a peer's machine is down."""
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 8)):
         if hasattr(socket, option):
@@ -305,10 +306,10 @@ def _one_line(text: str) -> str:
 
 @functools.cache
 def _install() -> None:
-    """Announce uncaught exceptions; keep forked children, such as loader workers, off the connections."""
+    """Announce uncaught exceptions, and close the connections in forked children, such as loader workers."""
     sys.excepthook = functools.partial(_excepthook, sys.excepthook)
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=_forget)
+        os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _excepthook(
@@ -317,17 +318,17 @@ def _excepthook(
     error: BaseException,
     trace: TracebackType | None,
 ) -> None:
-    watch = _watch
-    if watch is not None and _is_echo(error) and watch.known.wait(2):
-        watch.report()  # the rank that failed is the news, not the connection to it that broke
+    detector = _detector
+    if detector is not None and _is_consequence(error) and detector.peer_failed.wait(2):
+        detector.report()  # report the failed rank, not the broken connection to it
         return
     previous(kind, error, trace)
     sys.stderr.flush()
     announce_failure(f"{kind.__name__}: {error}")
 
 
-def _is_echo(error: BaseException | None) -> bool:
-    """Say whether the error may be the mere consequence of another rank's failure."""
+def _is_consequence(error: BaseException | None) -> bool:
+    """Return whether the error may be a consequence of the failure of another rank."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True
@@ -335,20 +336,20 @@ def _is_echo(error: BaseException | None) -> bool:
     return False
 
 
-def _forget() -> None:
-    global _watch
-    if _watch is not None:
-        _watch.close()
-        _watch = None
+def _close_in_child() -> None:
+    global _detector
+    if _detector is not None:
+        _detector.close()
+        _detector = None
 
 
-def _end() -> None:
-    # At the end of a multiprocessing child the error that ends it is still on its way.
+def _at_exit() -> None:
+    # At the end of a multiprocessing child, the error that ends it is still being handled.
     error = sys.exception()
     if error is not None and not (isinstance(error, SystemExit) and error.code in (None, 0)):
         announce_failure(f"{type(error).__name__}: {error}")
-    if _watch is not None and not (_watch.failed or _watch.known.is_set()):
+    if _detector is not None and not (_detector.failed or _detector.peer_failed.is_set()):
         stop_failure_detection()
         if is_distributed():
             dist.destroy_process_group()
-    rest_gloo_threads()
+    wait_for_gloo_threads()

@@ -1,4 +1,4 @@
-"""Who takes part: rank, world size and backend of the process group, here and on this machine."""
+"""Rank, world size and backend of the process group, in total and on this machine."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A process has one group of the processes beside it, as it has one default group, which torch keeps.
+# A process has one local group, as it has one default group, which torch stores.
 _local_group: dist.ProcessGroup | None = None
 
 
 def is_distributed() -> bool:
-    """Say whether a default process group exists."""
+    """Return whether a default process group exists."""
     return dist.is_available() and dist.is_initialized()
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return this process's rank, 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank(group) if is_distributed() else 0
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Return the number of processes, 1 without a process group."""
+    """Return the number of processes, or 1 without a process group."""
     return dist.get_world_size(group) if is_distributed() else 1
 
 
@@ -58,15 +58,18 @@ def get_dist_info(group: dist.ProcessGroup | None = None) -> tuple[int, int]:
 
 
 def get_local_rank() -> int:
-    """Return the rank among the processes of this machine, which the launcher exported; 0 without one."""
+    """Return the rank among the processes of this machine, or 0 without a process group.
+
+    The launcher exports it as `LOCAL_RANK`.
+    """
     return int(os.environ.get("LOCAL_RANK", 0)) if is_distributed() else 0
 
 
 def get_local_size() -> int:
-    """Return the number of processes on this machine, which the launcher exported; 1 without one.
+    """Return the number of processes on this machine, or 1 without a process group.
 
     Raises:
-        DistributedError: the launcher did not say, and `init_local_group` was not called.
+        DistributedError: the launcher did not export `LOCAL_WORLD_SIZE`, and `init_local_group` was not called.
     """
     if not is_distributed():
         return 1
@@ -74,23 +77,24 @@ def get_local_size() -> int:
         return dist.get_world_size(_local_group)
     if "LOCAL_WORLD_SIZE" not in os.environ:
         raise DistributedError(
-            "the environment variable LOCAL_WORLD_SIZE is not set: export the number of processes on "
+            "the environment variable LOCAL_WORLD_SIZE is not set; set it to the number of processes on "
             "this machine, or call init_local_group"
         )
     return int(os.environ["LOCAL_WORLD_SIZE"])
 
 
 def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
-    """Make one group for each machine; every process must call this.
+    """Create one process group for each machine; every process must call this function.
 
     Args:
-        node_rank: number of this machine.
-        num_gpus_per_node: processes on each machine; machine n has the ranks from `n * num_gpus_per_node`.
+        node_rank: index of this machine.
+        num_gpus_per_node: number of processes on each machine. The first rank of machine n is
+            `n * num_gpus_per_node`.
     """
     global _local_group
     if not is_distributed():
         return
-    # new_group is collective: every process makes the groups of all machines, in the same order.
+    # new_group is collective: every process creates the groups of all machines in the same order.
     for first in range(0, get_world_size(), num_gpus_per_node):
         last = min(first + num_gpus_per_node, get_world_size())
         group = dist.new_group(list(range(first, last)))
@@ -99,7 +103,7 @@ def init_local_group(node_rank: int, num_gpus_per_node: int) -> None:
 
 
 def get_local_group() -> dist.ProcessGroup | None:
-    """Return the group of this machine's processes; None without a process group.
+    """Return the group of the processes on this machine, or None without a process group.
 
     Raises:
         DistributedError: `init_local_group` was not called.
@@ -107,19 +111,19 @@ def get_local_group() -> dist.ProcessGroup | None:
     if not is_distributed():
         return None
     if _local_group is None:
-        raise DistributedError("there is no local group yet: call init_local_group on every rank first")
+        raise DistributedError("the local group does not exist; call init_local_group on every rank first")
     return _local_group
 
 
 def get_default_group() -> dist.ProcessGroup | None:
-    """Return the group of all processes, None without one."""
+    """Return the group of all processes, or None without a process group."""
     return dist.group.WORLD if is_distributed() else None
 
 
 def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
-    """Return the backend's name (`gloo`, `nccl`, `hccl`), None without a process group.
+    """Return the name of the backend (`gloo`, `nccl`, `hccl`), or None without a process group.
 
-    A group with one backend for each device (`cpu:gloo,cuda:nccl`) answers with the accelerator's.
+    If the group has one backend for each device type (`cpu:gloo,cuda:nccl`), the accelerator's backend is returned.
     """
     if not is_distributed():
         return None
@@ -138,20 +142,20 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
 
 
 def flag_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return where a group's small messages to the host belong: the CPU if it has a backend for it.
+    """Return the device for small values that the host reads: the CPU if the group has a CPU backend.
 
-    To read one that lies on the accelerator is to wait for all that runs there.
+    Reading a value from the accelerator would synchronize with it.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else get_comm_device(group)
 
 
 def is_main_process(group: dist.ProcessGroup | None = None) -> bool:
-    """Say whether this is rank 0."""
+    """Return whether this process is rank 0."""
     return get_rank(group) == 0
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Run `func` on rank 0 alone; elsewhere it returns None."""
+    """Decorate `func` to run on rank 0 only; it returns None on other ranks."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -161,7 +165,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
 
 
 def barrier(group: dist.ProcessGroup | None = None) -> None:
-    """Wait for every process; nothing to do without a process group."""
+    """Wait for all processes; do nothing without a process group."""
     if is_distributed():
         dist.barrier(group)
 

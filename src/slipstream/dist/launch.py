@@ -1,4 +1,4 @@
-"""Join the processes that a launcher started: torchrun, Slurm or MPI."""
+"""Initialization of the process group from the environment of torchrun, Slurm or MPI."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ _MASKS = (
 
 
 def init_dist(launcher: str, backend: str | None = None, init_backend: str = "torch", **kwargs: Any) -> None:
-    """Initialise the default process group, select this process's device and watch over the other ranks.
+    """Initialize the default process group, select the device of this process and start failure detection.
 
     Args:
         launcher: `pytorch`, `slurm` or `mpi`.
-        backend: by default the device's own beside gloo for CPU tensors and objects: `cpu:gloo,cuda:nccl` (hccl
-            on NPU, xccl on XPU); `gloo` without an accelerator.
-        init_backend: `torch`, the only one of MMEngine's that is left.
-        kwargs: `timeout` of the collectives in seconds, `init_timeout` (300), how long the processes wait for
-            each other at the start, `port`, and anything `torch.distributed.init_process_group` takes.
+        backend: the default is gloo for CPU tensors and objects and the accelerator's backend for its tensors:
+            `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator the default is `gloo`.
+        init_backend: must be `torch`; other values of MMEngine are not supported.
+        kwargs: `timeout` of collectives in seconds, `init_timeout` in seconds for all processes to connect
+            (default 300), `port`, and other arguments of `torch.distributed.init_process_group`.
 
     Raises:
-        DistributedError: a launcher's variable is missing or wrong, processes are missing, or there are more
-            processes than devices; the error names the variable and the value.
+        DistributedError: an environment variable of the launcher is missing or wrong, processes are missing, or
+            this machine has more processes than devices. The message contains the variable and its value.
     """
     if is_distributed():
         return
@@ -60,7 +60,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     here = placement(launcher, os.environ, kwargs.pop("port", None))
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     os.environ.update(here.environ())
-    # A build for CUDA names it even on a machine without a GPU, unless asked to check.
+    # Without `check_available`, a CUDA build returns "cuda" even on a machine without a GPU.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     own = _BACKENDS.get(accelerator.type) if accelerator else None
     backend = backend or (f"cpu:gloo,{accelerator.type}:{own}" if accelerator and own else "gloo")
@@ -83,18 +83,18 @@ def _check(backend: str | None, kwargs: dict[str, Any]) -> None:
         if name.endswith("timeout") and not isinstance(value, timedelta):
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or value <= 0:
-                raise DistributedError(f"dist_cfg.{name} is a number of seconds above 0, not {value!r}")
+                raise DistributedError(f"dist_cfg.{name} must be a positive number of seconds, not {value!r}")
     for part in (backend or "gloo").lower().split(","):
         if (name := part.rpartition(":")[2]) not in dist.Backend.backend_list:
             hint = did_you_mean(name, dist.Backend.backend_list)
-            raise DistributedError(f"dist_cfg.backend: torch knows no '{name}'{hint}")
+            raise DistributedError(f"dist_cfg.backend: unknown backend '{name}'{hint}")
 
 
 def _device_index(here: Placement, count: int, backend: str) -> int:
-    """Return the local rank among the visible devices.
+    """Return the index of this process's device among the visible devices.
 
-    A launcher or wrapper may mask all but one device for each process (`srun --gpus-per-task=1`): then that
-    one is meant, whatever the local rank.
+    A launcher may make only one device visible to each process (`srun --gpus-per-task=1`). The index is then 0
+    for every local rank.
     """
     if here.local_rank < count:
         return here.local_rank
@@ -103,6 +103,6 @@ def _device_index(here: Placement, count: int, backend: str) -> int:
         return here.local_rank % count
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
     raise DistributedError(
-        f"{here.named('LOCAL_RANK')} has no device of its own: {backend} needs one for each process of this "
-        f"machine, and {count} are visible{mask}; start {count} processes a machine, or use backend='gloo'"
+        f"no device for {here.describe('LOCAL_RANK')}: {backend} requires one device for each process of this machine, "
+        f"but only {count} are visible{mask}; start {count} processes per machine, or use backend='gloo'"
     )

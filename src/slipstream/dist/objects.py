@@ -1,6 +1,6 @@
-"""Collectives on Python objects, by MMEngine's names; they also work without a process group.
+"""Collectives on Python objects with MMEngine's names; they also work without a process group.
 
-Objects travel pickled, over the CPU's backend where the group has one.
+Objects are pickled and sent through the CPU backend if the group has one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEVICES = ("cpu", "gpu", "cuda", "npu", "xpu", "mps")
 
 
 def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the objects of all ranks, in rank order, on every rank."""
+    """Return the objects of all ranks in rank order on every rank."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -38,7 +38,7 @@ def all_gather_object(data: Any, group: dist.ProcessGroup | None = None) -> list
 
 
 def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = None) -> list[Any] | None:
-    """Return the objects of all ranks, in rank order, on rank `dst`; None elsewhere."""
+    """Return the objects of all ranks in rank order on rank `dst`, and None on the other ranks."""
     size = get_world_size(group)
     if size == 1:
         return [data]
@@ -48,7 +48,7 @@ def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = Non
 
 
 def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite the elements of `data` with those of rank `src`, in place."""
+    """Overwrite the elements of `data` in place with those of rank `src`."""
     if get_world_size(group) > 1:
         dist.broadcast_object_list(data, src, group)
 
@@ -56,17 +56,17 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGrou
 def collect_results(
     results: list[Any], size: int, device: str = "cpu", tmpdir: str | None = None
 ) -> list[Any] | None:
-    """Return the results of all ranks in the order of the samples, on rank 0; None elsewhere.
+    """Return the results of all ranks in sample order on rank 0, and None on the other ranks.
 
-    Rank r holds samples r, r + world_size, ...: the parts are interleaved, and cut to `size` so that a
-    sample which a sampler repeated to even out the parts counts once. `device` (cpu, gpu or an
-    accelerator's name) and `tmpdir` are for MMEngine's callers; the process group moves the objects.
+    Rank r holds samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which removes
+    samples that a sampler repeated to give every rank the same number. `device` (cpu, gpu or the name of an
+    accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:
-        DistributedError: an unknown `device`.
+        DistributedError: `device` is unknown.
     """
     if device not in _DEVICES:
-        raise DistributedError(f"collect_results knows the devices {', '.join(_DEVICES)}, not {device!r}")
+        raise DistributedError(f"collect_results supports the devices {', '.join(_DEVICES)}, not {device!r}")
     parts = gather_object(results)
     if parts is None:
         return None
@@ -76,18 +76,18 @@ def collect_results(
 
 
 def collect_results_cpu(result_part: list[Any], size: int, tmpdir: str | None = None) -> list[Any] | None:
-    """Return what `collect_results` returns."""
+    """Alias of `collect_results` with MMEngine's name."""
     return collect_results(result_part, size, "cpu", tmpdir)
 
 
 def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
-    """Return what `collect_results` returns."""
+    """Alias of `collect_results` with MMEngine's name."""
     return collect_results(result_part, size, "gpu")
 
 
 def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
-    """Return one random seed, the same on every rank."""
+    """Return a random seed that is the same on every rank."""
     generator = torch.Generator()
-    generator.seed()  # from the operating system: a fresh seed must not depend on the global generator
+    generator.seed()  # from the operating system, because the seed must not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])

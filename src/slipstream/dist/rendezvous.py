@@ -1,4 +1,4 @@
-"""Bring all processes of a job together, or say who is missing and which variable is to blame."""
+"""Rendezvous of all processes of a job; errors report the missing ranks and the wrong variables."""
 
 from __future__ import annotations
 
@@ -24,26 +24,28 @@ __all__ = ["open_store"]
 
 
 def open_store(here: Placement, seconds: float) -> Store:
-    """Return a store for this job alone, served by rank 0 or torchrun, once every rank has come to it.
+    """Return a store for this job after every rank has connected to it; rank 0 or torchrun runs the server.
 
     Args:
-        here: this process's place; rank 0 (or torchrun) listens at its `master_port`.
-        seconds: how long to wait for rank 0, and then for the other ranks.
+        here: placement of this process; rank 0 (or torchrun) listens at `master_port`.
+        seconds: timeout for the connection to rank 0, and then for the other ranks.
 
     Raises:
-        DistributedError: on every rank that came: a rank is missing, came twice, has another world size, rank 0
-            cannot be reached or cannot listen; the error names the variables and their values.
+        DistributedError: a rank is missing, connected twice or has a different world size, or rank 0 is not
+            reachable or cannot listen. Every connected rank raises this error. The message contains the variables
+            and their values.
     """
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = here.rank == 0 and not elastic
     store = _serve(here, seconds) if serves else _connect(here, seconds)
     try:
-        # torchrun keeps its store when it starts the processes again, so there every rank 0 is a new one.
-        leads = here.rank == 0 and (elastic or store.add("rank 0", 1) == 1)
-        return _gather(here, store, seconds) if leads else _follow(here, store, seconds)
+        # torchrun keeps its store when it restarts the processes, so the counter is not reset.
+        is_leader = here.rank == 0 and (elastic or store.add("rank 0", 1) == 1)
+        return _gather(here, store, seconds) if is_leader else _follow(here, store, seconds)
     except dist.DistError as error:
         raise DistributedError(
-            f"rank 0 gave no answer at {_master(here)} while the ranks gathered: it ended, see its error, or never came"
+            f"rank 0 did not respond at {_master(here)} during the rendezvous; check whether it started and read its "
+            "error message"
         ) from error
 
 
@@ -53,12 +55,12 @@ def _serve(here: Placement, seconds: float) -> Store:
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise DistributedError(
-                f"rank 0 cannot listen: {here.named('MASTER_PORT')} is in use on this machine by another job or "
-                "another rank 0; export another MASTER_PORT, the same for every process"
+                f"rank 0 cannot listen: {here.describe('MASTER_PORT')} is in use on this machine by another job or "
+                "another rank 0; set a different MASTER_PORT, the same for every process"
             ) from error
         raise DistributedError(
-            f"rank 0 runs on {socket.gethostname()!r} but found nobody, not even itself, at {_master(here)} within "
-            f"{seconds:g} s: MASTER_ADDR must be the machine of rank 0"
+            f"rank 0 runs on {socket.gethostname()!r} but cannot connect to itself at {_master(here)} within "
+            f"{seconds:g} s; set MASTER_ADDR to the machine of rank 0"
         ) from error
 
 
@@ -67,22 +69,22 @@ def _connect(here: Placement, seconds: float) -> Store:
         socket.getaddrinfo(here.master_addr, int(here.master_port))
     except OSError as error:
         raise DistributedError(
-            f"{here.named('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}"
+            f"{here.describe('MASTER_ADDR')} cannot be resolved on {socket.gethostname()!r}: {error}"
         ) from error
-    # A program that is no store may take the connection and never answer, for which torch has no time limit.
-    answer: queue.SimpleQueue[Store | dist.DistError] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answer.put(_attempt(here, seconds)), daemon=True).start()
+    # Another program may accept the connection and never respond. torch has no timeout for this case.
+    result: queue.SimpleQueue[Store | dist.DistError] = queue.SimpleQueue()
+    threading.Thread(target=lambda: result.put(_attempt(here, seconds)), daemon=True).start()
     try:
-        store = answer.get(timeout=3 * seconds + 10)
+        store = result.get(timeout=3 * seconds + 10)
     except queue.Empty:
         raise DistributedError(
-            f"{_master(here)} is taken by a program that does not answer: export another MASTER_PORT, the same for "
+            f"{_master(here)} is in use by a program that does not respond; set a different MASTER_PORT, the same for "
             "every process"
         ) from None
     if isinstance(store, dist.DistError):
         raise DistributedError(
-            f"rank {here.rank} on {socket.gethostname()!r} found no rank 0 at {_master(here)} within {seconds:g} s: "
-            "was rank 0 started there, with the same MASTER_PORT, and does no firewall stand between?"
+            f"rank {here.rank} on {socket.gethostname()!r} cannot connect to rank 0 at {_master(here)} within "
+            f"{seconds:g} s; check that rank 0 runs there with the same MASTER_PORT and no firewall blocks it"
         ) from store
     return store
 
@@ -106,93 +108,95 @@ def _store(here: Placement, seconds: float, serves: bool = False) -> Store:
 
 
 def _gather(here: Placement, store: Store, seconds: float) -> Store:
-    """Rank 0 names a session, counts who comes to it and gives its verdict, empty if all is well.
+    """Create a session on rank 0, count the ranks that connect, and publish the result.
 
-    Whatever an earlier start of the processes left in torchrun's store is outside of the session.
+    The result is an error message, or an empty string on success. torchrun's store may contain keys of an earlier
+    start of the processes; the session's prefix separates them from the new keys.
     """
     session = secrets.token_hex(8)
     inside = PrefixStore(session, store)
-    inside.add("came", 1)
-    inside.set("card/1", json.dumps(_card(here)))
-    verdict = _judge(here, store, inside, session, seconds)
-    inside.set("verdict", verdict)
-    if verdict:
+    inside.add("arrived", 1)
+    inside.set("info/1", json.dumps(_info(here)))
+    error = _verify(here, store, inside, session, seconds)
+    inside.set("error", error)
+    if error:
         _wait_for_readers(inside)
-        raise DistributedError(verdict)
+        raise DistributedError(error)
     return inside
 
 
 def _follow(here: Placement, store: Store, seconds: float) -> Store:
-    """Ask rank 0 for its session, come to it and wait for the verdict."""
-    # Rank 0 may come as much later than this rank as it waits itself.
-    patience = timedelta(seconds=2 * seconds + 10)
-    answer = f"session/{store.add('hello', 1)}"
-    store.wait([answer], patience)
-    inside = PrefixStore(store.get(answer).decode(), store)
-    inside.set(f"card/{inside.add('places', 1) + 1}", json.dumps(_card(here)))
-    inside.add("came", 1)
-    inside.wait(["verdict"], patience)
-    verdict = inside.get("verdict").decode()
+    """Request the session from rank 0, join it and wait for the result."""
+    # Rank 0 may start up to `seconds` later than this rank and then wait for `seconds`.
+    timeout = timedelta(seconds=2 * seconds + 10)
+    session_key = f"session/{store.add('requests', 1)}"
+    store.wait([session_key], timeout)
+    inside = PrefixStore(store.get(session_key).decode(), store)
+    inside.set(f"info/{inside.add('entries', 1) + 1}", json.dumps(_info(here)))
+    inside.add("arrived", 1)
+    inside.wait(["error"], timeout)
+    error = inside.get("error").decode()
     inside.add("read", 1)
-    if verdict:
-        raise DistributedError(verdict)
+    if error:
+        raise DistributedError(error)
     return inside
 
 
-def _judge(here: Placement, store: Store, inside: Store, session: str, seconds: float) -> str:
+def _verify(here: Placement, store: Store, inside: Store, session: str, seconds: float) -> str:
     deadline = time.monotonic() + seconds
     pause = 0.001
     seen: set[int] = set()
     answered = read = 0
     while len(seen) < here.world_size:
-        hellos, came = store.add("hello", 0), inside.add("came", 0)
-        for place in range(answered + 1, hellos + 1):
-            store.set(f"session/{place}", session)
-        for place in range(read + 1, came + 1):
-            card = json.loads(inside.get(f"card/{place}"))
-            if fault := _fault(here, card, seen):
-                return fault
-            seen.add(card["rank"])
-        answered, read = hellos, came
+        requests, arrived = store.add("requests", 0), inside.add("arrived", 0)
+        for index in range(answered + 1, requests + 1):
+            store.set(f"session/{index}", session)
+        for index in range(read + 1, arrived + 1):
+            info = json.loads(inside.get(f"info/{index}"))
+            if error := _conflict(here, info, seen):
+                return error
+            seen.add(info["rank"])
+        answered, read = requests, arrived
         if len(seen) < here.world_size and time.monotonic() > deadline:
             missing = set(range(here.world_size)) - seen
             return (
-                f"{here.named('WORLD_SIZE')}, but after {seconds:g} s only {_ranks(seen)} came to {_master(here)}; "
-                f"{_ranks(missing)} did not: was every process started, with this address and port?"
+                f"{here.describe('WORLD_SIZE')}, but after {seconds:g} s only {_ranks(seen)} connected to "
+                f"{_master(here)}; {_ranks(missing)} did not connect; check that every process was started with this "
+                "address and port"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.1)
     return ""
 
 
-def _card(here: Placement) -> dict[str, Any]:
-    return {"rank": here.rank, "world": here.world_size, "said": here.named("WORLD_SIZE")}
+def _info(here: Placement) -> dict[str, Any]:
+    return {"rank": here.rank, "world": here.world_size, "description": here.describe("WORLD_SIZE")}
 
 
-def _fault(here: Placement, card: dict[str, Any], seen: set[int]) -> str:
-    if card["world"] != here.world_size:
+def _conflict(here: Placement, info: dict[str, Any], seen: set[int]) -> str:
+    if info["world"] != here.world_size:
         return (
-            f"rank 0 has {here.named('WORLD_SIZE')}, but rank {card['rank']} has {card['said']}: "
-            f"every process that comes to {_master(here)} must have the same"
+            f"rank 0 has {here.describe('WORLD_SIZE')}, but rank {info['rank']} has {info['description']}; "
+            f"all processes that connect to {_master(here)} must have the same world size"
         )
-    if card["rank"] in seen:
+    if info["rank"] in seen:
         return (
-            f"rank {card['rank']} came twice to {_master(here)}: each process needs a rank of its own "
-            f"({here.sources.get('RANK', 'RANK')}), and each job a port of its own"
+            f"rank {info['rank']} connected twice to {_master(here)}; each process requires a unique rank "
+            f"({here.sources.get('RANK', 'RANK')}), and each job a unique port"
         )
     return ""
 
 
 def _wait_for_readers(store: Store) -> None:
-    """Let the others read the verdict before the end of rank 0 takes the store from them."""
+    """Wait until the other ranks have read the error, because the store ends with rank 0."""
     deadline = time.monotonic() + 5
     with contextlib.suppress(dist.DistError):
-        while store.add("read", 0) + 1 < store.add("came", 0) and time.monotonic() < deadline:
+        while store.add("read", 0) + 1 < store.add("arrived", 0) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
 def _master(here: Placement) -> str:
-    return f"{here.named('MASTER_ADDR')}, {here.named('MASTER_PORT')}"
+    return f"{here.describe('MASTER_ADDR')}, {here.describe('MASTER_PORT')}"
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -1,6 +1,6 @@
-"""Tensors whose parts lie on several processes (torch's `DTensor`), told from plain ones without importing them.
+"""Helpers for sharded tensors (`DTensor`) that avoid the import of `torch.distributed.tensor`.
 
-`torch.distributed.tensor` takes most of a second to import, and only runs that shard a model need it.
+This import takes most of a second, and only runs with a sharded model need it.
 """
 
 from __future__ import annotations
@@ -19,55 +19,55 @@ __all__ = ["is_sharded", "largest", "local", "mesh_of", "placements_on", "shard_
 
 
 def is_sharded(tensor: Any) -> bool:
-    """Say whether `tensor` is a `DTensor`."""
+    """Return whether `tensor` is a `DTensor`."""
     return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh")
 
 
 def mesh_of(module: nn.Module) -> DeviceMesh | None:
-    """Return the mesh over which a module's parameters are sharded, or None if they are plain tensors."""
+    """Return the mesh over which the parameters of a module are sharded, or None if they are plain tensors."""
     sharded: Any = next((param for param in module.parameters() if is_sharded(param)), None)
     return None if sharded is None else sharded.device_mesh
 
 
 def placements_on(mesh: DeviceMesh) -> tuple[Any, ...]:
-    """Return how `fully_shard` lays tensors out on a mesh: sharded by rows over its last dimension."""
+    """Return the placements that `fully_shard` uses on a mesh: `Shard(0)` over the last mesh dimension."""
     from torch.distributed.tensor import Replicate, Shard
 
     return (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this process's part of a tensor, which shares its memory; a plain tensor is returned as it is."""
+    """Return the local shard of a sharded tensor, without a copy; plain tensors are returned unchanged."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():  # with gradient it would be a view in the graph, not the part itself
-        part: Tensor = tensor.to_local()  # type: ignore[attr-defined]
-    return part
+    with torch.no_grad():  # with gradients, `to_local` returns a view in the autograd graph
+        shard: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return shard
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole of a tensor on every process (a collective call for a sharded one), detached."""
+    """Return the full tensor, detached, on every process; this call is collective for a sharded tensor."""
     full: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
     return full.detach()
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value in sharded tensors, the same 0-dim tensor on all processes.
+    """Return the largest absolute value in sharded tensors as a 0-dim tensor, equal on all processes.
 
-    A process may hold no row of some of them, or of any; torch's own infinity norm fails there.
+    A process may have an empty shard of some or all tensors; torch's infinity norm fails in this case.
     """
-    parts = [part for part in map(local, tensors) if part.numel()]
+    shards = [shard for shard in map(local, tensors) if shard.numel()]
     found = torch.zeros((), dtype=tensors[0].dtype, device=local(tensors[0]).device)
-    if parts:
-        found = torch.stack(torch._foreach_norm(parts, float("inf"))).max().to(found)
+    if shards:
+        found = torch.stack(torch._foreach_norm(shards, float("inf"))).max().to(found)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found
 
 
 def shard_like(value: Any, own: Any) -> Any:
-    """Return `value` laid out as `own`, if that is sharded and has the same shape; else as it is.
+    """Shard `value` like `own` if `own` is sharded and has the same shape; otherwise return it unchanged.
 
-    Every process holds the whole `value` and keeps its part of it: nothing is sent.
+    Every process passes the full `value` and keeps its shard, without communication.
     """
     if not is_sharded(own) or not isinstance(value, Tensor) or is_sharded(value) or value.shape != own.shape:
         return value

@@ -1,4 +1,4 @@
-"""The place of a Slurm task, and Slurm's lists of hosts."""
+"""Placement of a Slurm task, and expansion of Slurm's host lists."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
     """Return the hosts of a Slurm node list: `n[01-03,7],gpu1` gives `n01 n02 n03 n7 gpu1`.
 
     Raises:
-        DistributedError: the text is no node list.
+        DistributedError: `nodelist` is not a valid node list.
     """
     hosts: list[str] = []
     at = 0
@@ -33,12 +33,12 @@ def expand_nodelist(nodelist: str) -> list[str]:
         hosts += ("".join(parts) for parts in itertools.product(*pieces))
         at = match.end()
     if at != len(nodelist) or not hosts or nodelist.endswith(","):
-        raise DistributedError(f"{nodelist!r} is no Slurm node list (such as n[01-03,7],gpu1)")
+        raise DistributedError(f"{nodelist!r} is not a valid Slurm node list (example: n[01-03,7],gpu1)")
     return hosts
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first host of a Slurm node list; `scontrol` is believed where it is installed."""
+    """Return the first host of a Slurm node list, from `scontrol` if it is installed."""
     try:
         shown = subprocess.run(
             ["scontrol", "show", "hostnames", nodelist],
@@ -53,13 +53,13 @@ def first_host(nodelist: str) -> str:
 
 
 def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
-    """Read a task's placement; a step that runs on a part of its job's nodes has its own list of them."""
+    """Read the placement of a task; a step that uses a part of the job's nodes has its own node list."""
     size = first_set(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     world = number(environ, size, "slurm")
     if "SLURM_STEP_ID" not in environ and world > 1:
         raise DistributedError(
-            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in salloc's "
-            "shell, where Slurm starts one process only; start it with srun"
+            f"{size}={world}, but SLURM_STEP_ID is not set: this process runs in the batch script or in the shell of "
+            "salloc, where Slurm starts only one process; start the program with srun"
         )
     nodes = first_set(environ, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
     address = environ.get("MASTER_ADDR") or first_host(text(environ, nodes, "slurm"))
@@ -85,15 +85,15 @@ def slurm_placement(environ: Mapping[str, str], port: str | None) -> Placement:
 def _port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(number(environ, "MASTER_PORT", "slurm"))
-    # Jobs that share a node have near ids. The range keeps clear of Slurm's own ports (6817 on, srun's from
-    # 60001 on) and of those that Linux gives to connections (32768 on).
+    # Jobs that share a node have similar ids. The range avoids Slurm's ports (from 6817, srun from 60001) and
+    # the ephemeral ports of Linux (from 32768).
     job = number(environ, "SLURM_JOB_ID", "slurm")
     step = number(environ, "SLURM_STEP_ID", "slurm") if environ.get("SLURM_STEP_ID") else 0
     return str(20000 + (8 * job + step) % 10000)
 
 
 def _local_size(environ: Mapping[str, str]) -> int | None:
-    """Read `3,2(x2)`, the tasks of each node, at this node's place."""
+    """Return the number of tasks on this node from Slurm's list of tasks per node, such as `3,2(x2)`."""
     tasks = environ.get(first_set(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"), "")
     counts = [
         int(count)
@@ -108,6 +108,8 @@ def _numbers(ranges: str, nodelist: str) -> Iterator[str]:
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part)
         if not match or int(match[2] or match[1]) < int(match[1]):
-            raise DistributedError(f"{nodelist!r} is no Slurm node list: {part!r} is no number or range")
+            raise DistributedError(
+                f"{nodelist!r} is not a valid Slurm node list: {part!r} is not a number or range"
+            )
         first, last = match[1], match[2] or match[1]
         yield from (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))

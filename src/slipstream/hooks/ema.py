@@ -149,7 +149,7 @@ class EMAHook(Hook):
         if not self._average.steps:
             return
         if runner.is_training:
-            self._average.agree_on_buffers()
+            self._average.sync_buffers()
         self._average.copy_buffers(self.model)
         average = self._average.state_dict()
         weights = checkpoint["state_dict"]

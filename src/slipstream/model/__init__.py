@@ -1,4 +1,4 @@
-"""What models look like: base classes, data preprocessors, wrappers, weight averages."""
+"""Base classes of models, data preprocessors, distributed wrappers and weight averages."""
 
 from slipstream.model.averaged_model import (
     BaseAveragedModel,

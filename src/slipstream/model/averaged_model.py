@@ -1,4 +1,4 @@
-"""Averages of a model's weights over training: EMA, EMA with an annealed momentum, SWA."""
+"""Averages of model weights over training: EMA, EMA with annealed momentum, SWA."""
 
 from __future__ import annotations
 
@@ -27,24 +27,25 @@ __all__ = [
 
 
 class BaseAveragedModel(nn.Module):
-    """A copy of a model whose weights are averages of the model's weights.
+    """A copy of a model that holds a running average of its weights.
 
-    Subclasses define `weight(step)`, the share of the current weights in update number `step`; the first
-    update copies the weights. All tensors are averaged by one fused `lerp`, and the step count lives on the
-    host: nothing waits for the device.
+    Subclasses define `weight(step)`, the factor of the current weights in update number `step`. The first update
+    copies the weights. One `_foreach_lerp_` updates all tensors, and the step count is a Python integer, so an
+    update does not synchronize with the device.
 
     Args:
         model: the model to average (unwrapped).
-        interval: average every that many updates.
-        device: where the averages live; by default where the model is.
-        update_buffers: average the buffers of `state_dict`, too, that hold finite floating-point numbers; all
-            others are the model's own (BatchNorm statistics are averages already).
+        interval: number of updates between two changes of the average.
+        device: device of the averages; by default the device of the model.
+        update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
+            buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
+            already averages.
     """
 
     every_batch: bool = True
-    """Whether a batch that only adds to an accumulation window counts as an update."""
+    """Whether a batch that does not end an accumulation window counts as an update."""
     total_steps: int | None = None
-    """The updates of the whole training, told by whoever drives it."""
+    """Number of updates in the whole training; the owner of the average sets it."""
 
     def __init__(
         self,
@@ -56,22 +57,22 @@ class BaseAveragedModel(nn.Module):
         super().__init__()
         if interval < 1:
             raise ConfigError(f"must be at least 1, not {interval}", "interval")
-        self.module = (_copy(model) if mesh_of(model) is None else _twin(model)).requires_grad_(False)
+        self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
         self.device = device
         self.interval = interval
         self.update_buffers = update_buffers
         self.steps = 0
-        self._moving = _moving_buffers(self.module) if update_buffers else ()
-        self._known: tuple[nn.Module, _Averaged, _Averaged] | None = None
+        self._averaged_buffers = _averaged_buffers(self.module) if update_buffers else ()
+        self._cached: tuple[nn.Module, _Averaged, _Averaged] | None = None
 
     def weight(self, step: int) -> float:
-        """Return the share of the model's current weights in the average."""
+        """Return the factor of the model's current weights in update number `step`."""
         raise NotImplementedError
 
-    def share(self) -> float:
-        """Count an update; return the share of the current weights in it: 1 copies them, 0 changes nothing."""
+    def next_weight(self) -> float:
+        """Count an update and return the factor of the current weights: 1 copies them, 0 changes nothing."""
         step = self.steps
         self.steps += 1
         if step % self.interval:
@@ -79,14 +80,15 @@ class BaseAveragedModel(nn.Module):
         return self.weight(step) if step else 1.0
 
     def mean_update(self) -> float:
-        """Return the mean number, from 1, of the updates that the average consists of after `total_steps`.
+        """Return the weighted mean of the update numbers (from 1) that the average contains after `total_steps`.
 
-        Each counts by its share in the end; a plain mean of all weights gives the middle of the training.
+        Each update counts with its weight in the final average. For a plain mean of all weights, the result is the
+        middle of the training.
         """
-        assert self.total_steps is not None, "whoever drives it tells"
+        assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # Shares fall, so that the mean is no further from the end than that of the last share throughout.
+            # Weights decrease over time. The last weight, used for all updates, gives a lower bound of the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -95,36 +97,36 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        """Take the model's current weights into the average; the first call copies them."""
-        share = self.share()
-        if not share:
+        """Update the average with the current weights of the model; the first call copies them."""
+        weight = self.next_weight()
+        if not weight:
             return
         average, current = self.pairs(model)
         if self.device is not None:
             current = [tensor.to(self.device) for tensor in current]
-        torch._foreach_lerp_(average, current, share)
+        torch._foreach_lerp_(average, current, weight)
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
-        """Copy those buffers of the model that are not averaged, so that this copy can be used or saved."""
+        """Copy the buffers of the model that are not averaged; call this before using or saving this copy."""
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(mine) not in averaged:
                 mine.copy_(theirs)
 
     @torch.no_grad()
-    def agree_on_buffers(self) -> None:
-        """Give every rank the mean of all ranks' averaged buffers: each has seen its own part of the batches."""
+    def sync_buffers(self) -> None:
+        """Replace the averaged buffers on every rank with their mean over all ranks."""
         all_reduce_params(self._buffers_of(self.module), op="mean")
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange averages and current weights, and put both back where they were by a second call.
+        """Exchange averages and current weights; a second call restores both.
 
-        On one device the storages change places, and nothing is copied; between devices, and where the model is
-        sharded, the values do.
+        On one device the tensors exchange their storages without a copy. Between devices, and for a sharded model,
+        the values are copied.
         """
-        # torch gathers sharded weights from the storages it knows; a captured graph finds weights by their address.
+        # FSDP2 keeps references to the storages of sharded weights, and a captured graph stores their addresses.
         in_place = mesh_of(model) is not None
         for mine, theirs in zip(*self.pairs(model), strict=True):
             if in_place or mine.device != theirs.device:
@@ -139,11 +141,11 @@ class BaseAveragedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return averages and weights in the same order: the very tensors (of a sharded model, its local parts)."""
-        if self._known is None or self._known[0] is not model:
-            # Not an attribute of a Module, which would make the model a part of this one.
-            self._known = (model, self._averaged(self.module), self._averaged(model))
-        return self._known[1].tensors(), self._known[2].tensors()
+        """Return averages and weights in the same order, without copies; for a sharded model, its local shards."""
+        if self._cached is None or self._cached[0] is not model:
+            # A tuple, because a Module attribute would register the model as a submodule.
+            self._cached = (model, self._averaged(self.module), self._averaged(model))
+        return self._cached[1].tensors(), self._cached[2].tensors()
 
     def _averaged(self, model: nn.Module) -> _Averaged:
         buffers = [
@@ -152,14 +154,14 @@ class BaseAveragedModel(nn.Module):
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        places = {id(module._buffers[name]): (module, name) for module, name in buffers}
-        moving = [places[id(buffer)] for buffer in self._buffers_of(model)]
-        return _Averaged([local(param) for param in model.parameters()], moving)
+        owners = {id(module._buffers[name]): (module, name) for module, name in buffers}
+        averaged = [owners[id(buffer)] for buffer in self._buffers_of(model)]
+        return _Averaged([local(param) for param in model.parameters()], averaged)
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
-        """Return those buffers that are averaged."""
+        """Return the buffers that are averaged."""
         buffers = list(model.buffers())
-        return [buffers[index] for index in self._moving]
+        return [buffers[index] for index in self._averaged_buffers]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -172,19 +174,19 @@ class BaseAveragedModel(nn.Module):
 
 @dataclass(frozen=True)
 class _Averaged:
-    """What is averaged of a model."""
+    """Averaged tensors of a model."""
 
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
-    """Owner and name: a forward may assign a buffer, which is another tensor then."""
+    """Owner and name of each buffer, because a forward may assign a new tensor to it."""
 
     def tensors(self) -> list[Tensor]:
-        """Return the tensors as they are now."""
+        """Return the current tensors."""
         return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy whose parts are not wrapped for several processes: an average is not trained."""
+    """Return a copy of the model without DDP wrappers, because an average is not trained."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -192,10 +194,11 @@ def _copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _moving_buffers(model: nn.Module) -> list[int]:
-    """Return the places, among all buffers, of those that can be averaged and are saved.
+def _averaged_buffers(model: nn.Module) -> list[int]:
+    """Return the indices of the buffers that can be averaged and are saved.
 
-    The mean of an infinite value (of an attention mask, or a minimum that has seen nothing) with itself is NaN.
+    Buffers with infinite values (an attention mask, an initial minimum) are excluded, because averaging an infinite
+    value with itself gives NaN.
     """
     saved = model.state_dict()
     return [
@@ -205,34 +208,35 @@ def _moving_buffers(model: nn.Module) -> list[int]:
     ]
 
 
-def _check_precision(model: nn.Module, share: float, word: str) -> None:
-    """Refuse weights of so few digits that an average would stand still, and nobody would notice."""
+def _check_precision(model: nn.Module, weight: float, key: str) -> None:
+    """Raise if the dtype of a parameter is too imprecise for updates with the factor `weight`."""
     for name, param in model.named_parameters():
-        if param.is_floating_point() and torch.finfo(param.dtype).eps > share:
+        if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
-                f"the average of '{name}' would stand still: a share of {share:g} is lost in {param.dtype}. Keep "
-                "the weights in float32 (autocast computes in lower precision all the same), or take larger shares",
-                word,
+                f"the average of '{name}' would not change: updates with the factor {weight:g} are rounded away in "
+                f"{param.dtype}; keep the weights in float32 (autocast still computes in lower precision), or use a "
+                "larger momentum (a smaller decay)",
+                key,
             )
 
 
-def _twin(model: nn.Module, made: dict[Any, Any] | None = None) -> nn.Module:
-    """Return copies of all tensors of a sharded model, which torch refuses to copy, by their names; it cannot run."""
-    made = {None: None} if made is None else made
-    twin = made[model] = nn.Module()
+def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
+    """Return a module with copies of all tensors of a sharded model, which deepcopy rejects; it has no forward."""
+    copied = {None: None} if copied is None else copied
+    new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
-        if param is not None and param not in made:
-            made[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
-        twin.register_parameter(name, made[param])
+        if param is not None and param not in copied:
+            copied[param] = nn.Parameter(param.detach().clone(), requires_grad=False)
+        new.register_parameter(name, copied[param])
     for name, buffer in model._buffers.items():
-        if buffer is not None and buffer not in made:
-            made[buffer] = buffer.clone()
-        twin.register_buffer(name, made[buffer], name not in model._non_persistent_buffers_set)
+        if buffer is not None and buffer not in copied:
+            copied[buffer] = buffer.clone()
+        new.register_buffer(name, copied[buffer], name not in model._non_persistent_buffers_set)
     for name, child in model._modules.items():
-        if child is not None and child not in made:
-            _twin(child, made)
-        twin.register_module(name, made[child])
-    return twin
+        if child is not None and child not in copied:
+            _sharded_copy(child, copied)
+        new.register_module(name, copied[child])
+    return new
 
 
 @MODELS.register_module()
@@ -250,7 +254,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         super().__init__(model, interval, device, update_buffers)
         if not 0 < momentum < 1:
             raise ConfigError(
-                f"must lie between 0 and 1, not {momentum}; it is the share of the new weights, 1 - decay",
+                f"must lie between 0 and 1, not {momentum}; it is the factor of the new weights, 1 - decay",
                 "momentum",
             )
         _check_precision(model, momentum, "momentum")
@@ -263,7 +267,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
 @MODELS.register_module()
 class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An EMA whose momentum falls as max(momentum, gamma / (gamma + step)), so that it forgets the start."""
+    """An EMA with the momentum max(momentum, gamma / (gamma + step)), which reduces the influence of early weights."""
 
     def __init__(self, model: nn.Module, momentum: float = 0.0002, gamma: int = 100, **kwargs: Any) -> None:
         super().__init__(model, momentum, **kwargs)
@@ -278,21 +282,21 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
 @dataclass(frozen=True)
 class DecaySchedule:
-    """How the decay of an EMA grows, in SuperGradients' words (`ema_params`)."""
+    """Schedule of the decay of an EMA, with the keys of SuperGradients' `ema_params`."""
 
     decay: float = 0.9999
-    """Its largest value, between 0 and 1: the share of the old average that is kept."""
+    """Largest decay, between 0 and 1; the decay is the factor of the old average in an update."""
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Of `exp` alone: how early it comes near its largest value; None is 15."""
+    """Rate at which the decay of type `exp` approaches its largest value; None means 15. Only for `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
             raise ConfigError(
-                f"must lie between 0 and 1, not {self.decay}; it is the share of the old average that is kept",
+                f"must lie between 0 and 1, not {self.decay}; it is the factor of the old average in an update",
                 "decay",
             )
         if self.decay_type not in self.types:
@@ -301,7 +305,9 @@ class DecaySchedule:
         if self.beta is None:
             return
         if self.decay_type != "exp":
-            raise ConfigError(f"belongs to 'exp', not to '{self.decay_type}': leave it out", "beta")
+            raise ConfigError(
+                f"only applies to decay_type 'exp', not to '{self.decay_type}'; remove it", "beta"
+            )
         if self.beta <= 0:
             raise ConfigError(f"must be positive, not {self.beta}", "beta")
 
@@ -312,7 +318,7 @@ class DecaySchedule:
         `decay * (1 - exp(-beta * step / total_steps))`.
 
         Raises:
-            ConfigError: `exp` without `total_steps`.
+            ConfigError: the type is `exp`, and `total_steps` is None.
         """
         if self.decay_type == "constant":
             return self.decay
@@ -320,7 +326,7 @@ class DecaySchedule:
             return min(self.decay, (1 + step) / (10 + step))
         if total_steps is None:
             raise ConfigError(
-                "'exp' needs to know the length of the training: set total_steps of the average, or take 'threshold'",
+                "'exp' requires the length of the training; set total_steps of the average, or use 'threshold'",
                 "decay_type",
             )
         beta = 15.0 if self.beta is None else self.beta
@@ -329,14 +335,15 @@ class DecaySchedule:
 
 @MODELS.register_module()
 class ScheduledEMA(BaseAveragedModel):
-    """An EMA in SuperGradients' words: average = d * average + (1 - d) * weights, with a growing decay d.
+    """SuperGradients' EMA: average = d * average + (1 - d) * weights, with an increasing decay d.
 
-    As there, an update belongs to an optimizer step, not to a batch, and floating-point buffers are averaged too.
+    As in SuperGradients, the average is updated once per optimizer step instead of once per batch, and includes
+    floating-point buffers.
 
     Args:
         model: the model to average (unwrapped).
-        decay, decay_type, beta: those of `DecaySchedule`.
-        interval, device, update_buffers: those of `BaseAveragedModel`.
+        decay, decay_type, beta: see `DecaySchedule`.
+        interval, device, update_buffers: see `BaseAveragedModel`.
     """
 
     every_batch = False
@@ -362,12 +369,12 @@ class ScheduledEMA(BaseAveragedModel):
 
 @MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel):
-    """The plain mean of all weights seen (Izmailov et al. 2018, arXiv 1803.05407).
+    """The mean of all weights (Izmailov et al. 2018, arXiv 1803.05407).
 
     Args:
         model: the model to average (unwrapped).
-        every_batch: whether every batch counts, as in MMEngine, or only those after which the optimizer steps.
-        args, kwargs: those of `BaseAveragedModel`.
+        every_batch: whether every batch counts as an update, as in MMEngine, or only batches with an optimizer step.
+        args, kwargs: arguments of `BaseAveragedModel`.
     """
 
     def __init__(self, model: nn.Module, *args: Any, every_batch: bool = True, **kwargs: Any) -> None:
@@ -375,5 +382,5 @@ class StochasticWeightAverage(BaseAveragedModel):
         self.every_batch = every_batch
 
     def weight(self, step: int) -> float:
-        """Return one over the number of weights averaged so far, this one included."""
+        """Return 1 / n for the n-th averaged weights."""
         return 1.0 / (step // self.interval + 1)

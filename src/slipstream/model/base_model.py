@@ -1,4 +1,4 @@
-"""What a model looks like to the Runner: MMEngine's `BaseModel`."""
+"""MMEngine's `BaseModel`: the interface between a model and the Runner."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ __all__ = ["BaseModel", "run_forward"]
 
 
 class BaseModel(BaseModule):
-    """A model that can train, validate and test itself on batches.
+    """Base class of models with a training, validation and test step.
 
-    Subclasses define `forward(*batch, mode)` or `forward(**batch, mode)`, whichever the data loader's
-    batches are: mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the
-    metrics, `"tensor"` the network's raw output.
+    Subclasses define `forward(*batch, mode)` for batches that are tuples or lists, or `forward(**batch, mode)` for
+    batches that are dicts. Mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the
+    metrics, and `"tensor"` returns the output of the network.
 
     Args:
-        data_preprocessor: a module (or its configuration) that brings a batch to the device; by default
-            `BaseDataPreprocessor`, which only moves it.
-        init_cfg: how `init_weights` initialises the weights.
+        data_preprocessor: a module (or its configuration) that moves a batch to the device; `BaseDataPreprocessor`
+            by default.
+        init_cfg: configuration of the weight initialization by `init_weights`.
     """
 
     def __init__(
@@ -47,21 +47,21 @@ class BaseModel(BaseModule):
             self.data_preprocessor = MODELS.build(data_preprocessor or {}, default_args=default)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        """Train on one batch and return 0-dim device tensors to log; override it for other schemes (GANs)."""
+        """Train on one batch and return 0-dim device tensors to log; override it for other training steps (GANs)."""
         return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
-        """Return the losses of a batch as the data loader gives it."""
+        """Return the losses of a batch from the data loader."""
         losses: dict[str, Tensor] = run_forward(self, self.data_preprocessor(data, True), "loss")
         return losses
 
     @torch.no_grad()
     def val_step(self, data: Any) -> Any:
-        """Return the predictions for a batch as the data loader gives it."""
+        """Return the predictions for a batch from the data loader."""
         return run_forward(self, self.data_preprocessor(data, False), "predict")
 
     def test_step(self, data: Any) -> Any:
-        """Return the predictions for a batch; the same as `val_step` unless overridden."""
+        """Return the predictions for a batch; the default calls `val_step`."""
         return self.val_step(data)
 
     def parse_losses(self, losses: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -69,18 +69,18 @@ class BaseModel(BaseModule):
         return sum_losses(losses)
 
     def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
-        """Compute losses, predictions or raw output, as `mode` says."""
+        """Return losses, predictions or the network's output, depending on `mode`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(..., mode)")
 
 
 def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
-    """Call `module` with a preprocessed batch: a dict by keywords, a tuple or list by position.
+    """Call `module` with a preprocessed batch: a dict as keyword arguments, a tuple or list as positional arguments.
 
     Raises:
-        DataError: the batch is neither, or its parts are not what `forward` takes.
+        DataError: the batch has another type, or its elements do not match the arguments of `forward`.
     """
     if not isinstance(data, Mapping | list | tuple):
-        raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}: check collate_fn")
+        raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}; check collate_fn")
     args, kwargs = ((), data) if isinstance(data, Mapping) else (data, {})
     try:
         return module(*args, **kwargs, mode=mode)
@@ -90,15 +90,15 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
 
 
 def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], error: TypeError) -> None:
-    """Raise a clearer error if the parts of the batch do not fit the signature of `forward`."""
+    """Raise a DataError if the elements of the batch do not match the signature of `forward`."""
     inner: nn.Module = getattr(module, "module", module)
     signature = inspect.signature(inner.forward)
     try:
         signature.bind(*args, **kwargs, mode="loss")
     except TypeError:
-        wants = [name for name in signature.parameters if name != "mode"]
-        has = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} parts"
+        expected = [name for name in signature.parameters if name != "mode"]
+        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
         raise DataError(
-            f"the batch has {has}, but {type(inner).__name__}.forward takes {wants} (and mode): "
-            "change what the data set returns, or the arguments of forward"
+            f"the batch has {found}, but {type(inner).__name__}.forward takes {expected} (and mode); "
+            "change the output of the dataset or the arguments of forward"
         ) from error

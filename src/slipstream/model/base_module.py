@@ -1,4 +1,4 @@
-"""Modules that know how to initialise themselves."""
+"""Modules with configurable weight initialization."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
 
 class BaseModule(nn.Module):
-    """An `nn.Module` with an `init_cfg`, applied once by `init_weights` before its children's.
+    """An `nn.Module` with an `init_cfg`, which `init_weights` applies once, before the `init_cfg` of its children.
 
-    Pretrained weights come last, so that no child's `init_cfg` overwrites them.
+    Pretrained weights are loaded last, so the `init_cfg` of a child does not overwrite them.
     """
 
     def __init__(self, init_cfg: Any = None) -> None:
@@ -30,7 +30,7 @@ class BaseModule(nn.Module):
         return self._is_init
 
     def init_weights(self) -> None:
-        """Apply `init_cfg` to this module, then let each child initialise itself; once only."""
+        """Apply `init_cfg` to this module, then initialize its children; further calls have no effect."""
         if self._is_init:
             return
         self._is_init = True

@@ -1,4 +1,4 @@
-"""Bring a batch to the device, and images to the network's scale."""
+"""Data preprocessors: move batches to the device, and pad and normalize images."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ __all__ = ["BaseDataPreprocessor", "ImgDataPreprocessor"]
 
 @MODELS.register_module()
 class BaseDataPreprocessor(nn.Module):
-    """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and finish its images there.
+    """Move a batch (nested dicts, lists and tuples of tensors) to the module's device, and apply device transforms.
 
-    Finished are images, `inputs`, that come with a program of what remains to be done to them, `finish` (see
-    `slipstream.dataset.apply_device_transforms`). Subclasses that begin with `cast_data` get them so.
+    If a batch contains parameters of device transforms (key `finish`), `cast_data` applies these transforms to the
+    images (key `inputs`); see `slipstream.dataset.apply_device_transforms`.
 
     Args:
-        non_blocking: let copies from pinned memory overlap with computation.
+        non_blocking: copy from pinned memory asynchronously.
     """
 
     def __init__(self, non_blocking: bool = True) -> None:
@@ -35,17 +35,17 @@ class BaseDataPreprocessor(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where batches are moved to."""
+        """Device of the output batches."""
         return self._device
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return the batch on the device, its images finished."""
+        """Return the batch on the device, with device transforms applied."""
         return self.cast_data(data)
 
     def cast_data(self, data: Any) -> Any:
-        """Move every tensor inside `data`, and finish images; anything else passes through."""
+        """Move every tensor in `data` and apply device transforms; other values are returned unchanged."""
         if isinstance(data, Tensor):
-            if data.device == self._device:  # a third of the time that `to` takes to find out
+            if data.device == self._device:  # takes a third of the time of a `to` without effect
                 return data
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
@@ -56,28 +56,28 @@ class BaseDataPreprocessor(nn.Module):
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
-        # The module has no parameter whose device could be asked, so it follows every .to() itself.
+        # The module has no parameter that stores the device, so it tracks every call of .to().
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
 
 
 def _like(data: Any, values: list[Any]) -> Any:
-    """Return `values` as the kind of sequence that `data` is, named tuples included."""
+    """Return `values` in a sequence of the type of `data`, including named tuples."""
     return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
 
 
 @MODELS.register_module()
 class ImgDataPreprocessor(BaseDataPreprocessor):
-    """Stack, pad and normalise images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
+    """Stack, pad and normalize images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
 
     Args:
-        mean, std: of each channel, on the scale of the inputs (0..255 for uint8). Give both or neither; neither, if the
-            data set's transforms normalise.
-        pad_size_divisor: pad height and width, at the right and bottom, to a multiple of it.
-        pad_value: what is padded, after normalisation.
-        bgr_to_rgb, rgb_to_bgr: reverse the channels.
-        non_blocking: as in `BaseDataPreprocessor`.
+        mean, std: values for each channel on the scale of the inputs (0..255 for uint8). Specify both or neither.
+            Specify neither if the transforms of the dataset normalize the images.
+        pad_size_divisor: pad the images at the right and bottom to multiples of this height and width.
+        pad_value: value of the padding, applied after normalization.
+        bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
+        non_blocking: see `BaseDataPreprocessor`.
     """
 
     mean: Tensor
@@ -95,11 +95,11 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     ) -> None:
         super().__init__(non_blocking)
         if (mean is None) != (std is None):
-            raise ConfigError("mean and std must be given together")
+            raise ConfigError("specify both mean and std, or neither")
         if mean is not None and std is not None and len(mean) != len(std):
-            raise ConfigError(f"mean has {len(mean)} channels and std {len(std)}")
+            raise ConfigError(f"mean has {len(mean)} channels, but std has {len(std)}")
         if bgr_to_rgb and rgb_to_bgr:
-            raise ConfigError("bgr_to_rgb and rgb_to_bgr exclude each other")
+            raise ConfigError("bgr_to_rgb and rgb_to_bgr are mutually exclusive")
         if pad_size_divisor < 1:
             raise ConfigError(f"must be at least 1, not {pad_size_divisor}", "pad_size_divisor")
         self.normalizes = mean is not None
@@ -110,18 +110,18 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         self.pad_value = pad_value
 
     def forward(self, data: Any, training: bool = False) -> Any:
-        """Return the batch on the device, with its images ready for the network."""
+        """Return the batch on the device, with stacked, padded and normalized images."""
         if isinstance(data, list | tuple):
             images, *rest = self.cast_data(data)
             return [self._images(images), *rest]
         if not isinstance(data, Mapping):
-            raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}: check collate_fn")
+            raise DataError(f"a batch must be a dict or a tuple, not {type(data).__name__}; check collate_fn")
         if "inputs" not in data:
-            raise DataError(f"the batch has no 'inputs', only {sorted(data)}: the data set must name them so")
+            raise DataError(f"the batch has no key 'inputs', only {sorted(data)}; the dataset must return it")
         if self.normalizes and normalizes(data):
             raise ConfigError(
-                "the data set's transforms normalise its images already: give mean and std here, or SegStandardize "
-                "and SegNormalize there",
+                "the transforms of the dataset already normalize the images; remove mean and std here, or remove "
+                "SegStandardize and SegNormalize from the transforms",
                 "data_preprocessor",
             )
         data = self.cast_data(data)
@@ -140,8 +140,10 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
         image = image.float()
         if not self.normalizes:
             return image
-        if len(self.mean) not in (1, image.shape[-3]):  # would broadcast one channel to several
-            raise DataError(f"images of {image.shape[-3]} channels, but mean and std have {len(self.mean)}")
+        if len(self.mean) not in (1, image.shape[-3]):  # broadcasting would create channels
+            raise DataError(
+                f"the images have {image.shape[-3]} channels, but mean and std have {len(self.mean)}"
+            )
         return (image - self.mean) / self.std
 
     def _pad(self, image: Tensor, height: int, width: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Segment images that are larger than a network likes, window by window."""
+"""Segmentation of large images with sliding windows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["SlidingWindow", "slide"]
 
 @dataclass(frozen=True)
 class SlidingWindow:
-    """Where the windows lie; by default as in the evaluation of SegFormer on Cityscapes (arXiv 2105.15203)."""
+    """Size and stride of the windows; the defaults match SegFormer on Cityscapes (arXiv 2105.15203)."""
 
     crop_size: tuple[int, int] = (1024, 1024)
     """Width and height of a window, in pixels."""
     stride: tuple[int, int] = (768, 768)
-    """Pixels from one window to the next, to the right and down."""
+    """Horizontal and vertical distance between windows, in pixels."""
     batch_size: int = 4
-    """Windows that pass the network together: what bounds its memory."""
+    """Number of windows in a batch; it limits the memory of the network."""
 
     def __post_init__(self) -> None:
         for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
@@ -33,8 +33,8 @@ class SlidingWindow:
                 raise ConfigError(f"must be width and height in pixels, not {pair!r}", name)
         if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
             raise ConfigError(
-                f"must not exceed the window {self.crop_size!r}, or pixels between windows are never seen; "
-                f"it is {self.stride!r}",
+                f"must not exceed crop_size {self.crop_size!r}, but is {self.stride!r}; otherwise pixels between "
+                "windows are skipped",
                 "stride",
             )
         if self.batch_size < 1:
@@ -46,19 +46,19 @@ def _is_size(pair: Any) -> bool:
 
 
 def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindow) -> Tensor:
-    """Return the network's logits (N, C, H, W) for images (N, 3, H, W), each pixel the mean of the windows that see it.
+    """Return the logits (N, C, H, W) for images (N, 3, H, W); each pixel is the mean of the windows that contain it.
 
-    The last window of a row or column ends at the image's edge. Images smaller than a window are padded with zeros at
-    the right and bottom. Sums are kept in float32 at least, on the images' device.
+    The last window of a row or column ends at the edge of the image. Images smaller than a window are padded with
+    zeros at the right and bottom. Logits are summed in at least float32 on the device of the images.
 
     Args:
-        network: gives logits (n, C, h, w) for windows, or a tuple that begins with them; of another size, they are
-            resized to that of the windows.
-        images: what the network takes: already normalised.
+        network: returns logits (n, C, h, w) for windows, or a tuple whose first element is the logits. Logits of
+            another size are resized to the size of the windows.
+        images: inputs of the network, already normalized.
         window: size and stride of the windows.
 
     Raises:
-        DataError: the network's logits have not four dimensions.
+        DataError: the logits do not have four dimensions.
     """
     (width, height), (step_x, step_y) = window.crop_size, window.stride
     size = images.shape[-2:]
@@ -66,9 +66,9 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
         images = F.pad(images, (0, right, 0, bottom))
     tops, lefts = _starts(images.shape[-2], height, step_y), _starts(images.shape[-1], width, step_x)
     total: Tensor | None = None
-    places = list(product(range(len(images)), tops, lefts))
-    for first in range(0, len(places), window.batch_size):
-        chunk = places[first : first + window.batch_size]
+    positions = list(product(range(len(images)), tops, lefts))
+    for first in range(0, len(positions), window.batch_size):
+        chunk = positions[first : first + window.batch_size]
         crops = torch.stack([images[n, :, y : y + height, x : x + width] for n, y, x in chunk])
         logits = _logits(network(crops), (height, width))
         if total is None:
@@ -77,8 +77,8 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
         for (n, y, x), part in zip(chunk, logits, strict=True):
             total[n, :, y : y + height, x : x + width] += part
     if total is None:
-        raise DataError("there is no image to segment")
-    rows, columns = _seen(total[0, 0, :, 0], tops, height), _seen(total[0, 0, 0], lefts, width)
+        raise DataError("the batch contains no images")
+    rows, columns = _coverage(total[0, 0, :, 0], tops, height), _coverage(total[0, 0, 0], lefts, width)
     return (total / (rows[:, None] * columns))[..., : size[0], : size[1]]
 
 
@@ -86,8 +86,8 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
     return [*range(0, length - window, stride), length - window]
 
 
-def _seen(line: Tensor, starts: list[int], window: int) -> Tensor:
-    """Return how many windows see each position of a row or column."""
+def _coverage(line: Tensor, starts: list[int], window: int) -> Tensor:
+    """Return how many windows contain each position of a row or column."""
     counts = torch.zeros_like(line)
     for start in starts:
         counts[start : start + window] += 1
@@ -98,6 +98,6 @@ def _logits(outputs: Any, size: tuple[int, int]) -> Tensor:
     logits: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
     if logits.ndim != 4:
         raise DataError(
-            f"sliding windows need logits (n, classes, h, w), but the network gives {tuple(logits.shape)}"
+            f"sliding windows require logits (n, classes, h, w), but the network returned {tuple(logits.shape)}"
         )
     return logits if logits.shape[-2:] == size else F.interpolate(logits, size, mode="bilinear")

@@ -1,4 +1,4 @@
-"""Ready models: a network, a loss and a data preprocessor put together."""
+"""Models for common tasks, built from a network, a loss and a data preprocessor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Task(BaseModel):
     """A network and a loss, built from modules or configurations."""
 
     num_classes: int | None = None
-    """Classes of the data set, if known: the network must have as many outputs."""
+    """Number of classes of the dataset, if known; the network must have the same number of outputs."""
 
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
         super().__init__(data_preprocessor)
@@ -35,32 +35,32 @@ class Task(BaseModel):
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the loss, or the dict of losses, that the loss module computes."""
         if targets is None:
-            raise DataError("the batch has no 'targets', which mode 'loss' needs")
+            raise DataError("the batch has no 'targets', which mode 'loss' requires")
         loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
-        """Compare the channels of the main output with the classes of the data set.
+        """Compare the number of channels of the main output with the number of classes of the dataset.
 
         Raises:
-            ModelError: there are more or fewer.
+            ModelError: the numbers differ.
         """
         if self.num_classes is None or not isinstance(scores, Tensor):
             return
         if scores.shape[1] != self.num_classes:
             raise ModelError(
-                f"the network puts out {scores.shape[1]} classes, and the data set has {self.num_classes}: set "
-                f"its num_classes (arch_params.num_classes in a recipe) to {self.num_classes}"
+                f"the network outputs {scores.shape[1]} classes, but the dataset has {self.num_classes}; set "
+                f"num_classes of the network (arch_params.num_classes in a recipe) to {self.num_classes}"
             )
 
 
 @MODELS.register_module()
 class Segmentor(Task):
-    """Semantic segmentation: `network` gives logits (N, classes, H, W), or a tuple with auxiliary ones in training.
+    """Semantic segmentation: `network` returns logits (N, classes, H, W), or a tuple of main and auxiliary logits.
 
     Args:
         network: a module, or its configuration.
-        loss: `loss(outputs, targets)` gives a scalar or a dict of scalars.
+        loss: `loss(outputs, targets)` returns a scalar or a dict of scalars; cross-entropy by default.
         data_preprocessor: usually `ImgDataPreprocessor`.
     """
 
@@ -84,12 +84,12 @@ class Segmentor(Task):
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
 
     def without_margin(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> Any:
-        """Return the outputs without the margin that the preprocessor added to the images, if it did."""
+        """Return the outputs without the padding that the preprocessor added to the images."""
         padded = targets is not None and self._padded(inputs, targets)
         return _cut(outputs, targets) if padded and targets is not None else outputs
 
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the class ids of the main output, enlarged to the targets, and the targets if there are any."""
+        """Return the class ids of the main output, resized to the targets, and the targets if present."""
         logits = main_output(outputs)
         if targets is None:
             return {"preds": logits.argmax(1)}
@@ -100,14 +100,14 @@ class Segmentor(Task):
         return {"preds": logits.argmax(1), "targets": targets.long()}
 
     def _padded(self, inputs: Tensor, targets: Tensor) -> bool:
-        """Say whether the preprocessor padded the images, for whose margin there are no targets."""
+        """Return whether the preprocessor padded the images; the targets do not cover the padding."""
         divisor = getattr(self.data_preprocessor, "pad_size_divisor", 1)
         sizes = list(zip(inputs.shape[-2:], targets.shape[-2:], strict=True))
         return any(i != t for i, t in sizes) and all(i == math.ceil(t / divisor) * divisor for i, t in sizes)
 
 
 def main_output(outputs: Any) -> Tensor:
-    """Return the main one of a network's outputs, which is the first where there are several."""
+    """Return the main output of a network: the first if there are several."""
     output: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
     return output
 
@@ -118,7 +118,7 @@ def _resized(logits: Tensor, like: Tensor) -> Tensor:
 
 
 def _cut(outputs: Any, targets: Tensor) -> Any:
-    """Cut the margin at the right and bottom off every output."""
+    """Remove the padding at the right and bottom of every output."""
     if isinstance(outputs, tuple | list):
         return [_cut(output, targets) for output in outputs]
     height, width = targets.shape[-2:]
@@ -127,11 +127,11 @@ def _cut(outputs: Any, targets: Tensor) -> Any:
 
 @MODELS.register_module()
 class Classifier(Task):
-    """Image classification: `network` gives logits (N, classes).
+    """Image classification: `network` returns logits (N, classes).
 
     Args:
         network: a module, or its configuration.
-        loss: `loss(logits, targets)` gives a scalar or a dict of scalars; cross-entropy by default.
+        loss: `loss(logits, targets)` returns a scalar or a dict of scalars; cross-entropy by default.
         data_preprocessor: usually `ImgDataPreprocessor`.
     """
 

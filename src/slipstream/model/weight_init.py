@@ -1,4 +1,4 @@
-"""Weight initialisers by MMEngine's names, for `init_cfg`."""
+"""Weight initializers with MMEngine's names, for `init_cfg`."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ __all__ = [
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """Apply one or several initialisers to `module`.
+    """Apply one or several initializers to `module`.
 
-    Each is a dict with a `type`, an optional `layer` (names of classes, or of their bases, to which it
-    applies; without one, all layers that have weights) and `override` (children by `name` that get other
-    values). With `override` and no `layer`, only those children are initialised.
+    Each initializer is a dict with a `type`. The optional `layer` contains names of classes or base classes to which
+    it applies; by default it applies to all layers with weights. The optional `override` contains other settings for
+    children, selected by `name`. With `override` and without `layer`, only these children are initialized.
     """
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         cfg = dict(cfg)
@@ -45,16 +45,16 @@ def _override(module: nn.Module, special: dict[str, Any], outer: dict[str, Any])
     name = special.pop("name", None)
     if name is None or not hasattr(module, name):
         raise ConfigError(
-            f"override needs the name of a child of {type(module).__name__}, got {name!r}", "init_cfg"
+            f"override requires the name of a child of {type(module).__name__}, got {name!r}", "init_cfg"
         )
     cfg = special if "type" in special else {k: v for k, v in outer.items() if k != "layer"} | special
     WEIGHT_INITIALIZERS.build(cfg)(getattr(module, name))
 
 
 class _Init:
-    """Apply `_fill` to the weight of each layer of the given classes, and a constant to its bias.
+    """Apply `_fill` to the weight of each layer of the classes `layer`, and a constant to its bias.
 
-    With `bias_prob`, that constant makes a sigmoid start at this probability (Lin et al. 2017, section 4.1).
+    With `bias_prob`, the sigmoid of the bias equals this probability (Lin et al. 2017, section 4.1).
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class _Init:
         self.layers = {layer} if isinstance(layer, str) else set(layer or ())
 
     def __call__(self, module: nn.Module) -> None:
-        """Initialise the layers of `module` that this initialiser is for."""
+        """Initialize the layers of `module` to which this initializer applies."""
         for part in module.modules():
             if not self.layers or self.layers & {kind.__name__ for kind in type(part).__mro__}:
                 self._apply(part)
@@ -84,7 +84,7 @@ class _Init:
         raise NotImplementedError
 
 
-def _chosen(distribution: str, uniform: Callable[..., Any], normal: Callable[..., Any]) -> Callable[..., Any]:
+def _select(distribution: str, uniform: Callable[..., Any], normal: Callable[..., Any]) -> Callable[..., Any]:
     if distribution not in ("uniform", "normal"):
         raise ConfigError(f"must be 'uniform' or 'normal', not {distribution!r}", "distribution")
     return uniform if distribution == "uniform" else normal
@@ -116,7 +116,7 @@ class NormalInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["TruncNormal", "TruncNormalInit"])
 class TruncNormalInit(_Init):
-    """Draw weights from N(mean, std) cut to [a, b]."""
+    """Draw weights from N(mean, std) truncated to [a, b]."""
 
     def __init__(
         self, mean: float = 0.0, std: float = 1.0, a: float = -2.0, b: float = 2.0, **kwargs: Any
@@ -142,12 +142,12 @@ class UniformInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Xavier", "XavierInit"])
 class XavierInit(_Init):
-    """Glorot and Bengio 2010; weights of fewer than two dimensions are left alone."""
+    """Glorot and Bengio 2010; weights with fewer than two dimensions are not changed."""
 
     def __init__(self, gain: float = 1.0, distribution: str = "normal", **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.gain = gain
-        self.draw = _chosen(distribution, nn.init.xavier_uniform_, nn.init.xavier_normal_)
+        self.draw = _select(distribution, nn.init.xavier_uniform_, nn.init.xavier_normal_)
 
     def _fill(self, weight: torch.Tensor) -> None:
         if weight.ndim > 1:
@@ -156,7 +156,7 @@ class XavierInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Kaiming", "KaimingInit"])
 class KaimingInit(_Init):
-    """He et al. 2015; weights of fewer than two dimensions are left alone."""
+    """He et al. 2015; weights with fewer than two dimensions are not changed."""
 
     def __init__(
         self,
@@ -168,7 +168,7 @@ class KaimingInit(_Init):
     ) -> None:
         super().__init__(**kwargs)
         self.options = {"a": a, "mode": mode, "nonlinearity": nonlinearity}
-        self.draw = _chosen(distribution, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
+        self.draw = _select(distribution, nn.init.kaiming_uniform_, nn.init.kaiming_normal_)
 
     def _fill(self, weight: torch.Tensor) -> None:
         if weight.ndim > 1:
@@ -177,7 +177,7 @@ class KaimingInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Caffe2Xavier", "Caffe2XavierInit"])
 class Caffe2XavierInit(KaimingInit):
-    """Caffe2's XavierFill, which is Kaiming's uniform with a=1, fan_in and a leaky ReLU."""
+    """Caffe2's XavierFill: Kaiming uniform with a=1, fan_in and leaky ReLU."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(a=1, mode="fan_in", nonlinearity="leaky_relu", distribution="uniform", **kwargs)
@@ -185,13 +185,13 @@ class Caffe2XavierInit(KaimingInit):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Pretrained", "PretrainedInit"])
 class PretrainedInit:
-    """Load the weights of a checkpoint, those under `prefix` if given."""
+    """Load the weights of a checkpoint; with `prefix`, only the weights under this prefix."""
 
     def __init__(self, checkpoint: str, prefix: str | None = None, map_location: str = "cpu") -> None:
         self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location
 
     def __call__(self, module: nn.Module) -> None:
-        """Load the weights into `module`; names that only one side has are skipped."""
+        """Load the weights into `module`; names that exist only in one of the two are skipped."""
         from slipstream.checkpoint import load_checkpoint, load_weights
 
         state = load_checkpoint(self.checkpoint, self.map_location)
@@ -200,5 +200,5 @@ class PretrainedInit:
             dot = self.prefix.rstrip(".") + "."
             state = {key.removeprefix(dot): value for key, value in state.items() if key.startswith(dot)}
             if not state:
-                raise CheckpointError(f"{self.checkpoint} has no weight whose name starts with '{dot}'")
+                raise CheckpointError(f"{self.checkpoint} contains no weight whose name starts with '{dot}'")
         load_weights(module, state, strict=False, source=self.checkpoint)

@@ -1,4 +1,4 @@
-"""Mixed precision: autocast in forward and loss, and a loss scale for float16."""
+"""Mixed precision: autocast in forward and loss, and loss scaling for float16."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.errors import ConfigError
-from slipstream.optim.kernels import hold_momentum, kernels_chosen, use_fused, why_not_fused
+from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
 
@@ -30,16 +30,16 @@ _DTYPES = {
 class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
 
-    Fused kernels leave a step with an overflow out by themselves. With float16 on an accelerator, optimizers
-    that have them therefore use them, unless they were built with `fused=` or `foreach=`; other optimizers
-    make the host wait in each step for the device to say whether a gradient overflowed.
+    Fused kernels skip a step with an overflow without synchronization. With float16 on an accelerator, optimizers
+    that support fused kernels therefore use them, unless they were built with `fused=` or `foreach=`. With other
+    optimizers the host synchronizes with the device in each step to check for an overflow.
 
     Args:
-        loss_scale: for float16 only, since bfloat16 has float32's range and needs none: `"dynamic"`, a
-            fixed number, or the options of `torch.amp.GradScaler`.
-        dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's own default (float16
+        loss_scale: `"dynamic"`, a fixed number, or the options of `torch.amp.GradScaler`. Only used for float16;
+            bfloat16 has the range of float32 and needs no scaling.
+        dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the autocast dtype of the device (float16
             on CUDA and NPU, bfloat16 on the CPU).
-        kwargs: those of `OptimWrapper`.
+        kwargs: arguments of `OptimWrapper`.
     """
 
     def __init__(
@@ -49,26 +49,26 @@ class AmpOptimWrapper(OptimWrapper):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        self._given_dtype = _read_dtype(dtype)
+        self._requested_dtype = _read_dtype(dtype)
         self._loss_scale = loss_scale
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        _make_scaler("cpu", loss_scale)  # whatever the dtype and device, so that a mistake is always found
+        _make_scaler("cpu", loss_scale)  # checks the options for every dtype and device
 
-    # Read at the first step: a wrapper may be made before its model is moved to the device.
+    # Read at the first step, because the wrapper may be created before its model is moved to the device.
 
     @cached_property
     def device_type(self) -> str:
-        """The kind of device that the parameters are on."""
+        """Device type of the parameters."""
         return device_of(self.optimizer).type
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The lower precision."""
-        return self._given_dtype or torch.get_autocast_dtype(self.device_type)
+        """Autocast dtype."""
+        return self._requested_dtype or torch.get_autocast_dtype(self.device_type)
 
     @cached_property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scale, for float16 only."""
+        """Loss scaler; None unless the dtype is float16."""
         if self.dtype != torch.float16:
             return None
         accelerated = self.device_type != "cpu"
@@ -77,7 +77,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context of forward and loss: autocast, without gradient sync inside a window."""
+        """Return the context of forward and loss: autocast, and `no_sync` inside an accumulation window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast
@@ -87,12 +87,12 @@ class AmpOptimWrapper(OptimWrapper):
         return stack
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision of forward and loss alone."""
+        """Return only the autocast context."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @property
     def adapts_scale(self) -> bool:
-        """Whether overflows change the loss scale: not if it was given as a number."""
+        """Whether overflows change the loss scale; False for a fixed scale."""
         return self._fixed_scale is None
 
     def _amplify(self, loss: Tensor) -> Tensor:
@@ -106,19 +106,19 @@ class AmpOptimWrapper(OptimWrapper):
         scaler = self.loss_scaler
         if self.parts:
             scaler.unscale_(self.optimizer)
-        hold_momentum(self.optimizer)
+        init_momentum(self.optimizer)
         self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs))
         scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state, with the scaler's as `loss_scaler` if there is one."""
+        """Return the state of the optimizer, and the state of the loss scaler as `loss_scaler` if there is one."""
         state = super().state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's and the scaler's state; either may come from a run without a scaler."""
+        """Restore the state of the optimizer and of the loss scaler; the saved run may have had no loss scaler."""
         state = dict(state_dict)
         scaler = state.pop("loss_scaler", None)
         if self.loss_scaler is not None and scaler:

@@ -1,4 +1,4 @@
-"""Which option holds for which parameter: parameter groups, and the optimizer wrapper on top."""
+"""Construction of parameter groups, optimizers and optimizer wrappers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from slipstream.typecheck import matches
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)  # _NormBase: batch and instance norms
-_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name: they live in libraries we do not need
+_DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name, because the classes are in other libraries
 
 
 @dataclass(frozen=True)
 class ParamwiseOptions:
     """`paramwise_cfg`: factors of the optimizer's `lr` and `weight_decay` for some of the parameters.
 
-    A parameter whose name contains one of `custom_keys` follows the longest of those it contains (the
-    alphabetically first of equally long ones) and no other rule.
+    If the name of a parameter contains one of `custom_keys`, only this key applies to it. If it contains several
+    keys, the longest key applies; among equally long keys, the alphabetically first.
     """
 
     custom_keys: dict[str, Any] = field(
@@ -40,14 +40,14 @@ class ParamwiseOptions:
     flat_decay_mult: float | None = None  # other parameters with one dimension
     dwconv_decay_mult: float | None = None  # weights of depth-wise convolutions
     dcn_offset_lr_mult: float | None = None  # `conv_offset` inside deformable convolutions
-    bypass_duplicate: bool = False  # a parameter met again under other options keeps the first ones
+    bypass_duplicate: bool = False  # a repeated parameter keeps its first options
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any], open_ended: bool = False) -> ParamwiseOptions:
-        """Check the keys and the types of the values; `open_ended` passes over keys that are not ours.
+        """Check the keys and the types of the values; `open_ended` ignores unknown keys.
 
         Raises:
-            ConfigError: naming the key.
+            ConfigError: a key or a value is invalid; the message contains the key.
         """
         known = {f.name for f in fields(cls)}
         if open_ended:
@@ -62,7 +62,7 @@ class ParamwiseOptions:
         return cls(**cfg)
 
     def uses(self, suffix: str) -> str | None:
-        """Return the place of an option that ends in `suffix` (`"lr_mult"`), or None."""
+        """Return the name of an option that is set and ends in `suffix` (`"lr_mult"`), or None."""
         for name in (f.name for f in fields(self)):
             if name.endswith(suffix) and getattr(self, name) is not None:
                 return name
@@ -73,20 +73,20 @@ class ParamwiseOptions:
 class DefaultOptimWrapperConstructor:
     """Build the optimizer and its wrapper for a model.
 
-    Parameters under the same options share one group, since each group costs the optimizer a round of
-    kernels. Frozen parameters (`requires_grad=False`) belong to none: one that is to learn later must be
-    unfrozen before this, or added by `optimizer.add_param_group`.
+    Parameters with the same options form one group, because the optimizer launches kernels for each group. Frozen
+    parameters (`requires_grad=False`) are in no group. To train them later, unfreeze them before this call or add
+    them with `optimizer.add_param_group`.
 
-    A subclass may override `add_params` to give every parameter options of its own (layer-wise decay), read
-    from keys of its own in `self.paramwise_cfg`.
+    A subclass may override `add_params` to set the options of every parameter (layer-wise decay). It can read
+    additional keys from `self.paramwise_cfg`.
 
     Args:
-        optim_wrapper_cfg: arguments of the wrapper (`type`: by default `OptimWrapper`), with `optimizer`: a
-            dict to build from, or an optimizer.
+        optim_wrapper_cfg: arguments of the wrapper (`type` is `OptimWrapper` by default), including `optimizer`: a
+            configuration or an optimizer.
         paramwise_cfg: see `ParamwiseOptions`.
 
     Raises:
-        ConfigError: `optimizer` is missing, or `paramwise_cfg` is wrong.
+        ConfigError: `optimizer` is missing, or `paramwise_cfg` is invalid.
     """
 
     def __init__(
@@ -95,12 +95,15 @@ class DefaultOptimWrapperConstructor:
         self.optim_wrapper_cfg = {"type": "OptimWrapper", **optim_wrapper_cfg}
         self.optimizer_cfg = self.optim_wrapper_cfg.pop("optimizer", None)
         self.paramwise_cfg = dict(paramwise_cfg or {})
-        # A subclass with rules of its own reads keys of its own.
+        # A subclass that overrides add_params may use additional keys.
         own_rules = type(self).add_params is not DefaultOptimWrapperConstructor.add_params
         self.paramwise = ParamwiseOptions.from_dict(self.paramwise_cfg, open_ended=own_rules)
         if isinstance(self.optimizer_cfg, Optimizer):
             if self.paramwise_cfg:
-                raise ConfigError("an optimizer that is built already has its groups", "paramwise_cfg")
+                raise ConfigError(
+                    "requires an optimizer that is specified as a dict, not an optimizer object",
+                    "paramwise_cfg",
+                )
             return
         if not isinstance(self.optimizer_cfg, Mapping):
             raise ConfigError(
@@ -113,14 +116,14 @@ class DefaultOptimWrapperConstructor:
             ("decay_mult", self.base_wd, "weight_decay"),
         ):
             if base is None and (key := self.paramwise.uses(suffix)):
-                raise ConfigError(f"{key} needs '{name}' in the optimizer to multiply", "paramwise_cfg")
+                raise ConfigError(f"{key} requires '{name}' in the optimizer configuration", "paramwise_cfg")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Return the wrapper with an optimizer of `model`'s trainable parameters.
+        """Return the wrapper with an optimizer of the trainable parameters of `model`.
 
         Raises:
-            ModelError: the model has none, or one parameter comes under different options.
-            ConfigError: a custom key matches no parameter, or gives an option that the optimizer has not.
+            ModelError: the model has no trainable parameter, or a parameter occurs twice with different options.
+            ConfigError: a custom key matches no parameter, or contains an option that the optimizer does not have.
         """
         optimizer = self.optimizer_cfg
         if not isinstance(optimizer, Optimizer):
@@ -136,7 +139,7 @@ class DefaultOptimWrapperConstructor:
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
-        """Append `{"params": [parameter], **its options}` for every parameter of `module`, recursively."""
+        """Append `{"params": [parameter], **options}` for every parameter of `module`, recursively."""
         for name, parameter in module.named_parameters(recurse=False):
             options = self._custom_options(f"{prefix}.{name}")
             if options is None:
@@ -194,8 +197,8 @@ class DefaultOptimWrapperConstructor:
         names = {id(p): name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
-                f"{type(model).__name__} has no trainable parameter ({len(names)} are frozen): "
-                "call requires_grad_(True) on what shall learn"
+                f"{type(model).__name__} has no trainable parameter ({len(names)} are frozen); "
+                "call requires_grad_(True) on the parameters to train"
             )
         self._check_custom_keys_match(model)
         params: list[dict[str, Any]] = []
@@ -203,7 +206,7 @@ class DefaultOptimWrapperConstructor:
         return self._merge(params, names)
 
     def _merge(self, params: list[dict[str, Any]], names: dict[int, str]) -> list[dict[str, Any]]:
-        """Put the trainable parameters under the same options into one group, each parameter once."""
+        """Group the trainable parameters by their options; each parameter occurs once."""
         groups: dict[Any, dict[str, Any]] = {}
         seen: dict[int, Any] = {}
         for single in params:
@@ -215,8 +218,8 @@ class DefaultOptimWrapperConstructor:
                 earlier = seen.setdefault(id(parameter), key)
                 if earlier != key and not self.paramwise.bypass_duplicate:
                     raise ModelError(
-                        f"the parameter '{names.get(id(parameter))}' is in the model twice, under different "
-                        "options: set paramwise_cfg=dict(bypass_duplicate=True) to keep the first ones"
+                        f"the parameter '{names.get(id(parameter))}' is in the model twice with different options; "
+                        "set paramwise_cfg=dict(bypass_duplicate=True) to keep the first options"
                     )
                 group = groups.setdefault(earlier, {"params": {}, **options})
                 group["params"][id(parameter)] = parameter
@@ -227,7 +230,7 @@ class DefaultOptimWrapperConstructor:
         for key in self.paramwise.custom_keys:
             if not any(key in f".{name}" for name in names):
                 raise ConfigError(
-                    f"'{key}' is in the name of no parameter{did_you_mean(key, _prefixes(names))}",
+                    f"no parameter name contains '{key}'{did_you_mean(key, _prefixes(names))}",
                     "paramwise_cfg.custom_keys",
                 )
 
@@ -243,12 +246,12 @@ class DefaultOptimWrapperConstructor:
 
 
 def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrapper:
-    """Build the optimizer wrapper of `model` from `cfg`, which is not changed.
+    """Build the optimizer wrapper of `model` from `cfg`.
 
     Args:
-        model: may be wrapped for data parallelism.
-        cfg: `optimizer`, `paramwise_cfg`, `constructor` (by default `DefaultOptimWrapperConstructor`), and
-            the arguments of the wrapper.
+        model: a model, optionally wrapped for data parallelism.
+        cfg: a dict with the keys `optimizer`, `paramwise_cfg`, `constructor` (by default
+            `DefaultOptimWrapperConstructor`), and the arguments of the wrapper. It is not changed.
     """
     wrapper_cfg = dict(cfg)
     constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
@@ -263,14 +266,14 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside data-parallel wrappers: modules with `module` as their only content."""
+    """Return the model inside data-parallel wrappers: modules whose only content is the child `module`."""
     while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
         model = model.get_submodule("module")
     return model
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return what two parameters with equal options have in common."""
+    """Return a key that is equal for equal options."""
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
 
 
@@ -286,7 +289,7 @@ def _check_custom_keys(custom_keys: Any) -> None:
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return every part of the names that a custom key might have meant."""
+    """Return all parts and prefixes of the names, as suggestions for a custom key."""
     found: set[str] = set()
     for name in names:
         parts = name.split(".")

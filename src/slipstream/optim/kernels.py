@@ -1,4 +1,4 @@
-"""Which kernels move the weights: fused ones, which take many tensors at a time, or what torch takes by itself."""
+"""Selection of optimizer kernels: fused kernels, which update many tensors at a time, or torch's default."""
 
 from __future__ import annotations
 
@@ -12,62 +12,62 @@ from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded
 
-__all__ = ["hold_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
+__all__ = ["init_momentum", "kernels_chosen", "use_fused", "why_not_fused", "with_own_kernels"]
 
 _ON_SHARDS = ("_fused_adam_", "_fused_adamw_")
-"""The fused kernels that torch can run on a `DTensor`."""
+"""Fused kernels that torch can run on a `DTensor`."""
 
 
 def kernels_chosen(optimizer: Optimizer) -> bool:
-    """Say whether `optimizer` was built with a choice of its own, `fused=` or `foreach=`."""
+    """Return whether `optimizer` was built with `fused=` or `foreach=`."""
     return any(group.get(key) is not None for group in optimizer.param_groups for key in ("fused", "foreach"))
 
 
 def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Return why `optimizer` cannot run fused kernels, or None if it can."""
+    """Return the reason why `optimizer` cannot run fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
-        return f"{name} has no fused kernel; {', '.join(having)} have"
+        return f"{name} has no fused kernel; {', '.join(having)} have one"
     if any(group["differentiable"] for group in optimizer.param_groups):
         return "fused kernels cannot be differentiable"
     for param in _parameters(optimizer):
         if not _runs_on(kernel, param.device):
             return f"torch has no fused kernel of {name} for {param.device.type}"
         if not param.is_floating_point():
-            return f"fused kernels move floating-point parameters only, not {param.dtype}"
+            return f"fused kernels support floating-point parameters only, not {param.dtype}"
         if is_sharded(param) and kernel not in _ON_SHARDS:
-            return f"torch has no fused kernel of {name} for sharded parameters, but for Adam and AdamW"
+            return f"torch has no fused kernel of {name} for sharded parameters; only Adam and AdamW have one"
     return None
 
 
 def use_fused(optimizer: Optimizer) -> None:
-    """Let a ready optimizer run fused kernels from now on, as if it had been built with `fused=True`.
+    """Switch an optimizer to fused kernels, as if it had been built with `fused=True`.
 
-    Only where `why_not_fused` returns None.
+    Requires that `why_not_fused` returns None.
     """
     for options in (optimizer.defaults, *optimizer.param_groups):
         options.update(fused=True, foreach=None)
-    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # what GradScaler asks
+    optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler reads this
     for param in _parameters(optimizer):
-        if "step" in (state := optimizer.state.get(param, {})):  # fused kernels count on the device
+        if "step" in (state := optimizer.state.get(param, {})):  # fused kernels count steps on the device
             state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device=param.device)
 
 
-def hold_momentum(optimizer: Optimizer) -> None:
-    """Let a fused optimizer with momentum survive a first step that overflows; call it before each step.
+def init_momentum(optimizer: Optimizer) -> None:
+    """Initialize the momentum of a fused optimizer, in case the first step overflows; call this before each step.
 
-    torch (2.13) keeps uninitialised memory as the momentum of parameters whose first step it left out.
+    torch (2.13) leaves the momentum of parameters uninitialized if it skips their first step.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return  # the host leaves the step out
+        return  # the host skips the step
     if sum(len(group["params"]) for group in optimizer.param_groups) == len(optimizer.state):
         return
     for group in optimizer.param_groups:
-        # Only SGD dampens; a schedule writes a momentum into the groups of other optimizers, too.
+        # Only SGD has dampening. A scheduler also adds a momentum to the groups of other optimizers.
         if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
-        if group["dampening"]:  # applies to all steps but the first: zeros are no beginning
+        if group["dampening"]:  # the first step ignores dampening, so zeros are not correct
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             continue
         for param in group["params"]:
@@ -76,28 +76,28 @@ def hold_momentum(optimizer: Optimizer) -> None:
 
 
 def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a saved state that leaves to `optimizer` its own kernels, whichever the saved run used.
+    """Return a copy of a saved state with the kernel options of `optimizer` instead of those of the saved run.
 
-    torch would take the saved run's, with or without a fused kernel for the device here.
+    torch would restore the saved options, even if the current device has no fused kernel.
     """
     groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
     for index, own in enumerate(optimizer.param_groups[: len(groups)]):
         groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
-    # Others count steps on the host: a count left on the device would be read back in every step.
+    # Other kernels count steps on the host. A count on the device would cause a synchronization in every step.
     on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
     state = {
-        key: _counting_on_host(values) if key in on_host else values
+        key: _with_count_on_host(values) if key in on_host else values
         for key, values in state_dict["state"].items()
     }
     return {**state_dict, "state": state, "param_groups": groups}
 
 
 def _counts_on_host(group: Mapping[str, Any]) -> bool:
-    told = [group[key] for key in ("fused", "capturable") if key in group]
-    return bool(told) and not any(told)
+    options = [group[key] for key in ("fused", "capturable") if key in group]
+    return bool(options) and not any(options)
 
 
-def _counting_on_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_count_on_host(values: Mapping[str, Any]) -> Mapping[str, Any]:
     step = values.get("step")
     return {**values, "step": step.cpu()} if isinstance(step, Tensor) else values
 
@@ -108,7 +108,7 @@ def _fused_kernel(kind: type) -> str | None:
 
 
 def _runs_on(kernel: str, device: torch.device) -> bool:
-    # torch's own list names kinds of devices, whether or not their backend has this very kernel.
+    # torch's list of supported devices does not show whether a backend has this kernel.
     if device.type == "meta":
         return False
     key = torch._C._dispatch_key_for_device(device.type)

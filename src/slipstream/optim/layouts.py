@@ -1,4 +1,4 @@
-"""The memory layout of an optimizer's states."""
+"""Memory format of optimizer states."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["lay_out_states"]
 
 
 def lay_out_states(optimizer: Optimizer) -> None:
-    """Give the states of an optimizer, after they were loaded, the memory layout of their parameters.
+    """Convert the loaded states of an optimizer to the strides of their parameters.
 
-    Those of a checkpoint have the layout of the run that wrote it (channels_last, or not). torch's fused optimizers
-    read parameter and state as one flat array each: with different layouts they compute wrong numbers, silently.
+    The states of a checkpoint have the memory format of the run that wrote it (channels_last or not). torch's fused
+    optimizers read parameters and states as flat arrays, so different strides silently give wrong results.
     """
     for param, states in optimizer.state.items():
         if is_sharded(param):

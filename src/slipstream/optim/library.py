@@ -1,4 +1,4 @@
-"""Optimizers that torch has not (RMSpropTF, BertAdam), and what one of torch's cannot move."""
+"""Optimizers that torch does not have (RMSpropTF, BertAdam), and a check of the parameters of Muon."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """An optimizer that moves all parameters of a group and dtype together, and counts the steps of a group."""
+    """An optimizer that updates all parameters of a group and dtype at a time, and counts the steps of each group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Move the parameters that have a gradient; return what `closure`, called first, returned."""
+        """Update the parameters that have a gradient, after calling `closure`; return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -32,16 +32,16 @@ class _Foreach(Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             for dtype in dict.fromkeys(p.dtype for p in params):
-                self._move(group, [p for p in params if p.dtype == dtype])
+                self._update(group, [p for p in params if p.dtype == dtype])
             group["step"] = group.get("step", 0) + 1
         return loss
 
-    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
-        """Move parameters of one group and dtype."""
+    def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+        """Update parameters of one group and dtype."""
         raise NotImplementedError
 
-    def _kept(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:
-        """Return the state `name` of each parameter, at first filled with `start`."""
+    def _state(self, name: str, params: list[Tensor], start: float = 0.0) -> list[Tensor]:
+        """Return the state `name` of each parameter, initially filled with `start`."""
         for p in params:
             if name not in self.state[p]:
                 self.state[p][name] = torch.full_like(p, start, memory_format=torch.preserve_format)
@@ -50,24 +50,24 @@ class _Foreach(Optimizer):
 
 @OPTIMIZERS.register_module()
 class RMSpropTF(_Foreach):
-    """RMSprop as TensorFlow has it: `eps` inside the square root, and mean squares that start at one.
+    """TensorFlow's RMSprop: `eps` is inside the square root, and the mean squares start at one.
 
     `v += (1 - alpha) (g^2 - v)`, `u = g / sqrt(v + eps)`, and with momentum `b = momentum b + lr u`,
-    `p -= b`: the maths of torch_npu's `NpuFusedRMSpropTF`.
+    `p -= b`. Equivalent to torch_npu's `NpuFusedRMSpropTF`.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or parameter groups.
         lr: learning rate.
         alpha: decay of the mean squares.
         eps: added to the mean squares.
-        weight_decay: times the weights, added to the gradient.
+        weight_decay: factor of the weights that are added to the gradient.
         momentum: decay of the momentum.
         centered: subtract the square of the mean gradient from the mean squares.
-        decoupled_decay: multiply the weights by `1 - weight_decay` instead, whatever the learning rate.
-        lr_in_momentum: False multiplies by the learning rate after the momentum, as torch does.
+        decoupled_decay: multiply the weights by `1 - weight_decay` instead, independent of the learning rate.
+        lr_in_momentum: if False, multiply by the learning rate after the momentum, like torch.
 
     Raises:
-        ConfigError: a number below zero.
+        ConfigError: a number is negative.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RMSpropTF(_Foreach):
         switches = dict(centered=centered, decoupled_decay=decoupled_decay, lr_in_momentum=lr_in_momentum)
         super().__init__(params, {**numbers, **switches})
 
-    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+    def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         grads: _Tensors = _gradients(params)
         if group["weight_decay"] and group["decoupled_decay"]:
             torch._foreach_mul_(params, 1 - group["weight_decay"])
@@ -98,18 +98,18 @@ class RMSpropTF(_Foreach):
         if not group["momentum"] or group["lr_in_momentum"]:
             torch._foreach_mul_(updates, group["lr"])
         if group["momentum"]:
-            buffers = self._kept("momentum_buffer", params)
+            buffers = self._state("momentum_buffer", params)
             torch._foreach_mul_(buffers, group["momentum"])
             torch._foreach_add_(buffers, updates)
             updates = buffers if group["lr_in_momentum"] else torch._foreach_mul(buffers, group["lr"])
         torch._foreach_sub_(params, updates)
 
     def _root_mean_squares(self, group: Mapping[str, Any], params: list[Tensor], grads: _Tensors) -> _Tensors:
-        squares = self._kept("square_avg", params, 1.0)
+        squares = self._state("square_avg", params, 1.0)
         torch._foreach_lerp_(squares, torch._foreach_mul(grads, grads), 1 - group["alpha"])
         roots = torch._foreach_add(squares, group["eps"])
         if group["centered"]:
-            means = self._kept("grad_avg", params)
+            means = self._state("grad_avg", params)
             torch._foreach_lerp_(means, grads, 1 - group["alpha"])
             torch._foreach_addcmul_(roots, means, means, value=-1)
         torch._foreach_sqrt_(roots)
@@ -122,31 +122,31 @@ _SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "warmup_linear": lambda x, warmup: max((x - 1) / (warmup - 1), 0.0),
     "warmup_poly": lambda x, warmup: math.sqrt(max(1 - x, 0.0)),
 }
-"""What multiplies the learning rate when the part `x` of all steps is done, from `warmup` on."""
+"""Factor of the learning rate after the fraction `x` of all steps, for `x` above `warmup`."""
 
 
 @OPTIMIZERS.register_module()
 class BertAdam(_Foreach):
-    """The Adam that BERT was trained with (Devlin et al. 2019): no bias correction, and its own schedule.
+    """The Adam variant of BERT (Devlin et al. 2019), without bias correction and with a built-in LR schedule.
 
-    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, `p -= lr_t (m / (sqrt(v) + e) + weight_decay p)`: the
-    maths of torch_npu's `NpuFusedBertAdam`.
+    `m = b1 m + (1 - b1) g`, `v = b2 v + (1 - b2) g^2`, `p -= lr_t (m / (sqrt(v) + e) + weight_decay p)`.
+    Equivalent to torch_npu's `NpuFusedBertAdam`.
 
     Args:
-        params: parameters or groups of them.
+        params: parameters or parameter groups.
         lr: learning rate.
-        warmup: the part of `t_total` in which the learning rate rises from 0; -1 is none. As there,
-            `warmup_linear` without it falls from half the learning rate.
-        t_total: number of steps of the schedule; -1 is a constant learning rate.
+        warmup: fraction of `t_total` in which the learning rate rises from 0; -1 disables the warm-up. As in
+            torch_npu, `warmup_linear` without a warm-up starts at half the learning rate.
+        t_total: number of steps of the schedule; -1 means a constant learning rate.
         schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
         b1: decay of the mean gradient.
         b2: decay of the mean squares.
         e: added to the root of the mean squares.
-        weight_decay: times the weights, added to the update.
-        max_grad_norm: limit of the norm of the gradients of each group and dtype; 0 or less is none.
+        weight_decay: factor of the weights that are added to the update.
+        max_grad_norm: maximum norm of the gradients of each group and dtype; no limit if 0 or less.
 
     Raises:
-        ConfigError: an option out of its range.
+        ConfigError: an option is out of its range.
     """
 
     def __init__(
@@ -169,16 +169,16 @@ class BertAdam(_Foreach):
         if schedule not in _SCHEDULES:
             raise ConfigError(f"must be one of {', '.join(_SCHEDULES)}, not {schedule!r}", "schedule")
         if t_total != -1 and t_total < 1:
-            raise ConfigError(f"must be a number of steps, or -1, not {t_total}", "t_total")
+            raise ConfigError(f"must be a positive number of steps, or -1, not {t_total}", "t_total")
         options = dict(lr=lr, warmup=warmup, t_total=t_total, schedule=schedule, b1=b1, b2=b2, e=e)
         super().__init__(params, {**options, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm})
 
-    def _move(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
+    def _update(self, group: Mapping[str, Any], params: list[Tensor]) -> None:
         grads: _Tensors = _gradients(params)
         if group["max_grad_norm"] > 0:
             norm = whole(nn.utils.get_total_norm(grads))
             grads = torch._foreach_mul(grads, (group["max_grad_norm"] / (norm + 1e-6)).clamp(max=1.0))
-        means, squares = self._kept("exp_avg", params), self._kept("exp_avg_sq", params)
+        means, squares = self._state("exp_avg", params), self._state("exp_avg_sq", params)
         torch._foreach_lerp_(means, grads, 1 - group["b1"])
         torch._foreach_mul_(squares, group["b2"])
         torch._foreach_addcmul_(squares, grads, grads, value=1 - group["b2"])
@@ -192,10 +192,10 @@ class BertAdam(_Foreach):
 
 
 def check_shapes(kind: Any, model: nn.Module) -> None:
-    """Check that an optimizer's `type` can move the trainable parameters of `model`.
+    """Check that an optimizer of type `kind` supports the trainable parameters of `model`.
 
     Raises:
-        ConfigError: torch's Muon, which moves matrices only, and parameters of another shape.
+        ConfigError: `kind` is torch's Muon, and a parameter is not a matrix.
     """
     found = OPTIMIZERS.get(kind) if isinstance(kind, str) else kind
     if found is not getattr(torch.optim, "Muon", torch):
@@ -205,8 +205,8 @@ def check_shapes(kind: Any, model: nn.Module) -> None:
     if others:
         listed = ", ".join(others[:5]) + (", ..." if others[5:] else "")
         raise ConfigError(
-            f"Muon moves matrices only, and {len(others)} of the {len(params)} parameters are none: {listed}. "
-            "Take another optimizer (AdamW), or one for each kind in an OptimWrapperDict",
+            f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters are not matrices: "
+            f"{listed}. Use another optimizer (AdamW), or several optimizers in an OptimWrapperDict",
             "optimizer.type",
         )
 

@@ -1,4 +1,4 @@
-"""Ascend's fused optimizers by name: torch_npu's where it is installed, else others of the same maths."""
+"""Ascend's fused optimizers: torch_npu's classes if installed, otherwise equivalent optimizers."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def _register(
     """Register `NpuFused<algorithm>`.
 
     Args:
-        algorithm: also the name of the class of the same maths.
-        module: where that class is.
-        adapt: turns torch_npu's arguments into those of that class.
+        algorithm: name of the equivalent class.
+        module: module of that class.
+        adapt: function that converts torch_npu's arguments to those of that class.
     """
-    name, same = f"NpuFused{algorithm}", f"{module}.{algorithm}"
+    name, equivalent = f"NpuFused{algorithm}", f"{module}.{algorithm}"
 
     def build(params: Any, strict_npu: bool = False, **kwargs: Any) -> Optimizer:
         native, reason = _torch_npu_class(name)
@@ -46,23 +46,21 @@ def _register(
             return optimizer
         if strict_npu:
             raise ConfigError(
-                f"{name} needs torch_npu ({reason}): install it on Ascend, or leave out strict_npu, and {same} "
-                "of the same maths stands in"
+                f"{name} requires torch_npu ({reason}); install it on Ascend, or remove strict_npu to use the "
+                f"equivalent {equivalent}"
             )
-        stand_in = _stand_in(name, module, algorithm)
-        print_log(f"{name}: {reason}; {same} stands in", "current", logging.WARNING)
-        return _fastest(stand_in(params, **adapt(kwargs)))
+        substitute = _substitute(name, module, algorithm)
+        print_log(f"{name}: {reason}; using {equivalent} instead", "current", logging.WARNING)
+        return _fastest(substitute(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = (
-        f"Return `torch_npu.optim.{name}`, or `{same}` where torch_npu is not and `strict_npu` allows it."
-    )
+    build.__doc__ = f"Return `torch_npu.optim.{name}`, or `{equivalent}` if torch_npu is missing."
     OPTIMIZERS.register_module(module=build)
     return build
 
 
 def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
-    """Return torch_npu's class, or None and why it cannot be had."""
+    """Return the class of torch_npu, or None and the reason why it is not available."""
     try:
         torch_npu = importlib.import_module("torch_npu")
         optim = getattr(torch_npu, "optim", None) or importlib.import_module("torch_npu.optim")
@@ -72,27 +70,27 @@ def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
     return found, "" if found else f"torch_npu.optim has no {name}"
 
 
-def _stand_in(name: str, module: str, algorithm: str) -> Callable[..., Optimizer]:
+def _substitute(name: str, module: str, algorithm: str) -> Callable[..., Optimizer]:
     try:
         found: Callable[..., Optimizer] = getattr(importlib.import_module(module), algorithm)
     except ImportError as error:
         raise ConfigError(
-            f"{name} needs torch_npu on Ascend, and elsewhere {module}.{algorithm}, but {error}: "
+            f"{name} requires torch_npu on Ascend or {module}.{algorithm} on other devices, but {error}; run "
             "pip install 'slipstream[optimizers]'"
         ) from error
     return found
 
 
 def _fastest(optimizer: Optimizer) -> Optimizer:
-    """Let it run fused kernels, as its name promises, if it can and nothing else was asked for."""
+    """Switch the optimizer to fused kernels if it supports them and was built without `fused=` and `foreach=`."""
     if not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
         use_fused(optimizer)
     return optimizer
 
 
 def _lamb(options: dict[str, Any]) -> dict[str, Any]:
-    # Decay belongs to the update that the trust ratio measures, as in the paper. adam_debias, the other way round
-    # than it sounds, leaves the step size as it is; without it the library divides by `1 - beta1^t`.
+    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True keeps the step
+    # size unchanged; with False the library divides it by `1 - beta1^t`.
     options = {"weight_decouple": False, "adam_debias": True, **options}
     if "use_global_grad_norm" in options:
         options["pre_norm"] = options.pop("use_global_grad_norm")
@@ -100,7 +98,7 @@ def _lamb(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamp(options: dict[str, Any]) -> dict[str, Any]:
-    return {"foreach": None, **options}  # its default is a loop that reads the device for each weight
+    return {"foreach": None, **options}  # the default is a loop that synchronizes for each weight
 
 
 NpuFusedAdadelta = _register("Adadelta", "torch.optim")

@@ -1,4 +1,4 @@
-"""How weights move: backward, accumulation, clipping, the optimizer step."""
+"""Optimizer wrapper: backward, gradient accumulation, gradient clipping and the optimizer step."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NO_CONTEXT = nullcontext()
 
 @dataclass(frozen=True)
 class GradClip:
-    """How gradients are clipped before a step; `dict(max_norm=35, norm_type=2)` in a configuration."""
+    """Options of gradient clipping; `dict(max_norm=35, norm_type=2)` in a configuration."""
 
     type: Literal["norm", "value"] = "norm"
     max_norm: float | None = None
@@ -39,10 +39,10 @@ class GradClip:
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any]) -> GradClip:
-        """Read `clip_grad`; which limit is needed follows from `type`.
+        """Read `clip_grad`; type norm requires `max_norm`, type value requires `clip_value`.
 
         Raises:
-            ConfigError: an unknown key, or the limit is missing.
+            ConfigError: a key is unknown, or the limit is missing.
         """
         for key in cfg:
             if key not in cls.__dataclass_fields__:
@@ -55,61 +55,61 @@ class GradClip:
         limit = clip.max_norm if clip.type == "norm" else clip.clip_value
         if not isinstance(limit, int | float) or limit <= 0:
             name = "max_norm" if clip.type == "norm" else "clip_value"
-            raise ConfigError(f"type '{clip.type}' needs a positive {name}, not {limit!r}", "clip_grad")
+            raise ConfigError(f"type '{clip.type}' requires a positive {name}, not {limit!r}", "clip_grad")
         return clip
 
 
 class ClipGradients(StepPart):
     """Clip the gradients before the update, by their total norm or by value."""
 
-    def __init__(self, how: GradClip) -> None:
-        self.how = how
+    def __init__(self, options: GradClip) -> None:
+        self.options = options
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> Mapping[str, Tensor]:
-        """Clip in place; return the total norm before as `grad_norm` (0-dim, on the device) for type norm."""
-        how = self.how
-        if how.type == "value":
-            assert how.clip_value is not None
-            torch._foreach_clamp_min_(grads, -how.clip_value)
-            torch._foreach_clamp_max_(grads, how.clip_value)
+        """Clip in place; for type norm, return the norm before clipping as `grad_norm` (0-dim, on the device)."""
+        options = self.options
+        if options.type == "value":
+            assert options.clip_value is not None
+            torch._foreach_clamp_min_(grads, -options.clip_value)
+            torch._foreach_clamp_max_(grads, options.clip_value)
             return {}
-        assert how.max_norm is not None
-        norm = total_norm(grads, how.norm_type)
-        scale_(grads, (how.max_norm / (norm + 1e-6)).clamp(max=1.0))
+        assert options.max_norm is not None
+        norm = total_norm(grads, options.norm_type)
+        scale_(grads, (options.max_norm / (norm + 1e-6)).clamp(max=1.0))
         return {"grad_norm": norm}
 
 
 def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
-    """Return the norm of all tensors together (0-dim); of sharded ones over all processes."""
+    """Return the total norm of all tensors (0-dim); for sharded tensors, over all processes."""
     if not any(map(is_sharded, tensors)):
         return nn.utils.get_total_norm(tensors, norm_type)
     return largest(tensors) if math.isinf(norm_type) else whole(nn.utils.get_total_norm(tensors, norm_type))
 
 
 class _Guard(Protocol):
-    """Leaves out the steps whose loss or gradients are not finite, without a wait for the device."""
+    """Skip steps whose loss or gradients are not finite, without synchronization."""
 
     def before_forward(self) -> None:
-        """Remember what a forward changes."""
+        """Save the state that a forward changes."""
 
     def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss, whose gradients are NaN if it is not finite."""
+        """Return the loss; if it is not finite, its gradients are NaN."""
 
     def step(self, optim: OptimWrapper) -> None:
-        """Call `optim.step()` so that it has no effect if a gradient is not finite."""
+        """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def settle(self, finite: Tensor) -> None:
-        """End a step that was made elsewhere, without effect unless `finite`."""
+        """Finish a step that was run elsewhere, and undo it unless `finite`."""
 
 
 @OPTIM_WRAPPERS.register_module()
 class OptimWrapper:
-    """An optimizer with gradient accumulation and clipping; one `update_params(loss)` a step.
+    """An optimizer with gradient accumulation and clipping; call `update_params(loss)` once per batch.
 
     Args:
         optimizer: a `torch.optim.Optimizer`.
-        accumulative_counts: number of batches whose gradients make one optimizer step. Each loss is
-            divided by the size of its window, so that the window's mean gradient is applied; the last
+        accumulative_counts: number of batches in an accumulation window, which ends with an optimizer step. Each
+            loss is divided by the size of its window, so the step uses the mean gradient of the window. The last
             window of a run may be smaller.
         clip_grad: options of `GradClip`, or None.
     """
@@ -125,18 +125,18 @@ class OptimWrapper:
         if accumulative_counts < 1:
             raise ConfigError(f"must be at least 1, not {accumulative_counts}", "accumulative_counts")
         self.optimizer = optimizer
-        if (refused := _why_refused(optimizer)) is not None:
-            raise ConfigError(refused, "optimizer")
+        if (reason := _unsupported_reason(optimizer)) is not None:
+            raise ConfigError(reason, "optimizer")
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
-        """What happens around each update, in this order, eagerly and in a compiled step."""
+        """Parts that run around each update, in this order, in eager and compiled steps."""
         self.on_gradients: Callable[[], None] | None = None
-        """Called before each update, while `p.grad` holds the gradients of the whole window."""
+        """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
         """What the parts of the last update log."""
         self.guard: _Guard | None = None
-        """Decides on the device whether a step is sound; None takes every step."""
+        """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -144,18 +144,18 @@ class OptimWrapper:
     # ---- one step -------------------------------------------------------------------------------
 
     def update_params(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of `loss`; at the end of an accumulation window move the weights.
+        """Add the gradients of `loss`; at the end of an accumulation window, update the weights.
 
         Args:
             loss: a scalar.
-            kwargs: those of `Tensor.backward`, for example `inputs`.
+            kwargs: arguments of `Tensor.backward`, for example `inputs`.
         """
         self.backward(self.scale_loss(loss), **kwargs)
         if self.should_update():
             self.update()
 
     def update(self) -> None:
-        """Move the weights by the gradients of a whole accumulation window, and drop the gradients."""
+        """Update the weights with the gradients of the accumulation window, and clear the gradients."""
         if self.on_gradients is not None:
             self.on_gradients()
         if self.guard is None:
@@ -185,15 +185,15 @@ class OptimWrapper:
         self._amplify(loss).backward(**kwargs)
 
     def _amplify(self, loss: Tensor) -> Tensor:
-        """Return the loss to run backward from."""
+        """Return the loss for backward."""
         return loss
 
     def step(self, **kwargs: Any) -> None:
-        """Step the optimizer, with `parts` around it."""
+        """Run the optimizer step with `parts` around it."""
         self._apply_parts(lambda: self.optimizer.step(**kwargs))
 
     def _apply_parts(self, step: Callable[[], Any]) -> None:
-        """Call `step`, which steps the optimizer, with `parts` around it."""
+        """Call `step`, which runs the optimizer step, with `parts` around it."""
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
         if not params:
@@ -205,11 +205,13 @@ class OptimWrapper:
         self.grad_norm = self.logs.get("grad_norm")
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Drop the gradients."""
+        """Clear the gradients."""
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        for group in self.optimizer.param_groups:  # what the optimizer does, without its profiler record
+        for (
+            group
+        ) in self.optimizer.param_groups:  # same as the optimizer's zero_grad, without the profiler record
             for param in group["params"]:
                 param.grad = None
                 if self._accumulative_counts > 1:
@@ -218,58 +220,58 @@ class OptimWrapper:
     # ---- accumulation ---------------------------------------------------------------------------
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Tell the wrapper how many batches are done and how many there will be (-1: unknown)."""
+        """Set the number of completed batches and the total number of batches (-1: unknown)."""
         self._inner_count = init_counts
         self._max_counts = max_counts
 
     def should_update(self) -> bool:
-        """Say whether the batch just counted ends an accumulation window."""
+        """Return whether the last counted batch ends an accumulation window."""
         return self._ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Say whether the coming batch ends its window, so that its backward must sync gradients."""
+        """Return whether the next batch ends its accumulation window, so its backward must sync gradients."""
         return self._ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:
-        """Mark the gradients in `p.grad` as those of this wrapper's window, which is not at its end."""
+        """Mark the gradients in `p.grad` as part of this wrapper's unfinished accumulation window."""
         for param in self.parameters():
             if param.grad is not None:
                 param._window_of = id(self)  # type: ignore[attr-defined]
 
     def check_gradients(self) -> None:
-        """Refuse gradients that another wrapper has accumulated for its own window.
+        """Check that no other wrapper has accumulated the gradients in `p.grad`.
 
         Raises:
-            ModelError: there are some; both windows would be lost.
+            ModelError: another wrapper has an unfinished accumulation window; both windows would be wrong.
         """
         for param in self.parameters():
             if param.grad is not None and vars(param).get("_window_of", id(self)) != id(self):
                 raise ModelError(
-                    "two steps train the same parameters, and p.grad holds the accumulation window of the other one: "
-                    "accumulate in neither, or end the window first"
+                    "two optimizer wrappers train the same parameters, and p.grad contains the unfinished accumulation "
+                    "window of the other wrapper; disable gradient accumulation, or finish that window first"
                 )
 
     def begins_window(self) -> bool:
-        """Say whether the coming batch is the first of its window."""
+        """Return whether the next batch is the first of its accumulation window."""
         return self._inner_count == 0 or self._ends_window(self._inner_count)
 
     def _ends_window(self, count: int) -> bool:
         return count % self._accumulative_counts == 0 or count == self._max_counts
 
     def count_batch(self) -> None:
-        """Count a batch whose gradients are there."""
+        """Count a batch after its backward."""
         self._inner_count += 1
 
     @property
     def window(self) -> int:
-        """Number of batches in the accumulation window of the coming batch."""
+        """Number of batches in the accumulation window of the next batch."""
         counts = self._accumulative_counts
         remainder = self._max_counts % counts if self._max_counts > 0 else 0
         in_last = remainder and self._inner_count >= self._max_counts - remainder
         return remainder if in_last else counts
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context of forward and backward: no gradient sync inside an accumulation window."""
+        """Return the context of forward and backward: `no_sync` inside an accumulation window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -278,14 +280,14 @@ class OptimWrapper:
         return _NO_CONTEXT
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the precision of forward and loss alone."""
+        """Return only the autocast context of forward and loss."""
         return _NO_CONTEXT
 
-    # ---- for a step that does these things itself ------------------------------------------------------
+    # ---- for steps that implement these features themselves --------------------------------------------
 
     @property
     def loss_scaler(self) -> torch.amp.GradScaler | None:
-        """The loss scale, if there is one."""
+        """Loss scaler, or None."""
         return None
 
     @property
@@ -295,10 +297,10 @@ class OptimWrapper:
 
     @property
     def batches(self) -> int:
-        """Number of batches trained on, those before a resume among them."""
+        """Number of batches trained so far, including those before a resume."""
         return self._inner_count
 
-    # ---- what others read -----------------------------------------------------------------------
+    # ---- accessors ------------------------------------------------------------------------------
 
     @property
     def accumulative_counts(self) -> int:
@@ -307,33 +309,33 @@ class OptimWrapper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups."""
+        """Parameter groups of the optimizer."""
         return self.optimizer.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """The optimizer's default options."""
+        """Default options of the optimizer."""
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return the learning rate of each group (reads the device if they are tensors)."""
+        """Return the learning rate of each group; this synchronizes if learning rates are tensors."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Return each group's momentum, or its first beta; 0 for optimizers without."""
+        """Return the momentum or the first beta of each group, or 0 if it has neither."""
         values = (group.get("momentum", group.get("betas", (0.0,))) for group in self.param_groups)
         return {"momentum": [float(v[0] if isinstance(v, tuple | list) else v) for v in values]}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters that the optimizer moves."""
+        """Iterate over the parameters of the optimizer."""
         return chain.from_iterable(map(itemgetter("params"), self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer's state."""
+        """Return the state of the optimizer."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer's state, sharded where its parameters are."""
+        """Restore the state of the optimizer; the states of sharded parameters are sharded."""
         params = dict(enumerate(self.parameters()))
         if any(is_sharded(param) for param in params.values()):
             state = {
@@ -350,37 +352,37 @@ class OptimWrapper:
         return f"{type(self).__name__}({name}, accumulative_counts={self._accumulative_counts}{extra})"
 
 
-def _why_refused(optimizer: Optimizer) -> str | None:
-    """Return why no step can drive the optimizer, with the remedy, or None."""
+def _unsupported_reason(optimizer: Optimizer) -> str | None:
+    """Return the reason why the optimizer is not supported, with a remedy, or None."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (
-            f"{type(optimizer).__name__} computes the loss several times a step, by a closure, which no step here "
-            "does: use another optimizer, or call it in a loop of your own"
+            f"{type(optimizer).__name__}.step requires a closure, which is not supported; use another optimizer, or "
+            "your own training loop"
         )
     return None
 
 
 def check_loss(loss: Any) -> None:
-    """Raise if `loss` is nothing to run backward from.
+    """Check that `loss` supports backward.
 
     Raises:
-        LossError: not a tensor, or not a scalar.
-        ModelError: it depends on no trainable parameter.
+        LossError: `loss` is not a tensor, or not a scalar.
+        ModelError: `loss` does not depend on a trainable parameter.
     """
     if not isinstance(loss, Tensor):
         raise LossError(f"the loss must be a tensor, not {type(loss).__name__}")
     if loss.ndim and loss.numel() != 1:
         shape = tuple(loss.shape)
-        raise LossError(f"the loss must be a scalar, but has the shape {shape}: take its mean() or sum()")
+        raise LossError(f"the loss must be a scalar, but has the shape {shape}; use mean() or sum()")
     if not loss.requires_grad:
         raise ModelError(
-            "the loss depends on no trainable parameter: is every parameter frozen (requires_grad=False), "
-            "or the loss detached or computed under torch.no_grad()?"
+            "the loss depends on no trainable parameter; check that a parameter has requires_grad=True, and that the "
+            "loss is not detached or computed under torch.no_grad()"
         )
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
-    """Return the device of the optimizer's first parameter."""
+    """Return the device of the first parameter of the optimizer."""
     device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
     return device

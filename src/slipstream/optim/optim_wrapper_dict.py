@@ -1,4 +1,4 @@
-"""Several optimizers under their names, for models that override `train_step`."""
+"""Dict of several named optimizers, for models that override `train_step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OptimWrapperDict"]
 
 
 class OptimWrapperDict(OptimWrapper):
-    """A dict of `OptimWrapper`s; the model's `train_step` picks each by its name (GANs, for example)."""
+    """A dict of `OptimWrapper`s; `train_step` of the model accesses each by name (for example in GANs)."""
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
         for name, wrapper in optim_wrappers.items():
@@ -25,53 +25,53 @@ class OptimWrapperDict(OptimWrapper):
         self.grad_norm, self.logs = None, {}
         self.parts = []
 
-    def _refuse(self, call: str) -> NoReturn:
+    def _raise(self, call: str) -> NoReturn:
         names = ", ".join(self.optim_wrappers)
         raise ModelError(
-            f"there are several optimizers ({names}), so the model must override train_step(data, "
-            f"optim_wrapper) and call optim_wrapper[name].{call} itself"
+            f"there are several optimizers ({names}); override train_step(data, optim_wrapper) in the model, and call "
+            f"optim_wrapper[name].{call} in it"
         )
 
     def update_params(self, loss: Tensor, **kwargs: Any) -> None:
-        """Refuse: which optimizer should move is the model's business."""
-        self._refuse("update_params(loss)")
+        """Raise ModelError, because the model must select the optimizer."""
+        self._raise("update_params(loss)")
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Refuse, as `update_params`."""
-        self._refuse("backward(loss)")
+        """Raise ModelError, like `update_params`."""
+        self._raise("backward(loss)")
 
     def step(self, **kwargs: Any) -> None:
-        """Refuse, as `update_params`."""
-        self._refuse("step()")
+        """Raise ModelError, like `update_params`."""
+        self._raise("step()")
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Refuse: each wrapper has its own."""
-        self._refuse("optim_context(model)")
+        """Raise ModelError, because each wrapper has its own context."""
+        self._raise("optim_context(model)")
 
     def zero_grad(self, **kwargs: Any) -> None:
-        """Drop the gradients of all optimizers."""
+        """Clear the gradients of all optimizers."""
         for wrapper in self.values():
             wrapper.zero_grad(**kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Do nothing: how often each optimizer steps is known to the model alone."""
+        """Do nothing, because only the model controls how often each optimizer steps."""
 
     @property
     def accumulative_counts(self) -> int:
-        """One: each wrapper accumulates for itself."""
+        """Always 1, because each wrapper has its own accumulation."""
         return 1
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups of all optimizers, in order."""
+        """Parameter groups of all optimizers, in order."""
         return [group for wrapper in self.values() for group in wrapper.param_groups]
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return `{"name.lr": [...]}` of each wrapper."""
+        """Return `{"name.lr": [...]}` with an entry for each wrapper."""
         return {f"{name}.lr": wrapper.get_lr()["lr"] for name, wrapper in self.items()}
 
     def get_momentum(self) -> dict[str, list[float]]:
-        """Return `{"name.momentum": [...]}` of each wrapper."""
+        """Return `{"name.momentum": [...]}` with an entry for each wrapper."""
         return {f"{name}.momentum": wrapper.get_momentum()["momentum"] for name, wrapper in self.items()}
 
     def state_dict(self) -> dict[str, Any]:
@@ -81,7 +81,9 @@ class OptimWrapperDict(OptimWrapper):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore each wrapper by its name."""
         if state_dict.keys() != self.optim_wrappers.keys():
-            raise ConfigError(f"the optimizers are {sorted(self.keys())}, the state has {sorted(state_dict)}")
+            raise ConfigError(
+                f"the optimizers are {sorted(self.keys())}, but the state contains {sorted(state_dict)}"
+            )
         for name, wrapper in self.items():
             wrapper.load_state_dict(state_dict[name])
 

@@ -106,7 +106,7 @@ def _wrapper_words(wrapper: Any, device: str) -> FrontEnd:
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         counts = wrapper.accumulative_counts
         # Not its property `dtype`, which would keep the device that the parameters are on before they are moved.
-        dtype = _short(wrapper._given_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
+        dtype = _short(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
         return {
             "dtype": dtype,
             "accumulative_counts": counts if counts > 1 else None,

@@ -25,8 +25,8 @@ class _Average(Protocol):
     def every_batch(self) -> bool:
         """Whether a batch that does not end an accumulation window counts as an update."""
 
-    def share(self) -> float:
-        """Count an update; return the weight of the current parameters in it."""
+    def next_weight(self) -> float:
+        """Count an update and return the weight of the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return averages and what is averaged, in the same order."""
@@ -77,7 +77,7 @@ class AveragePart(StepPart):
         if self._counted == (batch, self.average.steps):  # the batch was counted, and then failed
             self.average.steps -= 1
         due = self.is_due(batch)
-        self._weight.set(self.average.share() if due else 0.0)
+        self._weight.set(self.average.next_weight() if due else 0.0)
         self._counted = (batch, self.average.steps) if due else (0, 0)
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What shows that a training took place, or how it failed."""
+"""Checks that a training ran, or how it failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def trained(folder: Path, processes: int, steps: int) -> None:
-    """Check the only log under work_dirs: so many processes, and as many steps as their common batch takes."""
+    """Check the number of processes and steps in the only log under work_dirs."""
     logs = list(folder.glob("work_dirs/*/*/*.log"))
     assert len(logs) == 1, logs
     text = logs[0].read_text()
@@ -21,15 +21,15 @@ def trained(folder: Path, processes: int, steps: int) -> None:
 
 
 def words(run: Run) -> str:
-    """Return what a run printed without colours, cursor movements and line breaks."""
+    """Return the output of a run without colors, cursor movements and line breaks."""
     return " ".join(_ANSI.sub(" ", run.output).split())
 
 
 def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
-    """Check that a faulty training ended as a whole, by the failure of rank 1 and with its traceback first.
+    """Check that the failure of rank 1 ended the whole training, and that its traceback was printed first.
 
-    The limit leaves room for the start, which on a busy machine takes longest; the other ranks would wait for
-    ten minutes.
+    The limit includes the start, which takes long on a busy machine. Without failure detection the other ranks
+    would wait for ten minutes.
     """
     said = words(run.failed())
     assert run.seconds < within, said
@@ -41,4 +41,4 @@ def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
         assert "ValueError: the third step is too high" in said
         assert "on rank 1 of 2, in epoch 1, iteration 3" in said
     else:
-        assert re.search(r"rank 1 ended without a word|Killed|SIGKILL", said), said
+        assert re.search(r"rank 1 exited without reporting an error|Killed|SIGKILL", said), said

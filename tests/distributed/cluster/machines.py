@@ -1,8 +1,8 @@
-"""Machines for tests: this one, and two with a network of their own, made of Linux namespaces.
+"""Machines for tests: this machine, and two virtual machines built from Linux namespaces.
 
-The two have their own host names (n1, n2), addresses, hosts file and process numbers, and are joined by a
-virtual cable; they share the file system. Nothing outside of them changes. Both end, with every process in
-them, when the pipe that they read from closes: also when the tests are killed.
+The virtual machines have their own host names (n1, n2), addresses, hosts file and process ids, are connected by a
+veth pair and share the file system. They do not change this machine. Both end, with all their processes, when
+the pipe that they read from closes, even if the tests are killed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 ADDRESSES = {"n1": "10.77.0.1", "n2": "10.77.0.2"}
 
 _UNSHARE = "unshare --net --uts --mount --pid --fork --mount-proc --propagation private"
-# Runs as the first process of n1, which starts n2 and lays the cable; $1 is the hosts file. The first process
-# of a machine adopts its orphans: bash, unlike sleep or cat, also buries them.
+# The first process of n1: starts n2 and creates the veth pair; $1 is the hosts file. The first process of a
+# machine adopts its orphans; bash, unlike sleep or cat, also reaps them.
 _BOOT = rf"""
 set -eu
 mount --bind "$1" /etc/hosts
@@ -46,12 +46,12 @@ while read -r; do :; done
 
 
 class NoMachines(Exception):  # noqa: N818  a reason to skip, not an error
-    """This machine gives no rights to make namespaces."""
+    """The user has no rights to create namespaces."""
 
 
 @dataclass
 class Run:
-    """A command that runs, and what it printed so far, errors among it."""
+    """A running command and its output so far, including stderr."""
 
     command: str
     process: subprocess.Popen[bytes]
@@ -64,17 +64,19 @@ class Run:
         return self.file.read_text(errors="replace")
 
     def wait(self, timeout: float = 150) -> Run:
-        """Wait for its end; a command that takes longer is ended, and fails the test."""
+        """Wait for the command to end; after `timeout` seconds, end it and fail the test."""
         try:
             self.process.wait(max(0.0, self.began + timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.end()
-            raise AssertionError(f"{self.command}\nstill ran after {timeout} s:\n{self.output}") from None
+            raise AssertionError(
+                f"{self.command}\nwas still running after {timeout} s:\n{self.output}"
+            ) from None
         self.seconds = time.monotonic() - self.began
         return self
 
     def end(self) -> None:
-        """End the command, if it still runs: first by the signal that launchers pass on to their processes."""
+        """End the command if it still runs, first with SIGTERM, which launchers forward to their processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -84,32 +86,32 @@ class Run:
                     continue
 
     def succeeded(self) -> Run:
-        """Return the run, or fail with all it printed."""
+        """Check that the command succeeded, and return the run."""
         status = self.process.returncode
         assert status == 0, f"{self.command}\nended with {status}:\n{self.output}"
         return self
 
     def failed(self) -> Run:
-        """Return the run, or fail because it did not fail."""
+        """Check that the command failed, and return the run."""
         assert self.process.returncode != 0, f"{self.command}\nshould have failed:\n{self.output}"
         return self
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Where commands run: `enter` is the command that leads there, `environ` what is set there."""
+    """A machine that runs commands: `enter` is the command prefix, `environ` the environment variables."""
 
     enter: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
     def running(self, command: str, folder: Path, **environ: str) -> Iterator[Run]:
-        """Start the shell command in `folder`, and end it at the end of the block if it still runs."""
+        """Start the shell command in `folder`; end it at the end of the block if it still runs."""
         number = sum(1 for _ in folder.glob("output*.txt"))
         file = folder / f"output{number}.txt"
         with file.open("wb") as out:
             process = subprocess.Popen(
-                # bash goes to the folder: entering a machine leaves the folder that one stood in.
+                # bash changes to the folder, because `enter` changes the working directory.
                 [*self.enter, "bash", "-euo", "pipefail", "-c", f'cd "$0"\n{command}', str(folder)],
                 env=environment() | dict(self.environ) | environ,
                 stdin=subprocess.DEVNULL,
@@ -130,16 +132,16 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return this machine; torchrun's default port, which another program may use, is a free one."""
+    """Return this machine with a free port as torchrun's default port, which another program may use."""
     return Machine(environ={"PET_MASTER_PORT": str(free_port())})
 
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
-    """Make the machines n1 and n2, and end them with all that runs in them.
+    """Create the machines n1 and n2, and end them with all their processes.
 
     Raises:
-        NoMachines: this user may not make them, or a program is missing; with the reason.
+        NoMachines: the user has no rights to create them, or a program is missing.
     """
     hosts = folder / "hosts"
     hosts.write_text(
@@ -155,14 +157,16 @@ def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
             stderr=subprocess.PIPE,
         )
     except FileNotFoundError as error:
-        raise NoMachines(f"needs unshare of util-linux: {error}") from None
+        raise NoMachines(f"requires unshare of util-linux: {error}") from None
     assert holder.stdin is not None
     assert holder.stdout is not None
     assert holder.stderr is not None
     try:
         if holder.stdout.readline() != b"ready\n":
             holder.stdin.close()
-            raise NoMachines(f"needs rights to make network namespaces: {holder.stderr.read().decode()!r}")
+            raise NoMachines(
+                f"requires rights to create network namespaces: {holder.stderr.read().decode()!r}"
+            )
         first = _only_child(holder.pid)
         second = _only_child(_only_child(first))
         yield {"n1": _machine(first, bool(user)), "n2": _machine(second, bool(user))}
@@ -187,7 +191,7 @@ def _only_child(pid: int) -> int:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, as a user's shell has it: without what a launcher around the tests has set."""
+    """Return the environment of this process without variables set by a launcher."""
     foreign = re.compile(
         r"(SLURM|SBATCH|SRUN|OMPI|PMI|PMIX|PET|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
     )

@@ -1,4 +1,4 @@
-"""The code blocks of the page on distributed training, which the tests run as they are printed."""
+"""Code blocks of docs/distributed.md, which the tests run unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENGLISH, CHINESE = ROOT / "docs/distributed.md", ROOT / "docs/zh/distributed.md"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: under which heading, in which language, what."""
+    """A fenced code block with the heading above it, its language and its text."""
 
     section: str
     language: str
@@ -21,7 +21,7 @@ class Block:
 
 
 def blocks(page: Path = ENGLISH) -> list[Block]:
-    """Return the blocks of a page in their order."""
+    """Return the code blocks of a page in order."""
     parts = re.split(r"^(## [^\n]*|```\w*\n.*?^```)$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     found, section = [], ""
     for part in parts[1::2]:
@@ -34,7 +34,7 @@ def blocks(page: Path = ENGLISH) -> list[Block]:
 
 
 def commands(section: str) -> list[str]:
-    """Return the shell blocks of a section of the English page; a section without any is a mistake."""
+    """Return the shell blocks of a section of the English page; fail if there are none."""
     found = [block.text for block in blocks() if (block.section, block.language) == (section, "bash")]
     assert found, f"no commands under '{section}' in {ENGLISH}"
     return found

@@ -1,4 +1,4 @@
-"""Run the Python blocks of the page in each process of a torchrun job, and say what wraps the model in each."""
+"""Run the Python blocks of the page in each process of a torchrun job, and print the wrapper of each model."""
 
 import functools
 

@@ -1,6 +1,6 @@
 """A training in which rank 1 fails in its third step: python stumbling_training.py LAUNCHER raise|kill busy|away.
 
-Meanwhile the other ranks wait for its gradients (busy), or are held up elsewhere for minutes (away).
+The other ranks wait for the gradients of rank 1 (busy), or sleep outside of a collective for minutes (away).
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Wrappers that spread a model over processes."""
+"""Wrappers for distributed training."""
 
 from slipstream.model.wrappers.distributed import (
     MMDistributedDataParallel,

@@ -1,8 +1,7 @@
-"""What DDP sends instead of whole gradients: half the bytes, or low-rank factors (PowerSGD).
+"""Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-torch's own hooks are not used: its bfloat16 one refuses a build without CUDA, and its PowerSGD waits inside
-the callbacks of gloo's threads (several buckets block each other for good) and keeps its memory by bucket,
-so that no checkpoint could hold it.
+torch's hooks are not used. Its bfloat16 hook requires a CUDA build. Its PowerSGD hook waits inside the callbacks of
+gloo's threads, which deadlocks with several buckets, and stores its state by bucket, which prevents checkpoints.
 """
 
 from __future__ import annotations
@@ -32,9 +31,10 @@ class PowerSGDOptions:
     """Options of `comm_hook=dict(type='powersgd', ...)`."""
 
     rank: int = 2
-    """Columns of the factors; each matrix (n, m) costs (n + m) * rank numbers on the wire."""
+    """Number of columns of the factors; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
-    """Steps of exact gradients before: early ones do not bear it (about a tenth of the training)."""
+    """Number of initial steps with exact gradients, because compression of early gradients harms training. About a
+    tenth of the training is a good value."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -44,44 +44,47 @@ class PowerSGDOptions:
 
 
 class HalfPrecision:
-    """Sends gradients as bfloat16 or float16; they are divided by the number of ranks first, against overflow."""
+    """Send gradients as bfloat16 or float16; they are first divided by the number of ranks to avoid overflow."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.dtype = dtype
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return the future of the bucket's mean over all ranks, in the bucket's own dtype."""
+        """Return a future of the mean of the bucket over all ranks, in the dtype of the bucket."""
         buffer = bucket.buffer()
         return _mean(buffer, buffer.div_(self.group.size()).to(self.dtype), self.group)
 
 
 class PowerSGD:
-    """Sends two factors of rank r of each gradient that is worth it (Vogels et al. 2019, arXiv:1905.13727).
+    """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
-    A gradient (n, ...) counts as a matrix (n, m); one that would not shrink to half is sent as it is. What
-    the factors miss is added to the next gradient (error feedback), and each step's factor starts the next
-    one's power iteration. The two small all-reduces of each bucket are not overlapped with backward.
+    A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed if the factors are not smaller than
+    half of it. The approximation error is added to the next gradient (error feedback), and the factor of each step
+    starts the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
 
     Args:
-        group: the ranks.
-        parameters: all of the model, by name.
-        how: the options.
+        group: process group.
+        parameters: names and parameters of the model.
+        options: options of the compression.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, parameters: Iterable[tuple[str, nn.Parameter]], how: PowerSGDOptions
+        self,
+        group: dist.ProcessGroup,
+        parameters: Iterable[tuple[str, nn.Parameter]],
+        options: PowerSGDOptions,
     ) -> None:
         self.group = group
-        self.how = how
+        self.options = options
         self.step = 0
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
         self._names = {id(parameter): name for name, parameter in parameters}
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return the future of the bucket's (approximate) mean over all ranks."""
-        if self.step < self.how.start_step:
+        """Return a future of the (approximate) mean of the bucket over all ranks."""
+        if self.step < self.options.start_step:
             buffer = bucket.buffer()
             future = _mean(buffer, buffer.div_(self.group.size()), self.group)
         else:
@@ -94,10 +97,10 @@ class PowerSGD:
     def _approximate(self, bucket: GradBucket) -> None:
         named = [self._names[id(parameter)] for parameter in bucket.parameters()]
         gradients = list(zip(named, bucket.gradients(), strict=True))
-        low = [(name, gradient) for name, gradient in gradients if self._shrinks(gradient)]
-        exact = [gradient for _, gradient in gradients if not self._shrinks(gradient)]
+        low = [(name, gradient) for name, gradient in gradients if self._compresses(gradient)]
+        exact = [gradient for _, gradient in gradients if not self._compresses(gradient)]
         matrices = [self._corrected(name, gradient) for name, gradient in low]
-        # Of P only the space matters that its columns span, so that its scale is left as it is.
+        # Only the space that the columns of P span matters, so P is not divided by the number of ranks.
         before = [self._factor(name, m) for (name, _), m in zip(low, matrices, strict=True)]
         bases = [m @ factor for m, factor in zip(matrices, before, strict=True)]
         sums = self._sum([*exact, *bases])
@@ -110,16 +113,16 @@ class PowerSGD:
         ):
             approximation = basis @ factor.div_(self.group.size()).T
             gradient.copy_(approximation.view(gradient.shape))
-            # After an overflow, whose step a loss scaler skips, everything stays as it was; on every rank alike.
-            fine = factor.isfinite().all()
+            # After an overflow the loss scaler skips the step. All ranks keep their errors and factors.
+            finite = factor.isfinite().all()
             error = self.errors.get(name)
             zero = torch.zeros_like(m) if error is None else error.to(m)
-            self.errors[name] = torch.where(fine, m.sub_(approximation), zero)
-            self.factors[name] = torch.where(fine, factor, old)
+            self.errors[name] = torch.where(finite, m.sub_(approximation), zero)
+            self.factors[name] = torch.where(finite, factor, old)
 
-    def _shrinks(self, gradient: Tensor) -> bool:
+    def _compresses(self, gradient: Tensor) -> bool:
         n, m = _matrix(gradient)
-        return 2 * (n + m) * min(n, m, self.how.rank) < n * m
+        return 2 * (n + m) * min(n, m, self.options.rank) < n * m
 
     def _corrected(self, name: str, gradient: Tensor) -> Tensor:
         matrix = gradient.to(_working(gradient), copy=True).reshape(_matrix(gradient))
@@ -128,13 +131,13 @@ class PowerSGD:
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         n, m = matrix.shape
-        if name not in self.factors:  # drawn alike on every rank
+        if name not in self.factors:  # equal on every rank
             generator = torch.Generator().manual_seed(list(self._names.values()).index(name))
-            self.factors[name] = torch.randn(m, min(n, m, self.how.rank), generator=generator)
+            self.factors[name] = torch.randn(m, min(n, m, self.options.rank), generator=generator)
         return self.factors[name].to(matrix)
 
     def _sum(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the sums over all ranks, in one all-reduce."""
+        """Return the sums over all ranks, computed with one all-reduce."""
         if not tensors:
             return []
         flat = torch.cat([t.to(_working(t)).flatten() for t in tensors])
@@ -143,10 +146,10 @@ class PowerSGD:
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return step, errors and factors by parameter; call it on every rank.
+        """Return the step and the errors and factors of each parameter; every rank must call this.
 
-        The errors are their mean over the ranks: the sum of the gradients that they correct is the same,
-        so a run may go on from it with any number of processes, exactly up to rounding.
+        The returned errors are means over the ranks. The sum of the corrected gradients does not change, so a run
+        can resume with any number of processes; results agree up to rounding.
         """
         errors = {name: error.clone() for name, error in self.errors.items()}
         for error in errors.values():
@@ -155,47 +158,51 @@ class PowerSGD:
         return {"step": self.step, "errors": errors, "factors": dict(self.factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned; factors of another rank than now start anew."""
+        """Load the result of `state_dict`; factors with a different rank are initialized again."""
         self.step = state_dict["step"]
         self.errors = dict(state_dict["errors"])
         self.factors = {
-            name: factor for name, factor in state_dict["factors"].items() if factor.shape[1] == self.how.rank
+            name: factor
+            for name, factor in state_dict["factors"].items()
+            if factor.shape[1] == self.options.rank
         }
 
 
 def make_comm_hook(
-    how: str | Mapping[str, Any], group: dist.ProcessGroup, module: nn.Module
+    comm_hook: str | Mapping[str, Any], group: dist.ProcessGroup, module: nn.Module
 ) -> HalfPrecision | PowerSGD:
-    """Return what `comm_hook` names: `'bf16'`, `'fp16'`, `'powersgd'`, or a dict with such a `type`.
+    """Return the hook that `comm_hook` specifies: `'bf16'`, `'fp16'`, `'powersgd'`, or a dict with such a `type`.
 
     Raises:
-        ConfigError: none of these, or an option that it does not have.
+        ConfigError: the type or an option is unknown.
     """
-    given: Mapping[str, Any] = how if isinstance(how, Mapping) else {"type": how}
-    kind = given.get("type")
+    user_config: Mapping[str, Any] = comm_hook if isinstance(comm_hook, Mapping) else {"type": comm_hook}
+    kind = user_config.get("type")
     if kind not in _KINDS:
         hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
-        message = f"must be {', '.join(map(repr, _KINDS))} or a dict with such a 'type', not {how!r}{hint}"
+        message = (
+            f"must be {', '.join(map(repr, _KINDS))} or a dict with such a 'type', not {comm_hook!r}{hint}"
+        )
         raise ConfigError(message, "comm_hook")
-    rest = {key: value for key, value in given.items() if key != "type"}
+    rest = {key: value for key, value in user_config.items() if key != "type"}
     if kind == "powersgd":
         return PowerSGD(group, module.named_parameters(), options(PowerSGDOptions, rest, "comm_hook"))
     if rest:
-        raise ConfigError(f"'{kind}' has no options, but got {sorted(rest)}", "comm_hook")
+        raise ConfigError(f"'{kind}' has no options, but got {sorted(rest)}; remove them", "comm_hook")
     return HalfPrecision(group, _HALVES[kind])
 
 
 def run_comm_hook(state: HalfPrecision | PowerSGD, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Run a hook as `DistributedDataParallel.register_comm_hook(state, run_comm_hook)` wants it."""
+    """Run a hook; pass this function to `DistributedDataParallel.register_comm_hook(state, run_comm_hook)`."""
     return state(bucket)
 
 
-run_comm_hook.__annotations__.clear()  # DDP would compare these strings with the classes themselves
+run_comm_hook.__annotations__.clear()  # DDP compares annotations with classes, but these are strings
 
 
-def _mean(buffer: Tensor, share: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
-    """Return the future of `buffer` holding the sum of all ranks' shares."""
-    work = dist.all_reduce(share, group=group, async_op=True)
+def _mean(buffer: Tensor, scaled: Tensor, group: dist.ProcessGroup) -> torch.futures.Future[Tensor]:
+    """Return a future of `buffer` filled with the sum of `scaled` over all ranks."""
+    work = dist.all_reduce(scaled, group=group, async_op=True)
     assert work is not None
     done: torch.futures.Future[Tensor] = work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
     return done
@@ -207,7 +214,7 @@ def _matrix(tensor: Tensor) -> tuple[int, int]:
 
 
 def _working(tensor: Tensor) -> torch.dtype:
-    """Return the dtype to compute in: there is no QR of half precision."""
+    """Return the dtype of the computation; QR does not support half precision."""
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: DDP by MMEngine's names, and any user's subclass of torch's own."""
+"""Data parallelism: DDP wrappers with MMEngine's names."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
 
 
 def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-    """Train a wrapper's `module` on one batch, through the wrapper's forward; return 0-dim device tensors to log."""
+    """Train on one batch through the forward of the wrapper, and return 0-dim device tensors to log."""
 
     def forward(batch: Any) -> Any:
         return run_forward(wrapper, wrapper.module.data_preprocessor(batch, True), "loss")
@@ -48,16 +48,16 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     Args:
         module: the model.
-        broadcast_buffers: BatchNorm statistics stay each rank's own otherwise (`SyncBuffersHook` averages
-            them, SyncBN makes them equal).
-        gradient_as_bucket_view: gradients lie in DDP's buckets, which saves a copy of all of them; the
-            numbers are the same.
-        comm_hook: what is sent instead of whole gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
+        broadcast_buffers: broadcast the buffers of rank 0 before every forward. If False, each rank has its own
+            BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are equal).
+        gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy; the results
+            are the same.
+        comm_hook: compression of gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
             `dict(type='powersgd', rank=2, start_step=1000)`, see `PowerSGDOptions`.
-        kwargs: torch's own.
+        kwargs: other arguments of `DistributedDataParallel`.
 
     Raises:
-        ConfigError: a wrong `comm_hook`.
+        ConfigError: `comm_hook` is invalid.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
     ) -> None:
         kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         with warnings.catch_warnings():
-            # Its successor still syncs buffers once, at the start.
+            # The replacement that torch recommends still syncs buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
         self.comm_hook = None if comm_hook is None else make_comm_hook(comm_hook, self.process_group, module)
@@ -79,9 +79,9 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Hold back the gradient sync, but not before the first one of a static graph."""
-        # In that one torch notes how the graph learns; it fails an internal check if it has missed a backward.
-        # Gradients that are synced early only make the sum of the window in another order.
+        """Disable gradient synchronization, except before the first synchronization of a static graph."""
+        # torch records a static graph in its first synchronized backward and fails if it missed an earlier one.
+        # Early synchronization only changes the order of the sum over the accumulation window.
         if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
             yield
             return
@@ -93,19 +93,19 @@ class MMDistributedDataParallel(DistributedDataParallel):
         return train_wrapped(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
-        """Return the wrapped model's predictions."""
+        """Return the predictions of the wrapped model."""
         return self.module.val_step(data)
 
     def test_step(self, data: Any) -> Any:
-        """Return the wrapped model's predictions."""
+        """Return the predictions of the wrapped model."""
         return self.module.test_step(data)
 
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(BaseModel):
-    """Wrap each trainable child by itself, for models that train parts in turn (GANs).
+    """Wrap each trainable child separately, for models that train their children alternately (GANs).
 
-    The model overrides `train_step(data, optim_wrapper)` and calls its children there.
+    The model overrides `train_step(data, optim_wrapper)`, which calls the children.
     """
 
     def __init__(self, module: nn.Module, broadcast_buffers: bool = False, **kwargs: Any) -> None:
@@ -119,21 +119,21 @@ class MMSeparateDistributedDataParallel(BaseModel):
                 setattr(module, name, wrapped)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
-        """Run the model's own training step."""
+        """Run the training step of the model."""
         logs: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
         return logs
 
     def val_step(self, data: Any) -> Any:
-        """Return the model's predictions."""
+        """Return the predictions of the model."""
         return self.module.val_step(data)
 
     def test_step(self, data: Any) -> Any:
-        """Return the model's predictions."""
+        """Return the predictions of the model."""
         return self.module.test_step(data)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Hold back the gradient sync of every child."""
+        """Disable gradient synchronization of every child."""
         with ExitStack() as stack:
             for child in self.module.children():
                 if isinstance(child, DistributedDataParallel):
@@ -142,7 +142,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
 
 
 def _without_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Name a child's tensors as if it were not wrapped, so that checkpoints fit one process too."""
+    """Remove the prefix of the wrapper from the keys, so that checkpoints also fit a run with one process."""
     for key in [key for key in state if key.startswith(f"{prefix}module.")]:
         state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
 
@@ -153,37 +153,37 @@ def _with_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 
 def comm_hook_state(model: nn.Module) -> dict[str, Any]:
-    """Return what the communication hooks of a wrapped model remember, by wrapper; call it on every rank."""
-    return {name: hook.state_dict() for name, hook in _remembering(model)}
+    """Return the states of the communication hooks of a model by wrapper name; every rank must call this."""
+    return {name: hook.state_dict() for name, hook in _stateful_hooks(model)}
 
 
 def load_comm_hook_state(model: nn.Module, states: Mapping[str, Any]) -> None:
-    """Let the hooks go on from what `comm_hook_state` returned; those it does not know start anew."""
-    for name, hook in _remembering(model):
+    """Load the result of `comm_hook_state`; hooks without a saved state keep their initial state."""
+    for name, hook in _stateful_hooks(model):
         if name in states:
             hook.load_state_dict(states[name])
 
 
-def _remembering(model: nn.Module) -> list[tuple[str, PowerSGD]]:
+def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
     hooks = ((name, getattr(module, "comm_hook", None)) for name, module in model.named_modules())
     return [(name, hook) for name, hook in hooks if isinstance(hook, PowerSGD)]
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Say whether `model` only wraps another that it holds as `module`."""
+    """Return whether `model` is a wrapper of another model, stored as `module`."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or type(model) in MODEL_WRAPPERS.module_dict.values()
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the user's own model inside any wrappers."""
+    """Return the model inside any wrappers."""
     while is_model_wrapper(model):
         if not isinstance(inner := getattr(model, "module", None), nn.Module):
-            raise ModelError(f"the wrapper {type(model).__name__} does not hold its model as `.module`")
+            raise ModelError(f"the wrapper {type(model).__name__} does not store its model as `.module`")
         model = inner
     return model
 
 
 def device_ids(device: torch.device) -> list[int] | None:
-    """Return what DDP wants as `device_ids`: the accelerator's index, or None for the CPU."""
+    """Return DDP's argument `device_ids`: the index of the accelerator, or None for the CPU."""
     return None if device.type == "cpu" else [torch.accelerator.current_device_index()]

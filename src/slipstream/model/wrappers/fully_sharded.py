@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: each process keeps a part of every weight, gradient and optimizer state."""
+"""Fully sharded data parallelism: each process stores a shard of every weight, gradient and optimizer state."""
 
 from __future__ import annotations
 
@@ -35,36 +35,37 @@ __all__ = [
 ]
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-_WORTH_GATHERING = 1 << 18  # parameters; a smaller all-gather takes about as long to start as to run
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they are never called, so nothing could gather their weights
+_MIN_UNIT_SIZE = 1 << 18  # parameters; for a smaller all-gather, latency dominates
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # their forward is never called, so they cannot gather weights
 
 
 @dataclass(frozen=True)
 class FullyShardedOptions:
-    """The options of `MMFullyShardedDataParallel`, and of `parallel=dict(type='fsdp2', ...)`."""
+    """Options of `MMFullyShardedDataParallel` and of `parallel=dict(type='fsdp2', ...)`."""
 
     shard_size: int | Literal["machine"] | None = None
-    """How many processes share one copy of the model: all (None), those of a machine, or a number. With fewer
-    than all, each group of them holds a copy (hybrid sharding, HSDP): gathering stays within the group."""
+    """Number of processes that share one copy of the model: all (None), the processes of a machine, or a number. With
+    fewer than all processes, each group holds a copy and gathers weights within the group (hybrid sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
-    """Class names of the blocks that are gathered one at a time. By default those that repeat: the children
-    of a `ModuleList` or `Sequential` that have children of their own and are there at least twice, if they
-    hold at least 262,144 parameters."""
+    """Class names of the blocks that are gathered separately. The default is repeated blocks: children of a
+    `ModuleList` or `Sequential` that have children, whose class occurs at least twice in the container, and that
+    have at least 262,144 parameters."""
     min_params: int | None = None
-    """Instead of naming blocks: every smallest module with at least that many parameters is one."""
+    """Alternative to `wrap`: select the smallest modules with at least this number of parameters."""
     param_dtype: Literal["bf16"] | None = None
-    """Precision in which weights are gathered and forward and backward run (floating-point inputs are cast, too);
-    the shards, the optimizer and BatchNorm keep the model's own."""
+    """Dtype of gathered weights, forward and backward; floating-point inputs are also cast. The shards, the optimizer
+    and BatchNorm keep the dtype of the model."""
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
-    """Precision in which gradients are summed over processes, where `param_dtype` is given."""
+    """Dtype in which gradients are summed over processes; only used with `param_dtype`."""
     reshard_after_forward: bool | int | None = None
-    """Free gathered weights after forward (True; less memory), keep them for backward (False; less traffic), or
-    keep parts on groups of so many processes. None frees those of blocks and keeps the rest."""
+    """Free gathered weights after forward (True; less memory), keep them for backward (False; less communication), or
+    keep them sharded over groups of this number of processes (int). None frees the weights of blocks and keeps the
+    rest."""
 
     def __post_init__(self) -> None:
-        """Refuse what contradicts itself."""
+        """Check the options."""
         if self.wrap and self.min_params is not None:
-            raise ConfigError("give wrap or min_params, not both", "min_params")
+            raise ConfigError("specify wrap or min_params, not both", "min_params")
         if self.min_params is not None and self.min_params < 1:
             raise ConfigError(f"must be at least 1, not {self.min_params}", "min_params")
 
@@ -74,32 +75,33 @@ class MMFullyShardedDataParallel(nn.Module):
     """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP with a `shard_size` below all processes).
 
     Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). A step
-    computes what one process with the whole batch would. Parameters become `DTensor`s; names and buffers stay.
+    gives the same result as one process with the whole batch. Parameters become `DTensor`s; names and buffers do
+    not change.
 
     Args:
-        module: the model on its device; rank 0's weights are everybody's.
-        kwargs: `FullyShardedOptions`.
+        module: the model on its device; the weights of rank 0 are broadcast to all ranks.
+        kwargs: fields of `FullyShardedOptions`.
     """
 
     forward_needs_all_ranks = True
-    """Every forward gathers weights from all processes of a group, so each must call it equally often."""
+    """Every forward gathers weights from all processes, so all processes must call it the same number of times."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
-        how = options(FullyShardedOptions, kwargs, "")
+        config = options(FullyShardedOptions, kwargs, "")
         self.module: Any = module
-        self._sync = self._settled = True
-        self._reduces_always = how.param_dtype is not None
+        self._sync = self._applied_sync = True
+        self._reduces_always = config.param_dtype is not None
         for tensor in chain(module.parameters(), module.buffers()):
             broadcast(tensor.detach())
-        self.mesh = _mesh(module, how.shard_size)
-        self._units = _shard(module, self.mesh, how)
+        self.mesh = _mesh(module, config.shard_size)
+        self._units = _shard(module, self.mesh, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; whether its backward sums gradients over processes is settled here, as in DDP."""
-        if self._sync is not self._settled:  # it walks through all modules
+        """Call the model; as in DDP, `no_sync` around the forward disables the sum of gradients in backward."""
+        if self._sync is not self._applied_sync:  # avoid a call that visits all modules
             self.module.set_requires_gradient_sync(self._sync)
-            self._settled = self._sync
+            self._applied_sync = self._sync
         return self.module(*args, **kwargs)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
@@ -107,27 +109,28 @@ class MMFullyShardedDataParallel(nn.Module):
         return train_wrapped(self, data, optim_wrapper)
 
     def val_step(self, data: Any) -> Any:
-        """Return the wrapped model's predictions."""
+        """Return the predictions of the wrapped model."""
         predictions = self.module.val_step(data)
         self._reshard()
         return predictions
 
     def test_step(self, data: Any) -> Any:
-        """Return the wrapped model's predictions."""
+        """Return the predictions of the wrapped model."""
         predictions = self.module.test_step(data)
         self._reshard()
         return predictions
 
     def _reshard(self) -> None:
-        """Free weights that torch keeps gathered for a backward which does not come; others read the shards."""
+        """Free weights that torch keeps gathered for a backward, which does not follow here."""
         for unit in self._units:
             unit.reshard()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Let forwards inside leave their gradients unsummed, to be summed with those of a later batch.
+        """Delay the sum of gradients over processes until a later batch.
 
-        With a `param_dtype`, each batch's are summed at once: torch would hold them where no checkpoint finds them.
+        With `param_dtype`, the gradients of each batch are summed immediately, because torch stores unsummed
+        gradients in a place that checkpoints cannot read.
         """
         self._sync = self._reduces_always
         try:
@@ -138,12 +141,12 @@ class MMFullyShardedDataParallel(nn.Module):
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Let a sharded model hold its whole weights as plain parameters inside the block, and its shards of them after.
+    """Replace the sharded parameters of a model by full plain parameters inside the block, and shard them after it.
 
-    For code that fills weights, such as `init_weights`: a random draw into a shard would differ from one process's.
-    Nothing happens to a model that is not sharded.
+    Use it for code that sets weights, such as `init_weights`: random values in a shard would differ from those in one
+    process. A model that is not sharded does not change.
     """
-    places = [
+    owners = [
         (module, name, param)
         for module in model.modules()
         for name, param in module._parameters.items()
@@ -151,15 +154,15 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
     ]
     plain = {
         param: nn.Parameter(whole(param), requires_grad=param.requires_grad)
-        for _, _, param in places
+        for _, _, param in owners
         if param is not None
     }
-    for module, name, param in places:
+    for module, name, param in owners:
         module._parameters[name] = plain[param]  # type: ignore[index]
     try:
         yield
     finally:
-        for module, name, param in places:
+        for module, name, param in owners:
             module._parameters[name] = param
     with torch.no_grad():
         for param, full in plain.items():
@@ -167,9 +170,9 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 
 
 def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of this process's gradients that a sharded model has not yet summed, by parameter name.
+    """Return copies of the gradients of this process that are not yet summed over processes, by parameter name.
 
-    Every rank calls it, between a backward and a forward; one block after the other is gathered for it.
+    Every rank must call this between a backward and a forward. The blocks are gathered one at a time.
     """
     held: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -182,7 +185,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-# ---- how a model is sharded --------------------------------------------------------------------------
+# ---- sharding of a model -----------------------------------------------------------------------------
 
 
 def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
@@ -192,8 +195,8 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     size = _per_machine() if shard_size == "machine" else world if shard_size is None else int(shard_size)
     if size < min(2, world) or world % size:
         raise ConfigError(
-            f"{size} processes cannot share a model among {world}: it must be at least 2 and divide their number "
-            "(with one process a machine, use parallel='ddp' or 'fsdp2')",
+            f"must be at least 2 and divide the number of processes {world}, not {size} "
+            "(with one process per machine, use parallel='ddp' or 'fsdp2')",
             "shard_size",
         )
     device = next(module.parameters()).device.type
@@ -203,38 +206,38 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
 
 
 def _per_machine() -> int:
-    """Return how many processes each machine runs.
+    """Return the number of processes on each machine.
 
     Raises:
-        DistributedError: the launcher does not say, or machines run different numbers.
+        DistributedError: LOCAL_WORLD_SIZE is not set, or differs between machines.
     """
     sizes = set(all_gather_object(os.environ.get("LOCAL_WORLD_SIZE", "")))
     text = sizes.pop()
     if sizes or not text.isdigit():
-        given = sorted({text, *sizes})
+        found = sorted({text, *sizes})
         raise DistributedError(
-            f"sharding within each machine needs the same LOCAL_WORLD_SIZE on all, but it is {given}: "
-            "give shard_size, the number of processes that share a model"
+            f"shard_size='machine' requires the same LOCAL_WORLD_SIZE on all machines, but found {found}; set "
+            "shard_size to the number of processes that share a model"
         )
     return int(text)
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh, how: FullyShardedOptions) -> list[Any]:
+def _shard(model: nn.Module, mesh: DeviceMesh, config: FullyShardedOptions) -> list[Any]:
     """Shard the model in place, and return the modules that gather weights."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    reduce = None if how.param_dtype is None else _DTYPES[how.reduce_dtype]
-    lower = None if how.param_dtype is None else _DTYPES[how.param_dtype]
+    reduce = None if config.param_dtype is None else _DTYPES[config.reduce_dtype]
+    lower = None if config.param_dtype is None else _DTYPES[config.param_dtype]
     units: list[Any] = []
 
     def shard(unit: Any, policy: Any) -> None:
-        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=how.reshard_after_forward)
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=config.reshard_after_forward)
 
-    for block in [*_blocks(model, how), model]:
+    for block in [*_blocks(model, config), model]:
         norms = [
             m for m in block.modules() if lower and isinstance(m, _BatchNorm) and m.affine and m not in units
         ]
-        if norms:  # torch wants their weights in the precision of their running statistics
+        if norms:  # torch requires their weights in the dtype of their running statistics
             shard(norms, MixedPrecisionPolicy(None, reduce, cast_forward_inputs=False))
         if block not in norms:
             shard(block, MixedPrecisionPolicy(lower, reduce))
@@ -242,16 +245,16 @@ def _shard(model: nn.Module, mesh: DeviceMesh, how: FullyShardedOptions) -> list
     return units
 
 
-def _blocks(model: nn.Module, how: FullyShardedOptions) -> list[nn.Module]:
-    """Return the modules that are gathered one at a time, inner ones first; the rest of the model is one more."""
-    if how.wrap:
-        found = _named(model, how.wrap)
-    elif how.min_params is not None:
-        found = _large(_inner_first(model), how.min_params)
+def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
+    """Return the modules that are gathered separately, inner modules first, without the model itself."""
+    if config.wrap:
+        found = _named(model, config.wrap)
+    elif config.min_params is not None:
+        found = _large(_inner_first(model), config.min_params)
     else:
-        found = _large(repeated_blocks(model), _WORTH_GATHERING)
+        found = _large(repeated_blocks(model), _MIN_UNIT_SIZE)
     uses = _uses(model)
-    # Weights that are also used outside a block would be two from then on: such a block stays with the rest.
+    # Sharding a block would separate weights that are also used outside it, so such a block is excluded.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
 
 
@@ -263,7 +266,7 @@ def _inner_first(model: nn.Module) -> list[nn.Module]:
     candidates = [
         m for m in model.modules() if not isinstance(m, _CONTAINERS) and any(True for _ in m.parameters())
     ]
-    return candidates[::-1]  # modules() comes to a module before it comes to its children
+    return candidates[::-1]  # modules() returns a module before its children
 
 
 def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
@@ -278,7 +281,7 @@ def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _large(candidates: list[nn.Module], least: int) -> list[nn.Module]:
-    """Return those that hold at least so many parameters, apart from those that smaller ones already hold."""
+    """Return the modules with at least `least` parameters that are not in a module selected before."""
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in candidates:
@@ -290,10 +293,10 @@ def _large(candidates: list[nn.Module], least: int) -> list[nn.Module]:
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the blocks that a model repeats, inner ones before those around them.
+    """Return the repeated blocks of a model, inner blocks first.
 
-    They are the children of a `ModuleList` or `Sequential` that have children of their own and whose class is there
-    at least twice.
+    A repeated block is a child of a `ModuleList` or `Sequential` that has children and whose class occurs at least
+    twice in this container.
     """
     found: set[nn.Module] = set()
     for container in model.modules():

@@ -1,4 +1,4 @@
-"""Schedules of learning rate, momentum and other options of the parameter groups."""
+"""Schedulers of learning rate, momentum and other options of the parameter groups."""
 
 from slipstream.optim.scheduler.build import (
     TorchSchedulerAdapter,

@@ -1,4 +1,4 @@
-"""What all schedules share: when they act, chaining, and resuming."""
+"""Base class of all schedulers: active steps, chaining and resuming."""
 
 from __future__ import annotations
 
@@ -16,31 +16,30 @@ __all__ = ["_ParamScheduler"]
 
 
 class _ParamScheduler:
-    """Base class: a schedule of one option of the parameter groups.
+    """Base class of schedulers of one option of the parameter groups.
 
-    A schedule acts on the steps `begin <= step < end`, counted in epochs or iterations; outside them it
-    leaves the value alone. It computes each value from the current one, so schedules of one option can be
-    chained (a warm-up, then a decay) or overlaid (their factors multiply).
+    A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. It does not change the
+    value in other steps. It computes each value from the current value, so schedulers of one option can be chained
+    (a warm-up, then a decay) or combined (their factors multiply).
 
-    A subclass defines `_next(value, base)`, or `_get_value()` where it needs all groups at once; there
-    `self.last_step` counts the schedule's own steps from 0, at `begin`. The first step is taken at
-    construction.
+    A subclass defines `_next(value, base)`, or `_get_value()` for all groups at once. In these methods
+    `self.last_step` is the number of steps since `begin`. The constructor takes the first step.
 
     Args:
-        optimizer: a torch optimizer, an `OptimWrapper`, or anything else with `param_groups`.
-        param_name: the option; a number or a 0-dim tensor, which is then filled in place.
-        begin: first step that the schedule acts on.
-        end: first step that it no longer acts on.
-        last_step: the schedule's own last step, when resuming without a state; -1 starts afresh.
-        by_epoch: whether a step is an epoch or an iteration; for whoever calls `step`.
+        optimizer: a torch optimizer, an `OptimWrapper`, or another object with `param_groups`.
+        param_name: name of the option. Its value is a number or a 0-dim tensor; a tensor is filled in place.
+        begin: first active step.
+        end: first step after the active steps.
+        last_step: last step of this scheduler, to resume without a state; -1 starts from the beginning.
+        by_epoch: whether a step is an epoch or an iteration; the caller of `step` uses it.
         verbose: log each value.
 
     Raises:
-        ConfigError: naming the parameter that is wrong.
+        ConfigError: an argument is invalid; the message contains its name.
     """
 
-    need_val_args: ClassVar[bool] = False  # step(metrics) wants the results of a validation
-    _in_epochs: ClassVar[tuple[str, ...]] = ()  # the arguments that are counts of steps
+    need_val_args: ClassVar[bool] = False  # whether step(metrics) requires validation results
+    _in_epochs: ClassVar[tuple[str, ...]] = ()  # arguments that are numbers of steps
     _state_keys: ClassVar[tuple[str, ...]] = ("last_step", "_global_step", "base_values", "_last_value")
 
     def __init__(
@@ -79,10 +78,10 @@ class _ParamScheduler:
         epoch_length: int | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Return the schedule in iterations, from arguments in epochs of `epoch_length` iterations.
+        """Build a scheduler in iterations from arguments in epochs of `epoch_length` iterations.
 
         Raises:
-            ConfigError: `epoch_length` is not known, or the arguments are in iterations already.
+            ConfigError: `epoch_length` is None, or the arguments are already in iterations.
         """
         require(by_epoch is True, "by_epoch", "True to convert epochs to iterations", by_epoch)
         check_int("epoch_length", epoch_length, 1)
@@ -99,16 +98,16 @@ class _ParamScheduler:
 
     @cached_property
     def total_iters(self) -> int:
-        """The schedule's own number at its last step."""
+        """Value of `last_step` in the last active step."""
         return self.end - self.begin - 1
 
     def step(self) -> None:
-        """Take one step: set the next value, if the schedule acts on this step."""
+        """Take one step, and set the next value if the scheduler is active in this step."""
         self._global_step += 1
         if len(self.base_values) != len(self._values.groups):
             raise ConfigError(
                 f"the optimizer has {len(self._values.groups)} parameter groups, but had "
-                f"{len(self.base_values)} when {type(self).__name__} was built: add groups before schedulers"
+                f"{len(self.base_values)} when {type(self).__name__} was built; add groups before building schedulers"
             )
         if self.begin <= self._global_step < self.end:
             self.last_step += 1
@@ -116,30 +115,30 @@ class _ParamScheduler:
         self._last_value = self._values.read()
 
     def get_last_value(self) -> list[float]:
-        """Return the value of every parameter group after the last step, without reading the device."""
+        """Return the value of every parameter group after the last step, without synchronization."""
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far the schedule is, as plain numbers and lists; its arguments are not part of it."""
+        """Return the progress of the scheduler as numbers and lists, without its arguments."""
         state = {key: getattr(self, key) for key in self._state_keys}
         return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`; the values that follow are those of an uninterrupted run.
+        """Load the result of `state_dict()`; the next values equal those of an uninterrupted run.
 
-        Load the optimizer first, since it holds the current values. Other keys are ignored.
+        Load the state of the optimizer first, because it contains the current values. Unknown keys are ignored.
 
         Raises:
-            CheckpointError: the state is not one of this schedule, or of another number of groups.
+            CheckpointError: the state belongs to another scheduler, or has another number of groups.
         """
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]
         if missing:
-            raise CheckpointError(f"this is not the state of a {name}: it has no {missing}")
+            raise CheckpointError(f"this is not the state of a {name}; the keys {missing} are missing")
         if len(state_dict["base_values"]) != len(self._values.groups):
             raise CheckpointError(
-                f"the state of {name} is of {len(state_dict['base_values'])} parameter groups, but the "
-                f"optimizer has {len(self._values.groups)}: is its paramwise_cfg another one?"
+                f"the state of {name} has {len(state_dict['base_values'])} parameter groups, but the optimizer has "
+                f"{len(self._values.groups)}; check that paramwise_cfg did not change"
             )
         for key in self._state_keys:
             value = state_dict[key]
@@ -157,7 +156,7 @@ class _ParamScheduler:
         return [self._next(v, base) for v, base in zip(self._values.read(), self.base_values, strict=True)]
 
     def _next(self, value: float, base: float) -> float:
-        """Return the value at `self.last_step`, from the current one and the initial one."""
+        """Return the value at `self.last_step`, computed from the current value and the initial value."""
         raise NotImplementedError(f"{type(self).__name__} must define _next(value, base) or _get_value()")
 
     def _make_values(self) -> ParamValues:

@@ -1,4 +1,4 @@
-"""Build a schedule from its configuration, ours or torch's."""
+"""Construction of schedulers of this package and of torch from configurations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ __all__ = ["TorchSchedulerAdapter", "build_param_scheduler"]
 
 
 class TorchSchedulerAdapter:
-    """Let a scheduler of `torch.optim.lr_scheduler` be stepped like ours.
+    """Adapter for schedulers of `torch.optim.lr_scheduler` with the interface of this package.
 
     Args:
-        scheduler: built for the torch optimizer; it acts from step 0 on.
-        by_epoch: whether a step is an epoch or an iteration; for whoever calls `step`.
-        end: first step that it no longer acts on.
+        scheduler: scheduler of the torch optimizer; it is active from step 0.
+        by_epoch: whether a step is an epoch or an iteration; the caller of `step` uses it.
+        end: first step after the active steps.
     """
 
     need_val_args = False
@@ -30,13 +30,13 @@ class TorchSchedulerAdapter:
     def __init__(self, scheduler: LRScheduler, by_epoch: bool = True, end: int = INF) -> None:
         if isinstance(scheduler, ReduceLROnPlateau):
             raise ConfigError(
-                "use ReduceOnPlateauLR, which knows its 'monitor', for torch's ReduceLROnPlateau"
+                "torch's ReduceLROnPlateau is not supported; use ReduceOnPlateauLR, which has the option 'monitor'"
             )
         self.scheduler = scheduler
         self.by_epoch = by_epoch
         self.end = end
         self._global_step = 0
-        # A compiled step moves the weights without optimizer.step(), which torch would warn about.
+        # A compiled step does not call optimizer.step(), and torch would warn about that.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:
@@ -46,15 +46,15 @@ class TorchSchedulerAdapter:
             self.scheduler.step()
 
     def get_last_value(self) -> list[Any]:
-        """Return the learning rate of every parameter group (tensors where the groups hold tensors)."""
+        """Return the learning rate of every parameter group (a tensor if the group contains a tensor)."""
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return how far it is, with the scheduler's own state."""
+        """Return the progress and the state of the scheduler."""
         return {"_global_step": self._global_step, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue from `state_dict()`."""
+        """Load the result of `state_dict()`."""
         self._global_step = state_dict["_global_step"]
         self.scheduler.load_state_dict(state_dict["scheduler"])
 
@@ -70,18 +70,18 @@ def build_param_scheduler(
     max_epochs: int | None = None,
     max_iters: int | None = None,
 ) -> _ParamScheduler | TorchSchedulerAdapter:
-    """Build one schedule; what is a schedule already is returned as it is.
+    """Build one scheduler; a scheduler object is returned unchanged.
 
     Args:
-        cfg: a dict with a `type`: one of ours, or a class of `torch.optim.lr_scheduler`. With
-            `convert_to_iter_based=True`, steps are given in epochs and taken in iterations.
+        cfg: a dict whose `type` is a scheduler of this package or a class of `torch.optim.lr_scheduler`. With
+            `convert_to_iter_based=True`, arguments are in epochs, and steps are iterations.
         optimizer: a torch optimizer or an `OptimWrapper`.
-        epoch_length: iterations of an epoch, for `convert_to_iter_based`.
-        max_epochs: the default of `end`, for schedules by epoch.
-        max_iters: the default of `end`, for schedules by iteration.
+        epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
+        max_epochs: default of `end` for schedulers by epoch.
+        max_iters: default of `end` for schedulers by iteration.
 
     Raises:
-        ConfigError: naming the key that is wrong.
+        ConfigError: a key is invalid; the message contains its name.
     """
     if isinstance(cfg, LRScheduler):
         return TorchSchedulerAdapter(cfg)
@@ -107,8 +107,8 @@ def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchS
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
-                f"{cfg['type']} is torch's and knows no {key}: leave it out and count in steps, "
-                "or take a schedule of slipstream.optim.scheduler"
+                f"{cfg['type']} is a scheduler of torch and does not support {key}; remove it and specify steps, "
+                "or use a scheduler of slipstream.optim.scheduler"
             )
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}

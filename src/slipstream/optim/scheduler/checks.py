@@ -1,4 +1,4 @@
-"""Checks of a schedule's arguments; each error names the parameter."""
+"""Checks of scheduler arguments; each error message contains the name of the argument."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INF = int(1e9)
 
 
 def require(holds: bool, name: str, rule: str, value: Any) -> None:
-    """Raise a `ConfigError` that names the parameter, unless the rule holds."""
+    """Raise a `ConfigError` unless `holds`; `rule` describes the valid values."""
     if not holds:
         raise ConfigError(f"{name} must be {rule}, not {value!r}")
 
@@ -25,7 +25,7 @@ def check_int(name: str, value: Any, least: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Say whether `value` is a finite int or float."""
+    """Return whether `value` is a finite int or float."""
     return matches(value, float) and math.isfinite(value)
 
 
@@ -43,6 +43,6 @@ def check_steps(name: str, steps: Any, least: int) -> None:
 
 
 def require_end(end: int, also: str = "") -> None:
-    """Raise a `ConfigError` unless `end` is finite; `also` names what would do instead."""
+    """Raise a `ConfigError` unless `end` is finite; `also` contains alternatives for the message."""
     if end == INF:
-        raise ConfigError(f"{also}end must be given: without it the value would never change")
+        raise ConfigError(f"{also}end must be specified; otherwise the value would never change")

@@ -1,4 +1,4 @@
-"""The cosine schedules, with and without restarts."""
+"""Cosine schedulers with and without restarts."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ __all__ = ["CosineAnnealingParamScheduler", "CosineRestartParamScheduler"]
 
 
 class _CosineParamScheduler(_ParamScheduler):
-    """What the cosine schedules share: the lower bound, absolute or as a share of the initial value."""
+    """Base class of cosine schedulers with a lower bound, absolute or relative to the initial value."""
 
     eta_min: float | None
     eta_min_ratio: float | None
 
     def _set_lower_bound(self, eta_min: float | None, eta_min_ratio: float | None) -> None:
         if eta_min is not None and eta_min_ratio is not None:
-            raise ConfigError("give eta_min or eta_min_ratio, not both")
+            raise ConfigError("specify eta_min or eta_min_ratio, not both")
         for name, value in (("eta_min", eta_min), ("eta_min_ratio", eta_min_ratio)):
             require(value is None or is_number(value), name, "a number", value)
         self.eta_min = 0.0 if eta_min is None and eta_min_ratio is None else eta_min
@@ -40,10 +40,10 @@ class _CosineParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class CosineAnnealingParamScheduler(_CosineParamScheduler):
-    """Fall to `eta_min` along half a cosine of `T_max` steps (default: `end - begin`), then rise again.
+    """Decrease to `eta_min` along a half cosine of `T_max` steps (default: `end - begin`), then increase again.
 
     eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2 (SGDR, arXiv:1608.03983, without restarts).
-    `eta_min_ratio` gives the lower bound as a share of each group's initial value instead.
+    `eta_min_ratio` specifies the lower bound relative to the initial value of each group instead.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("T_max",)
@@ -74,18 +74,17 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
         low = self._lower_bound(base)
         if self.last_step == 0:
             return value
-        if (self.last_step - 1 - self.T_max) % (
-            2 * self.T_max
-        ) == 0:  # leaving the bottom, where _fall is 0/0
+        after_minimum = (self.last_step - 1 - self.T_max) % (2 * self.T_max) == 0
+        if after_minimum:  # _fall is 0/0 there
             return value + (base - low) * (1 - math.cos(math.pi / self.T_max)) / 2
         return self._fall(value, low, self.last_step, self.T_max)
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartParamScheduler(_CosineParamScheduler):
-    """Half a cosine for each of `periods` steps, each from `restart_weights` times the initial value.
+    """A half cosine for each of `periods`; each starts at its `restart_weights` times the initial value.
 
-    SGDR, arXiv:1608.03983. After the last period the value stays. The lower bound is as in
+    SGDR, arXiv:1608.03983. The value does not change after the last period. The lower bound is specified as in
     `CosineAnnealingParamScheduler`.
     """
 

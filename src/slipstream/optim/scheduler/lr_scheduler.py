@@ -1,4 +1,4 @@
-"""The schedules of the learning rate: `...ParamScheduler` without the argument `param_name`."""
+"""Schedulers of the learning rate: `...ParamScheduler` without the argument `param_name`."""
 
 from __future__ import annotations
 
@@ -34,49 +34,49 @@ __all__ = [
 
 @PARAM_SCHEDULERS.register_module()
 class ConstantLR(LRSchedulerMixin, ConstantParamScheduler):
-    """`ConstantParamScheduler` of the learning rate."""
+    """`ConstantParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineAnnealingLR(LRSchedulerMixin, CosineAnnealingParamScheduler):
-    """`CosineAnnealingParamScheduler` of the learning rate."""
+    """`CosineAnnealingParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartLR(LRSchedulerMixin, CosineRestartParamScheduler):
-    """`CosineRestartParamScheduler` of the learning rate."""
+    """`CosineRestartParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class ExponentialLR(LRSchedulerMixin, ExponentialParamScheduler):
-    """`ExponentialParamScheduler` of the learning rate."""
+    """`ExponentialParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class LinearLR(LRSchedulerMixin, LinearParamScheduler):
-    """`LinearParamScheduler` of the learning rate."""
+    """`LinearParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepLR(LRSchedulerMixin, MultiStepParamScheduler):
-    """`MultiStepParamScheduler` of the learning rate."""
+    """`MultiStepParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class OneCycleLR(LRSchedulerMixin, OneCycleParamScheduler):
-    """`OneCycleParamScheduler` of the learning rate."""
+    """`OneCycleParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class PolyLR(LRSchedulerMixin, PolyParamScheduler):
-    """`PolyParamScheduler` of the learning rate."""
+    """`PolyParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class ReduceOnPlateauLR(LRSchedulerMixin, ReduceOnPlateauParamScheduler):
-    """`ReduceOnPlateauParamScheduler` of the learning rate."""
+    """`ReduceOnPlateauParamScheduler` for the learning rate."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class StepLR(LRSchedulerMixin, StepParamScheduler):
-    """`StepParamScheduler` of the learning rate."""
+    """`StepParamScheduler` for the learning rate."""

@@ -1,4 +1,4 @@
-"""Which option a schedule moves: the learning rate or the momentum."""
+"""Mixins that select the option of a scheduler: learning rate or momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["LRSchedulerMixin", "MomentumSchedulerMixin"]
 
 
 class LRSchedulerMixin:
-    """Put before a `...ParamScheduler` among the bases: it moves `lr`, and takes no `param_name`."""
+    """Mixin for schedulers of `lr` without `param_name`; list it before a `...ParamScheduler` in the base classes."""
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
@@ -25,21 +25,19 @@ class LRSchedulerMixin:
 
 
 class MomentumSchedulerMixin:
-    """Put before a `...ParamScheduler` among the bases: it moves `momentum`, or Adam's first beta.
+    """Mixin for schedulers of `momentum` or Adam's first beta; list it before a `...ParamScheduler`.
 
     Raises:
-        ConfigError: the optimizer has neither.
+        ConfigError: the optimizer has neither momentum nor betas.
     """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         groups = getattr(optimizer, "param_groups", [])
-        # Tell Adam's groups by their betas: they carry a mirrored `momentum` once one schedule was built.
+        # Check betas first, because a scheduler adds a mirrored `momentum` to the groups of Adam.
         self.use_betas = all("betas" in group for group in groups)
         if not self.use_betas and not all("momentum" in group for group in groups):
             name = type(getattr(optimizer, "optimizer", optimizer)).__name__
-            raise ConfigError(
-                f"{name} has neither momentum nor betas: a momentum schedule cannot move anything"
-            )
+            raise ConfigError(f"{name} has neither momentum nor betas; remove the momentum scheduler")
         super().__init__(optimizer, "momentum", *args, **kwargs)  # type: ignore[call-arg]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -52,7 +50,7 @@ class MomentumSchedulerMixin:
 
 
 def _show_arguments(cls: type, mixin: Any) -> None:
-    """Give `cls` an `__init__` that shows its schedule's arguments, for help() and the registry's checks."""
+    """Add an `__init__` with the scheduler's signature to `cls`, for help() and the checks of the registry."""
     if "__init__" in vars(cls) or mixin not in cls.__bases__ or not issubclass(cls, _ParamScheduler):
         return
     shown = super(mixin, cls).__init__

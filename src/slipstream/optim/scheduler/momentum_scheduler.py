@@ -1,4 +1,4 @@
-"""The schedules of the momentum: `...ParamScheduler` without the argument `param_name`."""
+"""Schedulers of the momentum: `...ParamScheduler` without the argument `param_name`."""
 
 from __future__ import annotations
 
@@ -32,44 +32,44 @@ __all__ = [
 
 @PARAM_SCHEDULERS.register_module()
 class ConstantMomentum(MomentumSchedulerMixin, ConstantParamScheduler):
-    """`ConstantParamScheduler` of the momentum."""
+    """`ConstantParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineAnnealingMomentum(MomentumSchedulerMixin, CosineAnnealingParamScheduler):
-    """`CosineAnnealingParamScheduler` of the momentum."""
+    """`CosineAnnealingParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartMomentum(MomentumSchedulerMixin, CosineRestartParamScheduler):
-    """`CosineRestartParamScheduler` of the momentum."""
+    """`CosineRestartParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class ExponentialMomentum(MomentumSchedulerMixin, ExponentialParamScheduler):
-    """`ExponentialParamScheduler` of the momentum."""
+    """`ExponentialParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class LinearMomentum(MomentumSchedulerMixin, LinearParamScheduler):
-    """`LinearParamScheduler` of the momentum."""
+    """`LinearParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepMomentum(MomentumSchedulerMixin, MultiStepParamScheduler):
-    """`MultiStepParamScheduler` of the momentum."""
+    """`MultiStepParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class PolyMomentum(MomentumSchedulerMixin, PolyParamScheduler):
-    """`PolyParamScheduler` of the momentum."""
+    """`PolyParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class ReduceOnPlateauMomentum(MomentumSchedulerMixin, ReduceOnPlateauParamScheduler):
-    """`ReduceOnPlateauParamScheduler` of the momentum."""
+    """`ReduceOnPlateauParamScheduler` for the momentum."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class StepMomentum(MomentumSchedulerMixin, StepParamScheduler):
-    """`StepParamScheduler` of the momentum."""
+    """`StepParamScheduler` for the momentum."""

@@ -1,4 +1,4 @@
-"""The one-cycle schedule: up to a large value, and down to almost none."""
+"""One-cycle scheduler."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ __all__ = ["OneCycleParamScheduler"]
 
 @PARAM_SCHEDULERS.register_module()
 class OneCycleParamScheduler(_ParamScheduler):
-    """Rise from `eta_max / div_factor` to `eta_max`, then fall to `eta_max / (div_factor final_div_factor)`.
+    """Increase from `eta_max / div_factor` to `eta_max`, then decrease to `eta_max / (div_factor final_div_factor)`.
 
-    Super-convergence, arXiv:1708.07120. It sets values rather than scaling the current ones, so it does
-    not follow a warm-up. After `total_steps` the value stays.
+    Super-convergence, arXiv:1708.07120. It sets absolute values instead of scaling the current values, so it cannot
+    be chained after a warm-up. The value does not change after `total_steps`.
 
     Args:
         optimizer: see `_ParamScheduler`, also for the other common arguments.
-        param_name: only `lr`.
+        param_name: must be `lr`.
         eta_max: the peak, for all groups or one for each.
         total_steps: length of the cycle; default `end - begin`.
-        pct_start: the share of the cycle that rises.
-        anneal_strategy: the form of each phase.
-        div_factor: peak over start.
-        final_div_factor: start over final value.
-        three_phase: fall as long as rising, back to the start, before the last descent.
+        pct_start: fraction of the cycle in which the value increases.
+        anneal_strategy: shape of each phase, cosine or linear.
+        div_factor: ratio of the peak to the start value.
+        final_div_factor: ratio of the start value to the final value.
+        three_phase: add a second phase that decreases from the peak to the start value and is as long as the first
+            phase.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("total_steps",)
@@ -52,9 +53,11 @@ class OneCycleParamScheduler(_ParamScheduler):
         by_epoch: bool = True,
         verbose: bool = False,
     ) -> None:
-        require(param_name == "lr", "param_name", "'lr' for a one-cycle schedule", param_name)
+        require(param_name == "lr", "param_name", "'lr' for a one-cycle scheduler", param_name)
         if total_steps is None and end == INF:
-            raise ConfigError("total_steps or end must be given: without them the cycle has no length")
+            raise ConfigError(
+                "total_steps or end must be specified; otherwise the length of the cycle is unknown"
+            )
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
         self.total_steps = end - begin if total_steps is None else total_steps
@@ -65,7 +68,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             require(is_number(divisor) and divisor > 0, name, "a positive number", divisor)
         self.anneal_strategy = anneal_strategy
         self._peaks = self._peak_of_each_group(optimizer, eta_max)
-        # (last step of the phase, factor of the peak at its start, at its end); the first phase starts at 0
+        # (last step of the phase, factor of the peak at its start and at its end); the first phase starts at 0
         low, final = 1 / div_factor, 1 / (div_factor * final_div_factor)
         turn = pct_start * self.total_steps - 1
         back = [(2 * turn, 1.0, low), (self.total_steps - 1.0, low, final)]
@@ -93,7 +96,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             if self.last_step <= stop:
                 break
             start = stop
-        # A phase of no length stands at its end.
+        # A phase of length zero is at its end.
         done = (self.last_step - start) / (stop - start) if stop > start else 1.0
         if self.anneal_strategy == "cos":
             done = (1 - math.cos(math.pi * done)) / 2

@@ -1,6 +1,6 @@
-"""The schedules that need no more than the number of the step.
+"""Schedulers whose values depend only on the step.
 
-In the formulas, t is the schedule's own step (0 at `begin`), T its length, v the current value.
+In the formulas, t is the step of the scheduler (0 at `begin`), T its length and v the current value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = [
 
 @PARAM_SCHEDULERS.register_module()
 class ConstantParamScheduler(_ParamScheduler):
-    """Multiply by `factor` at `begin`, and divide by it again at the last step before `end`."""
+    """Multiply by `factor` at `begin`, and divide by `factor` at the last step before `end`."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class ConstantParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class LinearParamScheduler(_ParamScheduler):
-    """Go linearly from `start_factor` times the value at `begin` to `end_factor` times it at `end - 1`.
+    """Change linearly from `start_factor` times the value at `begin` to `end_factor` times the value at `end - 1`.
 
     v <- v (1 + d / (T s + (t - 1) d)), with s = start_factor, d = end_factor - start_factor.
     """
@@ -86,7 +86,7 @@ class LinearParamScheduler(_ParamScheduler):
         require(
             is_number(start_factor) and 0 < start_factor <= 1,
             "start_factor",
-            "above 0 (each value is a multiple of the last one) and at most 1",
+            "above 0 (each value is a multiple of the previous value) and at most 1",
             start_factor,
         )
         require(is_number(end_factor) and 0 <= end_factor <= 1, "end_factor", "from 0 to 1", end_factor)
@@ -156,7 +156,7 @@ class StepParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` at each of the `milestones` (counted from `begin`; one given twice acts twice)."""
+    """Multiply by `gamma` at each of the `milestones`, counted from `begin`; a repeated milestone applies twice."""
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("milestones",)
 
@@ -185,7 +185,7 @@ class MultiStepParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class PolyParamScheduler(_ParamScheduler):
-    """Fall to `eta_min` at `end - 1` along (1 - t/T)^power.
+    """Decrease to `eta_min` at `end - 1` along (1 - t/T)^power.
 
     v <- (v - eta_min) (1 - 1 / (T - t + 1))^power + eta_min.
     """

@@ -1,4 +1,4 @@
-"""The schedule that waits until a metric stops improving."""
+"""Scheduler that reduces a value when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ __all__ = ["ReduceOnPlateauParamScheduler"]
 class ReduceOnPlateauParamScheduler(_ParamScheduler):
     """Multiply by `factor` when the metric `monitor` has not improved for more than `patience` validations.
 
-    `step()` counts an epoch; `step(metrics)` looks at the results of a validation.
+    `step()` counts an epoch; `step(metrics)` processes the results of a validation.
 
     Args:
         optimizer: see `_ParamScheduler`, also for the other common arguments.
-        param_name: the option to reduce.
-        monitor: the key in `metrics`.
-        rule: whether `less` or `greater` is better.
-        factor: below 1.
-        patience: number of validations without improvement to sit through.
-        threshold: an improvement smaller than this counts as none.
-        threshold_rule: `rel`: a share of the best value; `abs`: in units of the metric.
-        cooldown: number of validations after a reduction during which none is counted as bad.
+        param_name: option to reduce.
+        monitor: key in `metrics`.
+        rule: `less` if smaller values are better, `greater` if larger values are better.
+        factor: factor of each reduction, below 1.
+        patience: number of validations without improvement before a reduction.
+        threshold: minimum improvement.
+        threshold_rule: `rel`: the threshold is relative to the best value; `abs`: it is absolute.
+        cooldown: number of validations after a reduction that do not count as bad.
         min_value: lower bound, for all groups or one for each.
-        eps: a reduction not larger than this is left out.
-        by_epoch: only True.
+        eps: minimum reduction; smaller reductions are skipped.
+        by_epoch: must be True.
     """
 
     need_val_args: ClassVar[bool] = True
@@ -62,12 +62,12 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         by_epoch: bool = True,
         verbose: bool = False,
     ) -> None:
-        require(by_epoch is True, "by_epoch", "True, since validations are counted", by_epoch)
+        require(by_epoch is True, "by_epoch", "True, because this scheduler counts validations", by_epoch)
         require(rule in ("less", "greater"), "rule", "'less' or 'greater'", rule)
         require(threshold_rule in ("rel", "abs"), "threshold_rule", "'rel' or 'abs'", threshold_rule)
         require(is_number(factor) and 0 < factor < 1, "factor", "above 0 and below 1", factor)
         for name, number in (("threshold", threshold), ("eps", eps)):
-            require(is_number(number) and number >= 0, name, "a number, not negative", number)
+            require(is_number(number) and number >= 0, name, "a non-negative number", number)
         check_int("patience", patience, 0)
         check_int("cooldown", cooldown, 0)
         self.monitor, self.rule, self.factor, self.eps = monitor, rule, factor, eps
@@ -84,14 +84,14 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
 
     @classmethod
     def build_iter_from_epoch(cls, *args: Any, **kwargs: Any) -> ReduceOnPlateauParamScheduler:
-        """Refuse: this schedule counts validations, not iterations."""
-        raise ConfigError(f"convert_to_iter_based has no meaning for {cls.__name__}: remove it")
+        """Raise ConfigError, because this scheduler counts validations instead of iterations."""
+        raise ConfigError(f"{cls.__name__} does not support convert_to_iter_based; remove it")
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count an epoch, or look at the `metrics` of a validation (numbers or 0-dim tensors).
+        """Count an epoch, or process the `metrics` of a validation (numbers or 0-dim tensors).
 
         Raises:
-            ConfigError: `monitor` is not among the metrics.
+            ConfigError: `metrics` does not contain `monitor`.
         """
         if metrics is None:
             self._global_step += 1
@@ -102,10 +102,10 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
                 raise ConfigError(
                     f"monitor '{self.monitor}' is not among the metrics {sorted(metrics)}{hint}"
                 )
-            self._judge(float(metrics[self.monitor]))
+            self._evaluate(float(metrics[self.monitor]))
         self._last_value = self._values.read()
 
-    def _judge(self, metric: float) -> None:
+    def _evaluate(self, metric: float) -> None:
         if self._is_better(metric):
             self.best = metric
             self.num_bad_epochs = 0

@@ -1,4 +1,4 @@
-"""Read and write one option of every parameter group without waiting for the device."""
+"""Read and write one option of every parameter group without synchronization."""
 
 from __future__ import annotations
 
@@ -17,33 +17,32 @@ __all__ = ["BetaValues", "ParamValues"]
 class ParamValues:
     """One option (`lr`, `momentum`, `weight_decay`) of all parameter groups of an optimizer, as floats.
 
-    Where the option is a 0-dim tensor, so that a compiled step reads it without recompiling, it is
-    filled in place, and what was written is remembered beside it: reading it back asks the device only
-    if somebody else has changed the tensor since. The memory hangs on the optimizer, so all schedulers
-    of one optimizer share it.
+    If the option is a 0-dim tensor, which avoids recompilation of a compiled step, it is filled in place, and the
+    written value is cached on the host. A read synchronizes with the device only if other code has changed the
+    tensor. The cache is an attribute of the optimizer, so all its schedulers share it.
 
     Args:
-        optimizer: anything with `param_groups`; of an `OptimWrapper`, the optimizer inside holds the memory.
-        name: the option's key.
+        optimizer: an object with `param_groups`; for an `OptimWrapper`, its inner optimizer stores the cache.
+        name: key of the option.
 
     Raises:
-        ConfigError: a group has no such option, or it is not a number.
+        ConfigError: a group does not have the option, or its value is not a number.
     """
 
     def __init__(self, optimizer: Any, name: str) -> None:
         if not getattr(optimizer, "param_groups", None):
-            raise ConfigError(f"optimizer must have param_groups, not be {type(optimizer).__name__}")
+            raise ConfigError(f"optimizer must have param_groups, but {type(optimizer).__name__} has none")
         self.optimizer = optimizer
         self.name = name
         owner = getattr(optimizer, "optimizer", optimizer)
-        # The entry holds the tensor too, so its id cannot pass to another tensor.
-        self._known: dict[int, tuple[Tensor, int, float]] = vars(owner).setdefault("_values_on_host", {})
+        # The entry contains the tensor, so no other tensor can get the same id.
+        self._cache: dict[int, tuple[Tensor, int, float]] = vars(owner).setdefault("_values_on_host", {})
         for index, group in enumerate(self.groups):
             self._check(index, group)
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as they are now."""
+        """Current parameter groups of the optimizer."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -59,12 +58,12 @@ class ParamValues:
                 self._set(group, value)
             elif self._float(current) != value:
                 current.fill_(value)
-                self._remember(current, value)
+                self._store(current, value)
 
     def restore(self, values: Sequence[float]) -> None:
-        """Take `values` for what the tensors hold, where they agree after rounding to the tensor's dtype.
+        """Cache `values` as the values of the tensors if they agree after rounding to the dtype of the tensor.
 
-        A learning rate saved as float32 would otherwise continue, after resuming, from its rounded value.
+        Otherwise a learning rate saved as float32 would continue from its rounded value after resuming.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
@@ -72,20 +71,20 @@ class ParamValues:
                 isinstance(current, Tensor)
                 and torch.tensor(value, dtype=current.dtype).item() == current.item()
             ):
-                self._remember(current, value)
+                self._store(current, value)
 
     def initial(self, resumed: bool) -> list[float]:
-        """Return the value that every group started with, and record it in the groups unless they have it.
+        """Return the initial value of every group, and store it in groups that do not contain it.
 
         Raises:
-            ConfigError: `resumed`, but a group does not know its initial value.
+            ConfigError: `resumed` is True, but a group does not contain its initial value.
         """
         key = f"initial_{self.name}"
         for index, (group, value) in enumerate(zip(self.groups, self.read(), strict=True)):
             if resumed and key not in group:
                 raise ConfigError(
-                    f"last_step says that the run is resumed, but param_groups[{index}] has no '{key}': "
-                    "load the optimizer's state first, or leave last_step at -1"
+                    f"last_step is set to resume a run, but param_groups[{index}] has no '{key}'; "
+                    "load the state of the optimizer first, or set last_step to -1"
                 )
             group.setdefault(key, value)
         return [float(group[key]) for group in self.groups]
@@ -100,28 +99,30 @@ class ParamValues:
         if self.name not in group:
             options = [key for key in group if key != "params"]
             raise ConfigError(
-                f"param_name '{self.name}' is no option of param_groups[{index}], which has {sorted(options)}"
+                f"param_groups[{index}] has no option '{self.name}' (param_name); its options are {sorted(options)}"
                 f"{did_you_mean(self.name, options)}"
             )
         value = self._get(group)
         if not matches(value, float) and not (isinstance(value, Tensor) and value.ndim == 0):
-            raise ConfigError(f"param_name '{self.name}' must name a number, but its value is {value!r}")
+            raise ConfigError(
+                f"the value of the option '{self.name}' (param_name) must be a number, not {value!r}"
+            )
 
-    def _remember(self, tensor: Tensor, value: float) -> None:
-        self._known[id(tensor)] = (tensor, tensor._version, value)
+    def _store(self, tensor: Tensor, value: float) -> None:
+        self._cache[id(tensor)] = (tensor, tensor._version, value)
 
     def _float(self, value: Any) -> float:
         if not isinstance(value, Tensor):
             return float(value)
-        known = self._known.get(id(value))
-        if known is None or known[1] != value._version:
-            self._remember(value, value.item())
-            known = self._known[id(value)]
-        return known[2]
+        cached = self._cache.get(id(value))
+        if cached is None or cached[1] != value._version:
+            self._store(value, value.item())
+            cached = self._cache[id(value)]
+        return cached[2]
 
 
 class BetaValues(ParamValues):
-    """The first beta of the Adam family, mirrored in the groups as `momentum`."""
+    """First beta of Adam optimizers, mirrored in the groups as `momentum`."""
 
     def __init__(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", []):
