@@ -202,7 +202,7 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
         ({"data_src": "a", "method_name": "mean", "window_size": True}, "must be a positive number"),
         (
             {"data_src": "loss", "method_name": "max"},
-            r"custom_cfg\[1\].log_name: 'loss' is logged by",
+            r"custom_cfg\[1\].log_name: 'loss' another entry also logs",
         ),
     ],
 )

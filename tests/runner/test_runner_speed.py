@@ -213,7 +213,7 @@ def test_the_users_own_ema_hook_stays_the_only_one(tmp_path):
 
 def test_nan_guard_and_gc_register_their_hooks_and_leave_nothing_behind(tmp_path):
     runner = run(tmp_path, speed=dict(nan_guard="skip", gc=3))
-    assert hook_of(runner, NanGuardHook).how.action == "skip"
+    assert hook_of(runner, NanGuardHook).options.action == "skip"
     assert hook_of(runner, GcHook).interval == 3
     assert gc.isenabled()
 
