@@ -317,7 +317,7 @@ def test_a_network_without_a_backbone_has_nowhere_to_load_one(tmp_path):
 
 def test_a_file_of_another_network_is_refused_even_when_loose(trained):
     _, write = trained
-    with pytest.raises(CheckpointError, match="has not one tensor of this model"):
+    with pytest.raises(CheckpointError, match="contains no tensor of this model"):
         models.get("segformer_b0", 5, checkpoint_path=write(dict), strict_load=False)
 
 
