@@ -36,7 +36,7 @@ def test_non_strict_loading_reports_mismatches():
     target = model()
     bias = target["head"].bias.clone()
     lines = load_weights(target, state, strict=False)
-    assert lines == ["missing in it: head.bias", "unknown to the model: neck.weight"]
+    assert lines == ["missing keys: head.bias", "unexpected keys: neck.weight"]
     assert torch.equal(target["body"].weight, state["body.weight"])
     assert torch.equal(target["head"].bias, bias)
 
@@ -53,7 +53,7 @@ def test_non_strict_loading_skips_a_head_with_another_class_count():
     target, source = model(), model(5)
     head = target["head"].weight.clone()
     (line,) = load_weights(target, source.state_dict(), strict=False)
-    assert "head.weight is (5, 4) there and (3, 4) in the model" in line
+    assert "head.weight is (5, 4) in the checkpoint and (3, 4) in the model" in line
     assert torch.equal(target["head"].weight, head)
     assert torch.equal(target["body"].weight, source["body"].weight)
 
@@ -79,9 +79,7 @@ def test_non_strict_loading_fails_if_no_key_matches():
 
 def test_long_list_of_names_is_truncated():
     state = {f"x{i}": torch.ones(1) for i in range(9)} | model().state_dict()
-    assert load_weights(model(), state, strict=False) == [
-        "unknown to the model: x0, x1, x2, x3, x4 and 4 more"
-    ]
+    assert load_weights(model(), state, strict=False) == ["unexpected keys: x0, x1, x2, x3, x4 and 4 more"]
 
 
 class Renamed(nn.Module):

@@ -185,7 +185,7 @@ def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
     averaged(tmp_path, [0.8, 0.7, 0.0], log_level="WARNING")
     (tmp_path / "average_best" / "epoch_1.pth").unlink()
     averaged(tmp_path, [0.7, 0.1, 0.0], epochs=3, resume=True, log_level="WARNING")
-    assert "epoch_1.pth is gone" in "".join(capsys.readouterr())
+    assert "epoch_1.pth does not exist" in "".join(capsys.readouterr())
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_3.pth"]
 
 

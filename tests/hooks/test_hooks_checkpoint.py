@@ -241,7 +241,7 @@ def test_metric_with_ambiguous_name_requires_a_rule(tmp_path):
         (dict(filename_tmpl="{}_{}.pth"), r"checkpoint\.filename_tmpl: must contain at most one {}"),
         (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best, not 0"),
         (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*not 2"),
-        (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*none 0"),
+        (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*not 0"),
     ],
 )
 def test_invalid_file_names_are_rejected_at_construction(tmp_path, options, message):

@@ -27,7 +27,7 @@ def test_rule_is_inferred_from_the_metric_name(name, rule):
 
 @pytest.mark.parametrize("name", ["power", "score", "loss_of_accuracy"])
 def test_ambiguous_metric_name_requires_a_rule(name):
-    with pytest.raises(ConfigError, match="rule: cannot infer the rule .* set it to 'greater' or 'less'"):
+    with pytest.raises(ConfigError, match=r"rule: cannot infer the rule .* set it to 'greater' or 'less'"):
         better(name, None)
     assert better(name, "less") == "less"
 

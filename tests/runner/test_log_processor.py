@@ -188,9 +188,12 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
         ({"data_src": "a"}, r"custom_cfg\[1\]: needs 'method_name'"),
         (
             {"data_src": "a", "method_name": "mean", "windows": 3},
-            r"custom_cfg\[1\].windows: 'mean' takes no 'windows'",
+            r"custom_cfg\[1\].windows: 'mean' has no parameter 'windows'",
         ),
-        ({"data_src": "a", "method_name": "current", "window_size": 3}, "'current' takes no 'window_size'"),
+        (
+            {"data_src": "a", "method_name": "current", "window_size": 3},
+            "'current' has no parameter 'window_size'",
+        ),
         (
             {"data_src": "a", "method_name": "mean", "window_size": 0},
             r"\[1\].window_size: must be a positive integer",

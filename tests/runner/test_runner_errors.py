@@ -42,7 +42,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(3, 0)])), "train_cfg.dynamic_intervals: ", "(3, 0)"),
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(9, 1), (3, 2)])), "train_cfg.dynamic_int", "ascending"),
         (dict(train_cfg=dict(type="EpochBasedTrainLop", max_epochs=1)), "train_cfg", "EpochBasedTrainLoop"),
-        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "not both"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "exclude each other"),
         (dict(train_cfg=3), "train_cfg: ", "dict"),
         # data
         (dict(train_dataloader=loader(TensorDataset(torch.zeros(0, 4)))), "train_dataloader", "no samples"),
@@ -192,7 +192,7 @@ class Returning(Net):
 def test_invalid_losses_are_rejected(tmp_path, answer, error, hint):
     with pytest.raises(error, match=hint) as raised:
         run(tmp_path, model=Returning(answer), default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
-    assert "iteration 1 of the training" in raised.value.__notes__[0]
+    assert "iteration 1 of training" in raised.value.__notes__[0]
 
 
 class Poison(Hook):
@@ -330,7 +330,7 @@ def test_errors_in_user_code_are_raised_unchanged(tmp_path):
 
     with pytest.raises(KeyError, match="mine") as raised:
         run(tmp_path, model=Returning(broken))
-    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of the training)"]
+    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of training)"]
 
 
 def test_error_details_are_logged(tmp_path):

@@ -261,7 +261,7 @@ def test_cudnn_benchmark_is_enabled_only_during_the_run(tmp_path, words, on):
     assert not torch.backends.cudnn.benchmark
 
 
-# ---- SuperGradients' training_params in a Runner's configuration -----------------------------------------------------------
+# ---- SuperGradients' training_params in a Runner's configuration -------------------------------------------------
 
 
 def test_training_params_may_contain_speed_options(tmp_path):
