@@ -55,8 +55,8 @@ class Stumble(Hook):
         self.how, self.epoch = how, epoch
 
     def before_train_epoch(self, runner):
-        anew = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))
-        if runner.epoch == self.epoch and runner.rank == 1 and not anew:
+        restarted = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))
+        if runner.epoch == self.epoch and runner.rank == 1 and not restarted:
             getattr(self, self.how)()
 
     def error(self):

@@ -208,14 +208,14 @@ def killed(folder, values, hooks=(), epochs=5, **changes):
 
 
 def test_after_new_best_is_called_after_the_checkpoint_is_written(tmp_path):
-    told = []
+    calls = []
 
     class Told(Hook):
         def after_new_best(self, runner, metrics):
-            told.append((metrics["acc"], best(tmp_path)))
+            calls.append((metrics["acc"], best(tmp_path)))
 
     killed(tmp_path, [0.3, 0.2, 0.9, 0.9, 0.5], [Told()])
-    assert told == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
+    assert calls == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
 
 
 def test_validation_outside_of_training_saves_no_checkpoint(tmp_path):

@@ -184,8 +184,8 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
     ("entry", "message"),
     [
         ("loss", r"custom_cfg\[1\]: must be a dict"),
-        ({"method_name": "mean"}, r"custom_cfg\[1\]: needs 'data_src'"),
-        ({"data_src": "a"}, r"custom_cfg\[1\]: needs 'method_name'"),
+        ({"method_name": "mean"}, r"custom_cfg\[1\]: requires the string 'data_src'"),
+        ({"data_src": "a"}, r"custom_cfg\[1\]: requires the string 'method_name'"),
         (
             {"data_src": "a", "method_name": "mean", "windows": 3},
             r"custom_cfg\[1\].windows: 'mean' has no parameter 'windows'",

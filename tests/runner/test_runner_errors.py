@@ -87,7 +87,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=0))),
             "default_hooks.checkpoint.interval: ",
-            "-1 for none",
+            "-1 (save only the last)",
         ),
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=-2))),
@@ -269,7 +269,7 @@ class Wider(Net):
     [
         (Other, "only.weight", False),
         (Other, "only.weight", True),
-        (Wider, r"last.weight is \(3, 8\) there", True),
+        (Wider, r"last.weight is \(3, 8\) in the checkpoint", True),
     ],
 )
 def test_checkpoint_of_another_model_is_rejected(tmp_path, other, hint, resume):
@@ -281,7 +281,7 @@ def test_checkpoint_of_another_model_is_rejected(tmp_path, other, hint, resume):
 @pytest.mark.parametrize("argument", ["load_from", "resume"])
 def test_missing_checkpoint_error_suggests_the_closest_name(tmp_path, argument):
     run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"epoch_3\.pth; did you mean 'epoch_2\.pth'"):
+    with pytest.raises(CheckpointError, match=r"epoch_3\.pth does not exist; did you mean 'epoch_2\.pth'"):
         run(tmp_path, **{argument: str(tmp_path / "epoch_3.pth")})
 
 
@@ -301,11 +301,11 @@ def test_checkpoint_with_only_weights_cannot_be_resumed(tmp_path):
     [
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="acc/top2"))),
-            "default_hooks.checkpoint.save_best: there is no metric 'acc/top2'",
+            "default_hooks.checkpoint.save_best: unknown metric 'acc/top2'",
         ),
         (
             dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="accu", strict=True)]),
-            "custom_hooks[0].monitor: there is no metric 'accu'; did you mean 'acc'",
+            "custom_hooks[0].monitor: unknown metric 'accu'; did you mean 'acc'",
         ),
         (
             dict(param_scheduler=[dict(type="ReduceOnPlateauLR", monitor="los")]),
