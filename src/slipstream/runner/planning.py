@@ -46,8 +46,8 @@ def _check_params(params: Any) -> None:
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
-                f"a Runner only supports the speed options of training_params"
-                f"{did_you_mean(str(key), PARAMS_OPTIONS)}. Use slipstream.Trainer for the other keys",
+                "a Runner only supports the speed options of training_params; use slipstream.Trainer for the other keys"
+                f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
                 f"training_params.{key}",
             )
 
