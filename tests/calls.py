@@ -1,10 +1,10 @@
-"""Count the calls that a piece of code makes: how much it does, without a clock."""
+"""Count function calls, a cost measure that does not depend on timing."""
 
 import sys
 
 
 def calls_of(function):
-    """Return how many Python and C functions `function()` calls, itself included."""
+    """Return the number of Python and C function calls made by `function()`, including itself."""
     count = 0
 
     def profile(frame, event, argument):

@@ -1,23 +1,23 @@
-"""What every test shares: one thread a process, and global torch switches put back."""
+"""Common setup of all tests: one thread per process, and restored global torch settings."""
 
 import os
 import tempfile
 from collections.abc import Iterator
 
-# Test processes run side by side; several threads each would wait for one another far longer than they
-# compute. Set before torch is imported, and inherited by the processes that tests start.
+# Test processes run in parallel, so several threads per process would oversubscribe the cores. This is set before
+# torch is imported and inherited by child processes.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-# Compiled code of the tests is not kept in the user's cache, nor shared between two test runs.
+# Tests neither use the user's cache of compiled code nor share a cache with another test run.
 os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-tests-"))
 
 
 @pytest.fixture(autouse=True)
 def _quiet_torch() -> Iterator[None]:
-    """Leave seeds alone, but put back the switches that a Runner may set."""
+    """Restore the global settings that a Runner may change, except seeds."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark
     yield
@@ -26,7 +26,7 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where there is no GPU."""
+    """Skip GPU tests if there is no GPU."""
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

@@ -1,4 +1,4 @@
-"""Parts for a configuration whose processes fail on purpose, each in its own way."""
+"""Data set, model and hook for runs that fail on purpose."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from slipstream.model import BaseModel
 from slipstream.registry import DATASETS, HOOKS, MODELS
 
 FOLDER = str(Path(__file__).parent)
-"""To be on the PYTHONPATH of the processes."""
+"""Folder to add to the PYTHONPATH of the processes."""
 
 CONFIG = """\
 custom_imports: {imports: [faulty_fixtures]}
@@ -49,14 +49,14 @@ class Line(BaseModel):
 
 @HOOKS.register_module()
 class Stumble(Hook):
-    """Fails, or waits, on rank 1 at the start of an epoch, when the job has not been started anew yet."""
+    """Fails or hangs on rank 1 at the start of an epoch, unless the job was restarted."""
 
     def __init__(self, how, epoch=1):
         self.how, self.epoch = how, epoch
 
     def before_train_epoch(self, runner):
-        anew = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))
-        if runner.epoch == self.epoch and runner.rank == 1 and not anew:
+        restarted = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))
+        if runner.epoch == self.epoch and runner.rank == 1 and not restarted:
             getattr(self, self.how)()
 
     def error(self):

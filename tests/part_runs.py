@@ -1,4 +1,4 @@
-"""Small float64 trainings with options that are parts of the step, and the same loop written by hand."""
+"""Small float64 runs with options implemented as step parts, and the equivalent plain loop."""
 
 import copy
 
@@ -16,7 +16,7 @@ STEPS, BATCH, MAX_NORM = 8, 6, 0.3
 GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 HOW = {"eager": None, "compiled": GRAPH}
 TOGETHER = dict(accumulate=2, clip_grad=dict(max_norm=MAX_NORM), ema=dict(type="swa", interval=2))
-"""Options that every part must work with."""
+"""Options that every step part must support."""
 
 
 def block():
@@ -24,7 +24,7 @@ def block():
 
 
 class Net(BaseModel):
-    """A network with BatchNorm, blocks that repeat, and a head."""
+    """A network with BatchNorm, repeated blocks and a head."""
 
     def __init__(self, norm=True):
         super().__init__()
@@ -71,13 +71,13 @@ def by_hand(
     model=None,
     data=None,
 ):
-    """Train by a loop of one's own; return losses, weights and the average.
+    """Train with a plain loop; return losses, weights and the average.
 
     Args:
         gradients: `gradients(model, params, loss_of)` returns the gradients of a batch.
-        change: `change(params, grads)` returns the gradients of a window as they are clipped.
-        groups: `groups(model, optimizer)` changes the optimizer's groups, one for each parameter.
-        together: accumulate, clip and average as `TOGETHER` says.
+        change: `change(params, grads)` returns the clipped gradients of an accumulation window.
+        groups: `groups(model, optimizer)` modifies the optimizer's groups, one per parameter.
+        together: accumulate, clip and average with the options of `TOGETHER`.
     """
     model = Net() if model is None else model
     params = list(model.parameters())
@@ -119,7 +119,7 @@ def _mean(states):
 
 
 def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **options):
-    """Train by `accelerate`; return what `by_hand` does."""
+    """Train with `accelerate`; return the same values as `by_hand`."""
     torch._dynamo.reset()
     model = Net() if model is None else model
     options = dict(options, compile=HOW[how], **(TOGETHER if together else {}))
@@ -130,7 +130,7 @@ def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **op
 
 
 def run(folder, how, together=False, model=None, optimizer=None, hooks=(), **options):
-    """Train by a Runner; return what `by_hand` does, and the Runner."""
+    """Train with a Runner; return the same values as `by_hand`, and the Runner."""
     torch._dynamo.reset()
     x, y = map(torch.cat, zip(*batches(), strict=True))
     runner = Runner(
@@ -164,12 +164,12 @@ def _average(average):
 
 
 def assert_equal(found, expected, rtol=1e-9, atol=1e-12):
-    """Compare losses (where both have them), weights and averages."""
+    """Compare losses (if both runs have them), weights and averages."""
     for mine, theirs in zip(found, expected, strict=True):
         if mine is not None and theirs is not None:
             torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
 def differ(found, other):
-    """Say whether two trainings ended with other weights: else an option that is ignored would not be seen."""
+    """Return whether the final weights differ, to detect options that have no effect."""
     return any(not torch.allclose(found[1][name], other[1][name], rtol=1e-4) for name in found[1])

@@ -1,14 +1,14 @@
-"""Ports for jobs of tests, which no other test and no connection of this machine takes meanwhile.
+"""Ports for distributed tests that no other test or connection uses.
 
-A port that the system calls free may be given to a connection before the job listens on it. It gives those from
-32768 on, and Slipstream takes 20000 to 29999 under Slurm and MPI by itself.
+The operating system may assign a free port to a connection before the test's job listens on it. It assigns ports from
+32768 on, and Slipstream uses 20000 to 29999 under Slurm and MPI.
 """
 
 import itertools
 import os
 import socket
 
-_numbers = itertools.count(os.getpid() % 1000)  # two runs of all tests begin at different places
+_numbers = itertools.count(os.getpid() % 1000)  # parallel test runs start at different ports
 
 
 def free_port():
@@ -19,7 +19,9 @@ def free_port():
 
 def _is_free(port):
     with socket.socket() as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as torch: what a job left is no obstacle
+        sock.setsockopt(
+            socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+        )  # as torch does, to reuse ports in TIME_WAIT
         try:
             sock.bind(("", port))
         except OSError:

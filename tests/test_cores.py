@@ -3,7 +3,7 @@ import pytest
 from slipstream import cores
 
 
-def test_quotas_of_the_cgroup_and_of_those_around_it_count(monkeypatch, tmp_path):
+def test_quotas_of_the_cgroup_and_its_parents_apply(monkeypatch, tmp_path):
     inner = tmp_path / "sys/fs/cgroup/job/step"
     inner.mkdir(parents=True)
     (inner / "cpu.max").write_text("max 100000\n")
@@ -20,7 +20,7 @@ def test_without_cgroups_there_are_no_quotas(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(("quotas", "expected"), [([], 3), ([1.5], 2), ([0.2, 9.0], 1), ([64.0], 3)])
-def test_there_is_at_least_one_core_and_no_more_than_the_affinity(monkeypatch, quotas, expected):
+def test_cores_are_between_one_and_the_cpu_affinity(monkeypatch, quotas, expected):
     monkeypatch.setattr(cores.os, "sched_getaffinity", lambda pid: {0, 1, 2}, raising=False)
     monkeypatch.setattr(cores, "_quotas", lambda: quotas)
     assert cores.cores() == expected

@@ -1,4 +1,4 @@
-"""Errors can be caught as Python users expect, and read well."""
+"""Base classes and messages of the exceptions."""
 
 import pickle
 
@@ -28,7 +28,7 @@ from slipstream.errors import (
         (CheckpointError, (SlipstreamError, RuntimeError)),
     ],
 )
-def test_errors_are_also_the_built_in_ones_that_users_catch(error, bases):
+def test_errors_derive_from_built_in_exceptions(error, bases):
     for base in bases:
         assert issubclass(error, base)
 
@@ -40,12 +40,12 @@ def test_every_error_derives_from_one_base():
 
 
 @pytest.mark.parametrize("error", [ConfigError, UnknownNameError, BuildError])
-def test_a_message_is_shown_without_quotes_and_after_its_place(error):
+def test_message_has_no_quotes_and_follows_the_path(error):
     assert str(error("no such 'thing'")) == "no such 'thing'"
     assert str(error("no such 'thing'", "a.b[2]")) == "a.b[2]: no such 'thing'"
 
 
-def test_an_error_survives_the_way_from_a_worker_process():
+def test_error_from_a_worker_process_keeps_its_message():
     error = pickle.loads(pickle.dumps(UnknownNameError("no such thing", "dataset.type")))
     assert str(error) == "dataset.type: no such thing"
 
@@ -59,5 +59,5 @@ def test_an_error_survives_the_way_from_a_worker_process():
         ("", ""),
     ],
 )
-def test_the_nearest_name_is_proposed_whatever_its_case(name, hint):
+def test_closest_name_is_suggested_case_insensitively(name, hint):
     assert did_you_mean(name, ["SGD", "AdamW", "RMSprop"]) == hint

@@ -3,18 +3,18 @@ import pytest
 from slipstream.files import replacing
 
 
-def test_the_old_file_stays_until_the_new_one_is_whole(tmp_path):
+def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
     with replacing(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
-        assert temporary.parent == tmp_path  # a rename within one file system
+        assert temporary.parent == tmp_path  # the same file system, as a rename requires
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
+def test_error_keeps_only_the_old_file(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("old")
 
@@ -34,10 +34,10 @@ def test_a_block_that_writes_nothing_is_an_error(tmp_path):
         pass
 
 
-def test_two_writers_of_one_file_do_not_meet(tmp_path):
+def test_two_writers_of_one_file_do_not_conflict(tmp_path):
     path = tmp_path / "a.txt"
     with replacing(path) as first, replacing(path) as second:
         first.write_text("first")
         second.write_text("second")
-    assert path.read_text() == "first"  # it ended last
+    assert path.read_text() == "first"  # this block ended last
     assert list(tmp_path.iterdir()) == [path]

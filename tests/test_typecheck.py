@@ -1,4 +1,4 @@
-"""Values from files and command lines against annotations."""
+"""Type checks of option values against annotations."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, Optional
@@ -28,11 +28,11 @@ from slipstream.typecheck import describe, matches
         ("a", Literal["a", "b"]),
         ("b", Literal["a"] | str),
         (object(), Any),
-        ("anything", Sequence[int]),  # not a plain type: accepted
+        ("anything", Sequence[int]),  # not a plain type, so any value is accepted
         (len, Callable[..., Any]),
     ],
 )
-def test_what_fits(value, annotation):
+def test_matching_values(value, annotation):
     assert matches(value, annotation)
 
 
@@ -56,7 +56,7 @@ def test_what_fits(value, annotation):
         ([], int | str | None),
     ],
 )
-def test_what_does_not_fit(value, annotation):
+def test_values_that_do_not_match(value, annotation):
     assert not matches(value, annotation)
 
 
@@ -64,7 +64,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st
 
 
 @given(PLAIN, st.sampled_from([int, str, bool, float, list]), st.sampled_from([int, str, None, list]))
-def test_a_union_is_fitted_by_what_fits_any_of_its_members(value, one, other):
+def test_union_matches_values_of_any_member(value, one, other):
     assert matches(value, one | other) == (matches(value, one) or matches(value, other))
 
 
@@ -78,5 +78,5 @@ def test_a_union_is_fitted_by_what_fits_any_of_its_members(value, one, other):
         (Literal["torch"] | bool | None, "'torch' or bool or None"),
     ],
 )
-def test_annotations_are_described_in_plain_words(annotation, words):
+def test_describe_formats_annotations(annotation, words):
     assert describe(annotation) == words

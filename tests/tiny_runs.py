@@ -1,4 +1,4 @@
-"""The smallest runs that still have everything: shuffling, dropout, BatchNorm, momentum, validation."""
+"""Small runs with shuffling, dropout, BatchNorm, momentum and validation."""
 
 import json
 import random
@@ -26,7 +26,7 @@ def samples(count=40, seed=0):
 
 
 class Noisy(Dataset):
-    """Augments by the global generators of torch, NumPy and Python, as users' data sets do."""
+    """A data set that augments with the global generators of torch, NumPy and Python, as user data sets do."""
 
     metainfo: ClassVar = dict(classes=("a", "b", "c"))
 
@@ -66,7 +66,7 @@ class Accuracy(BaseMetric):
 
 
 class Scripted(BaseMetric):
-    """Reports given values, one a validation."""
+    """A metric that reports predefined values, one per validation."""
 
     def __init__(self, values, name="acc", **kwargs):
         super().__init__(**kwargs)
@@ -80,7 +80,7 @@ class Scripted(BaseMetric):
 
 
 class Losses(Hook):
-    """Keeps the loss of every step, by the number of the step."""
+    """Stores the loss of every step by step number."""
 
     def __init__(self):
         self.by_iter = {}
@@ -129,7 +129,7 @@ def run(work_dir, **changes):
 
 
 def scalars(runner):
-    """Return the lines that a run logged as dicts."""
+    """Return a run's logged JSON lines as dicts."""
     lines = (Path(runner.log_dir) / "vis_data" / "scalars.json").read_text().splitlines()
     return [json.loads(line) for line in lines]
 

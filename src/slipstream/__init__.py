@@ -1,6 +1,6 @@
 """Slipstream: train PyTorch models faster without changing their code.
 
-Public names are imported on first use, so that `import slipstream` costs next to nothing.
+Public names are imported on first use, which keeps `import slipstream` fast.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from slipstream.training.trainer import Trainer as Trainer
     from slipstream.version import __version__ as __version__
 
-_HOMES = {
+_MODULES = {
     "Config": "slipstream.config",
     "Runner": "slipstream.runner",
     "Trainer": "slipstream.training.trainer",
@@ -33,8 +33,8 @@ __all__ = ["Config", "Runner", "Trainer", "__version__", "accelerate", "feed"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _MODULES:
+        return getattr(importlib.import_module(_MODULES[name]), name)
     if name in _PACKAGES:
         return importlib.import_module(f"slipstream.{name}")
     raise AttributeError(f"module 'slipstream' has no attribute '{name}'")

@@ -1,4 +1,4 @@
-"""`python -m slipstream` is the command `slipstream`."""
+"""Entry point of `python -m slipstream`, the same command as `slipstream`."""
 
 import sys
 

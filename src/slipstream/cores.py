@@ -1,4 +1,4 @@
-"""How many cores this process may use, which containers and launchers limit in different ways."""
+"""The number of CPU cores available to this process."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["cores"]
 
 
 def cores() -> int:
-    """Return how many cores this process may use: by its affinity, and by the quotas of its cgroups (version 2)."""
+    """Return the number of cores this process may use, from its CPU affinity and its cgroup (v2) quotas."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([found, *map(math.ceil, _quotas())]), 1)
 
 
 def _quotas() -> list[float]:
-    """Return the quotas, in cores, of this process's cgroup and of those around it."""
+    """Return the CPU quotas, in cores, of this process's cgroup and its parents."""
     root, found = Path("/sys/fs/cgroup"), []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()

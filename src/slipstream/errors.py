@@ -1,7 +1,7 @@
-"""The errors that Slipstream raises: each names the thing, its place and the remedy.
+"""Exceptions raised by Slipstream.
 
-All derive from `SlipstreamError`; where Python users expect `ValueError`, `TypeError` or `KeyError`
-semantics, the class derives from those too.
+All of them derive from `SlipstreamError`. Where users expect `ValueError`, `TypeError` or `KeyError`, the class
+also derives from that exception.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ __all__ = [
 
 
 class SlipstreamError(Exception):
-    """Base class of every error raised by Slipstream on purpose."""
+    """Base class of all exceptions raised by Slipstream."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        # torch raises the error of a loader's worker anew, with the text of its whole traceback for a message.
+        # torch re-raises a data loader worker's exception with the worker's full traceback as the message.
         name, text = type(self).__name__, str(args[0]) if args else ""
         if text.startswith(f"Caught {name} in "):
             self.args = (re.split(rf"^(?:\S+\.)?{name}: ", text, flags=re.MULTILINE)[-1].strip(),)
             self.__cause__ = Exception(text)
 
     def __str__(self) -> str:
-        # KeyError among the bases would print the repr of the message.
+        # KeyError.__str__ would return the repr of the message.
         return " ".join(str(arg) for arg in self.args)
 
 
 class ConfigError(SlipstreamError, ValueError):
-    """A configuration key or value is wrong; `path` says where it stands (`optim_wrapper.optimizer`)."""
+    """A configuration key or value is invalid; `path` is its location (`optim_wrapper.optimizer`)."""
 
     def __init__(self, message: str, path: str = "") -> None:
         super().__init__(message)
@@ -54,19 +54,19 @@ class ConfigError(SlipstreamError, ValueError):
 
 
 class UnknownNameError(ConfigError, KeyError):
-    """A name (of a class, recipe or key) that nobody registered."""
+    """A class, recipe or key name is unknown."""
 
 
 class BuildError(ConfigError, TypeError):
-    """A part could not be built from its configuration."""
+    """An object could not be built from its configuration."""
 
 
 class DataError(SlipstreamError, ValueError):
-    """A data set, sample or batch is not what the engine or the model expects."""
+    """A data set, sample or batch has an unexpected type, shape or content."""
 
 
 class ModelError(SlipstreamError, ValueError):
-    """A model cannot be trained as it is."""
+    """A model does not meet the requirements for training."""
 
 
 class MissingPackageError(SlipstreamError, ModuleNotFoundError):
@@ -82,7 +82,7 @@ class NonFiniteLossError(SlipstreamError, FloatingPointError):
 
 
 class CheckpointError(SlipstreamError, RuntimeError):
-    """A checkpoint cannot be read, or belongs to another model."""
+    """A checkpoint cannot be read or written, or belongs to another model."""
 
 
 class DistributedError(SlipstreamError, RuntimeError):
@@ -90,7 +90,7 @@ class DistributedError(SlipstreamError, RuntimeError):
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the candidate nearest to `name`, or an empty string."""
+    """Return `"; did you mean 'x'?"` for the candidate closest to `name`, or an empty string if none is close."""
     by_lower = {c.lower(): c for c in candidates}
     close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
     return f"; did you mean '{by_lower[close[0]]}'?" if close else ""

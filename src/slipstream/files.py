@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic file writes."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["replacing"]
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Give a name beside `path`; the file that is written there takes its place when the block ends well.
+    """Yield a temporary path next to `path`; rename the file written there to `path` if the block succeeds.
 
-    Whatever happens, who opens `path` finds the old file or the whole new one.
+    Readers of `path` see either the old file or the complete new one.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:

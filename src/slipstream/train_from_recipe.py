@@ -1,7 +1,7 @@
 """`python -m slipstream.train_from_recipe --config-name=NAME`: SuperGradients' command, with all of Hydra's options.
 
-Hydra reads the words, tries the values of a `--multirun` one after another or through its launchers, and shows the
-recipe (`--cfg job`); each run is `slipstream train NAME overrides`.
+Hydra parses the command line, runs the jobs of a `--multirun` in sequence or through its launchers, and prints the
+recipe (`--cfg job`). Each job runs `slipstream train NAME overrides`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train the recipe that the words `argv` name; return the exit status: 2 for a wrong word, 1 for a failed run.
+    """Train the recipe named in `argv` and return the exit status: 2 for a usage error, 1 for a failed run.
 
     Raises:
-        SystemExit: Hydra, or a run of several, ends the process.
+        SystemExit: Hydra or a job of a multirun ended the process.
     """
     from slipstream.errors import ConfigError, MissingPackageError
 
@@ -44,24 +44,27 @@ def _main(argv: list[str]) -> int:
     args = get_args_parser().parse_args(argv)
     folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:
-        raise ConfigError("give a recipe: --config-name=NAME ('slipstream recipes' lists them)")
+        raise ConfigError("no recipe given: add --config-name=NAME ('slipstream recipes' lists all recipes)")
     if not _hydra_options(args):
         return _train(args.config_name, args.overrides, folder)
     path = find_recipe(args.config_name or "variable_setup", folder)
     if path.suffix != ".yaml":
         raise ConfigError(
-            f"Hydra reads .yaml files, not {path}: `slipstream train {path}` trains it", "--config-name"
+            f"Hydra only reads .yaml files, not {path}; run `slipstream train {path}` instead",
+            "--config-name",
         )
-    _by_hydra(args, path, folder)
+    _run_hydra(args, path, folder)
     return 0
 
 
 def _hydra_options(args: argparse.Namespace) -> list[str]:
-    """Return the options for which Hydra itself is needed, as words."""
+    """Return the command-line options that only Hydra can handle."""
     flags = ("multirun", "help", "hydra_help", "shell_completion")
-    given = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
-    given += [f"--{name}={getattr(args, name)}" for name in ("cfg", "info", "package") if getattr(args, name)]
-    return [*given, "--resolve"] if given and args.resolve else given
+    options = [f"--{name.replace('_', '-')}" for name in flags if getattr(args, name)]
+    options += [
+        f"--{name}={getattr(args, name)}" for name in ("cfg", "info", "package") if getattr(args, name)
+    ]
+    return [*options, "--resolve"] if options and args.resolve else options
 
 
 def _train(name: str, overrides: Sequence[str], folder: str | None, work_dir: Path | None = None) -> int:
@@ -71,7 +74,7 @@ def _train(name: str, overrides: Sequence[str], folder: str | None, work_dir: Pa
     return command(["train", name, *overrides, *(f"{k}={v}" for k, v in options.items() if v is not None)])
 
 
-def _by_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
+def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -85,13 +88,14 @@ def _by_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
             args.config_name, list(run.overrides.task), folder, Path(run.sweep.dir) / str(run.job.num)
         )
         if status in (1, 2):
-            raise SlipstreamError(f"run {run.job.num} failed, as it says above")  # the others are still tried
+            raise SlipstreamError(f"run {run.job.num} failed; see the error above")  # the other runs continue
         if status:
             sys.exit(status)
 
-    words = words_for_hydra(path, args.overrides, folder)
+    overrides = words_for_hydra(path, args.overrides, folder)
     register_resolvers()
-    before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]  # hydra.main reads no others
+    # hydra.main reads only sys.argv.
+    before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *overrides]
     try:
         hydra.main(str(path.parent.resolve()), path.stem, version_base="1.3")(job)()
     finally:

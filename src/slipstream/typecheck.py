@@ -1,4 +1,4 @@
-"""Check plain values against plain annotations, for options that come from files and command lines."""
+"""Check option values from files and command lines against type annotations."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _PLAIN = (bool, int, float, str, dict, list, tuple)
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Say whether `value` fits `annotation`; annotations that are not plain types accept everything.
+    """Return whether `value` matches `annotation`; annotations other than plain types accept any value.
 
-    An int fits `float`; a bool fits neither `int` nor `float`; lists and tuples fit each other, since
-    YAML and JSON know no tuples.
+    An int matches `float`. A bool matches neither `int` nor `float`. Lists and tuples are interchangeable, because
+    YAML and JSON have no tuples.
     """
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
@@ -36,7 +36,7 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def describe(annotation: Any) -> str:
-    """Return the annotation in the words of an error message: `int`, `str or None`, `'a' or 'b'`."""
+    """Return the annotation as text for an error message: `int`, `str or None`, `'a' or 'b'`."""
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(arg) for arg in typing.get_args(annotation))

@@ -1,4 +1,4 @@
-"""The version, read from the installed package."""
+"""The version of the installed package."""
 
 from importlib.metadata import PackageNotFoundError, version
 

@@ -15,7 +15,7 @@ def _put_back():
 
 
 def draws():
-    # Normal numbers come in pairs, of which each generator keeps the second.
+    # Normal numbers are drawn in pairs; each generator stores the second number.
     return [
         random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(100),
         torch.rand(3).tolist(), torch.randn(1).item(),
@@ -23,13 +23,13 @@ def draws():
 
 
 @pytest.mark.parametrize("before", [0, 1, 700])
-def test_a_state_that_went_through_a_file_gives_the_same_draws_again(tmp_path, before):
+def test_random_state_restored_from_a_file_gives_the_same_numbers(tmp_path, before):
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
     for _ in range(before):
         draws()
-    random.gauss(0, 1)  # half a pair is left over
+    random.gauss(0, 1)  # stores the second number of the pair
     np.random.normal()
     save_checkpoint({"state": get_random_state()}, tmp_path / "a.pth", pytest.fail)
     wanted = [draws() for _ in range(3)]
@@ -37,14 +37,14 @@ def test_a_state_that_went_through_a_file_gives_the_same_draws_again(tmp_path, b
     assert [draws() for _ in range(3)] == wanted
 
 
-def test_reading_the_state_draws_nothing():
+def test_get_random_state_does_not_change_the_state():
     torch.manual_seed(0)
     get_random_state()
     wanted = torch.Generator().manual_seed(0)
     assert torch.equal(torch.rand(2), torch.rand(2, generator=wanted))
 
 
-def test_a_build_for_cuda_without_a_device_is_asked_for_no_device_state(monkeypatch):
+def test_cuda_build_without_a_device_saves_no_device_state(monkeypatch):
     def current(check_available=False):
         return None if check_available else torch.device("cuda")
 

@@ -10,7 +10,7 @@ def model(classes=3):
     return nn.ModuleDict({"body": nn.Linear(2, 4), "head": nn.Linear(4, classes)})
 
 
-def test_weights_are_loaded_in_place_and_nothing_is_reported_when_all_match():
+def test_matching_weights_are_loaded_in_place_without_report():
     source, target = model(), model()
     places = [p.data_ptr() for p in target.parameters()]
     assert load_weights(target, source.state_dict(), strict=True) == []
@@ -18,75 +18,72 @@ def test_weights_are_loaded_in_place_and_nothing_is_reported_when_all_match():
     assert all(torch.equal(a, b) for a, b in zip(source.parameters(), target.parameters(), strict=True))
 
 
-def test_strict_names_missing_and_unknown_tensors_and_changes_nothing():
+def test_strict_error_lists_missing_and_unexpected_keys_and_keeps_the_model():
     state = model().state_dict()
     state["neck.weight"] = state.pop("head.bias")
     target = model()
     before = target["body"].weight.clone()
-    with pytest.raises(
-        CheckpointError, match=r"missing in it: head\.bias; unknown to the model: neck\.weight"
-    ):
+    with pytest.raises(CheckpointError, match=r"missing keys: head\.bias; unexpected keys: neck\.weight"):
         load_weights(target, state, strict=True, source="a.pth")
     assert torch.equal(target["body"].weight, before)
-    with pytest.raises(CheckpointError, match=r"another model: unknown to the model: neck\.weight"):
+    with pytest.raises(CheckpointError, match=r"another model: unexpected keys: neck\.weight"):
         load_weights(target, {**target.state_dict(), "neck.weight": torch.ones(1)}, strict=True)
 
 
-def test_otherwise_what_matches_is_loaded_and_the_rest_is_reported():
+def test_non_strict_loading_reports_mismatches():
     state = model().state_dict()
     state["neck.weight"] = state.pop("head.bias")
     target = model()
     bias = target["head"].bias.clone()
     lines = load_weights(target, state, strict=False)
-    assert lines == ["missing in it: head.bias", "unknown to the model: neck.weight"]
+    assert lines == ["missing keys: head.bias", "unexpected keys: neck.weight"]
     assert torch.equal(target["body"].weight, state["body.weight"])
     assert torch.equal(target["head"].bias, bias)
 
 
-def test_a_tensor_of_another_shape_is_an_error_that_names_it_and_both_shapes():
+def test_strict_error_names_tensor_and_both_shapes():
     with pytest.raises(
-        CheckpointError, match=r"a\.pth .*head\.weight is \(5, 4\) there and \(3, 4\) in the model"
+        CheckpointError,
+        match=r"a\.pth .*head\.weight is \(5, 4\) in the checkpoint and \(3, 4\) in the model",
     ):
         load_weights(model(), model(5).state_dict(), True, "a.pth")
 
 
-def test_otherwise_a_head_for_other_classes_is_reported_and_left_as_it_was():
+def test_non_strict_loading_skips_a_head_with_another_class_count():
     target, source = model(), model(5)
     head = target["head"].weight.clone()
     (line,) = load_weights(target, source.state_dict(), strict=False)
-    assert "head.weight is (5, 4) there and (3, 4) in the model" in line
+    assert "head.weight is (5, 4) in the checkpoint and (3, 4) in the model" in line
     assert torch.equal(target["head"].weight, head)
     assert torch.equal(target["body"].weight, source["body"].weight)
 
 
-def test_if_most_shapes_differ_it_is_another_model_even_if_not_strict():
+def test_non_strict_loading_fails_if_most_shapes_differ():
     state = {key: torch.ones(7, 7) for key in model().state_dict()}
     with pytest.raises(CheckpointError, match="belongs to another model"):
         load_weights(model(), state, strict=False)
 
 
-def test_a_value_that_is_no_tensor_is_an_error_that_names_it():
+def test_value_that_is_not_a_tensor_is_an_error():
     state = {**model().state_dict(), "head.bias": [0.0, 0.0, 0.0]}
-    with pytest.raises(CheckpointError, match=r"head\.bias is a list there"):
+    with pytest.raises(CheckpointError, match=r"head\.bias is a list in the checkpoint"):
         load_weights(model(), state, strict=False)
 
 
-def test_a_checkpoint_without_one_tensor_of_the_model_is_an_error_even_if_not_strict():
+def test_non_strict_loading_fails_if_no_key_matches():
     state = {f"module.{key}": value for key, value in model().state_dict().items()}
-    with pytest.raises(CheckpointError, match=r"not one tensor of this model.*module\.body.*revise_keys"):
+    with pytest.raises(CheckpointError, match=r"no tensor of this model.*module\.body.*revise_keys"):
         load_weights(model(), state, strict=False)
     assert load_weights(model(), revise(state, [(r"^module\.", "")]), strict=True) == []
 
 
-def test_a_long_list_of_names_is_cut():
+def test_long_list_of_names_is_truncated():
     state = {f"x{i}": torch.ones(1) for i in range(9)} | model().state_dict()
-    assert load_weights(model(), state, strict=False) == [
-        "unknown to the model: x0, x1, x2, x3, x4 and 4 more"
-    ]
+    assert load_weights(model(), state, strict=False) == ["unexpected keys: x0, x1, x2, x3, x4 and 4 more"]
 
 
 class Renamed(nn.Module):
-    """A module whose weight had another name once."""
+    """A module whose weight was renamed."""
 
     def __init__(self):
         super().__init__()
@@ -99,17 +96,19 @@ class Renamed(nn.Module):
             state[f"{prefix}weight"] = state.pop(f"{prefix}kernel")
 
 
-def test_a_module_that_knows_its_older_names_gets_them_under_strict_too():
+def test_pre_hooks_rename_old_keys_before_the_strict_comparison():
     parts = nn.ModuleDict({"old": Renamed(), "new": Renamed()})
     state = {"old.kernel": torch.ones(2), "new.weight": torch.full((2,), 3.0)}
     assert load_weights(parts, state, strict=True) == []
     assert [parts[name].weight.tolist() for name in ("old", "new")] == [[1.0, 1.0], [3.0, 3.0]]
     assert sorted(state) == ["new.weight", "old.kernel"]
-    with pytest.raises(CheckpointError, match=r"old\.weight is \(3,\) there and \(2,\) in the model"):
+    with pytest.raises(
+        CheckpointError, match=r"old\.weight is \(3,\) in the checkpoint and \(2,\) in the model"
+    ):
         load_weights(parts, {**state, "old.kernel": torch.ones(3)}, strict=True)
 
 
-def test_revise_applies_its_patterns_in_order_and_leaves_its_argument_alone():
+def test_revise_applies_patterns_in_order_and_keeps_its_argument():
     state = {"module.backbone.0.weight": 1, "head": 2}
     got = revise(state, [(r"^module\.", ""), (r"^backbone\.(\d+)", r"body.layer\1")])
     assert got == {"body.layer0.weight": 1, "head": 2}

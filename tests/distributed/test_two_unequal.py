@@ -193,4 +193,4 @@ def too_slow(folder):
 def test_collective_timeout_reports_rank_and_step(tmp_path):
     answer = run_in_two([too_slow], tmp_path)["too_slow"][0]
     assert "imed out" in answer
-    assert "on rank 0 of 2, in epoch 1, iteration 3 of the training" in answer
+    assert "on rank 0 of 2, in epoch 1, iteration 3 of training" in answer

@@ -1,4 +1,4 @@
-"""Runs with an average of the weights, and the textbook's averages in double precision."""
+"""Runs with averaged weights, and reference averages in double precision."""
 
 import torch
 
@@ -10,7 +10,7 @@ SCHEDULED = dict(type="EMAHook", ema_type="ScheduledEMA")
 
 
 class History(Hook):
-    """Keeps the weights after each step and those that a validation or test sees."""
+    """Stores the weights after each step and those used in validation or test."""
 
     priority = "VERY_LOW"
 
@@ -29,7 +29,7 @@ class History(Hook):
 
 
 def average(steps, momentum):
-    """The textbook's, in double precision."""
+    """Return the reference EMA in double precision."""
     mean = {name: value.double() for name, value in steps[0].items()}
     for step in steps[1:]:
         mean = {name: (1 - momentum) * mean[name] + momentum * step[name].double() for name in mean}
@@ -37,7 +37,7 @@ def average(steps, momentum):
 
 
 def scheduled(steps, decay_of):
-    """The textbook's with a decay that grows: `decay_of(s, total)` for update s of total; the first copies."""
+    """Return the reference EMA with the decay `decay_of(s, total)` at update s; the first update copies."""
     mean = {name: value.double() for name, value in steps[0].items()}
     for number, step in enumerate(steps[1:], start=2):
         decay = decay_of(number, len(steps))

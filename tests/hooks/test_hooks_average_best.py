@@ -1,4 +1,4 @@
-"""The mean of the weights of the best epochs: which they are, what it is, and that it outlives a kill."""
+"""AverageBestHook: selection of the best epochs, their mean weights, and resuming after a kill."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ NORM = dict(type=Net, norm=True)
 
 
 class Snapshots(Hook):
-    """Counts how often each snapshot is written, by the time of its last change."""
+    """Counts the writes of each snapshot by its modification time."""
 
     priority = "LOWEST"
 
@@ -40,7 +40,7 @@ class Snapshots(Hook):
 
 
 class Stop(Hook):
-    """Ends the training after an epoch: cleanly, or as a kill would."""
+    """Ends training after an epoch, either cleanly or with an exception."""
 
     priority = "LOWEST"
 
@@ -59,7 +59,10 @@ def snapshots(folder):
 
 
 def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **changes):
-    """Train for as many epochs as there are values, the last of them for the mean; return Runner and history."""
+    """Train one epoch per value, except the last value, which is the metric of the average.
+
+    Return the Runner and the history.
+    """
     options = {key: changes.pop(key) for key in ("rule", "filename") if key in changes}
     hook = dict(type="AverageBestHook", metric=name, count=count, **options)
     history = History()
@@ -76,7 +79,7 @@ def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **chang
 
 
 def mean(states):
-    """In double precision; what is no floating point is the first's."""
+    """Return the mean in double precision; tensors that are not floating point come from the first state."""
     first = states[0]
     return {
         name: sum(state[name].double() for state in states).div(len(states)).to(value.dtype)
@@ -90,7 +93,7 @@ def written(folder, name="average_model.pth"):
     return torch.load(folder / name, weights_only=True)
 
 
-def test_it_is_the_mean_of_the_weights_of_the_best_epochs(tmp_path):
+def test_average_is_the_mean_weights_of_the_best_epochs(tmp_path):
     runner, history = averaged(tmp_path, [0.1, 0.7, 0.5, 0.9, 0.2, 0.4])
     best = [history.validated[epoch - 1] for epoch in (4, 2, 3)]
     found = written(tmp_path)
@@ -101,7 +104,7 @@ def test_it_is_the_mean_of_the_weights_of_the_best_epochs(tmp_path):
     assert_same(weights(runner), history.steps[-1])
 
 
-def test_the_mean_is_validated_once_and_logged_and_nothing_else_takes_it_for_an_epoch(tmp_path):
+def test_average_is_validated_once_and_not_counted_as_an_epoch(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     runner, history = averaged(tmp_path, [0.5, 0.4, 0.99], default_hooks=hooks)
     assert len(history.validated) == 3
@@ -112,19 +115,19 @@ def test_the_mean_is_validated_once_and_logged_and_nothing_else_takes_it_for_an_
     assert runner.model.training
 
 
-def test_a_loss_is_the_better_the_less_it_is_and_the_earlier_of_equals_stays(tmp_path):
+def test_lower_loss_is_better_and_the_earlier_of_equal_epochs_is_kept(tmp_path):
     averaged(tmp_path / "a", [0.4, 0.1, 0.1, 0.2, 0.0], count=1, name="loss")
     assert written(tmp_path / "a")["meta"]["averaged"] == ["epoch_2.pth"]
     averaged(tmp_path / "b", [0.4, 0.1, 0.3, 0.0], count=2, name="loss", rule="greater", filename="mean.pth")
     assert written(tmp_path / "b", "mean.pth")["meta"]["averaged"] == ["epoch_1.pth", "epoch_3.pth"]
 
 
-def test_an_epoch_whose_metric_is_not_finite_is_none_of_them(tmp_path):
+def test_epoch_with_non_finite_metric_is_not_averaged(tmp_path):
     averaged(tmp_path, [float("nan"), 0.2, float("inf"), 0.1, 0.0])
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_4.pth"]
 
 
-def test_a_snapshot_is_written_once_and_not_again(tmp_path):
+def test_snapshot_is_written_only_once(tmp_path):
     watching = Snapshots()
     averaged(tmp_path, [0.1, 0.7, 0.5, 0.9, 0.2, 0.4], hooks=[watching])
     assert sorted(watching.written) == ["epoch_1.pth", "epoch_2.pth", "epoch_3.pth", "epoch_4.pth"]
@@ -134,7 +137,7 @@ def test_a_snapshot_is_written_once_and_not_again(tmp_path):
 @pytest.mark.parametrize(
     "hook", [dict(type="EMAHook", momentum=0.3), dict(SCHEDULED, decay=0.7, decay_type="constant")]
 )
-def test_of_a_run_with_an_average_the_validated_weights_are_averaged(tmp_path, hook):
+def test_ema_weights_are_averaged_with_an_ema_hook(tmp_path, hook):
     runner, history = averaged(tmp_path / "a", [0.1, 0.7, 0.5, 0.9, 0.0], count=2, hooks=[hook])
     expected = mean([history.validated[3], history.validated[1]])
     assert_same(written(tmp_path / "a")["state_dict"], expected)
@@ -144,12 +147,12 @@ def test_of_a_run_with_an_average_the_validated_weights_are_averaged(tmp_path, h
     assert not torch.equal(history.validated[3]["first.weight"], history.steps[-1]["first.weight"])
 
 
-def test_a_training_that_a_hook_ends_early_has_its_mean_too(tmp_path):
+def test_average_is_saved_after_early_stopping(tmp_path):
     averaged(tmp_path, [0.3, 0.6, 0.0], hooks=[Stop(2)], epochs=5)
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_1.pth"]
 
 
-def test_in_a_training_by_iterations_it_is_the_mean_of_the_best_validations(tmp_path):
+def test_iteration_based_training_averages_the_best_validations(tmp_path):
     cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
     _, history = averaged(tmp_path, [0.1, 0.5, 0.4, 0.0], count=2, train_cfg=cfg)
     assert written(tmp_path)["meta"]["averaged"] == ["iter_4.pth", "iter_6.pth"]
@@ -157,12 +160,12 @@ def test_in_a_training_by_iterations_it_is_the_mean_of_the_best_validations(tmp_
 
 
 @pytest.mark.parametrize("epoch", [1, 2, 3, 4])
-def test_a_killed_and_resumed_run_averages_what_one_that_went_through_does(tmp_path, epoch):
+def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     values = [0.1, 0.7, 0.5, 0.9, 0.2]
     averaged(tmp_path / "a", [*values, 0.0])
     with pytest.raises(KeyboardInterrupt):
         averaged(tmp_path / "b", values, hooks=[Stop(epoch, kill=True)], epochs=5)
-    # The last validation had not been saved, so it comes again.
+    # The last validation was not saved, so it is repeated.
     averaged(tmp_path / "b", [*values[epoch - 1 :], 0.0], epochs=5, resume=True)
     one, other = written(tmp_path / "a"), written(tmp_path / "b")
     assert (
@@ -172,21 +175,21 @@ def test_a_killed_and_resumed_run_averages_what_one_that_went_through_does(tmp_p
     assert len(snapshots(tmp_path / "b")) == 3
 
 
-def test_a_longer_training_goes_on_with_the_best_of_the_shorter(tmp_path):
+def test_extended_training_keeps_the_previous_best_epochs(tmp_path):
     averaged(tmp_path, [0.8, 0.7, 0.0], count=2)
     averaged(tmp_path, [0.7, 0.75, 0.1, 0.0], count=2, epochs=4, resume=True)
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_1.pth", "epoch_3.pth"]
 
 
-def test_a_snapshot_that_is_gone_is_named_and_not_averaged(tmp_path, capsys):
+def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
     averaged(tmp_path, [0.8, 0.7, 0.0], log_level="WARNING")
     (tmp_path / "average_best" / "epoch_1.pth").unlink()
     averaged(tmp_path, [0.7, 0.1, 0.0], epochs=3, resume=True, log_level="WARNING")
-    assert "epoch_1.pth is gone" in "".join(capsys.readouterr())
+    assert "epoch_1.pth does not exist" in "".join(capsys.readouterr())
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_3.pth"]
 
 
-def test_the_file_is_one_to_start_from(tmp_path):
+def test_average_file_works_with_load_from(tmp_path):
     averaged(tmp_path / "a", [0.8, 0.7, 0.0])
     source = tmp_path / "a" / "average_model.pth"
     runner = Runner(
@@ -199,27 +202,27 @@ def test_the_file_is_one_to_start_from(tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------------
 
 
-def test_without_a_validated_epoch_there_is_no_mean_and_a_warning(tmp_path, capsys):
+def test_no_validation_means_no_average_and_a_warning(tmp_path, capsys):
     hook = dict(type="AverageBestHook", metric="acc")
     run(tmp_path, custom_hooks=[hook], log_level="WARNING")
-    assert "no validation gave 'acc'" in "".join(capsys.readouterr())
+    assert "no validation returned a finite 'acc'" in "".join(capsys.readouterr())
     assert not (tmp_path / "average_model.pth").exists()
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(metric="score"), r"^custom_hooks\[0\]\.rule: .*'score' does not tell"),
+        (dict(metric="score"), r"^custom_hooks\[0\]\.rule: .*metric's name 'score'"),
         (dict(metric="acc", rule="more"), r"^custom_hooks\[0\]\.rule: must be 'greater' or 'less'"),
         (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be at least 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+def test_invalid_options_are_rejected(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, custom_hooks=[dict(type="AverageBestHook", **options)]))
 
 
-def test_an_unknown_metric_names_the_nearest(tmp_path):
+def test_unknown_metric_error_suggests_the_closest_name(tmp_path):
     hook = dict(type="AverageBestHook", metric="accu")
     with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.metric: .*did you mean 'acc'"):
         run(tmp_path, custom_hooks=[hook], **validation(dict(type=Accuracy)))

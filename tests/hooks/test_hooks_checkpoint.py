@@ -1,4 +1,4 @@
-"""Which checkpoints are written, kept, and called the best."""
+"""CheckpointHook: regular, kept and best checkpoints."""
 
 import pytest
 import torch
@@ -35,14 +35,14 @@ def trained(folder, values=(), name="acc", epochs=5, **options):
         (dict(interval=2, save_begin=1), {3, 5}),
     ],
 )
-def test_by_epochs(tmp_path, options, numbers):
+def test_checkpoint_interval_in_epochs(tmp_path, options, numbers):
     trained(tmp_path, **options)
     assert files(tmp_path) == {f"epoch_{n}.pth" for n in numbers}
     assert (tmp_path / "last_checkpoint").exists() == bool(numbers)
 
 
 @pytest.mark.parametrize("loop", [dict(by_epoch=True, max_epochs=5), dict(by_epoch=False, max_iters=10)])
-def test_by_iterations_in_both_loops(tmp_path, loop):
+def test_checkpoint_interval_in_iterations_works_in_both_loops(tmp_path, loop):
     hook = dict(type="CheckpointHook", by_epoch=False, interval=3, max_keep_ckpts=3)
     train = loader(batch_size=20)
     run(tmp_path, train_cfg=loop, train_dataloader=train, default_hooks=dict(checkpoint=hook))
@@ -50,7 +50,7 @@ def test_by_iterations_in_both_loops(tmp_path, loop):
     assert torch.load(tmp_path / "iter_9.pth", weights_only=True)["meta"]["iter"] == 9
 
 
-def test_out_dir_has_a_folder_for_each_run_and_resuming_finds_it(tmp_path):
+def test_out_dir_has_one_folder_per_run_and_supports_resuming(tmp_path):
     out = tmp_path / "out"
     one = trained(tmp_path / "one", interval=5, out_dir=str(out))
     trained(tmp_path / "two", interval=5, out_dir=str(out))
@@ -60,12 +60,12 @@ def test_out_dir_has_a_folder_for_each_run_and_resuming_finds_it(tmp_path):
     assert_same(weights(one), weights(again))
 
 
-def test_the_name_is_a_template(tmp_path):
+def test_filename_tmpl_formats_the_number(tmp_path):
     trained(tmp_path, interval=5, filename_tmpl="after_{}.pth")
     assert files(tmp_path) == {"after_5.pth"}
 
 
-def test_a_name_without_a_number_is_one_file_that_is_replaced(tmp_path):
+def test_filename_tmpl_without_number_overwrites_one_file(tmp_path):
     runner = trained(tmp_path, interval=2, filename_tmpl="ckpt_latest.pth")
     assert files(tmp_path) == {"ckpt_latest.pth"}
     assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == 5
@@ -74,7 +74,7 @@ def test_a_name_without_a_number_is_one_file_that_is_replaced(tmp_path):
     assert_same(weights(runner), weights(again))
 
 
-def test_chosen_epochs_stay_beside_the_others(tmp_path):
+def test_save_epochs_keeps_additional_checkpoints(tmp_path):
     names = dict(filename_tmpl="ckpt_latest.pth", max_keep_ckpts=1)
     trained(tmp_path, interval=1, save_epochs=[1, 4], **names)
     assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_epoch_1.pth", "ckpt_epoch_4.pth"}
@@ -83,7 +83,7 @@ def test_chosen_epochs_stay_beside_the_others(tmp_path):
     assert (tmp_path / "last_checkpoint").read_text().endswith("ckpt_latest.pth")
 
 
-def test_a_run_goes_on_from_a_chosen_epoch_as_from_any_other(tmp_path):
+def test_run_resumes_from_a_save_epochs_checkpoint(tmp_path):
     whole = trained(tmp_path, interval=1, save_epochs=[2])
     path = tmp_path / "ckpt_epoch_2.pth"
     again = run(
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_a_chosen_epoch_as_from_any_other(tmp_path):
     assert_same(weights(whole), weights(again))
 
 
-def test_what_a_checkpoint_holds_can_be_reduced(tmp_path):
+def test_optimizer_and_scheduler_state_can_be_excluded(tmp_path):
     trained(tmp_path, interval=5, save_optimizer=False, save_param_scheduler=False)
     assert {"optimizer", "param_schedulers"}.isdisjoint(
         torch.load(tmp_path / "epoch_5.pth", weights_only=True)
@@ -115,7 +115,7 @@ def test_what_a_checkpoint_holds_can_be_reduced(tmp_path):
     ],
 )
 @pytest.mark.parametrize("auto", [False, True])
-def test_the_best_is_kept_by_the_rule_of_its_name_or_the_one_given(tmp_path, name, rule, best, auto):
+def test_best_checkpoint_follows_the_inferred_or_configured_rule(tmp_path, name, rule, best, auto):
     values = [0.3, 0.9, 0.9, 0.1, 0.5]
     runner = trained(tmp_path, values, name, interval=-1, save_best="auto" if auto else name, rule=rule)
     expected = f"best_{name.replace('/', '_')}_epoch_{best}.pth"
@@ -124,7 +124,7 @@ def test_the_best_is_kept_by_the_rule_of_its_name_or_the_one_given(tmp_path, nam
     assert torch.load(tmp_path / expected, weights_only=True)["meta"]["epoch"] == best
 
 
-def test_several_metrics_have_a_best_each(tmp_path):
+def test_each_metric_has_its_own_best_checkpoint(tmp_path):
     metrics = [Scripted([0.1, 0.2, 0.3]), Scripted([0.1, 0.2, 0.3], "loss")]
     hook = dict(type="CheckpointHook", save_best=["acc", "loss"])
     cfg = dict(by_epoch=True, max_epochs=3)
@@ -132,12 +132,12 @@ def test_several_metrics_have_a_best_each(tmp_path):
     assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_3.pth", "best_loss_epoch_1.pth"}
 
 
-def test_a_metric_that_is_not_finite_is_never_the_best(tmp_path):
+def test_non_finite_metric_is_never_the_best(tmp_path):
     trained(tmp_path, [float("nan"), 0.2, float("inf")], interval=-1, save_best="acc", epochs=3)
     assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_2.pth"}
 
 
-def test_in_an_iteration_based_run_the_best_is_called_by_its_iteration(tmp_path):
+def test_best_checkpoint_of_an_iteration_based_run_is_named_by_iteration(tmp_path):
     hook = dict(type="CheckpointHook", by_epoch=False, interval=100, save_best="acc")
     cfg = dict(by_epoch=False, max_iters=6, val_interval=2)
     metric = Scripted([0.1, 0.5, 0.4])
@@ -154,14 +154,14 @@ def best(folder):
     return saved["meta"]["epoch"], saved["message_hub"]["runtime_info"]["best_score/acc"]
 
 
-def test_the_best_may_have_one_name_and_replaces_the_one_before(tmp_path):
+def test_best_filename_overwrites_the_previous_best(tmp_path):
     trained(tmp_path, [0.3, 0.9, 0.9, 0.1, 0.5], **NAMES)
     assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
     assert best(tmp_path) == (2, 0.9)
 
 
 class Killed(Hook):
-    """Raises as a kill would end it, before a validation of the training or after its best was written."""
+    """Raises an exception before a validation of the training, or after it saved the best checkpoint."""
 
     priority = "LOWEST"
 
@@ -181,7 +181,7 @@ class Killed(Hook):
 
 @pytest.mark.parametrize("stage", ["before_val", "after_val"])
 @pytest.mark.parametrize("epoch", [2, 3])
-def test_the_best_score_survives_a_kill_between_the_latest_and_the_best(tmp_path, epoch, stage):
+def test_best_score_is_restored_after_a_kill_around_validation(tmp_path, epoch, stage):
     values = [0.3, 0.9, 0.5, 0.7, 0.95]
     done = values[: epoch if stage == "after_val" else epoch - 1]
     with pytest.raises(KeyboardInterrupt):
@@ -207,25 +207,25 @@ def killed(folder, values, hooks=(), epochs=5, **changes):
     )
 
 
-def test_whoever_wants_to_know_of_a_new_best_is_told_once_it_is_written(tmp_path):
-    told = []
+def test_after_new_best_is_called_after_the_checkpoint_is_written(tmp_path):
+    calls = []
 
     class Told(Hook):
         def after_new_best(self, runner, metrics):
-            told.append((metrics["acc"], best(tmp_path)))
+            calls.append((metrics["acc"], best(tmp_path)))
 
     killed(tmp_path, [0.3, 0.2, 0.9, 0.9, 0.5], [Told()])
-    assert told == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
+    assert calls == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
 
 
-def test_a_validation_outside_of_training_writes_nothing(tmp_path):
+def test_validation_outside_of_training_saves_no_checkpoint(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     runner = Runner(**training(tmp_path, default_hooks=hooks, **validation(Scripted([0.9]))))
     runner.val()
     assert files(tmp_path) == set()
 
 
-def test_a_name_that_tells_no_rule_is_an_error(tmp_path):
+def test_metric_with_ambiguous_name_requires_a_rule(tmp_path):
     with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
         trained(tmp_path, [0.1], "score", save_best="score")
     with pytest.raises(ConfigError, match=r"^default_hooks.checkpoint.rule: .*'score'"):
@@ -237,23 +237,21 @@ def test_a_name_that_tells_no_rule_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(filename_tmpl="epoch_{number}.pth"), r"checkpoint\.filename_tmpl: takes one {}"),
-        (dict(filename_tmpl="{}_{}.pth"), r"checkpoint\.filename_tmpl: takes one {}"),
-        (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best has 0"),
-        (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*has 2"),
-        (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*none 0"),
+        (dict(filename_tmpl="epoch_{number}.pth"), r"checkpoint\.filename_tmpl: must contain at most one {}"),
+        (dict(filename_tmpl="{}_{}.pth"), r"checkpoint\.filename_tmpl: must contain at most one {}"),
+        (dict(best_filename="best.pth"), r"checkpoint\.best_filename: .*save_best, not 0"),
+        (dict(best_filename="best.pth", save_best=["acc", "loss"]), r"checkpoint\.best_filename: .*not 2"),
+        (dict(save_epochs=[3, 0]), r"checkpoint\.save_epochs: .*not 0"),
     ],
 )
-def test_names_that_cannot_be_are_refused_before_anything_runs(tmp_path, options, message):
+def test_invalid_file_names_are_rejected_at_construction(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, default_hooks=dict(checkpoint=dict(type="CheckpointHook", **options))))
 
 
-def test_chosen_epochs_of_a_training_by_iterations_are_refused_and_those_that_never_come_are_named(
-    tmp_path, capsys
-):
+def test_save_epochs_must_match_the_training_loop(tmp_path, capsys):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_epochs=[1, 7]))
     with pytest.raises(ConfigError, match=r"checkpoint\.save_epochs: lists epochs"):
         run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=hooks)
     run(tmp_path, default_hooks=hooks, log_level="WARNING")
-    assert "No checkpoint of the epochs [7]: the last of the training is 2" in "".join(capsys.readouterr())
+    assert "save_epochs contains [7], but training ends after epoch 2" in "".join(capsys.readouterr())

@@ -1,4 +1,4 @@
-"""Every Runner tells its model how many classes the data set has."""
+"""ClassCountHook: the class counts of model and data set must match."""
 
 import pytest
 import torch
@@ -35,20 +35,20 @@ def runner(folder, **sets):
     return Runner(model=Segmentor(nn.Conv2d(3, 3, 1)), work_dir=folder, **parts)
 
 
-def test_a_head_that_fits_trains(tmp_path):
+def test_matching_class_count_trains(tmp_path):
     runner(tmp_path, train="abc", val="abc").train()
 
 
-def test_a_head_of_another_size_is_found_before_the_loss_indexes_beyond_it(tmp_path):
+def test_wrong_class_count_is_reported_before_the_first_batch(tmp_path):
     with pytest.raises(ModelError, match="3 classes, but the dataset has 5; set num_classes"):
         runner(tmp_path, train="abcde").train()
 
 
-def test_a_head_of_another_size_is_found_in_a_validation(tmp_path):
+def test_wrong_class_count_is_reported_in_validation(tmp_path):
     with pytest.raises(ModelError, match="3 classes, but the dataset has 2"):
         runner(tmp_path, val="ab").val()
 
 
-def test_training_and_validation_data_must_have_as_many_classes(tmp_path):
-    with pytest.raises(ModelError, match=r"4 classes \(a, b, \.\.\.\), and the network is made for 3"):
+def test_training_and_validation_data_must_have_the_same_class_count(tmp_path):
+    with pytest.raises(ModelError, match=r"4 classes \(a, b, \.\.\.\), but the model has 3"):
         runner(tmp_path, train="abc", val="abcd").train()

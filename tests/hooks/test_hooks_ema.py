@@ -1,4 +1,4 @@
-"""The average is what is validated and saved; the weights go on as if there were none."""
+"""EMAHook: the average is validated and saved; training uses the unaveraged weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from slipstream.runner import Runner
 from tiny_runs import Net, assert_same, loader, run, training, validation, weights
 
 
-def test_validation_and_test_see_the_average_and_training_the_weights(tmp_path):
+def test_validation_and_test_use_the_average_and_training_the_weights(tmp_path):
     runner, history = ema_run(tmp_path / "a")
     assert_close(average(history.steps[:5], 0.2), history.validated[0])
     assert_close(average(history.steps, 0.2), history.validated[1])
@@ -21,7 +21,7 @@ def test_validation_and_test_see_the_average_and_training_the_weights(tmp_path):
     assert_same(weights(plain), weights(runner))
 
 
-def test_a_checkpoint_holds_both_and_alone_gives_the_average(tmp_path):
+def test_checkpoint_contains_both_and_state_dict_is_the_average(tmp_path):
     _runner, history = ema_run(tmp_path)
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     assert_close(average(history.steps, 0.2), saved["state_dict"])
@@ -32,32 +32,32 @@ def test_a_checkpoint_holds_both_and_alone_gives_the_average(tmp_path):
     assert_same(weights(other), saved["state_dict"])
 
 
-def test_batch_norm_statistics_are_the_models_own(tmp_path):
+def test_batch_norm_statistics_are_copied_from_the_model(tmp_path):
     _runner, history = ema_run(tmp_path, model=dict(type=Net, norm=True))
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
         assert torch.equal(saved[name], history.steps[-1][name])
 
 
-def test_averaging_starts_at_an_iteration(tmp_path):
+def test_averaging_starts_at_begin_iter(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, begin_iter=8)
     history = History()
     ema_run(tmp_path, custom_hooks=[hook, history])
-    assert_same(history.validated[0], history.steps[4])  # none yet
+    assert_same(history.validated[0], history.steps[4])  # no average yet
     assert_close(average(history.steps[7:], 0.2), history.validated[1])
     first, second = (torch.load(tmp_path / f"epoch_{n}.pth", weights_only=True) for n in (1, 2))
-    assert_same(first["state_dict"], history.steps[4])  # not the weights of the start
+    assert_same(first["state_dict"], history.steps[4])  # not the initial weights
     assert_close(average(history.steps[7:], 0.2), second["state_dict"])
 
 
-def test_averaging_starts_at_an_epoch(tmp_path):
+def test_averaging_starts_at_begin_epoch(tmp_path):
     history = History()
     ema_run(tmp_path, custom_hooks=[dict(type="EMAHook", momentum=0.2, begin_epoch=2), history])
     assert_same(history.validated[0], history.steps[4])
     assert_close(average(history.steps[5:], 0.2), history.validated[1])
 
 
-def test_an_epoch_to_begin_means_nothing_in_iterations(tmp_path):
+def test_begin_epoch_requires_epoch_based_training(tmp_path):
     with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.begin_epoch: .*begin_iter"):
         run(
             tmp_path,
@@ -66,7 +66,7 @@ def test_an_epoch_to_begin_means_nothing_in_iterations(tmp_path):
         )
 
 
-def test_a_run_resumed_before_the_average_began_begins_it_in_time(tmp_path):
+def test_run_resumed_before_averaging_starts_it_at_begin_iter(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, begin_iter=8)
     whole = run(tmp_path / "a", custom_hooks=[hook])
     run(tmp_path / "b", train_cfg=dict(by_epoch=True, max_epochs=1), custom_hooks=[hook])
@@ -75,14 +75,14 @@ def test_a_run_resumed_before_the_average_began_begins_it_in_time(tmp_path):
     assert_same(one.state_dict(), other.state_dict())
 
 
-def test_a_run_whose_checkpoint_has_no_average_starts_one(tmp_path):
+def test_run_resumed_without_an_average_starts_one(tmp_path):
     run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
     _runner, history = ema_run(tmp_path, resume=True)
     assert len(history.steps) == 5
     assert_close(average(history.steps, 0.2), history.validated[-1])
 
 
-def test_the_best_checkpoint_holds_the_average_too(tmp_path):
+def test_best_checkpoint_contains_the_average(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc", rule="greater"))
     runner, history = ema_run(tmp_path, default_hooks=hooks, train_dataloader=loader(batch_size=20))
     name = runner.message_hub.get_info("best_ckpt/acc")
@@ -95,7 +95,7 @@ def test_the_best_checkpoint_holds_the_average_too(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_a_compiled_model_is_averaged_as_an_eager_one_is(tmp_path, backend):
+def test_compiled_and_eager_models_have_the_same_average(tmp_path, backend):
     torch._dynamo.reset()
     options = dict(model=dict(type=Net, norm=True), train_dataloader=loader(batch_size=20))
     hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
@@ -114,7 +114,7 @@ def test_a_compiled_model_is_averaged_as_an_eager_one_is(tmp_path, backend):
 
 
 class Places(Hook):
-    """Notes where the weights lie when training, and in a validation."""
+    """Records the addresses of the weights in training and in validation."""
 
     def __init__(self):
         self.training, self.validation = [], []
@@ -125,7 +125,7 @@ class Places(Hook):
 
 
 @pytest.mark.parametrize("norm", [False, True])
-def test_after_a_validation_the_weights_lie_where_they_did(tmp_path, norm):
+def test_validation_does_not_move_the_weights_in_memory(tmp_path, norm):
     places = Places()
     hook = dict(SCHEDULED, decay=0.7, decay_type="constant")
     runner, _ = ema_run(tmp_path, model=dict(type=Net, norm=norm), custom_hooks=[hook, places])
@@ -137,7 +137,7 @@ def test_after_a_validation_the_weights_lie_where_they_did(tmp_path, norm):
     assert kept == places.validation[0]
 
 
-def test_weights_that_were_loaded_after_the_hook_was_made_are_what_is_averaged(tmp_path):
+def test_average_starts_from_weights_loaded_after_construction(tmp_path):
     first = run(tmp_path / "a", randomness=dict(seed=99))
     still = dict(optimizer=dict(type="SGD", lr=0.0))
     history = History()
@@ -152,7 +152,7 @@ def test_weights_that_were_loaded_after_the_hook_was_made_are_what_is_averaged(t
 
 
 class Late(Net):
-    """Has no weights that mean anything before they are initialised."""
+    """A model whose weights are arbitrary before `init_weights`."""
 
     def __init__(self):
         super().__init__()
@@ -167,13 +167,13 @@ class Late(Net):
                 param.normal_()
 
 
-def test_nothing_of_the_weights_before_their_initialisation_is_in_the_average(tmp_path):
+def test_average_excludes_weights_before_init_weights(tmp_path):
     _runner, history = ema_run(tmp_path, model=dict(type=Late))
     assert_close(average(history.steps, 0.2), history.validated[1])
 
 
 class WithStatistics(Net):
-    """Buffers of every kind, which change with each batch."""
+    """A model with buffers of several dtypes that change with each batch."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +194,7 @@ class WithStatistics(Net):
 @pytest.mark.parametrize(
     "hook", [dict(type="EMAHook", momentum=0.3), dict(SCHEDULED, decay=0.7, decay_type="constant")]
 )
-def test_each_vocabulary_does_with_buffers_what_it_documents(tmp_path, hook):
+def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
     history = History()
     ema_run(tmp_path, model=dict(type=WithStatistics), custom_hooks=[hook, history])
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
@@ -214,7 +214,7 @@ def test_each_vocabulary_does_with_buffers_what_it_documents(tmp_path, hook):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: .*not both"),
+        (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: excludes 'momentum'"),
         (dict(ema_type="ScheduledEMA", momentum=0.1), r"^custom_hooks\[0\].*'momentum'"),
         (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must lie between 0 and 1"),
         (dict(ema_type="ScheduledEMA", decay_type="treshold"), r"did you mean 'threshold'"),
@@ -227,6 +227,6 @@ def test_each_vocabulary_does_with_buffers_what_it_documents(tmp_path, hook):
         (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must not be negative"),
     ],
 )
-def test_what_makes_no_sense_is_refused_before_anything_runs(tmp_path, options, message):
+def test_invalid_options_are_rejected_at_construction(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, custom_hooks=[dict(type="EMAHook", **options)]))

@@ -1,4 +1,4 @@
-"""The average is the same as a part of the step, in a compiled step, and made by the hook after the step."""
+"""The average is the same in the eager step, in the compiled step, and in the hook after the step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class OtherStep:
-    """A step that knows no parts, as that of a model with its own `train_step`: the hook averages after it."""
+    """A step without step parts, as with a model that overrides `train_step`; the hook updates the average."""
 
     def __init__(self, step):
         self.step = step
@@ -44,7 +44,7 @@ def averages_in_step(runner):
         dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4),
     ],
 )
-def test_the_step_averages_as_the_hook_would_after_it(tmp_path, hook, accumulate):
+def test_average_in_the_step_equals_average_in_the_hook(tmp_path, hook, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate),
@@ -66,7 +66,7 @@ def test_the_step_averages_as_the_hook_would_after_it(tmp_path, hook, accumulate
 
 
 @pytest.mark.parametrize("hooks", [[], [TakeTheStep]])
-def test_a_run_with_an_average_goes_on_bit_for_bit(tmp_path, hooks):
+def test_resumed_run_with_an_average_is_bitwise_identical(tmp_path, hooks):
     def options():
         return [dict(SCHEDULED, decay=0.8, beta=3.0), *(hook() for hook in hooks)]
 
@@ -78,7 +78,7 @@ def test_a_run_with_an_average_goes_on_bit_for_bit(tmp_path, hooks):
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-def test_an_average_of_every_third_step_is_made_on_the_host(tmp_path):
+def test_average_with_interval_is_updated_on_the_host(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, interval=3)
     plain, _ = ema_run(tmp_path / "a", custom_hooks=[hook])
     runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, TakeTheStep()])
@@ -86,7 +86,7 @@ def test_an_average_of_every_third_step_is_made_on_the_host(tmp_path):
     assert_same(average_of(plain).state_dict(), average_of(runner).state_dict())
 
 
-def test_a_second_training_has_one_average(tmp_path):
+def test_second_training_has_only_one_average(tmp_path):
     runner, _ = ema_run(tmp_path, custom_hooks=[dict(type="EMAHook", momentum=0.2)])
     runner.train()
     assert len(runner.optim_wrapper.parts) == 1
@@ -94,7 +94,7 @@ def test_a_second_training_has_one_average(tmp_path):
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("hook", [dict(type="EMAHook", momentum=0.2), dict(SCHEDULED, decay=0.8, beta=3.0)])
-def test_the_compiled_step_averages_as_the_hook_does(tmp_path, hook, accumulate):
+def test_compiled_step_and_hook_have_the_same_average(tmp_path, hook, accumulate):
     torch._dynamo.reset()
     changes = dict(
         model=dict(type=Net, norm=True),
@@ -111,13 +111,13 @@ def test_the_compiled_step_averages_as_the_hook_does(tmp_path, hook, accumulate)
     for one, other in zip(eager_validated, validated, strict=True):
         assert_close(one, other)
     for name, value in now.items():
-        if name in ("first.weight", "last.weight", "last.bias"):  # what BatchNorm takes off again never moves
+        if name in ("first.weight", "last.weight", "last.bias"):  # a bias before BatchNorm has no gradient
             assert not torch.allclose(own[f"module.{name}"], value, atol=1e-4), f"{name} is the model's"
 
 
 @pytest.mark.parametrize("scope", [None, "step"])
-def test_an_average_never_takes_the_statistics_of_a_step_that_is_skipped(tmp_path, scope):
-    """The guard puts buffers back after the step; in the average a NaN would stay for good."""
+def test_average_ignores_batch_norm_statistics_of_skipped_steps(tmp_path, scope):
+    """The guard restores the buffers after the step. A NaN in the average would be permanent."""
     torch._dynamo.reset()
     inputs, targets = samples()
     inputs[9, 0] = float("nan")

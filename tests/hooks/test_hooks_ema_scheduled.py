@@ -1,4 +1,4 @@
-"""An average in SuperGradients' words follows its formula, whatever else the run does."""
+"""ScheduledEMA with SuperGradients' options follows its formula."""
 
 import itertools
 import math
@@ -34,7 +34,7 @@ DECAYS = [
 
 
 @pytest.mark.parametrize(("options", "decay_of"), DECAYS)
-def test_every_decay_follows_its_formula_and_lags_behind_the_weights(tmp_path, options, decay_of):
+def test_every_decay_type_follows_its_formula(tmp_path, options, decay_of):
     hook, history = {**SCHEDULED, **options}, History()
     _runner, _ = ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, history])
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)["state_dict"]
@@ -46,26 +46,28 @@ def test_every_decay_follows_its_formula_and_lags_behind_the_weights(tmp_path, o
         assert not torch.allclose(saved[name], history.start[name], atol=1e-4), f"{name} has not moved"
 
 
-def test_the_length_of_exp_counts_from_where_averaging_begins(tmp_path):
+def test_exp_decay_counts_updates_from_begin_iter(tmp_path):
     hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4), History()
     ema_run(tmp_path, custom_hooks=[hook, history])
     wanted = scheduled(history.steps[3:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
     assert_close(wanted, history.validated[1])
 
 
-def test_the_length_of_exp_counts_from_the_epoch_in_which_averaging_begins(tmp_path):
+def test_exp_decay_counts_updates_from_begin_epoch(tmp_path):
     hook, history = dict(SCHEDULED, decay=0.8, beta=3.0, begin_epoch=2), History()
     ema_run(tmp_path, custom_hooks=[hook, history])
     wanted = scheduled(history.steps[5:], lambda s, total: 0.8 * (1 - math.exp(-3 * s / total)))
     assert_close(wanted, history.validated[1])
 
 
-def test_with_accumulation_the_scheduled_average_follows_optimizer_steps(tmp_path):
+def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     history = History()
     hook = dict(SCHEDULED, decay=0.8, beta=3.0)
     optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
     runner, _ = ema_run(tmp_path, custom_hooks=[hook, history], optim_wrapper=optim)
-    moved = [history.steps[index] for index in (2, 5, 8, 9)]  # the last window of ten batches is short
+    moved = [
+        history.steps[index] for index in (2, 5, 8, 9)
+    ]  # the last accumulation window of ten batches is short
     assert_close(
         scheduled(moved, lambda s, total: 0.8 * (1 - math.exp(-3 * s / total))),
         history.validated[1],
@@ -73,14 +75,14 @@ def test_with_accumulation_the_scheduled_average_follows_optimizer_steps(tmp_pat
     assert average_of(runner).steps == 4
 
 
-def test_with_accumulation_mmengines_average_follows_batches(tmp_path):
+def test_mmengine_average_is_updated_per_batch(tmp_path):
     optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=3)
     runner, history = ema_run(tmp_path, optim_wrapper=optim)
     assert_close(average(history.steps, 0.2), history.validated[1])
     assert average_of(runner).steps == 10
 
 
-def test_a_step_that_overflowed_counts_as_one_that_did_not_move_the_weights(tmp_path):
+def test_step_skipped_on_overflow_counts_as_an_update(tmp_path):
     scaled = dict(
         type="AmpOptimWrapper",
         dtype="float16",
@@ -103,7 +105,7 @@ def test_a_step_that_overflowed_counts_as_one_that_did_not_move_the_weights(tmp_
     assert_close(scheduled(history.steps, lambda s, total: 0.7), history.validated[-1])
 
 
-def test_swa_averages_its_buffers_too_when_asked(tmp_path):
+def test_swa_averages_buffers_with_update_buffers(tmp_path):
     history = History()
     hook = dict(type="EMAHook", ema_type="StochasticWeightAverage", update_buffers=True)
     ema_run(tmp_path, model=dict(type=Net, norm=True), custom_hooks=[hook, history])
@@ -116,9 +118,7 @@ def test_swa_averages_its_buffers_too_when_asked(tmp_path):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("stop", [3, 5, 7])
 @pytest.mark.parametrize("options", [options for options, _ in DECAYS[:3]])
-def test_a_run_stopped_in_mid_epoch_goes_on_with_the_same_average_bit_for_bit(
-    tmp_path, options, stop, accumulate
-):
+def test_run_resumed_in_mid_epoch_restores_the_average_bitwise(tmp_path, options, stop, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True, dropout=0.2),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=accumulate),
@@ -133,7 +133,7 @@ def test_a_run_stopped_in_mid_epoch_goes_on_with_the_same_average_bit_for_bit(
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-# ---- trainings that are too short for their average ---------------------------------------------------
+# ---- training that is too short for its average ---------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_run_stopped_in_mid_epoch_goes_on_with_the_same_average_bit_for_bit(
     ],
 )
 @pytest.mark.parametrize("total", [1, 2, 40, 100, 190])
-def test_the_mean_update_of_an_average_is_that_of_averaging_the_numbers_of_the_updates(average, total):
+def test_mean_update_equals_the_average_of_update_numbers(average, total):
     number = torch.nn.Linear(1, 1, bias=False)
     model = MODELS.build(average, default_args={"model": number})
     model.total_steps = total
@@ -157,7 +157,7 @@ def test_the_mean_update_of_an_average_is_that_of_averaging_the_numbers_of_the_u
         torch.nn.init.constant_(number.weight, step)
         model.update_parameters(number)
     exact = model.module.weight.item()
-    if total * model.weight(total - 1) > 4 * model.interval:  # then a bound of it, which tells no less
+    if total * model.weight(total - 1) > 4 * model.interval:  # then it is a bound, which is sufficient
         assert total / 2 < found <= exact + 1e-3 * total
     else:
         assert found == pytest.approx(exact, rel=1e-4)
@@ -171,7 +171,7 @@ def test_the_mean_update_of_an_average_is_that_of_averaging_the_numbers_of_the_u
         (dict(decay=0.5, decay_type="constant"), False),
     ],
 )
-def test_an_average_that_lags_behind_the_middle_of_a_training_is_told_at_its_start(tmp_path, options, warned):
+def test_too_slow_average_logs_a_warning_at_the_start(tmp_path, options, warned):
     ema_run(tmp_path, custom_hooks=[{**SCHEDULED, **options}], log_level="WARNING")
     (log,) = tmp_path.rglob("*.log")
-    assert ("updates are few for this average" in log.read_text(encoding="utf-8")) == warned
+    assert ("the EMA decay is too slow for" in log.read_text(encoding="utf-8")) == warned

@@ -1,4 +1,4 @@
-"""A run with the guard goes on past a bad batch, or stops and says where; the meter bears with it."""
+"""NanGuardHook: a run skips a bad batch, or stops and reports the module."""
 
 import copy
 import math
@@ -21,7 +21,7 @@ from tiny_runs import loader, run, samples
 NAN, INF = math.nan, math.inf
 
 
-def test_a_tolerant_meter_leaves_out_what_is_not_finite():
+def test_tolerant_meter_drops_non_finite_values():
     hub = MessageHub("run")
     meter = Meter(hub)
     meter.tolerant = True
@@ -33,7 +33,7 @@ def test_a_tolerant_meter_leaves_out_what_is_not_finite():
 
 
 class Breaks(RunNet):
-    """Its loss is NaN whenever the first sample of a batch says so."""
+    """A model whose loss is NaN if the first sample of a batch is NaN."""
 
     def __init__(self):
         super().__init__(norm=True)
@@ -56,7 +56,7 @@ class Remember(Hook):
 def broken_data():
     inputs, targets = samples()
     inputs = inputs.clone()
-    inputs[0, 0] = NAN  # one batch of each epoch has it
+    inputs[0, 0] = NAN  # affects one batch per epoch
     return TensorDataset(inputs, targets)
 
 
@@ -70,14 +70,14 @@ def train_on_broken_data(tmp_path, *hooks, **changes):
     )
 
 
-def test_a_run_goes_on_past_a_bad_batch_and_says_so(tmp_path):
+def test_run_skips_a_bad_batch_and_logs_it(tmp_path):
     remember = Remember()
     runner = train_on_broken_data(tmp_path, NanGuardOptions("skip", locate=True).hook_cfg(), remember)
     log = next(tmp_path.glob("*/*.log")).read_text()
     hook = next(h for h in runner.hooks if type(h).__name__ == "NanGuardHook")
     assert hook.skipped == 2
     assert runner.message_hub.get_scalar("train/skipped_steps").current() == 2
-    assert "Skipped 1 step by iteration 5" in log
+    assert "Skipped 1 step with non-finite loss or gradients, up to iteration 5" in log
     assert "'data_preprocessor' (BaseDataPreprocessor); its inputs were not finite either" in log
     for name, value in remember.weights[5].items():  # the first step of the second epoch
         assert torch.equal(value, remember.weights[4][name]), name
@@ -92,7 +92,7 @@ class Fail(Hook):
 
 
 @pytest.mark.parametrize("action", ["skip", "stop"])
-def test_a_run_that_fails_leaves_nothing_in_model_wrapper_and_meter(tmp_path, action):
+def test_failed_run_uninstalls_guard_and_locator(tmp_path, action):
     model = Breaks()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
@@ -110,18 +110,18 @@ def test_a_run_that_fails_leaves_nothing_in_model_wrapper_and_meter(tmp_path, ac
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_a_run_that_stops_names_iteration_and_module(tmp_path):
+def test_stopped_run_reports_iteration_and_module(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"iteration 1\. The first output .* module 'data_prepro"):
         train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
 
 
-def test_without_the_option_a_run_stops_as_ever(tmp_path):
+def test_run_without_the_guard_stops_at_a_non_finite_loss(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"iteration 1\. Lower the learning rate"):
         train_on_broken_data(tmp_path)
 
 
-def test_several_optimizers_are_refused(tmp_path):
+def test_skip_rejects_several_optimizers(tmp_path):
     model = Breaks()
     optim = OptimWrapperDict(a=OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
-    with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' serves one optimizer"):
+    with pytest.raises(ConfigError, match=r"custom_hooks\[0\]\.action: 'skip' supports only one optimizer"):
         run(tmp_path, model=model, optim_wrapper=optim, custom_hooks=[NanGuardOptions("skip").hook_cfg()])

@@ -1,4 +1,4 @@
-"""Early stopping, plateaus, log lines, pictures, traces."""
+"""Early stopping, plateau schedulers, log lines, images, profiler traces and priorities."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ from tiny_runs import LOCAL, Scripted, loader, run, scalars, training, validatio
 
 
 def stopped(folder, values, name="acc", **options):
-    """Return how many epochs a run with early stopping took."""
+    """Return the number of epochs of a run with early stopping."""
     hook = dict(type="EarlyStoppingHook", **{"monitor": name, "min_delta": 0.0, "patience": 2, **options})
     runner = run(
         folder,
@@ -47,11 +47,11 @@ def stopped(folder, values, name="acc", **options):
         ([0.5, 0.4, 0.3, 0.2], dict(rule="less", stopping_threshold=0.35), 3),
     ],
 )
-def test_when_early_stopping_stops(tmp_path, values, options, epochs):
+def test_early_stopping_epoch(tmp_path, values, options, epochs):
     assert stopped(tmp_path, values, **options) == epochs
 
 
-def test_the_rule_follows_from_the_name(tmp_path):
+def test_early_stopping_infers_the_rule_from_the_name(tmp_path):
     assert stopped(tmp_path, [0.5, 0.4, 0.3, 0.2, 0.1], "val_loss") == 5
 
 
@@ -61,7 +61,7 @@ def test_a_missing_metric_only_warns_unless_strict(tmp_path, capsys):
     assert "no metric 'top1'" in capsys.readouterr().out
 
 
-def test_patience_goes_on_in_a_resumed_run(tmp_path):
+def test_patience_is_restored_in_a_resumed_run(tmp_path):
     def epochs(values, count, **changes):
         return run(
             tmp_path,
@@ -72,7 +72,7 @@ def test_patience_goes_on_in_a_resumed_run(tmp_path):
         )
 
     epochs([0.5, 0.4, 0.4], 3)
-    # its last checkpoint was written before its last validation, which is made again
+    # The last checkpoint was written before the last validation, which is repeated.
     assert epochs([0.4, 0.4, 0.4], 10, resume=True).epoch == 4
 
 
@@ -93,7 +93,7 @@ def test_a_validation_outside_of_training_is_not_counted(tmp_path):
     assert (runner.epoch, lr, runner.optim_wrapper.get_lr()) == (2, {"lr": [0.1]}, {"lr": [0.1]})
 
 
-def test_the_learning_rate_falls_when_a_metric_stands_still(tmp_path):
+def test_learning_rate_decreases_on_a_plateau(tmp_path):
     schedule = dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.1, patience=1, begin=2)
     runner = run(
         tmp_path,
@@ -104,7 +104,7 @@ def test_the_learning_rate_falls_when_a_metric_stands_still(tmp_path):
         **validation(Scripted([0.9, 0.5, 0.4, 0.4, 0.4, 0.4])),
     )
     rates = [line["lr"] for line in scalars(runner) if "lr" in line]
-    # epoch 1 does not count; 0.5 is the best of epoch 2; 3 and 4 are bad; the fall shows in epoch 5
+    # Epoch 1 is ignored, epoch 2 is the best (0.5), epochs 3 and 4 are worse; the rate decreases in epoch 5.
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
 
 
@@ -166,7 +166,7 @@ def pictured(folder, dataset, **options):
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_predictions_are_drawn_beside_the_truth(tmp_path, count):
+def test_predictions_are_drawn_next_to_the_ground_truth(tmp_path, count):
     runner = pictured(tmp_path, Scenes(), num_samples=count)
     sheet = Image.open(tmp_path / "predictions.png").convert("RGB")
     blank = np.zeros((16, 32, 3), np.uint8)
@@ -176,16 +176,16 @@ def test_predictions_are_drawn_beside_the_truth(tmp_path, count):
     reds = (truths == [255, 0, 0]).all(1).sum()
     assert reds == (
         160 if count == 3 else 0
-    )  # of three samples the second is red; 16 x 32 is shown 160 x 320
-    assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # the visualizer has one of each validation
+    )  # the second of three samples is red; 16 x 32 is enlarged to 160 x 320
+    assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # one per validation
 
 
-def test_pictures_need_a_segmentation(tmp_path):
+def test_pictures_require_segmentation_outputs(tmp_path):
     with pytest.raises(DataError, match="'inputs'"):
         run(tmp_path, custom_hooks=[dict(type="SegVisualizationHook")], **validation())
 
 
-def test_pictures_need_a_palette(tmp_path):
+def test_pictures_require_a_palette(tmp_path):
     class Colourless(Scenes):
         metainfo: ClassVar = dict(classes=("a", "b"))
 
@@ -193,7 +193,7 @@ def test_pictures_need_a_palette(tmp_path):
         pictured(tmp_path, Colourless())
 
 
-def test_a_trace_is_written(tmp_path):
+def test_profiler_writes_a_trace(tmp_path):
     run(tmp_path, custom_hooks=[dict(type="ProfilerHook", profile_times=2)])
     (trace,) = (tmp_path / "profile").iterdir()
     events = json.loads(trace.read_text())["traceEvents"]
@@ -201,7 +201,7 @@ def test_a_trace_is_written(tmp_path):
     assert len(steps) == 2
 
 
-def test_times_are_logged(tmp_path):
+def test_step_times_are_logged(tmp_path):
     runner = run(tmp_path, visualizer=LOCAL, default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
     for line in scalars(runner):
         assert 0 <= line["data_time"] <= line["time"]
@@ -218,7 +218,7 @@ def test_priorities_have_mmengines_numbers(name):
 
 
 @pytest.mark.parametrize("wrong", ["NORMALL", -1, 101])
-def test_wrong_priorities(wrong):
+def test_invalid_priorities_are_rejected(wrong):
     with pytest.raises(ConfigError):
         get_priority(wrong)
 

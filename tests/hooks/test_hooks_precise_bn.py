@@ -1,4 +1,4 @@
-"""BatchNorm statistics that are true means over the training samples, and a training that does not notice."""
+"""PreciseBNHook: exact BatchNorm statistics without effects on training."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ STATISTICS = ("norm.running_mean", "norm.running_var")
 
 
 class Seen(Hook):
-    """Keeps every batch, loss and the random numbers after each step."""
+    """Stores every batch, every loss and the random numbers after each step."""
 
     def __init__(self):
         self.batches, self.losses, self.drawn = [], [], []
@@ -40,7 +40,7 @@ def saved(folder, epoch=2):
 
 
 def by_hand(state, batches):
-    """Mean and variance of what the first layer gives for the batches, in double precision."""
+    """Return mean and variance of the first layer's outputs for the batches, in double precision."""
     values = torch.cat(
         [F.linear(x.double(), state["first.weight"].double(), state["first.bias"].double()) for x in batches]
     )
@@ -53,7 +53,7 @@ def assert_statistics(state, batches):
 
 
 @pytest.mark.parametrize(("num_samples", "batches"), [(8, 1), (9, 2), (39, 5), (4000, 5)])
-def test_the_statistics_are_those_of_that_many_samples(tmp_path, num_samples, batches):
+def test_statistics_equal_those_of_num_samples(tmp_path, num_samples, batches):
     seen = Seen()
     precise(tmp_path, num_samples, hooks=[seen])
     for epoch in (1, 2):
@@ -61,12 +61,12 @@ def test_the_statistics_are_those_of_that_many_samples(tmp_path, num_samples, ba
         assert_statistics(saved(tmp_path, epoch), epochs_batches[:batches])
 
 
-def test_a_smaller_last_batch_counts_by_its_samples(tmp_path):
+def test_smaller_last_batch_is_weighted_by_its_samples(tmp_path):
     precise(tmp_path, train_dataloader=loader(batch_size=16))  # 16, 16 and 8
     assert_statistics(saved(tmp_path), [samples()[0]])
 
 
-def test_validation_sees_them_and_so_does_the_checkpoint(tmp_path):
+def test_validation_and_checkpoint_use_the_new_statistics(tmp_path):
     history = History()
     precise(tmp_path, hooks=[history], **validation())
     for epoch in (1, 2):
@@ -76,7 +76,7 @@ def test_validation_sees_them_and_so_does_the_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_training_goes_on_bit_by_bit_as_without_it(tmp_path, workers):
+def test_hook_does_not_change_training(tmp_path, workers):
     options = dict(
         model=dict(type=Net, norm=True, dropout=0.3),
         train_dataloader=loader(Noisy(), num_workers=workers, persistent_workers=workers > 0),
@@ -94,7 +94,7 @@ def test_the_training_goes_on_bit_by_bit_as_without_it(tmp_path, workers):
 
 
 class Others(BaseModel):
-    """BatchNorms that must not be touched, and a buffer that every forward in training changes."""
+    """A model with BatchNorm layers that must not change, and a buffer that every training forward changes."""
 
     def __init__(self):
         super().__init__()
@@ -118,14 +118,14 @@ class Others(BaseModel):
         return {"loss": F.cross_entropy(self.last(x), targets)}
 
 
-def test_layers_without_a_moving_average_and_other_buffers_are_left_alone(tmp_path):
+def test_other_buffers_and_layers_without_moving_average_are_unchanged(tmp_path):
     model = dict(type=Others)
     one, other = weights(precise(tmp_path / "a", model=model)), weights(run(tmp_path / "b", model=model))
     changed = {name for name, value in one.items() if not torch.equal(value, other[name])}
     assert changed == {*STATISTICS, "twice.running_mean", "twice.running_var"}
 
 
-def test_a_layer_that_is_called_twice_gets_the_statistics_of_both_calls(tmp_path):
+def test_shared_layer_uses_the_inputs_of_both_calls(tmp_path):
     state = weights(precise(tmp_path, model=dict(type=Others), train_dataloader=loader(batch_size=40)))
     double = {name: value.double() for name, value in state.items()}
     x = F.linear(samples()[0].double(), double["first.weight"], double["first.bias"])
@@ -136,7 +136,7 @@ def test_a_layer_that_is_called_twice_gets_the_statistics_of_both_calls(tmp_path
     torch.testing.assert_close(double["twice.running_var"], both.var(0, correction=0), rtol=1e-5, atol=1e-5)
 
 
-def test_large_values_with_little_variance_do_not_cancel(tmp_path):
+def test_large_values_with_small_variance_are_accurate(tmp_path):
     x, y = samples()
     far = loader(TensorDataset(x / 10 + 300, y))
     still = dict(optimizer=dict(type="SGD", lr=0.0))
@@ -151,7 +151,7 @@ def test_large_values_with_little_variance_do_not_cancel(tmp_path):
 @pytest.mark.parametrize(
     "hook", [dict(type="EMAHook", momentum=0.3), dict(SCHEDULED, decay=0.7, decay_type="constant")]
 )
-def test_they_belong_to_the_average_that_is_validated(tmp_path, hook):
+def test_statistics_belong_to_the_validated_average(tmp_path, hook):
     history = History()
     runner = precise(tmp_path, hooks=[hook, history], **validation())
     assert_statistics(history.validated[0], [samples()[0]])
@@ -164,7 +164,7 @@ def test_they_belong_to_the_average_that_is_validated(tmp_path, hook):
 
 
 @pytest.mark.parametrize("scope", ["step", "model"])
-def test_a_compiled_model_is_not_compiled_anew(tmp_path, scope):
+def test_hook_does_not_recompile_the_model(tmp_path, scope):
     torch._dynamo.reset()
     compiled = []
 
@@ -183,7 +183,7 @@ def test_a_compiled_model_is_not_compiled_anew(tmp_path, scope):
     assert_statistics(saved(tmp_path / "b"), [samples()[0]])
 
 
-def test_between_two_times_nothing_is_recomputed_but_the_last_epoch_is(tmp_path):
+def test_statistics_are_recomputed_at_interval_and_last_epoch(tmp_path):
     seen = Seen()
     plain = run(
         tmp_path / "plain", model=dict(type=Net, norm=True), train_cfg=dict(by_epoch=True, max_epochs=1)
@@ -194,7 +194,7 @@ def test_between_two_times_nothing_is_recomputed_but_the_last_epoch_is(tmp_path)
         assert_statistics(saved(tmp_path, epoch), [samples()[0]])
 
 
-def test_a_resumed_run_ends_as_one_that_went_through(tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(tmp_path):
     whole = precise(tmp_path / "a", model=dict(type=Net, norm=True, dropout=0.3))
     model = dict(type=Net, norm=True, dropout=0.3)
     precise(tmp_path / "b", model=model, train_cfg=dict(by_epoch=True, max_epochs=1))
@@ -204,12 +204,12 @@ def test_a_resumed_run_ends_as_one_that_went_through(tmp_path):
 # ---- bad input ----------------------------------------------------------------------------------------
 
 
-def test_a_model_without_batch_norm_is_told_once_and_trained(tmp_path, capsys):
+def test_model_without_batch_norm_logs_one_warning(tmp_path, capsys):
     plain = run(tmp_path / "a", log_level="WARNING")
     capsys.readouterr()
-    told = precise(tmp_path / "b", model=dict(type=Net), log_level="WARNING")
-    assert "".join(capsys.readouterr()).count("no BatchNorm of the model has a moving average") == 1
-    assert_same(weights(plain), weights(told))
+    precise_run = precise(tmp_path / "b", model=dict(type=Net), log_level="WARNING")
+    assert "".join(capsys.readouterr()).count("the model has no BatchNorm layer with a moving average") == 1
+    assert_same(weights(plain), weights(precise_run))
 
 
 @pytest.mark.parametrize(
@@ -220,18 +220,18 @@ def test_a_model_without_batch_norm_is_told_once_and_trained(tmp_path, capsys):
         (dict(), "num_samples"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(tmp_path, options, message):
+def test_invalid_options_are_rejected(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path, custom_hooks=[dict(type="PreciseBNHook", **options)]))
 
 
-def test_a_training_by_iterations_is_refused(tmp_path):
+def test_iteration_based_training_is_rejected(tmp_path):
     with pytest.raises(ConfigError, match=r"^custom_hooks\[0\]\.interval: counts epochs"):
         precise(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2))
 
 
 class Bare(nn.Module):
-    """Trains itself, and has nothing by which a loss alone could be had."""
+    """A model with its own `train_step` and without `loss_step`."""
 
     def __init__(self):
         super().__init__()
@@ -241,6 +241,6 @@ class Bare(nn.Module):
         raise AssertionError("is not reached")
 
 
-def test_a_model_that_only_knows_whole_steps_is_refused(tmp_path):
+def test_model_without_loss_step_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="loss_step"):
         precise(tmp_path, model=Bare())

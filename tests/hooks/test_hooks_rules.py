@@ -1,4 +1,4 @@
-"""Which direction is better, what counts by default, and hooks after something failed."""
+"""Rules of metrics, default units of hooks, and hooks after a failure."""
 
 import json
 
@@ -21,13 +21,13 @@ from tiny_runs import Net, samples
         ("coco/bbox_mAP", "greater"), ("answer_f1", "greater"), ("auc", "greater"), ("PSNR", "greater"),
     ],
 )  # fmt: skip
-def test_a_metric_s_name_says_which_direction_is_better(name, rule):
+def test_rule_is_inferred_from_the_metric_name(name, rule):
     assert better(name, None) == rule
 
 
 @pytest.mark.parametrize("name", ["power", "score", "loss_of_accuracy"])
-def test_a_name_that_says_nothing_or_both_needs_a_rule(name):
-    with pytest.raises(ConfigError, match="rule: must be 'greater' or 'less'"):
+def test_ambiguous_metric_name_requires_a_rule(name):
+    with pytest.raises(ConfigError, match=r"rule: cannot infer the rule .* set it to 'greater' or 'less'"):
         better(name, None)
     assert better(name, "less") == "less"
 
@@ -45,20 +45,22 @@ def make(tmp_path, **options):
     )
 
 
-def test_a_checkpoint_hook_counts_what_the_training_counts(tmp_path):
+def test_checkpoint_hook_uses_the_unit_of_the_training_loop(tmp_path):
     hook = dict(type="CheckpointHook", interval=4)
     make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=10), default_hooks=dict(checkpoint=hook)).train()
     assert sorted(p.name for p in tmp_path.glob("*.pth")) == ["iter_10.pth", "iter_4.pth", "iter_8.pth"]
 
 
-def test_a_checkpoint_hook_by_epoch_in_a_training_by_iteration_is_refused(tmp_path):
+def test_by_epoch_checkpoints_require_epoch_based_training(tmp_path):
     hook = dict(type="CheckpointHook", by_epoch=True)
     runner = make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=4), default_hooks=dict(checkpoint=hook))
-    with pytest.raises(ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: counts epochs"):
+    with pytest.raises(
+        ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: is True, but training counts iterations"
+    ):
         runner.train()
 
 
-def test_epochs_shorter_than_the_log_interval_are_logged_all_the_same(tmp_path):
+def test_epochs_shorter_than_the_log_interval_are_logged(tmp_path):
     make(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=2)).train()
     lines = [
         json.loads(line) for line in next(tmp_path.glob("*/vis_data/scalars.json")).read_text().splitlines()
@@ -66,7 +68,7 @@ def test_epochs_shorter_than_the_log_interval_are_logged_all_the_same(tmp_path):
     assert [line["iter"] for line in lines if "loss" in line] == [5, 10]
 
 
-def test_weights_come_back_after_a_validation_of_the_average_failed(tmp_path):
+def test_training_weights_are_restored_after_a_failed_validation(tmp_path):
     class FailsOnce(BaseMetric):
         failed = False
 
@@ -94,7 +96,7 @@ def test_weights_come_back_after_a_validation_of_the_average_failed(tmp_path):
         broken.train()
     assert any("validation after 1 epochs" in note for note in raised.value.__notes__)
     average = [p.clone() for p in broken.model.parameters()]
-    broken.val()  # validates the average, and puts the weights back
+    broken.val()  # validates the average and swaps the weights back
     healthy = run(FailsOnce, tmp_path / "b")
     healthy.train()
     for now, wanted, averaged in zip(

@@ -30,7 +30,7 @@ def test_statistics_equal_numpy_over_the_newest_window(entries, window):
     assert history.current() == values[-1]
 
 
-def test_oldest_entries_fall_out_at_max_length():
+def test_oldest_entries_are_dropped_at_max_length():
     history = HistoryBuffer([1, 2, 3], [1, 1, 1], max_length=2)
     values, counts = history.data
     assert values.tolist() == [2, 3]
@@ -38,7 +38,7 @@ def test_oldest_entries_fall_out_at_max_length():
     assert len(history) == 2
 
 
-def test_state_is_bounded_plain_and_loads_with_weights_only():
+def test_state_is_bounded_and_loads_with_weights_only():
     history = HistoryBuffer(range(3000), [2] * 3000)
     file = io.BytesIO()
     torch.save(history.state_dict(), file)
@@ -51,7 +51,7 @@ def test_state_is_bounded_plain_and_loads_with_weights_only():
 
 
 @pytest.mark.parametrize("state", [{"log_history": [1.0], "count_history": []}, {"values": []}])
-def test_state_of_something_else_is_refused(state):
+def test_invalid_state_is_rejected(state):
     with pytest.raises(CheckpointError, match="not a saved HistoryBuffer"):
         HistoryBuffer().load_state_dict(state)
 
@@ -69,18 +69,18 @@ def test_registered_statistic_is_found_by_name(monkeypatch):
     assert history.statistics("mean", 2) == 2.5
 
 
-def test_unknown_statistic_names_the_nearest():
+def test_unknown_statistic_error_suggests_the_closest_name():
     with pytest.raises(UnknownNameError, match=r"'maen'; did you mean 'mean'\?"):
         HistoryBuffer([1], [1]).statistics("maen")
 
 
 @pytest.mark.parametrize("method", ["mean", "min", "max", "current"])
-def test_empty_history_says_so(method):
+def test_empty_history_raises_data_error(method):
     with pytest.raises(DataError, match="empty"):
         HistoryBuffer().statistics(method)
 
 
-def test_bad_arguments_are_refused():
+def test_invalid_arguments_are_rejected():
     with pytest.raises(ConfigError, match="one count per value"):
         HistoryBuffer([1, 2], [1])
     with pytest.raises(ConfigError, match="max_length"):

@@ -12,7 +12,7 @@ from slipstream.logging import MMLogger, build_logger, print_log
 LINE = r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d - %s - %s"
 
 
-def test_console_line_is_plain_and_unwrapped_where_there_is_no_terminal(capsys):
+def test_console_line_is_plain_and_unwrapped_without_a_terminal(capsys):
     text = "loss [red]" + "x" * 200
     build_logger("a").info(text)
     out = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_terminal_line_is_coloured_and_unwrapped(capsys, monkeypatch):
     assert out.count("\n") == 1
 
 
-def test_file_gets_every_level_and_console_only_its_own(tmp_path, capsys):
+def test_file_contains_every_level_and_console_only_its_own(tmp_path, capsys):
     log_file = tmp_path / "run" / "a.log"
     logger = build_logger("a", log_file, level="warning")
     logger.debug("one")
@@ -51,7 +51,7 @@ def test_closed_logger_appends_when_used_again(tmp_path):
     assert len((tmp_path / "a.log").read_text().splitlines()) == 2
 
 
-def test_other_ranks_show_errors_only(capsys):
+def test_other_ranks_only_print_errors(capsys):
     logger = build_logger("a", rank=1)
     logger.warning("quiet")
     logger.error("loud")
@@ -60,7 +60,7 @@ def test_other_ranks_show_errors_only(capsys):
     assert "quiet" not in out
 
 
-def test_loggers_of_one_name_share_nothing(tmp_path, capsys):
+def test_loggers_with_the_same_name_are_independent(tmp_path, capsys):
     first, second = build_logger("a", tmp_path / "1.log"), build_logger("a", tmp_path / "2.log")
     first.info("only first")
     assert first is not second
@@ -71,8 +71,8 @@ def test_loggers_of_one_name_share_nothing(tmp_path, capsys):
     second.close()
 
 
-def test_unknown_level_names_the_nearest():
-    with pytest.raises(ConfigError, match=r"log_level: 'IFNO' is not a level; did you mean 'INFO'\?"):
+def test_unknown_level_error_suggests_the_closest_name():
+    with pytest.raises(ConfigError, match=r"log_level: 'IFNO' is not a log level; did you mean 'INFO'\?"):
         build_logger("a", level="IFNO")
 
 
@@ -86,7 +86,7 @@ def test_exception_is_logged_with_its_traceback(capsys):
     assert "ValueError: boom" in out
 
 
-def test_logger_survives_copying_and_pickling(tmp_path, capsys):
+def test_logger_can_be_copied_and_pickled(tmp_path, capsys):
     logger = build_logger("a", tmp_path / "a.log", rank=2)
     for twin in (copy.deepcopy(logger), pickle.loads(pickle.dumps(logger))):
         assert (twin.name, twin.rank) == ("a", 2)
@@ -127,11 +127,11 @@ def test_get_instance_returns_one_logger_per_name_in_a_context(tmp_path):
         first.close()
         return first is MMLogger.get_instance("x")
 
-    with ThreadPoolExecutor(1) as pool:  # a context of its own
+    with ThreadPoolExecutor(1) as pool:  # runs in a separate context
         assert pool.submit(body).result()
 
 
-def test_print_log_takes_each_of_mmengines_loggers(capsys):
+def test_print_log_accepts_each_kind_of_mmengine_logger(capsys):
     logger = build_logger("named")
     with logger.as_current():
         print_log("to print")
@@ -148,7 +148,7 @@ def test_print_log_takes_each_of_mmengines_loggers(capsys):
     ]
 
 
-def test_print_log_refuses_what_is_no_logger():
+def test_print_log_rejects_other_values():
     with (
         build_logger("named").as_current(),
         pytest.raises(UnknownNameError, match=r"'nmaed'; did you mean 'named'\?.*get_instance"),

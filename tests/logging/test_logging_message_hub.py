@@ -22,30 +22,30 @@ def test_scalar_becomes_a_plain_float(value):
 
 
 @pytest.mark.parametrize("value", [7, True, np.int64(7), torch.tensor(7)])
-def test_whole_numbers_stay_whole(value):
+def test_integers_stay_integers(value):
     hub = MessageHub("a")
     hub.update_scalar("n", value)
     assert type(hub.get_scalar("n").current()) is int
 
 
 @pytest.mark.parametrize("value", [torch.ones(2), np.ones((1, 3)), "1.0", None, [1.0]])
-def test_scalar_of_another_kind_names_its_key(value):
+def test_invalid_scalar_error_names_the_key(value):
     hub = MessageHub("a")
-    with pytest.raises(DataError, match="'train/loss' must be one number"):
+    with pytest.raises(DataError, match="'train/loss' must be a single number"):
         hub.update_scalar("train/loss", value)
     assert not hub.log_scalars
 
 
-def test_update_scalars_takes_counts():
+def test_update_scalars_accepts_counts():
     hub = MessageHub("a")
     hub.update_scalars({"x": 1.0, "y": {"value": 1.0, "count": 3}})
     hub.update_scalars({"y": {"value": 5.0}})
     assert hub.get_scalar("y").mean() == 2.0
-    with pytest.raises(DataError, match="'z' is a dict without 'value'"):
+    with pytest.raises(DataError, match="scalar 'z' has no key 'value'"):
         hub.update_scalars({"z": {"count": 1}})
 
 
-def test_unknown_scalar_names_the_nearest():
+def test_unknown_scalar_error_suggests_the_closest_name():
     hub = MessageHub("a")
     hub.update_scalar("train/loss", 1.0)
     with pytest.raises(UnknownNameError, match=r"did you mean 'train/loss'\?"):
@@ -63,7 +63,7 @@ def test_infos_are_set_read_and_removed():
         hub.runtime_info["eta"] = 1
 
 
-def test_state_holds_only_resumed_plain_values_and_loads_with_weights_only():
+def test_state_contains_only_resumed_plain_values():
     hub = MessageHub("a")
     hub.update_scalar("train/loss", 0.5, count=4)
     hub.update_scalar("train/time", 0.1, resumed=False)
@@ -87,7 +87,7 @@ def test_state_holds_only_resumed_plain_values_and_loads_with_weights_only():
     "state",
     [{}, {"log_scalars": {}}, {"log_scalars": {"x": HistoryBuffer()}, "runtime_info": {}}],
 )
-def test_state_of_something_else_is_refused_and_changes_nothing(state):
+def test_invalid_state_is_rejected_and_changes_nothing(state):
     hub = MessageHub("a")
     hub.update_scalar("x", 1.0)
     with pytest.raises(CheckpointError):
@@ -95,7 +95,7 @@ def test_state_of_something_else_is_refused_and_changes_nothing(state):
     assert hub.get_scalar("x").current() == 1.0
 
 
-def test_hubs_share_nothing_and_the_current_one_belongs_to_its_context():
+def test_hubs_are_independent_and_current_is_per_context():
     first, second = MessageHub("a"), MessageHub("a")
     first.update_scalar("x", 1.0)
     assert not second.log_scalars

@@ -8,7 +8,7 @@ from slipstream.logging import MessageHub, Meter
 
 
 class ReadCounter(TorchDispatchMode):
-    """Counts the operations, and those that hand a tensor's values to Python."""
+    """Counts all operations, and those that copy a tensor's values to Python."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ def history(hub, key):
     return hub.get_scalar(key).data[0].tolist()
 
 
-def test_values_arrive_in_step_order_whatever_the_keys_and_dtypes():
+def test_values_are_recorded_in_step_order():
     hub = MessageHub("a")
     meter = Meter(hub)
     expected = {}
@@ -44,7 +44,7 @@ def test_values_arrive_in_step_order_whatever_the_keys_and_dtypes():
     assert {key: history(hub, key) for key in hub.log_scalars} == expected
 
 
-def test_double_precision_survives():
+def test_double_precision_is_kept():
     hub = MessageHub("a")
     meter = Meter(hub)
     meter.record({"loss": torch.tensor(1 / 3, dtype=torch.float64), "b": torch.tensor(0.5)}, 0)
@@ -53,7 +53,7 @@ def test_double_precision_survives():
     assert history(hub, "train/b") == [0.5]
 
 
-def test_record_runs_no_operation_and_flush_a_handful():
+def test_record_runs_no_tensor_operations():
     meter = Meter(MessageHub("a"))
     steps = [{"loss": torch.rand(()), "acc": torch.rand(())} for _ in range(100)]
     with ReadCounter() as recording:
@@ -72,7 +72,7 @@ def test_record_makes_few_calls():
     assert calls_of(lambda: meter.record(outputs, 0)) <= 5 + len(outputs)
 
 
-def test_the_graph_of_a_loss_is_let_go():
+def test_autograd_graph_of_a_loss_is_released():
     meter = Meter(MessageHub("a"))
     loss = torch.ones((), requires_grad=True) * 2
     meter.record({"loss": loss}, 0)
@@ -90,7 +90,7 @@ def test_reused_output_dict_is_safe():
     assert history(hub, "train/loss") == [0, 1, 2]
 
 
-def test_full_meter_flushes_by_itself():
+def test_full_meter_flushes_automatically():
     hub = MessageHub("a")
     meter = Meter(hub, max_pending=3)
     for step in range(7):
@@ -99,7 +99,7 @@ def test_full_meter_flushes_by_itself():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-def test_non_finite_loss_names_key_and_first_iteration_and_keeps_all_values(bad):
+def test_non_finite_loss_error_names_key_and_first_iteration(bad):
     hub = MessageHub("a")
     meter = Meter(hub)
     for iteration in range(100, 106):
@@ -109,7 +109,7 @@ def test_non_finite_loss_names_key_and_first_iteration_and_keeps_all_values(bad)
         meter.flush()
     assert len(hub.get_scalar("train/decode.loss_ce")) == 6
     assert len(hub.get_scalar("train/acc")) == 6
-    meter.flush()  # nothing is left that would raise again
+    meter.flush()  # no pending value raises again
     assert len(hub.get_scalar("train/acc")) == 6
 
 
@@ -130,7 +130,7 @@ def test_other_non_finite_outputs_are_only_recorded():
         (None, "NoneType"),
     ],
 )
-def test_output_that_is_no_scalar_tensor_names_its_key(value, what):
+def test_output_that_is_not_a_scalar_tensor_is_an_error(value, what):
     with pytest.raises(LossError, match=rf"'loss_ce' at iteration 7 must be a 0-dim tensor, not .*{what}"):
         Meter(MessageHub("a")).record({"loss_ce": value}, 7)
 
@@ -142,7 +142,7 @@ def test_flush_of_nothing_does_nothing():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
 def test_cuda_record_never_synchronises():
     hub = MessageHub("a")
     meter = Meter(hub)

@@ -42,12 +42,12 @@ def test_update_between_redraws_makes_few_calls(terminal):
     bar = ProgressBar(terminal)
     bar.start(10**9, "x")
     bar.update(0)
-    few = min(calls_of(lambda: bar.update(1, "text")) for _ in range(5))  # a redraw may be due in one
+    few = min(calls_of(lambda: bar.update(1, "text")) for _ in range(5))  # one of the calls may redraw
     bar.stop()
     assert few <= 5
 
 
-def test_log_lines_stand_above_the_bar(terminal):
+def test_log_lines_are_printed_above_the_bar(terminal):
     logger = build_logger("a")
     logger.console = logger.handlers[0].console = terminal
     bar = ProgressBar(logger.console)

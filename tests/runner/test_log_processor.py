@@ -120,7 +120,7 @@ def test_line_after_validation_averages_times_over_the_epoch(runner):
     assert tag == {"time": 44.5, "data_time": 0.5, "mIoU": 0.71234}
 
 
-def test_line_after_test_holds_non_scalars_and_tag_only_on_request(runner):
+def test_line_after_test_contains_non_scalars(runner):
     runner.message_hub.update_scalar("test/acc", 0.5)
     runner.message_hub.update_info("test/confusion", torch.eye(2))
     processor = LogProcessor(by_epoch=False)
@@ -140,7 +140,7 @@ def test_hierarchy_keeps_the_mode_in_the_tag_only(runner):
     assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
 
 
-def test_custom_statistics_with_every_kind_of_window(runner):
+def test_custom_statistics_with_every_kind_of_window_size(runner):
     fill(runner.message_hub, steps=200)
     entries = [
         {"data_src": "loss", "method_name": "mean", "window_size": "epoch", "log_name": "loss_epoch"},
@@ -167,7 +167,7 @@ def test_custom_statistic_of_time_is_kept_after_the_epoch(runner):
     assert processor.get_log_after_epoch(runner, 50, "val")[0]["time"] == 9.0
 
 
-def test_mean_pattern_chooses_what_is_averaged(runner):
+def test_mean_pattern_selects_the_averaged_scalars(runner):
     fill(runner.message_hub)
     tag, _ = LogProcessor(mean_pattern="acc").get_log_after_iter(runner, 99, "train")
     assert tag["loss"] == 19
@@ -184,55 +184,58 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
     ("entry", "message"),
     [
         ("loss", r"custom_cfg\[1\]: must be a dict"),
-        ({"method_name": "mean"}, r"custom_cfg\[1\]: needs 'data_src'"),
-        ({"data_src": "a"}, r"custom_cfg\[1\]: needs 'method_name'"),
+        ({"method_name": "mean"}, r"custom_cfg\[1\]: requires the string 'data_src'"),
+        ({"data_src": "a"}, r"custom_cfg\[1\]: requires the string 'method_name'"),
         (
             {"data_src": "a", "method_name": "mean", "windows": 3},
-            r"custom_cfg\[1\].windows: 'mean' takes no 'windows'",
+            r"custom_cfg\[1\].windows: 'mean' has no parameter 'windows'",
         ),
-        ({"data_src": "a", "method_name": "current", "window_size": 3}, "'current' takes no 'window_size'"),
+        (
+            {"data_src": "a", "method_name": "current", "window_size": 3},
+            "'current' has no parameter 'window_size'",
+        ),
         (
             {"data_src": "a", "method_name": "mean", "window_size": 0},
-            r"\[1\].window_size: must be a positive number",
+            r"\[1\].window_size: must be a positive integer",
         ),
         (
             {"data_src": "a", "method_name": "mean", "window_size": "all"},
-            "must be a positive number",
+            "must be a positive integer",
         ),
-        ({"data_src": "a", "method_name": "mean", "window_size": True}, "must be a positive number"),
+        ({"data_src": "a", "method_name": "mean", "window_size": True}, "must be a positive integer"),
         (
             {"data_src": "loss", "method_name": "max"},
-            r"custom_cfg\[1\].log_name: 'loss' is logged by",
+            r"custom_cfg\[1\].log_name: another entry also logs 'loss'",
         ),
     ],
 )
-def test_wrong_custom_entry_names_its_place(entry, message):
+def test_invalid_custom_entry_error_names_its_path(entry, message):
     with pytest.raises(ConfigError, match=message):
         LogProcessor(custom_cfg=[{"data_src": "loss", "method_name": "mean"}, entry])
 
 
-def test_unknown_method_names_the_nearest():
+def test_unknown_method_error_suggests_the_closest_name():
     with pytest.raises(
         UnknownNameError, match=r"custom_cfg\[0\].method_name: .*'maen'; did you mean 'mean'\?"
     ):
         LogProcessor(custom_cfg=[{"data_src": "loss", "method_name": "maen"}])
 
 
-def test_epoch_window_needs_epochs():
-    with pytest.raises(ConfigError, match="needs by_epoch=True"):
+def test_epoch_window_size_requires_by_epoch():
+    with pytest.raises(ConfigError, match="requires by_epoch=True"):
         LogProcessor(
             by_epoch=False, custom_cfg=[{"data_src": "a", "method_name": "mean", "window_size": "epoch"}]
         )
 
 
-def test_bad_window_and_pattern_are_refused():
+def test_invalid_window_size_and_pattern_are_rejected():
     with pytest.raises(ConfigError, match="window_size: must be at least 1"):
         LogProcessor(window_size=0)
     with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a regular expression"):
         LogProcessor(mean_pattern="(")
 
 
-def test_registered_statistic_takes_arguments_of_its_own(runner, monkeypatch):
+def test_registered_statistic_accepts_its_own_arguments(runner, monkeypatch):
     monkeypatch.setattr(HistoryBuffer, "_statistics", dict(HistoryBuffer._statistics))
 
     @HistoryBuffer.register_statistics

@@ -1,4 +1,4 @@
-"""Loops and hooks of users, options of a whole run, and runs one after the other."""
+"""Custom loops and hooks, options of a run, and successive runs."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def small(count=8, **options):
     return loader(TensorDataset(inputs, torch.arange(count) % 3), batch_size=8, **options)
 
 
-def test_loops_of_users_are_taken_by_name(tmp_path):
+def test_custom_loops_are_found_by_name(tmp_path):
     @LOOPS.register_module(force=True)
     class HalvedIterLoop(IterBasedTrainLoop):
         def __init__(self, runner, dataloader, max_iters):
@@ -31,7 +31,7 @@ def test_loops_of_users_are_taken_by_name(tmp_path):
     assert epochs.iter == 5
 
 
-def test_hooks_of_users_are_taken_by_name(tmp_path):
+def test_custom_hooks_are_found_by_name(tmp_path):
     @HOOKS.register_module(force=True)
     class Counting(Hook):
         def __init__(self, start):
@@ -44,7 +44,7 @@ def test_hooks_of_users_are_taken_by_name(tmp_path):
     assert next(hook.count for hook in runner.hooks if isinstance(hook, Counting)) == 110
 
 
-def test_auto_scale_lr_multiplies_by_batch_size_over_base(tmp_path):
+def test_auto_scale_lr_scales_by_batch_size_over_base(tmp_path):
     options = dict(
         optim_wrapper=dict(
             optimizer=dict(type="SGD", lr=0.1),
@@ -65,7 +65,7 @@ def test_auto_scale_lr_multiplies_by_batch_size_over_base(tmp_path):
 
 def test_deterministic_runs_switch_torch_to_deterministic_algorithms(tmp_path):
     Runner(**training(tmp_path, randomness=dict(seed=1, deterministic=True)))
-    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py puts it back
+    assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py restores it
 
 
 def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
@@ -86,7 +86,7 @@ def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
     run(tmp_path / "c", **changes, cfg=dict(compile=dict(backend="eager")))
 
 
-def test_a_validation_alone_runs_compiled_too(tmp_path):
+def test_validation_without_training_runs_compiled(tmp_path):
     graphs = []
 
     def backend(graph, inputs):
@@ -98,7 +98,7 @@ def test_a_validation_alone_runs_compiled_too(tmp_path):
     assert graphs
 
 
-def test_a_training_can_be_followed_by_validation_and_test_in_one_runner(tmp_path):
+def test_one_runner_can_train_validate_and_test(tmp_path):
     runner = Runner(**training(tmp_path, **validation(Scripted([0.1, 0.2, 0.3]))))
     runner.train()
     before = weights(runner)
@@ -106,7 +106,7 @@ def test_a_training_can_be_followed_by_validation_and_test_in_one_runner(tmp_pat
     assert_same(before, weights(runner))
 
 
-def test_a_second_training_of_a_finished_run_changes_nothing(tmp_path):
+def test_second_training_of_a_finished_run_changes_nothing(tmp_path):
     losses = Losses()
     runner = Runner(**training(tmp_path, custom_hooks=[losses]))
     runner.train()

@@ -1,4 +1,4 @@
-"""Bad input ends in one clear error that says where in the configuration it stands."""
+"""Invalid input raises an error with the path in the configuration."""
 
 import math
 import warnings
@@ -42,7 +42,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(3, 0)])), "train_cfg.dynamic_intervals: ", "(3, 0)"),
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(9, 1), (3, 2)])), "train_cfg.dynamic_int", "ascending"),
         (dict(train_cfg=dict(type="EpochBasedTrainLop", max_epochs=1)), "train_cfg", "EpochBasedTrainLoop"),
-        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "not both"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "exclude each other"),
         (dict(train_cfg=3), "train_cfg: ", "dict"),
         # data
         (dict(train_dataloader=loader(TensorDataset(torch.zeros(0, 4)))), "train_dataloader", "no samples"),
@@ -87,7 +87,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=0))),
             "default_hooks.checkpoint.interval: ",
-            "-1 for none",
+            "-1 (save only the last)",
         ),
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=-2))),
@@ -125,7 +125,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("from_cfg", [False, True])
-def test_errors_say_where_the_configuration_is_wrong(tmp_path, changes, start, hint, from_cfg):
+def test_config_errors_contain_the_config_path(tmp_path, changes, start, hint, from_cfg):
     arguments = training(tmp_path, **changes)
     if from_cfg and "cfg" in arguments:
         arguments |= arguments.pop("cfg")
@@ -138,35 +138,37 @@ def test_errors_say_where_the_configuration_is_wrong(tmp_path, changes, start, h
 @pytest.mark.parametrize(
     ("name", "third"), [("train", "optim_wrapper"), ("val", "val_evaluator"), ("test", "test_evaluator")]
 )
-def test_what_belongs_together_is_given_together(tmp_path, name, third):
+def test_loop_arguments_must_be_set_together(tmp_path, name, third):
     whole = {f"{name}_dataloader": loader(), f"{name}_cfg": dict(EPOCHS), third: dict(optimizer=SGD)}
     for missing in whole:
         given = {key: value for key, value in whole.items() if key != missing}
-        with pytest.raises(ValueError, match=f"{missing} is missing beside"):
+        with pytest.raises(ValueError, match=f"but {missing} is missing"):
             Runner(Net(), tmp_path, **given)
         (only,) = {missing} & whole.keys()
         others = " and ".join(key for key in whole if key != only)
-        with pytest.raises(ConfigError, match=f"{others} are missing beside {only}"):
+        with pytest.raises(ConfigError, match=f"{only} is set, but {others} are missing"):
             Runner(Net(), tmp_path, **{only: whole[only]})
 
 
 @pytest.mark.parametrize("mode", ["train", "val", "test"])
-def test_what_was_not_configured_cannot_run(tmp_path, mode):
+def test_loop_that_is_not_configured_cannot_run(tmp_path, mode):
     runner = Runner(Net(), tmp_path, log_level="ERROR")
     with pytest.raises(ConfigError, match=f"{mode}_dataloader"):
         getattr(runner, mode)()
 
 
 @pytest.mark.parametrize("required", ["model", "work_dir"])
-def test_a_configuration_without_the_essentials(tmp_path, required):
+def test_required_configuration_keys(tmp_path, required):
     cfg = training(tmp_path)
     cfg[required + "s"] = cfg.pop(required)
-    with pytest.raises(ConfigError, match=f"needs '{required}'; did you mean '{required}s'"):
+    with pytest.raises(
+        ConfigError, match=f"has no '{required}', which is required; did you mean '{required}s'"
+    ):
         Runner.from_cfg(cfg)
 
 
 class Returning(Net):
-    """Returns what it is told to in mode 'loss'."""
+    """A model that returns `answer` in mode 'loss'."""
 
     def __init__(self, answer):
         super().__init__()
@@ -187,14 +189,14 @@ class Returning(Net):
         (lambda loss: {"loss_a": loss, "loss_b": loss * math.nan}, NonFiniteLossError, "nan at iteration 1"),
     ],
 )  # fmt: skip
-def test_losses_that_nothing_can_learn_from(tmp_path, answer, error, hint):
+def test_invalid_losses_are_rejected(tmp_path, answer, error, hint):
     with pytest.raises(error, match=hint) as raised:
         run(tmp_path, model=Returning(answer), default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
-    assert "iteration 1 of the training" in raised.value.__notes__[0]
+    assert "iteration 1 of training" in raised.value.__notes__[0]
 
 
 class Poison(Hook):
-    """Spoils a weight after a step, as an infinite gradient does."""
+    """Makes a weight non-finite after a step, as an infinite gradient does."""
 
     priority = "HIGHEST"
 
@@ -209,7 +211,7 @@ class Poison(Hook):
 
 @pytest.mark.parametrize("iteration", [7, 10])
 @pytest.mark.parametrize("keep", [-1, 1])
-def test_no_broken_checkpoint_takes_the_place_of_a_good_one(tmp_path, iteration, keep):
+def test_non_finite_weights_do_not_replace_good_checkpoints(tmp_path, iteration, keep):
     checkpoint = dict(type="CheckpointHook", interval=1, max_keep_ckpts=keep, save_best="acc")
     with pytest.raises(NonFiniteLossError, match="iteration") as raised:
         run(
@@ -227,12 +229,12 @@ def test_no_broken_checkpoint_takes_the_place_of_a_good_one(tmp_path, iteration,
         assert all(value.isfinite().all() for value in state.values())
 
 
-def test_a_model_with_nothing_to_learn(tmp_path):
+def test_model_without_trainable_parameters_is_rejected(tmp_path):
     with pytest.raises(ModelError, match="no trainable parameter"):
         run(tmp_path, model=Net().requires_grad_(False))
 
 
-def test_a_model_without_train_step_says_what_to_derive_from(tmp_path):
+def test_model_without_train_step_error_names_the_base_class(tmp_path):
     with pytest.raises(ModelError, match="BaseModel"):
         run(tmp_path, model=nn.Linear(4, 3))
 
@@ -245,7 +247,7 @@ class Keyed(Dataset):
         return {"image": torch.zeros(4), "label": torch.tensor(0)}
 
 
-def test_a_batch_whose_keys_the_model_does_not_take(tmp_path):
+def test_batch_keys_must_match_forward(tmp_path):
     with pytest.raises(DataError, match=r"\['image', 'label'\].*forward takes \['inputs', 'targets'\]"):
         run(tmp_path, train_dataloader=loader(Keyed()))
 
@@ -267,23 +269,23 @@ class Wider(Net):
     [
         (Other, "only.weight", False),
         (Other, "only.weight", True),
-        (Wider, r"last.weight is \(3, 8\) there", True),
+        (Wider, r"last.weight is \(3, 8\) in the checkpoint", True),
     ],
 )
-def test_a_checkpoint_of_another_model(tmp_path, other, hint, resume):
+def test_checkpoint_of_another_model_is_rejected(tmp_path, other, hint, resume):
     run(tmp_path)
     with pytest.raises(CheckpointError, match=hint):
         run(tmp_path, model=dict(type=other), load_from=tmp_path / "epoch_2.pth", resume=resume)
 
 
 @pytest.mark.parametrize("argument", ["load_from", "resume"])
-def test_a_checkpoint_that_is_not_there(tmp_path, argument):
+def test_missing_checkpoint_error_suggests_the_closest_name(tmp_path, argument):
     run(tmp_path)
-    with pytest.raises(CheckpointError, match=r"epoch_3\.pth; did you mean 'epoch_2\.pth'"):
+    with pytest.raises(CheckpointError, match=r"epoch_3\.pth does not exist; did you mean 'epoch_2\.pth'"):
         run(tmp_path, **{argument: str(tmp_path / "epoch_3.pth")})
 
 
-def test_weights_alone_cannot_be_resumed(tmp_path):
+def test_checkpoint_with_only_weights_cannot_be_resumed(tmp_path):
     torch.save(Net().state_dict(), tmp_path / "weights.pth")
     with pytest.raises(CheckpointError, match="load_from"):
         run(tmp_path, resume=str(tmp_path / "weights.pth"))
@@ -299,11 +301,11 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
     [
         (
             dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", save_best="acc/top2"))),
-            "default_hooks.checkpoint.save_best: there is no metric 'acc/top2'",
+            "default_hooks.checkpoint.save_best: unknown metric 'acc/top2'",
         ),
         (
             dict(custom_hooks=[dict(type="EarlyStoppingHook", monitor="accu", strict=True)]),
-            "custom_hooks[0].monitor: there is no metric 'accu'; did you mean 'acc'",
+            "custom_hooks[0].monitor: unknown metric 'accu'; did you mean 'acc'",
         ),
         (
             dict(param_scheduler=[dict(type="ReduceOnPlateauLR", monitor="los")]),
@@ -311,41 +313,41 @@ def test_weights_alone_cannot_be_resumed(tmp_path):
         ),
     ],
 )
-def test_a_metric_that_the_validation_does_not_give(tmp_path, hooks, start):
+def test_unknown_metric_is_an_error(tmp_path, hooks, start):
     with pytest.raises(ConfigError) as raised:
         run(tmp_path, **hooks, **validation())
     assert str(raised.value).startswith(start)
 
 
-def test_two_metrics_of_one_name(tmp_path):
+def test_two_metrics_with_the_same_name_are_rejected(tmp_path):
     with pytest.raises(ConfigError, match="two metrics report 'acc'"):
         run(tmp_path, **validation([dict(type=Accuracy), dict(type=Accuracy)]))
 
 
-def test_an_error_in_the_users_code_is_raised_as_it_is(tmp_path):
+def test_errors_in_user_code_are_raised_unchanged(tmp_path):
     def broken(loss):
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as raised:
         run(tmp_path, model=Returning(broken))
-    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of the training)"]
+    assert raised.value.__notes__ == ["(in epoch 1, iteration 1 of training)"]
 
 
-def test_the_data_of_an_error_is_logged(tmp_path):
+def test_error_details_are_logged(tmp_path):
     with pytest.raises(ModelError):
         run(tmp_path, model=Net().requires_grad_(False))
     (log,) = tmp_path.rglob("*.log")
     assert "no trainable parameter" in log.read_text()
 
 
-def test_a_wrong_last_checkpoint_says_so(tmp_path):
+def test_invalid_last_checkpoint_is_an_error(tmp_path):
     run(tmp_path)
     (tmp_path / "epoch_2.pth").unlink()
     with pytest.raises(CheckpointError, match="last_checkpoint"):
         run(tmp_path, resume=True)
 
 
-def test_inputs_are_not_changed_by_building(tmp_path):
+def test_runner_does_not_modify_its_arguments(tmp_path):
     arguments = training(tmp_path, **validation(), param_scheduler=[dict(type="StepLR", step_size=1)])
     before = repr({key: value for key, value in arguments.items() if key != "train_dataloader"})
     Runner(**arguments).train()
@@ -353,14 +355,14 @@ def test_inputs_are_not_changed_by_building(tmp_path):
     assert set(arguments["train_dataloader"]) == set(loader())
 
 
-def test_an_empty_validation_set(tmp_path):
+def test_empty_validation_set_is_an_error(tmp_path):
     empty = dict(batch_size=2, dataset=TensorDataset(*(t[:0] for t in samples())))
     with pytest.raises(DataError, match="val_dataloader"):
         run(tmp_path, **{**validation(), "val_dataloader": empty})
 
 
 @pytest.mark.parametrize(("world", "expected"), [("2", 1), ("1", 0)])
-def test_a_launcher_that_is_not_given_is_noticed(tmp_path, monkeypatch, world, expected):
+def test_missing_launcher_logs_a_warning(tmp_path, monkeypatch, world, expected):
     place = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE=world, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
     for name, value in place.items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Batches whose colours and normalisation are finished on the device train as finished ones do."""
+"""Colour transforms and normalisation give the same training on the device and on the host."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ class Squares(SegmentationDataset):
 
 
 class Finished(Dataset):
-    """The same samples, with nothing left to do."""
+    """The same samples with all transforms applied on the host."""
 
     def __init__(self, dataset):
         self.dataset, self.metainfo = dataset, dataset.metainfo
@@ -75,20 +75,20 @@ def finished(tmp_path_factory):
     return weights(train(tmp_path_factory.mktemp("finished"), Finished(Squares(TRANSFORMS))))
 
 
-def test_a_run_with_programs_ends_as_one_with_finished_samples(tmp_path, finished):
+def test_device_transforms_equal_host_transforms(tmp_path, finished):
     runner = train(tmp_path, Squares(TRANSFORMS), custom_hooks=[dict(type="SegVisualizationHook")])
     torch.testing.assert_close(weights(runner), finished)
     with Image.open(tmp_path / "predictions.png") as picture:
         assert np.asarray(picture).std() > 0
 
 
-def test_the_preprocessor_of_images_finishes_them_too(tmp_path, finished):
+def test_image_preprocessor_applies_device_transforms(tmp_path, finished):
     model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), dict(type="ImgDataPreprocessor"))
     torch.testing.assert_close(weights(train(tmp_path, Squares(TRANSFORMS), model=model)), finished)
 
 
 @pytest.mark.parametrize("compile", [dict(scope="step", backend="aot_eager"), dict(backend="eager")])
-def test_a_compiled_run_takes_programs(tmp_path, finished, compile):
+def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
     torch._dynamo.reset()
     runner = train(tmp_path, Squares(TRANSFORMS), speed=dict(compile=compile))
     if compile.get("scope") == "step":
@@ -97,7 +97,7 @@ def test_a_compiled_run_takes_programs(tmp_path, finished, compile):
     torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
 
 
-def test_to_normalise_twice_is_refused_and_says_where(tmp_path):
+def test_normalising_twice_is_rejected(tmp_path):
     twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
     with pytest.raises(
         ConfigError, match=r"data_preprocessor: the transforms of the dataset already normalize the images"
@@ -105,7 +105,7 @@ def test_to_normalise_twice_is_refused_and_says_where(tmp_path):
         train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
 
 
-def test_colours_alone_may_be_followed_by_the_preprocessors_normalisation(tmp_path, finished):
+def test_preprocessor_may_normalise_after_colour_transforms(tmp_path, finished):
     mean, std = [127.5, 102.0, 76.5], [51.0, 76.5, 102.0]
     pre = dict(type="ImgDataPreprocessor", mean=mean, std=std)
     model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), pre)

@@ -1,4 +1,4 @@
-"""What happens in a run, in which order, and what it leaves behind."""
+"""Stages, hooks and output files of a run."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from tiny_runs import Accuracy, Net, assert_same, loader, run, training, validat
 
 
 class Recorder(Hook):
-    """Writes down every stage it is called at."""
+    """Records every stage at which it is called."""
 
     def __init__(self):
         self.stages = []
@@ -36,7 +36,7 @@ def small(count=8, **options):
     return loader(TensorDataset(inputs, torch.arange(count) % 3), batch_size=8, **options)
 
 
-def test_stages_of_a_training_with_validation(tmp_path):
+def test_stages_of_training_with_validation(tmp_path):
     recorder = Recorder()
     run(
         tmp_path,
@@ -46,7 +46,7 @@ def test_stages_of_a_training_with_validation(tmp_path):
         val_evaluator=dict(type=Accuracy),
         custom_hooks=[recorder],
     )
-    # a hook of NORMAL priority comes before the CheckpointHook
+    # A hook of NORMAL priority runs before the CheckpointHook.
     epoch = ["before_train_epoch", *TRAIN_STEP * 2, "after_train_epoch", "before_save_checkpoint"]
     assert recorder.stages == [
         "before_run", "before_train", *(epoch + VALIDATION) * 2, "after_train", "after_run",
@@ -73,7 +73,7 @@ def test_stages_of_a_test_and_of_loading(tmp_path):
     ]  # fmt: skip
 
 
-def test_an_iteration_based_training_is_one_epoch_to_the_hooks(tmp_path):
+def test_iteration_based_training_is_one_epoch_for_hooks(tmp_path):
     recorder = Recorder()
     cfg = dict(by_epoch=False, max_iters=3, val_interval=2)
     runner = run(tmp_path, train_dataloader=small(16), train_cfg=cfg, **validation(), custom_hooks=[recorder])
@@ -94,7 +94,7 @@ class Named(Hook):
         self.calls.append(self.name)
 
 
-def test_hooks_run_by_priority_and_equals_in_the_order_of_registration(tmp_path):
+def test_hooks_run_by_priority_then_by_registration(tmp_path):
     calls = []
     hooks = [Named(name, calls) for name in "abc"]
     hooks += [
@@ -113,7 +113,7 @@ def test_hooks_run_by_priority_and_equals_in_the_order_of_registration(tmp_path)
     ]  # fmt: skip
 
 
-def test_none_takes_a_default_hook_away_and_another_replaces_one(tmp_path):
+def test_default_hooks_can_be_removed_and_replaced(tmp_path):
     hooks = dict(checkpoint=None, timer=None, logger=dict(type="LoggerHook", interval=3))
     runner = run(tmp_path, default_hooks=hooks)
     kinds = [type(hook).__name__ for hook in runner.hooks]
@@ -124,7 +124,7 @@ def test_none_takes_a_default_hook_away_and_another_replaces_one(tmp_path):
     assert list(tmp_path.glob("*.pth")) == []
 
 
-def test_general_methods_serve_all_modes_unless_the_modes_own_is_overridden(tmp_path):
+def test_general_hook_methods_apply_to_modes_that_are_not_overridden(tmp_path):
     calls = []
 
     class General(Hook):
@@ -167,7 +167,7 @@ def test_custom_stages_are_called_with_their_arguments(tmp_path):
         (dict(max_epochs=6, val_interval=4, dynamic_intervals=[(5, 1)]), [4, 5, 6]),
     ],
 )
-def test_when_an_epoch_based_training_validates(tmp_path, cfg, validated):
+def test_validation_schedule_of_epoch_based_training(tmp_path, cfg, validated):
     at = []
 
     class Watch(Hook):
@@ -192,7 +192,7 @@ def test_when_an_epoch_based_training_validates(tmp_path, cfg, validated):
         (dict(val_interval=5, dynamic_intervals=[(6, 2), (9, 1)]), [5, 6, 8, 9, 10]),
     ],
 )
-def test_when_an_iteration_based_training_validates(tmp_path, cfg, validated):
+def test_validation_schedule_of_iteration_based_training(tmp_path, cfg, validated):
     at = []
 
     class Watch(Hook):
@@ -210,7 +210,7 @@ def test_when_an_iteration_based_training_validates(tmp_path, cfg, validated):
     assert at == validated
 
 
-def test_the_files_of_a_run(tmp_path):
+def test_output_files_of_a_run(tmp_path):
     cfg = Config(
         training(
             tmp_path,
@@ -251,25 +251,25 @@ def test_the_files_of_a_run(tmp_path):
     assert_same(checkpoint["state_dict"], weights(runner))
 
 
-def test_from_cfg_keeps_keys_that_are_no_arguments(tmp_path):
+def test_from_cfg_keeps_other_keys(tmp_path):
     cfg = dict(training(tmp_path), my_variable=3, compile=False)
     runner = Runner.from_cfg(cfg)
     assert runner.cfg.my_variable == 3
     assert runner.work_dir == str(tmp_path)
 
 
-def test_two_runs_in_one_second_have_folders_of_their_own(tmp_path):
+def test_two_runs_started_in_one_second_have_separate_folders(tmp_path):
     one, two = (Runner(**training(tmp_path)) for _ in range(2))
     assert one.log_dir != two.log_dir
     assert one.experiment_name != two.experiment_name
 
 
-def test_the_experiment_is_named(tmp_path):
+def test_experiment_name(tmp_path):
     runner = Runner(**training(tmp_path, experiment_name="mine"))
     assert runner.experiment_name == f"mine_{runner.timestamp}"
 
 
-def test_validation_and_test_alone_use_the_loaded_weights(tmp_path):
+def test_validation_and_test_use_the_loaded_weights(tmp_path):
     trained = run(tmp_path / "a", train_cfg=dict(by_epoch=True, max_epochs=8))
     inputs, targets = (t for t in trained.train_dataloader.dataset.tensors)
     trained.model.eval()
@@ -286,7 +286,7 @@ def test_validation_and_test_alone_use_the_loaded_weights(tmp_path):
     )
     assert runner.val()["acc"] == pytest.approx(expected)
     assert runner.test() == {"acc": pytest.approx(expected), "second/acc": pytest.approx(expected)}
-    with pytest.raises(ConfigError, match="train_dataloader, train_cfg and optim_wrapper"):
+    with pytest.raises(ConfigError, match="requires train_dataloader, train_cfg and optim_wrapper"):
         runner.train()
 
 
@@ -304,7 +304,7 @@ def test_torchmetrics_objects_and_names_are_metrics(tmp_path):
     assert values[name] == pytest.approx(values["own/acc"])
 
 
-def test_weights_are_initialised_once_and_not_over_loaded_ones(tmp_path):
+def test_init_weights_runs_once_and_not_after_loading(tmp_path):
     class Zeroing(Net):
         def init_weights(self):
             with torch.no_grad():

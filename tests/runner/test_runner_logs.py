@@ -1,4 +1,4 @@
-"""Who writes, and what is said of keys that nobody reads."""
+"""Log output by rank, and warnings about unused configuration keys."""
 
 from slipstream.runner import logs
 from slipstream.runner.user_config import unread_keys
@@ -13,7 +13,7 @@ class Recorder(BaseVisBackend):
         self.seen.append(name)
 
 
-def test_a_ready_visualizer_writes_on_rank_0_alone(tmp_path, monkeypatch):
+def test_visualizer_object_writes_only_on_rank_0(tmp_path, monkeypatch):
     for main, expected in ((True, ["x"]), (False, [])):
         monkeypatch.setattr(logs, "is_main_process", lambda main=main: main)
         recorder = Recorder()
@@ -24,8 +24,6 @@ def test_a_ready_visualizer_writes_on_rank_0_alone(tmp_path, monkeypatch):
         assert recorder.seen == expected
 
 
-def test_a_key_that_is_nearly_an_argument_is_pointed_out_and_a_variable_is_not():
+def test_misspelled_keys_are_reported_but_variables_are_not():
     lines = list(unread_keys(["parm_scheduler", "data_root", "compile"], ["param_scheduler", "compile"]))
-    assert lines == [
-        "Nothing reads the configuration's key 'parm_scheduler'; did you mean 'param_scheduler'?"
-    ]
+    assert lines == ["The configuration key 'parm_scheduler' is not used; did you mean 'param_scheduler'?"]

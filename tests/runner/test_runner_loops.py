@@ -9,7 +9,7 @@ class Stream(IterableDataset):
         return zip(*samples(), strict=True)
 
 
-def test_a_stream_without_length_is_evaluated_like_the_same_samples_with_one(tmp_path):
+def test_stream_without_length_has_the_same_metrics(tmp_path):
     net = Net()
     answers = []
     for number, loader in enumerate(

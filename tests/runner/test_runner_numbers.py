@@ -1,4 +1,4 @@
-"""A Runner computes what a hand-written loop computes, and never waits for the device on the way."""
+"""A Runner equals a plain training loop and does not synchronize with the device between log intervals."""
 
 import copy
 import gc
@@ -21,7 +21,7 @@ INPUTS, TARGETS = samples()
 
 
 def batches(epochs, size=8, seed=3):
-    """The order that the documentation promises: a permutation drawn from seed + epoch."""
+    """Return batches in the documented order: a permutation drawn from seed + epoch."""
     for epoch in range(epochs):
         order = torch.randperm(40, generator=torch.Generator().manual_seed(seed + epoch))
         for part in order.split(size):
@@ -29,7 +29,7 @@ def batches(epochs, size=8, seed=3):
 
 
 def by_hand(model, optimizer, counts=1, max_norm=None, dtype=None, epochs=2):
-    """Train as one would write it down."""
+    """Train with a plain loop."""
     done, total = [], epochs * 5
     for step, (inputs, targets) in enumerate(batches(epochs), 1):
         window = total % counts if step > total - total % counts else counts
@@ -52,7 +52,7 @@ def fresh(**options):
 
 @pytest.mark.parametrize("wrapper", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize(("counts", "max_norm"), [(1, None), (1, 0.3), (2, 0.3), (4, 0.3)])
-def test_it_equals_a_hand_written_loop_bit_for_bit(tmp_path, counts, max_norm, wrapper):
+def test_runner_equals_a_plain_loop_bitwise(tmp_path, counts, max_norm, wrapper):
     model, twin = fresh(norm=True), fresh(norm=True)
     dtype = torch.bfloat16 if wrapper == "AmpOptimWrapper" else None
     expected = by_hand(twin, torch.optim.SGD(twin.parameters(), 0.1, 0.9), counts, max_norm, dtype)
@@ -81,7 +81,7 @@ def test_dropout_follows_the_seed(tmp_path):
     assert [loss.item() for loss in losses.by_iter.values()] == expected
 
 
-def test_logged_losses_are_means_of_the_true_ones(tmp_path):
+def test_logged_losses_are_means_of_the_step_losses(tmp_path):
     twin = fresh()
     expected = by_hand(twin, torch.optim.SGD(twin.parameters(), 0.1))
     runner = run(
@@ -91,7 +91,7 @@ def test_logged_losses_are_means_of_the_true_ones(tmp_path):
         log_processor=dict(window_size=2),
     )
     lines = [line for line in scalars(runner) if "loss" in line]
-    assert [line["iter"] for line in lines] == [2, 4, 7, 9]  # the fifth of an epoch is left out
+    assert [line["iter"] for line in lines] == [2, 4, 7, 9]  # the fifth step of an epoch is not logged
     for line in lines:
         assert line["loss"] == pytest.approx(np.mean(expected[line["iter"] - 2 : line["iter"]]), rel=1e-6)
 
@@ -116,7 +116,7 @@ def test_learning_rates_of_a_warm_up_by_iteration_and_a_decay_by_epoch(tmp_path)
         assert lr == pytest.approx(0.1 * warm * decay), step
 
 
-def test_learning_rates_end_with_the_training_by_default(tmp_path):
+def test_schedulers_end_with_training_by_default(tmp_path):
     runner = run(
         tmp_path,
         train_cfg=dict(by_epoch=False, max_iters=8),
@@ -150,7 +150,7 @@ def test_paramwise_options_reach_the_optimizer(tmp_path):
 
 
 class Gan(BaseModel):
-    """Two parts that learn in turn, as in MMEngine's GAN tutorial."""
+    """Two networks trained in turn, as in MMEngine's GAN tutorial."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +170,7 @@ class Gan(BaseModel):
         return {"loss_critic": critic, "loss_generator": generator}
 
 
-def test_several_optimizers_with_schedules_of_their_own(tmp_path):
+def test_each_optimizer_has_its_own_scheduler(tmp_path):
     torch.manual_seed(11)
     model = Gan()
     twin = copy.deepcopy(model)
@@ -224,7 +224,7 @@ def test_several_optimizers_with_schedules_of_their_own(tmp_path):
 
 
 class Profile(Hook):
-    """Profiles the steps from one on, outside of which the run reads its logs."""
+    """Profiles the steps from a given one on, between two log intervals."""
 
     priority = "HIGHEST"
 
@@ -240,7 +240,7 @@ class Profile(Hook):
 
 
 @pytest.mark.parametrize("loop", [dict(by_epoch=False, max_iters=130), dict(by_epoch=True, max_epochs=1)])
-def test_between_two_log_intervals_no_step_waits_for_the_device(tmp_path, loop):
+def test_steps_between_log_intervals_do_not_synchronize(tmp_path, loop):
     profile = Profile(12, 112)
     run(
         tmp_path,
@@ -261,13 +261,13 @@ def test_between_two_log_intervals_no_step_waits_for_the_device(tmp_path, loop):
         default_hooks=dict(logger=dict(type="LoggerHook", interval=1000), checkpoint=None),
     )
     counts = {event.key: event.count for event in profile.profiler.key_averages()}
-    assert counts["aten::addmm"] >= 200  # the steps were seen
+    assert counts["aten::addmm"] >= 200  # the profiler recorded the steps
     waits = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
     assert {name: counts[name] for name in waits if name in counts} == {}
 
 
 class Constant(BaseModel):
-    """Steps that cost nothing."""
+    """A model whose steps are almost free."""
 
     def __init__(self):
         super().__init__()
@@ -282,7 +282,7 @@ class Constant(BaseModel):
 
 
 class Watermark(Hook):
-    """Counts everything that the run keeps, at some steps."""
+    """Counts the live objects of the run at some steps."""
 
     def __init__(self, steps):
         self.steps, self.seen = steps, []
@@ -294,7 +294,7 @@ class Watermark(Hook):
             self.seen.append((longest, len(runner.meter._pending), len(gc.get_objects())))
 
 
-def test_memory_is_bounded_however_many_steps(tmp_path):
+def test_memory_does_not_grow_with_the_number_of_steps(tmp_path):
     watch = Watermark([11_500, 19_500])
     run(
         tmp_path,
@@ -311,7 +311,7 @@ def test_memory_is_bounded_however_many_steps(tmp_path):
     assert objects_later < objects + 200 + 2 * abs(pending_later - pending)
 
 
-def test_validation_leaves_the_training_as_it_is(tmp_path):
+def test_validation_does_not_change_training(tmp_path):
     model = dict(type=Net, norm=True)
     without = run(tmp_path / "a", model=model)
     assert_same(weights(without), weights(run(tmp_path / "b", model=model, **validation())))

@@ -1,4 +1,4 @@
-"""A Runner with `compile` scope 'step' trains, validates, stops and goes on as one without."""
+"""A Runner with `compile` scope 'step' equals an eager Runner in training, validation and resuming."""
 
 import warnings
 
@@ -44,7 +44,7 @@ def close(one, other, rtol=1e-4, atol=1e-6):
 
 
 def both(tmp_path, **changes):
-    """Run with the graph and without; `custom_hooks` is called for each."""
+    """Run with and without the graph; `custom_hooks` is called for each run."""
     hooks = changes.pop("custom_hooks", list)
     speed, found = changes.pop("speed", {}), []
     for name, how in (("graph", GRAPH), ("eager", None)):
@@ -56,7 +56,7 @@ def both(tmp_path, **changes):
     return found
 
 
-def test_the_step_is_that_of_ones_own_loop(tmp_path):
+def test_graph_step_equals_the_eager_step(tmp_path):
     runner = run(tmp_path, speed=dict(compile=GRAPH))
     model = nn.Linear(2, 1)
     own = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, dict(compile=GRAPH))
@@ -79,7 +79,7 @@ def everything(**changes):
     )
 
 
-def test_every_option_logs_and_validates_as_eagerly(tmp_path):
+def test_every_option_equals_eager_mode(tmp_path):
     graph, eager = both(tmp_path, custom_hooks=lambda: [dict(type="EMAHook", momentum=0.2)], **everything())
     close(graph, eager)
     for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):
@@ -93,7 +93,7 @@ def test_every_option_logs_and_validates_as_eagerly(tmp_path):
     assert not any("_orig_mod" in name for name in weights(graph))
 
 
-# ---- stopping and going on --------------------------------------------------------------------------------
+# ---- stopping and resuming --------------------------------------------------------------------------------
 
 
 def stopping(folder, compile, resume=False, optimizer=SGD):
@@ -118,7 +118,7 @@ def average(found):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_a_run_resumed_in_mid_epoch_and_mid_window_ends_bit_for_bit_the_same(tmp_path, backend):
+def test_run_resumed_in_mid_accumulation_is_bitwise_identical(tmp_path, backend):
     how = dict(
         scope="step", backend=backend, **(dict(cache=False, wait=True) if backend == "inductor" else {})
     )
@@ -134,7 +134,7 @@ def test_a_run_resumed_in_mid_epoch_and_mid_window_ends_bit_for_bit_the_same(tmp
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, GRAPH), (GRAPH, None)])
-def test_a_run_goes_on_compiled_or_not(tmp_path, before, after):
+def test_run_can_resume_with_another_compile_setting(tmp_path, before, after):
     whole = stopping(tmp_path / "whole", None)
     first = stopping(tmp_path / "first", before)
     rest = stopping(tmp_path / "rest", after, str(tmp_path / "first/iter_7.pth"))
@@ -143,11 +143,11 @@ def test_a_run_goes_on_compiled_or_not(tmp_path, before, after):
     torch.testing.assert_close(average(rest), average(whole), rtol=1e-4, atol=1e-6)
 
 
-# ---- what hooks do between steps --------------------------------------------------------------------------
+# ---- hooks between steps --------------------------------------------------------------------------
 
 
 class Unfreezes(Hook):
-    """The first layer rests in the first epoch, and its BatchNorm in the second."""
+    """Freezes the first layer in the first epoch, and its BatchNorm in the second."""
 
     def before_train_epoch(self, runner):
         runner.model.first.requires_grad_(runner.epoch > 0)
@@ -156,7 +156,7 @@ class Unfreezes(Hook):
         runner.model.norm.train(runner.epoch == 0)
 
 
-def test_parts_are_frozen_and_let_go_by_a_hook(tmp_path):
+def test_hook_can_freeze_and_unfreeze_layers(tmp_path):
     class Kept(Hook):
         def __init__(self):
             self.first, self.mean = [], []
@@ -182,7 +182,7 @@ class AddsGroup(Hook):
             )
 
 
-def test_a_group_added_in_the_middle_is_trained(tmp_path):
+def test_parameter_group_added_during_training_is_trained(tmp_path):
     def runner(name, how):
         made = Runner(**training(tmp_path / name, custom_hooks=[AddsGroup()], speed=dict(compile=how)))
         made.model.last.requires_grad_(False)
@@ -197,7 +197,7 @@ def test_a_group_added_in_the_middle_is_trained(tmp_path):
     assert len(graph.optim_wrapper.param_groups) == 2
 
 
-def test_learning_rates_are_scaled_to_the_batch_size(tmp_path):
+def test_auto_scale_lr_applies_to_the_graph_step(tmp_path):
     graph, eager = both(
         tmp_path, auto_scale_lr=dict(enable=True, base_batch_size=32), optim_wrapper=dict(optimizer=SGD)
     )
@@ -205,13 +205,13 @@ def test_learning_rates_are_scaled_to_the_batch_size(tmp_path):
     close(graph, eager)
 
 
-def test_schedules_have_nothing_to_complain_about(tmp_path):
+def test_schedulers_emit_no_warnings(tmp_path):
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*optimizer.step.*")
         run(tmp_path, speed=dict(compile=GRAPH), **everything())
 
 
-def test_a_group_whose_learning_rate_is_zero_stays(tmp_path):
+def test_parameter_group_with_zero_learning_rate_does_not_change(tmp_path):
     optim = dict(optimizer=SGD, paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.0)}))
     graph, eager = both(tmp_path, optim_wrapper=optim)
     close(graph, eager)
@@ -219,7 +219,7 @@ def test_a_group_whose_learning_rate_is_zero_stays(tmp_path):
     assert torch.equal(graph.model.first.weight, fresh.model.first.weight)
 
 
-# ---- numbers that are not finite --------------------------------------------------------------------------
+# ---- non-finite values --------------------------------------------------------------------------
 
 
 class Square(nn.Module):
@@ -228,7 +228,7 @@ class Square(nn.Module):
 
 
 class Squares(Net):
-    """Overflows inside the graph, before its BatchNorm."""
+    """A model that overflows inside the graph, before its BatchNorm."""
 
     def __init__(self):
         super().__init__(norm=True)
@@ -239,14 +239,14 @@ class Squares(Net):
 
 
 def spoiled(*bad):
-    """Return data whose rows `bad` are too large to be squared; in order they are in batch row // 8."""
+    """Return data whose rows `bad` overflow when squared; row r belongs to batch r // 8."""
     x, y = samples()
     x[list(bad)] = 1e30
     return TensorDataset(x, y)
 
 
-def test_bad_batches_leave_no_trace_and_are_counted_and_located(tmp_path):
-    """Rows 9 and 33 spoil batches 1 and 4 of 5."""
+def test_bad_batches_are_skipped_counted_and_located(tmp_path):
+    """Rows 9 and 33 make batches 1 and 4 of 5 non-finite."""
 
     def skipping(name, data, how):
         options = dict(
@@ -274,7 +274,7 @@ def test_bad_batches_leave_no_trace_and_are_counted_and_located(tmp_path):
     assert "that of module 'square' (Square); its inputs were finite" in said
 
 
-def test_a_first_batch_that_is_bad_is_skipped_too(tmp_path):
+def test_bad_first_batch_is_skipped(tmp_path):
     speed = dict(nan_guard="skip")
     one_epoch = dict(by_epoch=True, max_epochs=1)
     data = loader(spoiled(0), shuffle=False)
@@ -285,7 +285,7 @@ def test_a_first_batch_that_is_bad_is_skipped_too(tmp_path):
     assert all(value.isfinite().all() for value in weights(graph).values())
 
 
-def test_float16_leaves_the_same_first_steps_out(tmp_path):
+def test_float16_skips_the_same_first_steps(tmp_path):
     optim = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**24), optimizer=SGD)
     graph, eager = both(tmp_path, optim_wrapper=optim)
     mine, theirs = (r.optim_wrapper.loss_scaler.state_dict() for r in (graph, eager))
@@ -298,7 +298,7 @@ def test_float16_leaves_the_same_first_steps_out(tmp_path):
 
 
 class Tied(BaseModel):
-    """Weights shared by two layers, a layer that is used twice, one that is not used at all, losses in a list."""
+    """A model with tied weights, a layer used twice, an unused layer, and a list of losses."""
 
     def __init__(self):
         super().__init__()
@@ -314,7 +314,7 @@ class Tied(BaseModel):
         return {"loss_main": losses, "loss_aux": losses[1] * 0.1, "spread": scores.std()}
 
 
-def test_tied_shared_and_unused_parts_train_as_eagerly(tmp_path):
+def test_tied_shared_and_unused_layers_equal_eager_mode(tmp_path):
     options = dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
     graph, eager = both(tmp_path, model=dict(type=Tied), optim_wrapper=dict(optimizer=SGD), **options)
     close(graph, eager)
@@ -332,8 +332,8 @@ class Own(Net):
         return {"loss": loss.detach()}
 
 
-def test_a_model_that_trains_itself_is_no_graph_of_ours(tmp_path):
-    with pytest.raises(ConfigError, match=r"compile.scope: Own overrides train_step: take scope='model'"):
+def test_model_with_own_train_step_rejects_step_scope(tmp_path):
+    with pytest.raises(ConfigError, match=r"compile.scope: 'step' does not support Own, .*use scope='model'"):
         run(tmp_path, model=dict(type=Own), speed=dict(compile=GRAPH))
     own = run(tmp_path / "own", model=dict(type=Own), speed=dict(compile=dict(backend="eager")))
     close(own, run(tmp_path / "plain"))

@@ -1,4 +1,4 @@
-"""A stopped run that is resumed ends with the very weights of one that was never stopped."""
+"""A resumed run ends with the same weights as an uninterrupted run."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ class StoppedError(Exception):
 
 
 class Stop(Hook):
-    """Stops the run as a crash would, at a stage of a step (or after the checkpoint of it)."""
+    """Raises an exception at a stage of a step, or after its checkpoint."""
 
     priority = "LOWEST"
 
@@ -56,14 +56,14 @@ class Stop(Hook):
 
 
 class Dice(Hook):
-    """Draws from the model's stream during validation, as test-time dropout would."""
+    """Draws random numbers during validation, as test-time dropout would."""
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         torch.rand(3)
 
 
 def full(work_dir, loop="epochs", by_epoch=False, stop=None, losses=None, workers=0, **changes):
-    """Return a Runner with everything that a resumed run can lose."""
+    """Return a Runner with all the state that a resumed run must restore."""
     options = LOOPS[loop]
     last = dict(type="ReduceOnPlateauLR", monitor="acc", rule="greater", factor=0.5, patience=0)
     default = dict(
@@ -92,7 +92,7 @@ def average(runner):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """Uninterrupted runs, one a loop."""
+    """Return uninterrupted runs, one per loop type."""
     finished = {}
     for loop in LOOPS:
         losses = Losses()
@@ -124,11 +124,11 @@ def check_equal(whole, resumed, before, after):
 
 @pytest.mark.parametrize("iteration", [1, 3, 5, 9, 10, 14, 15])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(whole, tmp_path, loop, iteration):
+def test_run_resumed_after_any_step_is_bitwise_identical(whole, tmp_path, loop, iteration):
     before, after = Losses(), Losses()
     with pytest.raises(StoppedError):
         full(tmp_path, loop, stop=Stop(iteration), losses=before).train()
-    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation of the last step is still to come
+    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation of the last step is pending
     resumed = full(tmp_path, loop, losses=after, resume=True, **validation(Scripted(values)))
     resumed.train()
     assert min(after.by_iter, default=16) == iteration + 1
@@ -136,7 +136,7 @@ def test_a_run_stopped_after_any_step_goes_on_bit_for_bit(whole, tmp_path, loop,
 
 
 @pytest.mark.parametrize("stage", ["after_train_epoch", "after_val_iter"])
-def test_a_run_stopped_between_checkpoint_and_validation_catches_up_with_it(whole, tmp_path, stage):
+def test_run_stopped_before_validation_validates_on_resume(whole, tmp_path, stage):
     before, after = Losses(), Losses()
     with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(10, stage), losses=before).train()
@@ -149,7 +149,7 @@ def test_a_run_stopped_between_checkpoint_and_validation_catches_up_with_it(whol
     assert_same(weights(runner), weights(resumed))
 
 
-def test_from_the_best_checkpoint_the_validation_is_not_made_again(tmp_path):
+def test_resuming_from_the_best_checkpoint_does_not_validate_again(tmp_path):
     with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(8)).train()
     best = tmp_path / "best_acc_epoch_1.pth"
@@ -160,7 +160,7 @@ def test_from_the_best_checkpoint_the_validation_is_not_made_again(tmp_path):
     assert resumed.message_hub.get_info("best_ckpt/acc") == "best_acc_epoch_2.pth"
 
 
-def test_workers_change_nothing(whole, tmp_path):
+def test_worker_count_does_not_change_results(whole, tmp_path):
     before, after = Losses(), Losses()
     with pytest.raises(StoppedError):
         full(tmp_path, stop=Stop(3), losses=before, workers=2).train()
@@ -169,7 +169,7 @@ def test_workers_change_nothing(whole, tmp_path):
     check_equal(whole["epochs"], resumed, before, after)
 
 
-def test_kept_and_best_checkpoints_survive(tmp_path):
+def test_kept_and_best_checkpoints_are_restored(tmp_path):
     with pytest.raises(StoppedError):
         full(tmp_path, by_epoch=True, stop=Stop(12)).train()
     assert {p.name for p in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth", "best_acc_epoch_1.pth"}
@@ -180,7 +180,7 @@ def test_kept_and_best_checkpoints_survive(tmp_path):
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 @pytest.mark.parametrize("wrapper", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize("iteration", [4, 5, 6])
-def test_gradients_of_a_window_that_has_not_ended_are_kept(tmp_path, iteration, wrapper, kind):
+def test_gradients_of_an_unfinished_accumulation_window_are_restored(tmp_path, iteration, wrapper, kind):
     changes = dict(
         optim_wrapper=dict(
             type=wrapper, optimizer=dict(type=kind, lr=0.1), accumulative_counts=4, clip_grad=dict(max_norm=1)
@@ -197,7 +197,7 @@ def test_gradients_of_a_window_that_has_not_ended_are_kept(tmp_path, iteration, 
 
 @pytest.mark.parametrize("batch_size", [2, 4, 16])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_with_another_batch_size_it_continues_after_as_many_samples(tmp_path, loop, batch_size):
+def test_resume_with_another_batch_size_keeps_the_number_of_samples(tmp_path, loop, batch_size):
     seen = []
 
     class Watch(Hook):
@@ -220,19 +220,19 @@ def test_with_another_batch_size_it_continues_after_as_many_samples(tmp_path, lo
     resumed = run(tmp_path, **other, custom_hooks=[Watch()], resume=True)
     stream = torch.cat([before, *seen])
     assert len(before) == 48
-    passes = [stream[start : start + 40] for start in range(0, 80, 40)]  # each sample once in each pass
+    passes = [stream[start : start + 40] for start in range(0, 80, 40)]  # each pass contains each sample once
     assert len({tuple(row.tolist()) for row in passes[0]}) == 40
-    if 8 % batch_size == 0:  # else 16 does not divide what was taken of the second pass
+    if 8 % batch_size == 0:  # else the batch size does not divide the samples used from the second pass
         assert len({tuple(row.tolist()) for row in passes[1]}) == 40
     steps = 3 * -(-40 // batch_size) if loop == "epochs" else 120 // batch_size
     assert resumed.iter == steps == resumed.max_iters
 
 
-def test_without_a_checkpoint_it_starts_anew(tmp_path):
+def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path):
     assert_same(weights(run(tmp_path / "a", resume=True)), weights(run(tmp_path / "b")))
 
 
-def test_a_finished_run_does_nothing_more(tmp_path):
+def test_resuming_a_finished_run_does_nothing(tmp_path):
     one = run(tmp_path)
     losses = Losses()
     again = run(tmp_path, resume=True, custom_hooks=[losses])
@@ -240,7 +240,7 @@ def test_a_finished_run_does_nothing_more(tmp_path):
     assert_same(weights(one), weights(again))
 
 
-def test_the_seed_is_that_of_the_resumed_run_and_stays_in_it(tmp_path):
+def test_resumed_run_keeps_the_seed(tmp_path):
     changes = dict(randomness=dict(seed=17), default_hooks=dict(checkpoint=dict(type="CheckpointHook")))
     run(tmp_path, **changes)
     given = dict(seed=None)
@@ -252,7 +252,7 @@ def test_the_seed_is_that_of_the_resumed_run_and_stays_in_it(tmp_path):
     assert 17 not in seeds
 
 
-def test_two_runners_side_by_side_do_not_influence_each_other(tmp_path):
+def test_two_runners_in_one_process_are_independent(tmp_path):
     one = Runner(**training(tmp_path / "a", model=dict(type=Net, dropout=0.5)))
     two = Runner(**training(tmp_path / "b", model=dict(type=Net, dropout=0.5), randomness=dict(seed=4)))
     two.train()
@@ -265,7 +265,7 @@ def test_two_runners_side_by_side_do_not_influence_each_other(tmp_path):
 
 
 class Stream(IterableDataset):
-    """Cannot be sought in, and draws from the model's generator."""
+    """A stream without random access that draws from the model's generator."""
 
     def __len__(self):
         return 40
@@ -274,7 +274,7 @@ class Stream(IterableDataset):
         return ((torch.randn(4), torch.tensor(i % 3)) for i in range(40))
 
 
-def test_a_stream_goes_on_where_it_was(tmp_path):
+def test_resume_restores_the_position_in_a_stream(tmp_path):
     def changes(losses, *hooks):
         return dict(
             model=dict(type=Net, dropout=0.3),
@@ -292,7 +292,7 @@ def test_a_stream_goes_on_where_it_was(tmp_path):
     assert_same(one.by_iter, {**before.by_iter, **after.by_iter})
 
 
-def test_a_validation_before_the_training_does_not_use_up_the_resuming(tmp_path):
+def test_validation_before_training_does_not_prevent_resuming(tmp_path):
     changes = dict(**validation(), default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)))
     with pytest.raises(StoppedError):
         run(tmp_path, **changes, custom_hooks=[Stop(7)])
@@ -303,7 +303,7 @@ def test_a_validation_before_the_training_does_not_use_up_the_resuming(tmp_path)
 
 
 @pytest.mark.parametrize("key", ["optimizer", "param_schedulers"])
-def test_a_checkpoint_without_the_state_of_a_training_says_what_is_missing(tmp_path, key):
+def test_checkpoint_without_training_state_error_names_the_key(tmp_path, key):
     option = {"optimizer": "save_optimizer", "param_schedulers": "save_param_scheduler"}[key]
     schedule = dict(param_scheduler=dict(type="StepLR", step_size=1))
     hooks = dict(checkpoint={"type": "CheckpointHook", "interval": 1, option: False})
@@ -312,13 +312,13 @@ def test_a_checkpoint_without_the_state_of_a_training_says_what_is_missing(tmp_p
         run(tmp_path, **schedule, resume=True)
 
 
-def test_another_number_of_schedulers_is_an_error(tmp_path):
+def test_different_number_of_schedulers_is_an_error(tmp_path):
     run(tmp_path, param_scheduler=dict(type="StepLR", step_size=1))
-    with pytest.raises(CheckpointError, match="1 parameter schedulers and the configuration 2"):
+    with pytest.raises(CheckpointError, match="1 parameter schedulers, but the configuration has 2"):
         run(tmp_path, param_scheduler=[dict(type="StepLR", step_size=s) for s in (1, 2)], resume=True)
 
 
-def test_without_the_average_of_the_checkpoint_a_warning_says_what_goes_on(tmp_path, capsys):
+def test_resuming_averaged_weights_without_ema_hook_warns(tmp_path, capsys):
     run(tmp_path, custom_hooks=[dict(type="EMAHook")])
     run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3), log_level="WARNING")
-    assert "are an average" in capsys.readouterr().out
+    assert "contains averaged weights" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""The Runner carries out its plan: what `speed=` says is what the parts of the run do."""
+"""The Runner applies the options of `speed=`."""
 
 import gc
 from pathlib import Path
@@ -31,7 +31,7 @@ class Plain(OptimWrapper):
 # ---- front ends ---------------------------------------------------------------------------------------------
 
 
-def test_speed_is_an_argument_and_a_key_of_configurations(tmp_path):
+def test_speed_is_an_argument_and_a_config_key(tmp_path):
     words = dict(accumulate=2)
     given = training(tmp_path)
     assert Runner(**given, speed=words).speed.accumulate == 2
@@ -42,7 +42,7 @@ def test_speed_is_an_argument_and_a_key_of_configurations(tmp_path):
     assert Runner(**given, cfg=dict(speed=words), speed={}).speed.accumulate == 1
 
 
-def test_an_error_of_the_plan_comes_before_anything_is_written(tmp_path):
+def test_plan_error_is_raised_before_any_file_is_written(tmp_path):
     with pytest.raises(
         ConfigError, match=r"optim_wrapper.accumulative_counts: 3 contradicts speed.accumulate=2"
     ):
@@ -56,19 +56,19 @@ def test_an_error_of_the_plan_comes_before_anything_is_written(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_plan_that_cannot_work_stops_the_construction(tmp_path):
+def test_unsupported_plan_is_rejected_at_construction(tmp_path):
     with pytest.raises(ConfigError, match=r"^speed.cuda_graph: "):
         Runner(**training(tmp_path, speed=dict(cuda_graph=True, compile=dict(scope="model"))))
 
 
-def test_auto_chooses_for_this_machine_and_trains(tmp_path):
+def test_auto_selects_options_and_trains(tmp_path):
     runner = run(tmp_path, speed="auto")
     assert runner.iter == 10
     assert runner.speed.sources["fused"].startswith("auto: ")
     assert runner.optim_wrapper.param_groups[0]["fused"] is True
 
 
-def test_the_log_says_which_options_are_on_from_where_and_which_have_no_effect(tmp_path):
+def test_log_lists_options_sources_and_options_without_effect(tmp_path):
     speed = dict(auto=True, sync_bn=True)
     runner = Runner(**training(tmp_path, speed=speed, log_level="INFO"))
     (log,) = Path(runner.log_dir).glob("*.log")
@@ -83,7 +83,7 @@ def test_the_log_says_which_options_are_on_from_where_and_which_have_no_effect(t
 @pytest.mark.parametrize(
     "wrapper", [{}, dict(type="OptimWrapper"), dict(type="AmpOptimWrapper", dtype="bfloat16")]
 )
-def test_precision_makes_the_wrapper_one_of_mixed_precision(tmp_path, wrapper):
+def test_precision_creates_a_mixed_precision_wrapper(tmp_path, wrapper):
     sgd = dict(optimizer=dict(type="SGD", lr=0.1))
     runner = run(tmp_path / "a", speed=dict(precision="bf16"), optim_wrapper={**wrapper, **sgd})
     assert isinstance(runner.optim_wrapper, AmpOptimWrapper)
@@ -94,7 +94,7 @@ def test_precision_makes_the_wrapper_one_of_mixed_precision(tmp_path, wrapper):
     assert not torch.equal(plain.model.first.weight, runner.model.first.weight)
 
 
-def test_accumulation_and_clipping_are_the_wrappers_own(tmp_path):
+def test_plan_sets_accumulation_and_clipping_of_the_wrapper(tmp_path):
     speed = dict(accumulate=2, clip_grad=dict(max_norm=0.01))
     runner = run(tmp_path / "a", speed=speed)
     written = run(
@@ -108,7 +108,7 @@ def test_accumulation_and_clipping_are_the_wrappers_own(tmp_path):
     assert not torch.equal(run(tmp_path / "c").model.first.weight, runner.model.first.weight)
 
 
-def test_a_plain_optimizer_is_wrapped_as_the_plan_says(tmp_path):
+def test_plain_optimizer_is_wrapped_according_to_the_plan(tmp_path):
     model = Net()
     optimizer = SGD(model.parameters(), lr=0.1)
     runner = run(tmp_path, model=model, optim_wrapper=optimizer, speed=dict(accumulate=5, precision="bf16"))
@@ -120,7 +120,7 @@ def test_a_plain_optimizer_is_wrapped_as_the_plan_says(tmp_path):
 @pytest.mark.parametrize(
     "speed", [dict(precision="bf16"), dict(accumulate=2), dict(clip_grad=dict(max_norm=1.0))]
 )
-def test_a_ready_wrapper_is_not_changed_behind_its_back(tmp_path, speed):
+def test_plan_that_contradicts_an_existing_wrapper_is_rejected(tmp_path, speed):
     def ready():
         return OptimWrapper(SGD(nn.Linear(1, 1).parameters(), lr=0.1))
 
@@ -130,7 +130,7 @@ def test_a_ready_wrapper_is_not_changed_behind_its_back(tmp_path, speed):
             Runner(**training(tmp_path, optim_wrapper=wrapper, speed=speed))
 
 
-def test_a_ready_wrapper_that_does_already_what_the_plan_says_is_fine():
+def test_existing_wrapper_that_matches_the_plan_is_accepted():
     wrapper = AmpOptimWrapper(
         optimizer=SGD(Net().parameters(), lr=0.1), dtype="bfloat16", accumulative_counts=2
     )
@@ -138,7 +138,7 @@ def test_a_ready_wrapper_that_does_already_what_the_plan_says_is_fine():
     assert plan_optim(wrapper, plan, torch.device("cpu")) is wrapper
 
 
-def test_fused_is_refused_where_the_optimizer_has_none_and_names_its_place(tmp_path):
+def test_fused_is_rejected_for_optimizers_without_fused_kernel(tmp_path):
     adadelta = dict(optimizer=dict(type="Adadelta", lr=0.1))
     with pytest.raises(ConfigError, match=r"^speed.fused: Adadelta has no fused kernel"):
         run(tmp_path, optim_wrapper=adadelta, speed=dict(fused=True))
@@ -148,7 +148,7 @@ def test_fused_is_refused_where_the_optimizer_has_none_and_names_its_place(tmp_p
 # ---- the model ------------------------------------------------------------------------------------------------
 
 
-def test_channels_last_lays_out_the_model(tmp_path):
+def test_channels_last_converts_the_model(tmp_path):
     model = nn.Sequential(nn.Conv2d(4, 5, 3))
     prepared = prepare_model(model, SpeedPlan.read(dict(channels_last=True)), torch.device("cpu"))
     assert prepared is model
@@ -177,13 +177,13 @@ def test_activation_checkpointing_recomputes_the_named_modules(tmp_path):
     assert_same(weights(plain), weights(checkpointed))
 
 
-def test_a_name_that_matches_nothing_is_placed_where_it_was_written(tmp_path):
+def test_unknown_module_name_error_contains_the_config_path(tmp_path):
     with pytest.raises(ConfigError, match=r"^speed.activation_checkpointing.modules: .*'firts'.*'first'"):
         Runner(**training(tmp_path, speed=dict(activation_checkpointing=["firts"])))
 
 
 @pytest.mark.parametrize("option", ["sync_bn", "channels_last", "activation_checkpointing"])
-def test_a_model_that_comes_wrapped_refuses_options_inside_of_it(option):
+def test_wrapped_model_rejects_options_for_its_layers(option):
     wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)  # DDP itself needs a process group
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
@@ -195,7 +195,7 @@ def test_a_model_that_comes_wrapped_refuses_options_inside_of_it(option):
 # ---- hooks and switches -----------------------------------------------------------------------------------------
 
 
-def test_ema_registers_its_hook_and_the_average_moves_and_differs(tmp_path):
+def test_ema_option_registers_its_hook(tmp_path):
     runner = run(tmp_path, speed=dict(ema=dict(decay=0.9, type="constant")))
     average = hook_of(runner, EMAHook).ema_model
     assert average.steps == 10
@@ -205,20 +205,20 @@ def test_ema_registers_its_hook_and_the_average_moves_and_differs(tmp_path):
     assert torch.equal(saved["state_dict"]["first.weight"], average.module.first.weight)
 
 
-def test_the_users_own_ema_hook_stays_the_only_one(tmp_path):
+def test_user_ema_hook_is_not_duplicated(tmp_path):
     hooks = [dict(type="EMAHook", momentum=0.1)]
     runner = Runner(**training(tmp_path, custom_hooks=hooks))
     assert hook_of(runner, EMAHook)
 
 
-def test_nan_guard_and_gc_register_their_hooks_and_leave_nothing_behind(tmp_path):
+def test_nan_guard_and_gc_hooks_are_registered_and_restore_state(tmp_path):
     runner = run(tmp_path, speed=dict(nan_guard="skip", gc=3))
-    assert hook_of(runner, NanGuardHook).how.action == "skip"
+    assert hook_of(runner, NanGuardHook).options.action == "skip"
     assert hook_of(runner, GcHook).interval == 3
     assert gc.isenabled()
 
 
-def test_the_garbage_collector_comes_back_after_a_failure(tmp_path):
+def test_garbage_collector_is_restored_after_a_failure(tmp_path):
     class Fails(Hook):
         def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
             assert gc.isenabled() == (runner.iter <= 10)  # the warm-up ends after the eleventh step
@@ -254,17 +254,17 @@ class Switches(Hook):
         (dict(env_cfg=dict(cudnn_benchmark=True), randomness=dict(seed=1, deterministic=True)), False),
     ],
 )
-def test_cudnn_benchmark_is_on_while_the_run_lasts_and_no_longer(tmp_path, words, on):
+def test_cudnn_benchmark_is_enabled_only_during_the_run(tmp_path, words, on):
     hook = Switches()
     run(tmp_path, custom_hooks=[hook], **validation(), **words)
     assert hook.seen == {on}
     assert not torch.backends.cudnn.benchmark
 
 
-# ---- SuperGradients' words in a Runner's configuration -----------------------------------------------------------
+# ---- SuperGradients' training_params in a Runner's configuration -------------------------------------------------
 
 
-def test_options_may_stand_in_training_params(tmp_path):
+def test_training_params_may_contain_speed_options(tmp_path):
     cfg = Config(dict(training_params=dict(ema=True, batch_accumulate=2, speed=dict(gc=3))))
     runner = Runner(**training(tmp_path), cfg=cfg)
     assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)
@@ -280,12 +280,12 @@ def test_options_may_stand_in_training_params(tmp_path):
     [
         (
             dict(max_epochs=3),
-            r"training_params\.max_epochs: a Runner reads the options .*slipstream\.Trainer",
+            r"training_params\.max_epochs: a Runner only supports the speed options .*slipstream\.Trainer",
         ),
         (dict(batch_acumulate=2), r"training_params\.batch_acumulate: .*did you mean 'batch_accumulate'"),
         ("fast", r"training_params: must be a dict, not 'fast'"),
     ],
 )
-def test_a_runner_refuses_training_params_that_it_would_not_read(tmp_path, params, message):
+def test_unsupported_training_params_are_rejected(tmp_path, params, message):
     with pytest.raises(ConfigError, match=message):
         Runner(**training(tmp_path), cfg=dict(training_params=params))

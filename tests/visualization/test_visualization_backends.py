@@ -39,7 +39,7 @@ def test_local_scalars_are_json_lines_readable_while_the_run_goes_on(tmp_path):
     backend.close()
 
 
-def test_values_json_does_not_know_become_null_lists_or_text(tmp_path):
+def test_values_without_json_equivalent_become_null_lists_or_text(tmp_path):
     backend = LocalVisBackend(tmp_path)
     values = {
         "nan": float("nan"),
@@ -66,7 +66,7 @@ def test_values_json_does_not_know_become_null_lists_or_text(tmp_path):
     ]
 
 
-def test_local_file_path_gets_the_line_as_well(tmp_path):
+def test_local_file_path_also_receives_the_line(tmp_path):
     backend = LocalVisBackend(tmp_path)
     backend.add_scalars({"acc": 1.0}, step=3, file_path="20260101.json")
     backend.close()
@@ -98,7 +98,7 @@ def test_local_image_is_a_lossless_png(tmp_path):
 
 
 @pytest.mark.parametrize("config", [FakeConfig(), {"model": {"type": "Net"}, "lr": 0.1}])
-def test_local_config_is_python_that_says_the_same(tmp_path, config):
+def test_local_config_is_equivalent_python(tmp_path, config):
     LocalVisBackend(tmp_path).add_config(config)
     namespace = {}
     exec((tmp_path / "config.py").read_text(), namespace)
@@ -106,7 +106,7 @@ def test_local_config_is_python_that_says_the_same(tmp_path, config):
     assert namespace["lr"] == 0.1
 
 
-def test_local_file_names_need_their_suffix(tmp_path):
+def test_local_file_names_require_their_suffix(tmp_path):
     with pytest.raises(ConfigError, match="config_save_file"):
         LocalVisBackend(tmp_path, config_save_file="config.yaml")
     with pytest.raises(ConfigError, match="scalar_save_file"):
@@ -123,16 +123,16 @@ def test_local_file_names_need_their_suffix(tmp_path):
         ([[0]], "list"),
     ],
 )
-def test_image_of_another_kind_names_itself(tmp_path, backend_type, image, what):
+def test_invalid_image_error_names_the_image(tmp_path, backend_type, image, what):
     backend = backend_type(tmp_path)
-    with pytest.raises(DataError, match=f"'sheet' must be a uint8 numpy array .*{what}"):
+    with pytest.raises(DataError, match=f"'sheet' must be a uint8 NumPy array .*{what}"):
         backend.add_image("sheet", image)
     backend.close()
 
 
 def test_tensorboard_reads_back_what_was_written(tmp_path):
     backend = TensorboardVisBackend(tmp_path)
-    assert not list(tmp_path.iterdir())  # nothing before the first use
+    assert not list(tmp_path.iterdir())  # no files before the first use
     backend.add_config(FakeConfig())
     backend.add_scalars({"loss": torch.tensor(0.5), "note": "text", "vector": np.ones(3)}, step=4)
     backend.add_scalar("loss", 0.25, step=5)
@@ -152,7 +152,7 @@ def test_unused_tensorboard_closes_without_a_file(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_users_backend_needs_only_add_scalar(tmp_path):
+def test_custom_backend_only_requires_add_scalar(tmp_path):
     class Mine(BaseVisBackend):
         def __init__(self, save_dir):
             super().__init__(save_dir)

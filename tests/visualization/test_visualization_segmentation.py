@@ -23,7 +23,7 @@ def test_colorize_equals_a_loop_over_pixels(seed, dtype, ignore_index):
         assert coloured[row, column].tolist() == expected
 
 
-def test_colorize_takes_256_classes_and_a_negative_ignore_index():
+def test_colorize_supports_256_classes_and_a_negative_ignore_index():
     palette = np.random.default_rng(0).integers(0, 256, (256, 3))
     mask = np.arange(256, dtype=np.uint8).reshape(16, 16)
     np.testing.assert_array_equal(colorize(mask, palette, -1).reshape(-1, 3), palette)
@@ -31,18 +31,18 @@ def test_colorize_takes_256_classes_and_a_negative_ignore_index():
 
 
 @pytest.mark.parametrize(("ids", "named"), [([[0, 3, 7]], r"\[3, 7\]"), ([[-1, 0, 0]], r"\[-1\]")])
-def test_id_without_a_colour_is_named(ids, named):
-    with pytest.raises(DataError, match=rf"class ids {named}, but the palette has 3 colours"):
+def test_class_id_without_a_colour_is_an_error(ids, named):
+    with pytest.raises(DataError, match=rf"class ids {named}, but the palette only has 3 colours"):
         colorize(np.array(ids), PALETTE)
 
 
 @pytest.mark.parametrize("mask", [np.zeros((2, 2)), np.zeros((2, 2, 1), int), [[0]]])
-def test_mask_of_another_kind_is_refused(mask):
+def test_invalid_mask_is_rejected(mask):
     with pytest.raises(DataError, match="a mask must be an integer numpy array"):
         colorize(mask, PALETTE)
 
 
-def test_overlay_mixes_in_proportion_and_leaves_ignored_pixels():
+def test_overlay_blends_by_alpha_and_keeps_ignored_pixels():
     image = np.full((1, 3, 3), 100, np.uint8)
     mask = np.array([[0, 1, 255]], np.uint8)
     mixed = overlay(image, mask, PALETTE, alpha=0.25, ignore_index=255)
@@ -53,9 +53,9 @@ def test_overlay_mixes_in_proportion_and_leaves_ignored_pixels():
     np.testing.assert_array_equal(overlay(image[:, :2], mask[:, :2], PALETTE, alpha=1), [PALETTE[:2]])
 
 
-def test_overlay_refuses_sizes_and_weights_that_do_not_fit():
+def test_overlay_rejects_different_sizes_and_invalid_alpha():
     image = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(DataError, match=r"\(4, 4, 3\) does not fit a mask \(2, 4\)"):
+    with pytest.raises(DataError, match=r"\(4, 4, 3\), but the mask has \(2, 4\)"):
         overlay(image, np.zeros((2, 4), int), PALETTE)
     with pytest.raises(DataError, match="alpha"):
         overlay(image, np.zeros((4, 4), int), PALETTE, alpha=1.5)
@@ -93,11 +93,11 @@ def test_contact_sheet_has_titles_captions_and_a_legend_that_wraps():
     assert len(lines) > 1
 
 
-def test_contact_sheet_refuses_rows_that_do_not_fit():
+def test_contact_sheet_rejects_mismatched_rows():
     picture = np.zeros((4, 4, 3), np.uint8)
     with pytest.raises(DataError, match="at least one row"):
         contact_sheet([])
-    with pytest.raises(DataError, match="row 1 has 2 pictures, but there are 3 titles"):
+    with pytest.raises(DataError, match="row 1 has 2 images, but there are 3 titles"):
         contact_sheet([[picture] * 3, [picture] * 2])
     with pytest.raises(DataError, match="1 captions for 2 rows"):
         contact_sheet([[picture] * 3] * 2, captions=["a"])

@@ -12,7 +12,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 
 class Recorder:
-    """Answers every method call and remembers it; `results` gives the answers."""
+    """Records every method call and returns the value from `results`."""
 
     def __init__(self, **results):
         self.calls = []
@@ -56,7 +56,7 @@ def mlflow(monkeypatch):
     return module
 
 
-def test_wandb_run_begins_at_first_use_with_the_given_arguments(wandb, tmp_path):
+def test_wandb_run_starts_on_first_use_with_init_kwargs(wandb, tmp_path):
     backend = WandbVisBackend(tmp_path, init_kwargs={"project": "p"}, define_metric_cfg={"val/mIoU": "max"})
     assert wandb.inits == []
     assert backend.experiment is backend.experiment is wandb.run
@@ -96,10 +96,12 @@ def test_unused_trackers_close_without_a_run(wandb, mlflow, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "package"), [(WandbVisBackend, "wandb"), (MLflowVisBackend, "mlflow")])
-def test_missing_package_names_the_extra(monkeypatch, tmp_path, kind, package):
+def test_missing_package_error_names_the_extra(monkeypatch, tmp_path, kind, package):
     monkeypatch.setitem(sys.modules, package, None)
     backend = kind(tmp_path)
-    with pytest.raises(ConfigError, match=rf"{kind.__name__} needs .*pip install 'slipstream\[{package}\]'"):
+    with pytest.raises(
+        ConfigError, match=rf"{kind.__name__} requires .*pip install 'slipstream\[{package}\]'"
+    ):
         backend.add_scalar("loss", 1.0)
 
 
@@ -151,8 +153,8 @@ def test_mlflow_uploads_matching_files_at_the_end(mlflow, tmp_path):
     assert mlflow.client.calls[-1][0] == "set_terminated"
 
 
-@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs the package mlflow")
-def test_mlflow_store_holds_what_was_recorded(tmp_path, monkeypatch):
+@pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="requires the package mlflow")
+def test_mlflow_store_contains_the_recorded_values(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")

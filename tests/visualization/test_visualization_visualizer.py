@@ -64,7 +64,7 @@ def test_backends_are_built_in_vis_data_and_found_by_name(tmp_path):
         visualizer.get_backend("LocalBackend")
 
 
-def test_one_backend_may_stand_without_a_list(tmp_path):
+def test_single_backend_does_not_require_a_list(tmp_path):
     visualizer = Visualizer(vis_backends={"type": "LocalVisBackend"}, save_dir=tmp_path)
     assert isinstance(visualizer.get_backend("LocalVisBackend"), LocalVisBackend)
 
@@ -76,17 +76,17 @@ def test_visualizer_without_backends_does_nothing(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_two_backends_of_one_name_are_refused():
-    with pytest.raises(ConfigError, match=r"vis_backends\[1\]: there are two backends called 'Recording'"):
+def test_two_backends_with_the_same_name_are_rejected():
+    with pytest.raises(ConfigError, match=r"vis_backends\[1\]: two backends have the name 'Recording'"):
         Visualizer(vis_backends=[Recording(), Recording()])
 
 
-def test_configured_backend_needs_a_folder():
-    with pytest.raises(ConfigError, match=r"vis_backends\[0\]: needs a save_dir"):
+def test_configured_backend_requires_a_folder():
+    with pytest.raises(ConfigError, match=r"vis_backends\[0\]: requires a save_dir"):
         Visualizer(vis_backends=[{"type": "LocalVisBackend"}])
 
 
-def test_wrong_backend_argument_is_named(tmp_path):
+def test_unknown_backend_argument_is_named_in_the_error(tmp_path):
     with pytest.raises(BuildError, match=r"scalar_file.*did you mean 'scalar_save_file'"):
         Visualizer(vis_backends=[{"type": "LocalVisBackend", "scalar_file": "a"}], save_dir=tmp_path)
 
@@ -96,7 +96,7 @@ def test_every_backend_is_registered():
         assert VISBACKENDS.get(name) is not None
 
 
-def test_import_brings_in_no_optional_package():
+def test_import_loads_no_optional_package():
     names = "{'wandb', 'mlflow', 'torch', 'PIL'}"
     code = f"import slipstream.visualization, sys; print(sorted({names} & {{*sys.modules}}))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

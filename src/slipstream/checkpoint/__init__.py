@@ -1,4 +1,4 @@
-"""What survives a run: checkpoint files, weights, random state."""
+"""Save and load checkpoints, weights and random state."""
 
 from slipstream.checkpoint.files import (
     find_latest_checkpoint,

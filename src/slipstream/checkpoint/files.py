@@ -1,4 +1,7 @@
-"""Checkpoint files: written atomically, tensors and plain values only, read with `weights_only=True`."""
+"""Read and write checkpoint files.
+
+Files are written atomically, contain only tensors and plain values, and are read with `weights_only=True`.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ LAST = "last_checkpoint"
 
 
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
-    """Write `checkpoint` to `path` so that a crash leaves either the old file or the whole new one.
+    """Write `checkpoint` to `path` atomically: a crash leaves either the old file or the complete new one.
 
-    Values that are neither tensors nor plain are left out, and `warn` is told which: `torch.load` with
-    `weights_only=True` could not read them.
+    Values that are neither tensors nor plain values are omitted with a call of `warn`, because `torch.load` cannot
+    read them with `weights_only=True`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -53,15 +56,15 @@ def write_text(path: Path, text: str) -> None:
 def load_checkpoint(
     path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint, a file or the folder of a sharded one; nothing in it is executed.
+    """Read a checkpoint: a file, or the folder of a sharded checkpoint. This never executes code from it.
 
     Args:
-        path: where it is.
-        map_location: the device of its tensors.
-        mesh: a sharded one's tensors come sharded over it, instead of whole.
+        path: path of the checkpoint.
+        map_location: device of the loaded tensors.
+        mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default they are not sharded.
 
     Raises:
-        CheckpointError: there is none, it is damaged, or it holds pickled objects.
+        CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
     """
     path = Path(path)
     if path.is_dir():
@@ -71,26 +74,27 @@ def load_checkpoint(
     if not path.is_file():
         known = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
         siblings = [p.name for p in known] if path.parent.is_dir() else []
-        raise CheckpointError(f"there is no checkpoint {path}{did_you_mean(path.name, siblings)}")
-    if not _is_torchs(path):
-        raise CheckpointError(f"{path} is no checkpoint: torch.save did not write it")
+        raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
+    if not _is_torch_file(path):
+        raise CheckpointError(f"{path} is not a checkpoint: it was not written by torch.save")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
-            f"{path} holds pickled objects (or is damaged), which are never loaded, since they can run code. "
-            "If you trust it, convert it once: c = torch.load(path, weights_only=False), drop the keys that "
-            "are no tensors or plain values (MMEngine's 'message_hub'), and torch.save(c, path)"
+            f"{path} contains pickled objects or is damaged. Pickled objects are never loaded, because they can "
+            "execute code. If you trust the file, convert it: load it with c = torch.load(path, weights_only=False), "
+            "remove all values other than tensors and plain values (such as MMEngine's 'message_hub'), and call "
+            "torch.save(c, path)"
         ) from error
-    except Exception as error:  # damaged bytes can raise nearly anything
+    except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(checkpoint, Mapping):
-        raise CheckpointError(f"{path} holds a {type(checkpoint).__name__}, not a dict of tensors")
+        raise CheckpointError(f"{path} must contain a dict of tensors, not a {type(checkpoint).__name__}")
     return dict(checkpoint)
 
 
-def _is_torchs(path: Path) -> bool:
-    """Say whether the file begins as those of `torch.save` do: a zip archive, or a pickle of the old format."""
+def _is_torch_file(path: Path) -> bool:
+    """Return whether the file starts like a file of `torch.save`: a zip archive, or a pickle (old format)."""
     with path.open("rb") as file:
         return file.read(1) in (b"P", b"\x80")
 
@@ -101,10 +105,10 @@ def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
 
 
 def remove_checkpoint(folder: Path, name: str) -> None:
-    """Remove the checkpoint `name` from `folder`, a file or the folder of a sharded one, if it is there.
+    """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
-    Names are handed on in checkpoints, which may be anybody's: nothing outside of `folder` is touched, and no
-    folder that is no checkpoint.
+    `name` may come from an untrusted checkpoint. Therefore this only removes paths inside `folder`, and only folders
+    with the suffix `.sharded`.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
@@ -119,28 +123,28 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     """Return the checkpoint named by `last_checkpoint` in `folder`, or None if there is none.
 
     Raises:
-        CheckpointError: the file that `last_checkpoint` names is gone.
+        CheckpointError: the checkpoint named by `last_checkpoint` does not exist.
     """
     pointer = Path(folder) / LAST
     if not pointer.is_file():
         return None
     latest = Path(pointer.read_text().strip())
-    # A work_dir that was moved still finds its own files.
+    # The second candidate supports a work_dir that was moved.
     for candidate in (latest, Path(folder) / latest.name):
         if candidate.exists():
             return candidate
     raise CheckpointError(
-        f"{pointer} names {latest}, which does not exist; pass the checkpoint's path instead"
+        f"{pointer} refers to {latest}, which does not exist; pass the path of a checkpoint instead"
     )
 
 
 def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
-    """Return `value` with containers copied, numpy turned into plain numbers and tensors, and the rest left out."""
+    """Copy `value`; convert NumPy values to numbers and tensors; omit values that are not plain."""
     if isinstance(value, torch.nn.Parameter):
         return value.detach()
     if value is None or type(value) in _PLAIN or isinstance(value, torch.Tensor):
         return value
-    # Subclasses (NumPy's float64 is one of float, an IntEnum one of int) would be pickled as what they are.
+    # Instances of subclasses (NumPy's float64, IntEnum) would be pickled with their class.
     for kind in _BASES:
         if isinstance(value, kind):
             return kind(value)
@@ -153,19 +157,19 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
         items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}")) for k, v in value.items())
-        return {k: v for k, v in items if k is not _LEFT_OUT and v is not _LEFT_OUT}
+        return {k: v for k, v in items if k is not _OMITTED and v is not _OMITTED}
     if isinstance(value, list | tuple | set | frozenset):
         parts = [plain(v, warn, f"{where}[{i}]") for i, v in enumerate(value)]
-        kept = [part for part in parts if part is not _LEFT_OUT]
+        kept = [part for part in parts if part is not _OMITTED]
         return tuple(kept) if isinstance(value, tuple) else kept
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, torch.device | torch.dtype):
         return value
-    warn(f"{where} is a {type(value).__name__}, neither tensor nor plain value: it is not saved")
-    return _LEFT_OUT
+    warn(f"{where} is not saved: a {type(value).__name__} is neither a tensor nor a plain value")
+    return _OMITTED
 
 
 _BASES: tuple[Any, ...] = (int, float, complex, bytes)
 _PLAIN = (bool, str, *_BASES)
-_LEFT_OUT = object()
+_OMITTED = object()

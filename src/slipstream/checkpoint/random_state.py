@@ -1,4 +1,4 @@
-"""The random state of a process as plain values, so that a resumed run draws the same numbers."""
+"""Save and restore the random state of a process as plain values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["get_random_state", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
-    """Return the state of Python's, NumPy's, torch's CPU and this process's accelerator's generators."""
+    """Return the random state of Python, NumPy, torch (CPU) and this process's accelerator."""
     version, words, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     kind, keys, position, has_gauss, cached = legacy
@@ -27,7 +27,7 @@ def get_random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Restore what `get_random_state` returned."""
+    """Restore a state returned by `get_random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = state["numpy"]

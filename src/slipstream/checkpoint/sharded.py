@@ -1,9 +1,8 @@
-"""Checkpoints of sharded models: a folder in which each process has written its own parts of the tensors.
+"""Checkpoints of sharded models: a folder to which each process writes its shards.
 
-The tensors are written and read by `torch.distributed.checkpoint`. Everything else lies in `plain.pth`: the checkpoint
-with None where a sharded tensor belongs, and an index that says where its parts are. torch writes an index of
-its own (`.metadata`), for other tools; it is never read here, since it is a pickle and can, besides, declare any
-entry to be an object that torch would unpickle.
+`torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
+None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
+other tools. This module never reads `.metadata`, because it is a pickle and can make torch unpickle further objects.
 """
 
 from __future__ import annotations
@@ -35,30 +34,31 @@ Warn = Callable[[str], None]
 
 
 def sharded_name(name: str) -> str:
-    """Return the name of the folder that stands for a file: `epoch_3.sharded` for `epoch_3.pth`."""
+    """Return the folder name of a sharded checkpoint: `epoch_3.sharded` for `epoch_3.pth`."""
     return name.removesuffix(".pth").removesuffix(".sharded") + ".sharded"
 
 
 def write_checkpoint(
     checkpoint: Mapping[str, Any], path: Path, warn: Warn, consolidate: bool = False
 ) -> Path:
-    """Write a checkpoint and return its path; every rank calls it.
+    """Write a checkpoint and return its path. All ranks must call this function.
 
-    Without sharded tensors rank 0 writes the file `path`. With them, every rank writes its parts to a folder
-    that is called `sharded_name(path.name)`; or, to `consolidate`, rank 0 gathers one tensor after the other
-    into its main memory and writes the file.
+    Without sharded tensors, rank 0 writes the file `path`. With sharded tensors, every rank writes its shards to the
+    folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a time into CPU
+    memory and writes the file `path`.
 
     Raises:
-        CheckpointError: on every rank, if one of them could not write.
+        CheckpointError: a rank could not write; raised on every rank.
     """
     tensors: dict[str, Tensor] = {}
     paths: dict[str, list[Any]] = {}
 
-    def take(place: tuple[Any, ...], tensor: Tensor) -> None:
-        key = f"{len(tensors)}/" + "/".join(map(str, place))  # the number keeps apart what only prints alike
-        tensors[key], paths[key] = tensor, list(place)
+    def extract(path: tuple[Any, ...], tensor: Tensor) -> None:
+        # The number makes keys unique, because different path elements (1 and "1") can have the same string.
+        key = f"{len(tensors)}/" + "/".join(map(str, path))
+        tensors[key], paths[key] = tensor, list(path)
 
-    rest = _mapped(plain(checkpoint, warn if is_main_process() else lambda _: None), take)
+    rest = _map_sharded(plain(checkpoint, warn if is_main_process() else lambda _: None), extract)
     if tensors and not consolidate:
         folder = path.with_name(sharded_name(path.name))
         _write_folder(folder, rest, tensors, paths)
@@ -74,15 +74,16 @@ def write_checkpoint(
 def load_sharded(
     folder: Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint; no process group is needed, and nothing is sent between processes.
+    """Read a sharded checkpoint. This requires no process group and no communication.
 
     Args:
-        folder: where it lies, whatever number of processes wrote it.
-        map_location: the device of plain tensors.
-        mesh: whoever is on it gets its own rows of each sharded tensor; by default everybody gets the whole.
+        folder: folder of the checkpoint, written by any number of processes.
+        map_location: device of tensors that are not sharded.
+        mesh: device mesh over which to shard the tensors; each rank then reads its own rows. By default every process
+            reads the full tensors.
 
     Raises:
-        CheckpointError: it is incomplete or damaged.
+        CheckpointError: the checkpoint is incomplete or damaged.
     """
     content = load_checkpoint(folder / PLAIN, map_location)
     try:
@@ -91,7 +92,7 @@ def load_sharded(
         _read(folder, index, tensors)
         for key, tensor in tensors.items():
             _put(checkpoint, index[key]["path"], tensor)
-    except Exception as error:  # damaged files can raise nearly anything
+    except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(
             f"{folder} is incomplete or damaged ({type(error).__name__}: {error})"
         ) from error
@@ -99,42 +100,44 @@ def load_sharded(
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Return a checkpoint's `meta`; of a sharded one without reading the shards."""
+    """Return the `meta` entry of a checkpoint without reading the shards of a sharded checkpoint."""
     content = load_checkpoint(path / PLAIN).get("checkpoint", {}) if path.is_dir() else load_checkpoint(path)
     meta: dict[str, Any] = content.get("meta", {})
     return meta
 
 
 def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn) -> None:
-    """Turn a sharded checkpoint into one ordinary file; one process does it, in main memory.
+    """Convert a sharded checkpoint into one file, in one process and in CPU memory.
 
     Raises:
-        CheckpointError: `folder` is no sharded checkpoint, or is damaged.
+        CheckpointError: `folder` is not a sharded checkpoint, or it is damaged.
     """
     folder = Path(folder)
     if not (folder / PLAIN).is_file():
-        raise CheckpointError(f"{folder} is not a sharded checkpoint: it has no {PLAIN}")
+        raise CheckpointError(f"{folder} is not a sharded checkpoint: it contains no {PLAIN}")
     save_checkpoint(load_sharded(folder), out, warn)
 
 
 # ---- trees of plain values -----------------------------------------------------------------------------
 
 
-def _mapped(value: Any, change: Callable[[tuple[Any, ...], Tensor], Any], place: tuple[Any, ...] = ()) -> Any:
-    """Return a copy of nested containers with every sharded tensor replaced by `change(place, tensor)`."""
+def _map_sharded(
+    value: Any, replace: Callable[[tuple[Any, ...], Tensor], Any], path: tuple[Any, ...] = ()
+) -> Any:
+    """Return a copy of nested containers with every sharded tensor replaced by `replace(path, tensor)`."""
     if is_sharded(value):
-        return change(place, value)
+        return replace(path, value)
     if isinstance(value, Mapping):
-        return {k: _mapped(v, change, (*place, k)) for k, v in value.items()}
+        return {k: _map_sharded(v, replace, (*path, k)) for k, v in value.items()}
     if isinstance(value, list):
-        return [_mapped(v, change, (*place, i)) for i, v in enumerate(value)]
+        return [_map_sharded(v, replace, (*path, i)) for i, v in enumerate(value)]
     return value
 
 
-def _put(tree: Any, place: list[Any], tensor: Tensor) -> None:
-    for key in place[:-1]:
+def _put(tree: Any, path: list[Any], tensor: Tensor) -> None:
+    for key in path[:-1]:
         tree = tree[key]
-    tree[place[-1]] = tensor
+    tree[path[-1]] = tensor
 
 
 # ---- writing --------------------------------------------------------------------------------------------
@@ -148,10 +151,10 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     def begin() -> None:
-        shutil.rmtree(temporary, ignore_errors=True)  # of a run that was killed while it wrote
+        shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while writing
         temporary.mkdir(parents=True)
 
-    def finish() -> None:
+    def commit() -> None:
         index = _index(metadata, paths)
         save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN, lambda _: None)
         old = folder.with_name(f".{folder.name}.old")
@@ -162,20 +165,22 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
         shutil.rmtree(old, ignore_errors=True)
 
     _on_main(begin, folder)
-    blind = [rank for rank, sees in enumerate(all_gather_object(temporary.is_dir())) if not sees]
-    if blind:
-        raise CheckpointError(f"ranks {blind} do not see {folder.parent}: put the work_dir on a shared disk")
+    missing = [rank for rank, exists in enumerate(all_gather_object(temporary.is_dir())) if not exists]
+    if missing:
+        raise CheckpointError(
+            f"ranks {missing} cannot access {folder.parent}; put the work_dir on a shared file system"
+        )
     try:
         metadata = save(tensors, storage_writer=FileSystemWriter(temporary))
-    except CheckpointException as error:  # raised on every rank, whichever failed
+    except CheckpointException as error:  # raised on every rank if one of them failed
         if is_main_process():
-            shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+            shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
         raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
-    _on_main(finish, folder)
+    _on_main(commit, folder)
 
 
 def _on_main(action: Callable[[], None], path: Path) -> None:
-    """Do it on rank 0, and let every rank know if it failed."""
+    """Call `action` on rank 0; if it fails, raise an error on every rank."""
     failure: Exception | None = None
     if is_main_process():
         try:
@@ -189,11 +194,11 @@ def _on_main(action: Callable[[], None], path: Path) -> None:
 
 
 def _index(metadata: Metadata, paths: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return torch's index as plain values: by key the place, dtype and shape of a tensor, and its parts."""
+    """Return torch's index as plain values: for each key, the path, dtype, shape and shards of the tensor."""
     index: dict[str, Any] = {}
-    for key, place in paths.items():
+    for key, path in paths.items():
         entry: Any = metadata.state_dict_metadata[key]
-        index[key] = {"path": place, "dtype": entry.properties.dtype, "shape": list(entry.size), "parts": []}
+        index[key] = {"path": path, "dtype": entry.properties.dtype, "shape": list(entry.size), "parts": []}
     for where, file in metadata.storage_data.items():
         chunks = metadata.state_dict_metadata[where.fqn].chunks  # type: ignore[union-attr]
         sizes = next(chunk.sizes for chunk in chunks if chunk.offsets == where.offset)
@@ -203,7 +208,7 @@ def _index(metadata: Metadata, paths: dict[str, list[Any]]) -> dict[str, Any]:
 
 
 def _reason(error: CheckpointException) -> str:
-    """Return what failed on which ranks, without their tracebacks."""
+    """Return the errors of the failed ranks, without their tracebacks."""
     return "; ".join(f"rank {rank}: {failure[0]!r}" for rank, failure in error.failures.items())
 
 
@@ -224,14 +229,14 @@ def _read(folder: Path, index: Mapping[str, Any], tensors: dict[str, Tensor]) ->
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
-        try:  # no_dist: each process reads for itself what it needs
+        try:  # no_dist: each process independently reads the shards it requires
             load(tensors, storage_reader=_reader(folder, _metadata(index)), no_dist=True)
-        except CheckpointException as error:  # no Exception, only a BaseException
+        except CheckpointException as error:  # derives from BaseException, not from Exception
             raise ValueError(_reason(error)) from error
 
 
 def _metadata(index: Mapping[str, Any]) -> Metadata:
-    """Return torch's own form of our index; whatever it says, torch only reads tensors by it."""
+    """Convert our index to torch's `Metadata`. A manipulated index can only make torch read tensors."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -246,7 +251,7 @@ def _metadata(index: Mapping[str, Any]) -> Metadata:
         chunks = []
         for offsets, sizes, name, start, length in entry["parts"]:
             if Path(name).name != name:
-                raise ValueError(f"its index names a file of another folder, {name!r}")
+                raise ValueError(f"the index refers to a file outside the checkpoint, {name!r}")
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             files[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)
         shape = torch.Size(entry["shape"])

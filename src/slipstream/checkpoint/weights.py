@@ -1,4 +1,4 @@
-"""Put the weights of a checkpoint into a model, and say exactly what did not fit."""
+"""Load a checkpoint's weights into a model and report mismatches."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ def load_weights(
     Args:
         model: the model.
         state: tensors by name.
-        strict: every name and shape must match; otherwise what does not is reported and skipped, as a head
-            for another number of classes.
-        source: what the errors call the checkpoint.
+        strict: require that all names and shapes match. If False, tensors that do not match (such as a head with
+            another number of classes) are skipped and reported.
+        source: name of the checkpoint in error messages.
 
     Returns:
-        Lines that say what was skipped; empty when everything matched.
+        One line per kind of mismatch; empty if everything matches.
 
     Raises:
-        CheckpointError: names or shapes differ under `strict`, most shapes differ, or no name matches at all.
+        CheckpointError: names or shapes differ and `strict` is True, most shapes differ, or no name matches.
     """
     own, state = model.state_dict(), _renamed(model, state)
     missing = [key for key in own if key not in state]
     unexpected = [key for key in state if key not in own]
     shapes = {
-        key: f"{key} is {_shape(state[key])} there and {_shape(value)} in the model"
+        key: f"{key} is {_shape(state[key])} in the checkpoint and {_shape(value)} in the model"
         for key, value in own.items()
         if isinstance(value, torch.Tensor) and key in state and _shape(state[key]) != _shape(value)
     }
-    alien = any(not isinstance(state[key], torch.Tensor) for key in shapes)
-    if shapes and (strict or alien or 2 * len(shapes) > len(own)):
+    not_tensors = any(not isinstance(state[key], torch.Tensor) for key in shapes)
+    if shapes and (strict or not_tensors or 2 * len(shapes) > len(own)):
         raise CheckpointError(
             f"{source} belongs to another model: {_some([*shapes.values()])}. Check the number of classes "
             "and the model's options"
@@ -61,18 +61,18 @@ def load_weights(
         )
     if own and len(missing) == len(own):
         raise CheckpointError(
-            f"{source} has not one tensor of this model: it holds {_some(unexpected)}, "
-            f"the model {_some(missing)}. Rename keys with revise_keys, or check the model"
+            f"{source} contains no tensor of this model. It contains {_some(unexpected)}; the model requires "
+            f"{_some(missing)}. Rename the keys with revise_keys, or check the model"
         )
     model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
-    skipped = [f"of another shape, so left as it was: {_some([*shapes.values()])}"] if shapes else []
+    skipped = [f"skipped because of different shapes: {_some([*shapes.values()])}"] if shapes else []
     return [*_differences(missing, unexpected), *skipped]
 
 
 def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` after the hooks by which modules bring older names up to date.
+    """Return `state` after the modules' load_state_dict pre-hooks, which rename old keys.
 
-    torch calls them when it loads, too late to compare names, and twice is as good as once.
+    torch calls these hooks again in `load_state_dict`, after the comparison of names. The second call has no effect.
     """
     state = dict(state)
     for name, module in model.named_modules():
@@ -86,8 +86,8 @@ def _shape(value: Any) -> tuple[int, ...] | str:
 
 
 def _differences(missing: list[str], unexpected: list[str]) -> list[str]:
-    lines = [f"missing in it: {_some(missing)}"] if missing else []
-    return [*lines, f"unknown to the model: {_some(unexpected)}"] if unexpected else lines
+    lines = [f"missing keys: {_some(missing)}"] if missing else []
+    return [*lines, f"unexpected keys: {_some(unexpected)}"] if unexpected else lines
 
 
 def _some(names: list[str]) -> str:

@@ -15,7 +15,7 @@ from slipstream.config import Config
 from slipstream.cores import cores
 from slipstream.errors import ConfigError
 from slipstream.registry import DATASETS, default_scope
-from slipstream.runner.user_config import placing
+from slipstream.runner.user_config import add_config_path
 
 __all__ = [
     "Part",
@@ -90,7 +90,7 @@ def check_numbered(dataset: Any, place: str) -> None:
 @contextmanager
 def reading(cfg: Config) -> Iterator[None]:
     """Look names up in the configuration's scope, and place errors in it."""
-    with placing(cfg), default_scope(cfg.get("default_scope", "slipstream")):
+    with add_config_path(cfg), default_scope(cfg.get("default_scope", "slipstream")):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What happens around steps."""
+"""Hooks that run before and after runs, epochs and iterations."""
 
 from slipstream.hooks.average_best import AverageBestHook
 from slipstream.hooks.checkpoint import CheckpointHook

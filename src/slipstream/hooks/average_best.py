@@ -1,4 +1,4 @@
-"""One model out of the best ones of a training: the mean of their weights."""
+"""Average the weights of the best epochs into one model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from slipstream.checkpoint import load_checkpoint, remove_checkpoint, write_chec
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.dist.sharding import shard_like
 from slipstream.errors import ConfigError
-from slipstream.hooks.ema import as_validated
+from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
@@ -28,22 +28,23 @@ FOLDER = "average_best"
 
 @HOOKS.register_module()
 class AverageBestHook(Hook):
-    """Write the mean of the weights of the best validated epochs, and validate it, when the training ends.
+    """Average the weights of the best epochs at the end of training; save and validate the result.
 
-    The weights are those that were validated: of a run with an `EMAHook`, the average's. Each is written once, to
-    the folder `average_best` of the work_dir, and removed when better ones have come; what is there at the end
-    stays, so that a longer training can go on from it. The stages `before_average_val` and `after_average_val` (with
-    `metrics`) are around the validation at the end. Floating-point tensors are averaged in float64; of all
-    others, the best epoch's are taken. The file holds weights alone: `load_from` takes it, `resume` does not.
+    The hook averages the weights that were validated: with an `EMAHook`, the EMA weights. It saves the weights of each
+    of the best epochs to the folder `average_best` in the work_dir and removes them when better epochs replace them.
+    The remaining files are kept, because a resumed run requires them. The hook calls the stages `before_average_val`
+    and `after_average_val` (with `metrics`) before and after the final validation. Floating-point tensors are averaged
+    in float64. Other tensors are copied from the best epoch. The file only contains weights: use it with `load_from`,
+    not with `resume`.
 
     Args:
-        metric: what makes an epoch good, a name that the validation gives.
-        rule: whether `greater` or `less` is better; by default the metric's name decides.
-        count: how many are averaged, or fewer if there are not so many.
-        filename: of the mean, in the work_dir.
+        metric: name of the validation metric that ranks the epochs.
+        rule: `greater` or `less`, whichever is better; by default inferred from the metric's name.
+        count: maximum number of epochs to average.
+        filename: file name of the averaged weights, in the work_dir.
     """
 
-    priority = "HIGH"  # the best checkpoint, and whatever comes when a training ends, shall know of it
+    priority = "HIGH"  # runs before CheckpointHook and before other hooks at the end of training
 
     def __init__(
         self,
@@ -58,26 +59,28 @@ class AverageBestHook(Hook):
         self.greater = better(metric, rule) == "greater"
 
     def before_train(self, runner: Runner) -> None:
-        """Go on with the epochs that a resumed run had kept."""
+        """Restore the list of best epochs of a resumed run."""
         self._folder = Path(runner.work_dir) / FOLDER
         kept = runner.message_hub.get_info(FOLDER, [])
-        there = [[(self._folder / name).is_file() for _, name in kept] if is_main_process() else None]
-        broadcast_object_list(there)
-        self._best: list[tuple[float, str]] = []  # the best first
-        for (value, name), found in zip(kept, there[0] or (), strict=True):
+        exists = [[(self._folder / name).is_file() for _, name in kept] if is_main_process() else None]
+        broadcast_object_list(exists)
+        self._best: list[tuple[float, str]] = []  # best first
+        for (value, name), found in zip(kept, exists[0] or (), strict=True):
             if found:
                 self._best.append((value, name))
             else:
-                runner.logger.warning(f"AverageBestHook: {self._folder / name} is gone: it is not averaged")
+                runner.logger.warning(
+                    f"AverageBestHook: {self._folder / name} does not exist; it is excluded from the average"
+                )
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Keep the weights if they are among the best."""
+        """Save the weights if this epoch is among the best."""
         if not runner.is_training:
             return
         value = pick(self, metrics or {}, self.metric, "metric")
         number, by = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
         entry = (value, f"{by}_{number}.pth")
-        # Sorting keeps the order of equals: the later does not drive out the earlier.
+        # Sorting is stable: among equal values, the earlier epoch ranks first.
         ranked = sorted(
             [*(kept for kept in self._best if kept[1] != entry[1]), entry],
             key=lambda kept: kept[0],
@@ -85,7 +88,7 @@ class AverageBestHook(Hook):
         )
         if not math.isfinite(value) or entry in ranked[self.count :]:
             return
-        with as_validated(runner) as model:
+        with validation_weights(runner) as model:
             content = {"state_dict": model.state_dict()}
             write_checkpoint(content, self._folder / entry[1], runner.logger.warning, consolidate=True)
         self._best = ranked[: self.count]
@@ -94,19 +97,24 @@ class AverageBestHook(Hook):
             remove_checkpoint(self._folder, name)
 
     def after_train(self, runner: Runner) -> None:
-        """Write the mean, validate it, and log its metrics as those of `average_model`."""
+        """Save and validate the average, and log its metrics under `average_model/`."""
         if not self._best:
-            runner.logger.warning(f"AverageBestHook: no validation gave '{self.metric}': nothing is averaged")
+            runner.logger.warning(
+                f"AverageBestHook: no epoch was saved because no validation returned a finite '{self.metric}'; "
+                "no average is computed"
+            )
             return
         names = [name for _, name in self._best]
-        # From rank 0 to all: the others may not see its disk.
+        # Rank 0 broadcasts the average, because the other ranks may not have access to its file system.
         state: list[Any] = [_mean([self._folder / name for name in names]) if is_main_process() else None]
         broadcast_object_list(state)
         content = {"meta": {"averaged": names, **_meta(runner)}, "state_dict": state[0]}
         write_checkpoint(content, Path(runner.work_dir) / self.filename, runner.logger.warning)
         if runner.val_loop is None:
             return
-        runner.logger.info(f"Validating {self.filename}, the mean of {len(names)}: {', '.join(names)}")
+        runner.logger.info(
+            f"Validating {self.filename}, the average of {len(names)} checkpoints: {', '.join(names)}"
+        )
         runner.call_hook("before_average_val")
         metrics = _validate_with(state[0], runner)
         runner.call_hook("after_average_val", metrics=metrics)
@@ -117,7 +125,7 @@ class AverageBestHook(Hook):
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the mean of checkpoints' weights, read one after the other; what is no floating point is the first's."""
+    """Return the mean weights of checkpoints, read one at a time; copy non-float tensors from the first checkpoint."""
     first: dict[str, Any] = load_checkpoint(paths[0])["state_dict"]
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
     for path in paths[1:]:
@@ -132,7 +140,7 @@ def _is_float(value: Any) -> bool:
 
 
 def _meta(runner: Runner) -> dict[str, Any]:
-    """Return what makes the file usable without the run."""
+    """Return the metadata required to use the file outside the run."""
     dataset = getattr(runner.train_dataloader, "dataset", None)
     return {
         "experiment_name": runner.experiment_name,
@@ -142,15 +150,15 @@ def _meta(runner: Runner) -> dict[str, Any]:
 
 
 def _validate_with(state: Mapping[str, Any], runner: Runner) -> dict[str, Any]:
-    """Return the metrics of other weights, and leave those of the training as they were."""
-    with as_validated(runner) as model:
-        own = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
-        model.load_state_dict({key: shard_like(value, own[key]) for key, value in state.items()})
-        runner.is_training = False  # nothing shall be saved, scheduled or stopped for these metrics
+    """Validate with the weights in `state` and return the metrics; restore the training weights afterwards."""
+    with validation_weights(runner) as model:
+        original = {k: v.clone() if isinstance(v, Tensor) else v for k, v in model.state_dict().items()}
+        model.load_state_dict({key: shard_like(value, original[key]) for key, value in state.items()})
+        runner.is_training = False  # these metrics must not trigger checkpoints, schedulers or early stopping
         metrics: dict[str, Any] = runner.val_loop.run()
         runner.is_training = True
     runner.model.train()
-    # The end of the validation has put the weights back; what it validated in is to be mended too.
-    with as_validated(runner) as model:
-        model.load_state_dict(own)
+    # EMAHook swaps the training weights back after validation, so restore the EMA weights as well.
+    with validation_weights(runner) as model:
+        model.load_state_dict(original)
     return metrics

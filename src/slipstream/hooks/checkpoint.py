@@ -1,4 +1,4 @@
-"""When checkpoints are written, how many are kept, and which is the best."""
+"""Save regular checkpoints and the best checkpoints, and remove old ones."""
 
 from __future__ import annotations
 
@@ -23,26 +23,27 @@ __all__ = ["CheckpointHook"]
 
 @HOOKS.register_module()
 class CheckpointHook(Hook):
-    """Write checkpoints every `interval` epochs or steps, and whenever a metric is the best so far.
+    """Save checkpoints every `interval` epochs or steps, and whenever a metric improves.
 
-    Hooks with a method `after_new_best(runner, metrics)` are told of the latter, once it is written.
+    After saving a new best checkpoint, the hook calls `after_new_best(runner, metrics)` of all hooks that define it.
 
     Args:
-        interval: epochs (`by_epoch`) or steps between two checkpoints; -1 writes none but the last.
-        by_epoch: whether `interval` counts epochs; by default it counts what the training counts.
-        save_optimizer, save_param_scheduler: whether they hold what a resumed run needs.
-        out_dir: they are written to a folder in it that is called as the work_dir; by default the work_dir.
-        max_keep_ckpts: how many of the regular ones are kept; -1 keeps all.
-        save_last: write one at the end whatever the interval.
-        save_best: a metric, several, or `auto` for the first that the validation gives.
-        rule: whether `greater` or `less` is better, for all metrics; by default their names decide.
-        filename_tmpl: with `{}` for the number, or without for one file that is replaced each time;
-            `epoch_{}.pth` or `iter_{}.pth` by default.
-        save_begin: write none before that many epochs or steps.
-        best_filename: what the best is called, for one metric; by default by metric and number.
-        save_epochs: epochs (the first is 1), as in SuperGradients' `save_ckpt_epoch_list`, whose checkpoints
-            `ckpt_epoch_1.pth` stay beside the others.
-        consolidate: of a sharded model, too, write one file, gathered by rank 0, instead of a folder of parts.
+        interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
+        by_epoch: whether `interval` counts epochs; by default the unit of the training loop.
+        save_optimizer, save_param_scheduler: whether to save their state, which a resumed run requires.
+        out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
+            they are saved to the work_dir.
+        max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
+        save_last: save a checkpoint at the end of training, independent of `interval`.
+        save_best: one or more metrics, or `auto` for the first metric that validation returns.
+        rule: `greater` or `less`, whichever is better, for all metrics; by default inferred from their names.
+        filename_tmpl: file name with `{}` for the number. A name without `{}` is one file that is overwritten.
+            Default: `epoch_{}.pth` or `iter_{}.pth`.
+        save_begin: save no checkpoint before this number of epochs or steps.
+        best_filename: file name of the best checkpoint, for a single metric; by default derived from metric and number.
+        save_epochs: epochs (starting at 1) whose checkpoints are kept as `ckpt_epoch_1.pth`, as with SuperGradients'
+            `save_ckpt_epoch_list`.
+        consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
     """
 
     priority = "VERY_LOW"
@@ -65,9 +66,9 @@ class CheckpointHook(Hook):
         consolidate: bool = False,
     ) -> None:
         if interval == 0 or interval < -1:
-            raise ConfigError(f"must be at least 1, or -1 for none, not {interval}", "interval")
+            raise ConfigError(f"must be at least 1, or -1 (save only the last), not {interval}", "interval")
         if save_begin < 0:
-            raise ConfigError(f"must not be negative, not {save_begin}", "save_begin")
+            raise ConfigError(f"must be at least 0, not {save_begin}", "save_begin")
         if max_keep_ckpts == 0 or max_keep_ckpts < -1:
             raise ConfigError(f"must be -1 (keep all) or at least 1, not {max_keep_ckpts}", "max_keep_ckpts")
         self.interval, self.by_epoch, self.save_begin = interval, by_epoch, save_begin
@@ -92,28 +93,28 @@ class CheckpointHook(Hook):
             (self.filename_tmpl or "").format(0)
         except (LookupError, ValueError):
             raise ConfigError(
-                f"takes one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
+                f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
-                f"names the best by one metric, but save_best has {len(self.monitors)}", "best_filename"
+                f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
         if any(epoch < 1 for epoch in self.save_epochs):
-            raise ConfigError(f"epochs count from 1; there is none {min(self.save_epochs)}", "save_epochs")
+            raise ConfigError(f"must be epochs of at least 1, not {min(self.save_epochs)}", "save_epochs")
 
     # ---- regular checkpoints ----------------------------------------------------------------------
 
     def before_train(self, runner: Runner) -> None:
-        """Find out what is counted, and remember the files that a resumed run may have to remove."""
+        """Validate the options against the training loop and restore the list of kept checkpoints."""
         if self.by_epoch is None:
             self.by_epoch = runner.by_epoch
         if self.by_epoch and not runner.by_epoch:
-            raise self.wrong("counts epochs, but the training counts iterations: leave it out", "by_epoch")
+            raise self.wrong("is True, but training counts iterations; remove it", "by_epoch")
         if self.save_epochs and not self.by_epoch:
-            raise self.wrong("lists epochs, but the checkpoints count iterations", "save_epochs")
+            raise self.wrong("lists epochs, but checkpoints count iterations; remove it", "save_epochs")
         if never := sorted(epoch for epoch in self.save_epochs if epoch > runner.max_epochs):
             runner.logger.warning(
-                f"No checkpoint of the epochs {never}: the last of the training is {runner.max_epochs}"
+                f"CheckpointHook: save_epochs contains {never}, but training ends after epoch {runner.max_epochs}"
             )
         work_dir = Path(runner.work_dir)
         out_dir = self.out_dir and Path(self.out_dir).expanduser().absolute()
@@ -121,7 +122,7 @@ class CheckpointHook(Hook):
         self._kept: list[str] = list(runner.message_hub.get_info("kept_ckpts", []))
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Write a checkpoint if this epoch is due."""
+        """Save a checkpoint if one is due after this epoch."""
         last = self.save_last and self.is_last_train_epoch(runner)
         if self.by_epoch and (self.every_n_epochs(runner, self.interval, self.save_begin) or last):
             self._save_regular(runner, runner.epoch + 1)
@@ -131,7 +132,7 @@ class CheckpointHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Write a checkpoint if this step is due."""
+        """Save a checkpoint if one is due after this step."""
         if self.by_epoch:
             return
         last = self.save_last and self.is_last_train_iter(runner)
@@ -146,7 +147,7 @@ class CheckpointHook(Hook):
         self._kept = self._kept[len(surplus) :]
         runner.message_hub.update_info("kept_ckpts", self._kept)
         self._save(runner, name, mark_last=True)
-        if is_main_process():  # only now that the new one is on disk
+        if is_main_process():  # remove old checkpoints only after the new one is on disk
             for old in surplus:
                 remove_checkpoint(self._folder, old)
 
@@ -162,7 +163,7 @@ class CheckpointHook(Hook):
     # ---- best checkpoints -------------------------------------------------------------------------
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Write a checkpoint for each watched metric that is the best so far."""
+        """Save a checkpoint for each monitored metric that improved."""
         if not self.monitors or not metrics or not runner.is_training:
             return
         for monitor in self.monitors:
@@ -182,7 +183,7 @@ class CheckpointHook(Hook):
         name = self._name(runner, self.best_filename or f"best_{key.replace('/', '_')}_{by}_{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
-        # After the epoch (or step) is counted: by_epoch=None says that nothing is to be added.
+        # by_epoch=None, because the epoch (or step) is already counted.
         runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
         runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
         if previous and previous != name and is_main_process():
@@ -192,5 +193,5 @@ class CheckpointHook(Hook):
     def _rule(self, key: str) -> str:
         try:
             return better(key, self.rule)
-        except ConfigError as error:  # of a metric that only `auto` has found
+        except ConfigError as error:  # `auto` selects the metric only after the first validation
             raise self.wrong(str(error.args[0]), error.path) from None

@@ -1,4 +1,4 @@
-"""A network made for another number of classes is found before the first step."""
+"""Check that the model and the data set have the same number of classes."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ __all__ = ["ClassCountHook"]
 
 @HOOKS.register_module()
 class ClassCountHook(Hook):
-    """Tell a `Segmentor`, `Classifier` or `SupervisedModel` how many classes the data set has, before its first batch.
+    """Set the number of classes of a `Segmentor`, `Classifier` or `SupervisedModel` from the data set.
 
-    One of the default hooks (`class_count`). Data sets that declare no `classes` in their `metainfo` pass.
+    This is one of the default hooks (`class_count`). It runs before the first batch and skips data sets without
+    `classes` in their `metainfo`.
 
     Raises:
-        ModelError: the network was made for another number.
+        ModelError: the model was built with another number of classes.
     """
 
     def before_train(self, runner: Runner) -> None:
-        """Look at the training data."""
+        """Check the training data."""
         self._compare(runner, runner.train_dataloader)
 
     def before_val(self, runner: Runner) -> None:
-        """Look at the validation data."""
+        """Check the validation data."""
         self._compare(runner, runner.val_dataloader)
 
     def before_test(self, runner: Runner) -> None:
-        """Look at the test data."""
+        """Check the test data."""
         self._compare(runner, runner.test_dataloader)
 
     def _compare(self, runner: Runner, loader: DataLoader[Any]) -> None:
@@ -47,7 +48,8 @@ class ClassCountHook(Hook):
             return
         if model.num_classes not in (None, len(classes)):
             raise ModelError(
-                f"the data set has {len(classes)} classes ({', '.join(classes[:2])}, ...), and the network is made "
-                f"for {model.num_classes}: set its num_classes (arch_params.num_classes in a recipe) to {len(classes)}"
+                f"the data set has {len(classes)} classes ({', '.join(classes[:2])}, ...), but the model has "
+                f"{model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) to "
+                f"{len(classes)}"
             )
         model.num_classes = len(classes)

@@ -1,4 +1,4 @@
-"""Validate and save with an average of the weights."""
+"""Validate and save the model with averaged weights."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from slipstream.step.graph import GraphStep
 if TYPE_CHECKING:
     from slipstream.runner import Runner
 
-__all__ = ["EMAHook", "as_validated"]
+__all__ = ["EMAHook", "validation_weights"]
 
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Keep an average of the weights; it replaces them in validation, test and the saved `state_dict`.
+    """Maintain an average of the weights; use it for validation, test and the saved `state_dict`.
 
-    The weights themselves are saved as `ema_state_dict`, so that a resumed run goes on with both.
+    Checkpoints store the unaveraged weights as `ema_state_dict`, and a resumed run restores both.
 
-    The average is a part of the training step (`slipstream.step.average.AveragePart`). If the model trains itself by a
-    `train_step` of its own, the hook updates the average after each iteration.
+    The training step updates the average (`slipstream.step.average.AveragePart`). If the model overrides `train_step`,
+    the hook updates the average after each iteration.
 
     Args:
-        ema_type: a subclass of `BaseAveragedModel`, by name; or what makes the average of a model, such as
+        ema_type: name of a subclass of `BaseAveragedModel`, or a callable that creates the average of a model, such as
             `EmaOptions(...).average`.
-        strict_load: whether a loaded checkpoint must hold every tensor of the average.
-        begin_iter, begin_epoch: when averaging starts; at most one of them.
-        kwargs: those of the average (`momentum`, `interval`, `update_buffers`; of `ScheduledEMA`, `decay`).
+        strict_load: whether a loaded checkpoint must contain every tensor of the average.
+        begin_iter, begin_epoch: start of averaging; set at most one of them.
+        kwargs: arguments of the average (`momentum`, `interval`, `update_buffers`; `decay` for `ScheduledEMA`).
     """
 
     priority = "NORMAL"
@@ -54,11 +54,11 @@ class EMAHook(Hook):
     ) -> None:
         check_begin(begin_iter, begin_epoch)
         if "momentum" in kwargs and "decay" in kwargs:
-            raise ConfigError("give momentum, which is 1 - decay, or decay, not both", "decay")
+            raise ConfigError("excludes 'momentum' (momentum = 1 - decay); remove one of them", "decay")
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
-        self._new_average(nn.Identity())  # wrong arguments are found here
+        self._new_average(nn.Identity())  # raises an error for invalid arguments
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
         self._swapped = False
@@ -70,42 +70,40 @@ class EMAHook(Hook):
         return average
 
     def before_run(self, runner: Runner) -> None:
-        """Copy the model; a test after a training goes on with the training's average."""
+        """Copy the model, or keep the existing average if it belongs to this model."""
         if self.ema_model is None or self.model is not unwrap_model(runner.model):
             self.model = unwrap_model(runner.model)
             self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
-        """Start from the weights that were initialised or loaded, unless a resumed average is further."""
+        """Initialise the average from the model's weights, unless it was resumed; add it to the training step."""
         self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
-            raise self.wrong(
-                "counts epochs, but the training counts iterations: give begin_iter", "begin_epoch"
-            )
+            raise self.wrong("counts epochs, but training counts iterations; use begin_iter", "begin_epoch")
         average = self._average
         average.total_steps = self._updates(runner)
         if average.steps == 0:
             average.module.load_state_dict(self.model.state_dict())
         if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
             runner.logger.warning(
-                f"EMAHook: {average.total_steps} updates are few for this average: at the end, what is validated and "
-                f"saved is about where the weights were after update {mean:.0f}. Train longer, take a smaller decay "
-                "(a larger momentum), or the decay_type 'threshold', which begins small"
+                f"EMAHook: the EMA decay is too slow for {average.total_steps} updates. The final average will "
+                f"resemble the weights at update {mean:.0f}. Train longer, use a smaller decay (a larger momentum), or "
+                "use decay_type 'threshold', which starts with a small decay"
             )
         optim = runner.optim_wrapper
-        assert optim is not None, "a training has one"
-        if self._in_step and self._part is not None:  # of an earlier training with the same optimizer
+        assert optim is not None, "training requires an optimizer wrapper"
+        if self._in_step and self._part is not None:  # left by an earlier training with the same optimizer
             optim.parts.remove(self._part)
         self._part = part = AveragePart(
             average,
             self.model,
             done=lambda: runner.iter,
-            window=_window(runner),
+            window=_accumulation(runner),
             total=runner.max_iters,
             begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
         )
-        # Of a step that is not finite the guard puts the buffers back after it: only then they may be averaged. And
-        # sharded weights may still be given other storages, when they are first gathered.
+        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after that. Sharded
+        # weights may get new storage when they are first gathered.
         guarded = getattr(optim, "guard", None) is not None
         part.on_host |= guarded or mesh_of(self.model) is not None
         self._in_step = isinstance(runner.step, EagerStep | GraphStep)
@@ -115,37 +113,37 @@ class EMAHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Take the new weights into the average, unless the step does."""
+        """Update the average, unless the training step updates it."""
         if self._part is not None and not self._in_step:
             self._part.before_batch()
             self._part.after_batch()
 
     def _updates(self, runner: Runner) -> int:
-        """Return how many updates the whole training makes."""
+        """Return the total number of EMA updates."""
         before = max(self.begin_iter - 1, 0)
         if self.begin_epoch:
             before = (self.begin_epoch - 1) * runner.train_loop.epoch_length
-        window = 1 if self._average.every_batch else _window(runner)
-        return max(1, math.ceil(runner.max_iters / window) - before // window)
+        batches = 1 if self._average.every_batch else _accumulation(runner)  # per update
+        return max(1, math.ceil(runner.max_iters / batches) - before // batches)
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Validate the average."""
+        """Swap in the averaged weights."""
         self._show(average=True)
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Go on with the weights."""
+        """Swap the training weights back."""
         self._show(average=False)
 
     def before_test_epoch(self, runner: Runner) -> None:
-        """Test the average."""
+        """Swap in the averaged weights."""
         self._show(average=True)
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Go on with the weights."""
+        """Swap the training weights back."""
         self._show(average=False)
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Save the average as the model and the weights beside it, once there is an average."""
+        """Save the average as `state_dict` and the weights as `ema_state_dict`, after the first update."""
         if not self._average.steps:
             return
         if runner.is_training:
@@ -163,7 +161,7 @@ class EMAHook(Hook):
         }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """In a resumed run, go on with both the average and the weights; else start from the average."""
+        """If the run is resumed, restore the average and the weights; else load the average as weights."""
         if "ema_state_dict" not in checkpoint or not runner.resuming:
             return
         saved = checkpoint.pop("ema_state_dict")
@@ -175,19 +173,19 @@ class EMAHook(Hook):
 
     @property
     def _average(self) -> BaseAveragedModel:
-        assert self.ema_model is not None, "before_run makes it"
+        assert self.ema_model is not None, "before_run creates it"
         return self.ema_model
 
     def _show(self, average: bool) -> None:
-        """Put the average or the weights into the model, whichever is there: a validation may have failed."""
+        """Swap the average or the weights into the model, if they are not there already."""
         if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
             self._swapped = average
 
 
 @contextmanager
-def as_validated(runner: Runner) -> Iterator[nn.Module]:
-    """Give the bare model as a validation sees it: with the average of the run's `EMAHook`, if it has one."""
+def validation_weights(runner: Runner) -> Iterator[nn.Module]:
+    """Yield the unwrapped model with the weights used for validation: those of an `EMAHook`, if there is one."""
     before = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
     try:
         for hook, _ in before:
@@ -198,7 +196,7 @@ def as_validated(runner: Runner) -> Iterator[nn.Module]:
             hook._show(average=shown)
 
 
-def _window(runner: Runner) -> int:
-    """Return how many batches make an optimizer step."""
-    assert runner.optim_wrapper is not None, "a training has one"
+def _accumulation(runner: Runner) -> int:
+    """Return the number of batches per optimizer step."""
+    assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
     return runner.optim_wrapper.accumulative_counts

@@ -1,4 +1,4 @@
-"""Collect garbage when the step counter says so, not when a counter of objects does."""
+"""Run Python's garbage collector at fixed steps."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["GcHook"]
 
 @HOOKS.register_module()
 class GcHook(Hook):
-    """Collect every `interval` steps, the same ones on every rank, and never in between.
+    """Run garbage collection every `interval` steps, at the same steps on every rank.
 
-    Python collects when enough objects have been made, on each rank at another step, and all others wait for it in
-    the next gradient sync. After `warmup` steps the objects that exist (modules, optimizer, compiled code) are set
-    aside, so that no collection walks through them again. When the training ends, or `close` is called,
-    everything is as it was.
+    By default, Python runs a collection when enough objects have been allocated. This happens at different steps on
+    different ranks, and the other ranks wait in the next gradient sync. After `warmup` steps, this hook disables
+    automatic collection and freezes the existing objects (modules, optimizer, compiled code), which later collections
+    then skip. At the end of training, or when `close` is called, the hook restores the previous state.
 
     Args:
-        interval: steps between two collections; batches, in a validation.
-        warmup: steps after which this begins.
+        interval: steps between two collections; batches during validation.
+        warmup: steps before the hook takes control.
     """
 
     priority = "LOWEST"
@@ -38,16 +38,16 @@ class GcHook(Hook):
         self.interval = interval
         self.warmup = warmup
         self._steps = 0
-        self._was_enabled: bool | None = None  # None while Python collects by itself
+        self._was_enabled: bool | None = None  # None while automatic collection is active
 
     def before_train(self, runner: Runner) -> None:
-        """Start counting."""
+        """Reset the step counter."""
         self._steps = 0
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Take over after the warm-up; collect when it is time."""
+        """Disable automatic collection after the warm-up; then collect every `interval` steps."""
         self._steps += 1
         if self._was_enabled is None and self._steps > self.warmup:
             self._was_enabled = gc.isenabled()
@@ -64,11 +64,11 @@ class GcHook(Hook):
             gc.collect()
 
     def after_train(self, runner: Runner) -> None:
-        """Put everything back."""
+        """Restore the garbage collector."""
         self.close()
 
     def close(self) -> None:
-        """Leave the garbage collector as it was found, whether the training ended well or not."""
+        """Restore the state of the garbage collector. The Runner also calls this after an error."""
         if self._was_enabled is None:
             return
         gc.unfreeze()

@@ -1,4 +1,4 @@
-"""What happens around steps: the base class of hooks, and their stages and priorities."""
+"""Base class, stages and priorities of hooks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Hook", "Priority", "get_priority"]
 
 
 class Priority(IntEnum):
-    """When a hook runs within a stage: lower numbers first."""
+    """Execution order of hooks within a stage; lower numbers run first."""
 
     HIGHEST = 0
     VERY_HIGH = 10
@@ -30,28 +30,28 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Return the number of a priority given by name or as a number from 0 to 100."""
+    """Return a priority, a name or a number from 0 to 100, as a number."""
     if isinstance(priority, str):
         if priority.upper() not in Priority.__members__:
             hint = did_you_mean(priority, Priority.__members__)
-            raise ConfigError(f"there is no hook priority '{priority}'{hint}")
+            raise ConfigError(f"unknown hook priority '{priority}'{hint}")
         return int(Priority[priority.upper()])
     if not 0 <= priority <= 100:
-        raise ConfigError(f"a hook priority lies between 0 and 100, not {priority}")
+        raise ConfigError(f"a hook priority must be between 0 and 100, not {priority}")
     return int(priority)
 
 
 class Hook:
-    """Override the stages in which something shall happen; the Runner calls only those.
+    """Base class of hooks. The Runner only calls the stages that a subclass overrides.
 
-    `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` serve all three modes (`mode` is
-    `train`, `val` or `test`) unless a mode's own method is overridden. Outputs of a training step are
-    device tensors: reading one makes the step wait.
+    `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is
+    `train`, `val` or `test`), except in modes whose own method is overridden. Outputs of a training step are
+    device tensors. Reading one synchronizes with the device.
     """
 
     priority: int | str = "NORMAL"
     source: Mapping[str, Any] | None = None
-    """The configuration that the hook was built from, by which errors find their place."""
+    """The configuration that the hook was built from; locates errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (
         "before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter",
         "after_train_iter", "after_train_epoch", "before_val", "before_val_epoch", "before_val_iter",
@@ -61,87 +61,87 @@ class Hook:
     )  # fmt: skip
 
     def before_run(self, runner: Runner) -> None:
-        """Before anything runs."""
+        """Called before the run starts."""
 
     def after_run(self, runner: Runner) -> None:
-        """After everything ran."""
+        """Called after the run ends."""
 
     def before_train(self, runner: Runner) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def after_train(self, runner: Runner) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
     def before_val(self, runner: Runner) -> None:
-        """Before validation."""
+        """Called before validation."""
 
     def after_val(self, runner: Runner) -> None:
-        """After validation."""
+        """Called after validation."""
 
     def before_test(self, runner: Runner) -> None:
-        """Before the test."""
+        """Called before the test."""
 
     def after_test(self, runner: Runner) -> None:
-        """After the test."""
+        """Called after the test."""
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Before `checkpoint` is written; may change it."""
+        """Called before `checkpoint` is written; may modify it."""
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """After `checkpoint` was read, before the model takes it; may change it."""
+        """Called after `checkpoint` is read and before the model loads it; may modify it."""
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Before an epoch of training."""
+        """Called before a training epoch."""
         self._before_epoch(runner, "train")
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """After an epoch of training; `runner.epoch` still counts the epochs before it."""
+        """Called after a training epoch, before `runner.epoch` is incremented."""
         self._after_epoch(runner, "train")
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Before a pass over the validation data."""
+        """Called before a pass over the validation data."""
         self._before_epoch(runner, "val")
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """After a pass over the validation data, with its metrics."""
+        """Called after a pass over the validation data, with its metrics."""
         self._after_epoch(runner, "val")
 
     def before_test_epoch(self, runner: Runner) -> None:
-        """Before a pass over the test data."""
+        """Called before a pass over the test data."""
         self._before_epoch(runner, "test")
 
     def after_test_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """After a pass over the test data, with its metrics."""
+        """Called after a pass over the test data, with its metrics."""
         self._after_epoch(runner, "test")
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Before a training step."""
+        """Called before a training step."""
         self._before_iter(runner, batch_idx, data_batch, "train")
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """After a training step; `runner.iter` still counts the steps before it."""
+        """Called after a training step, before `runner.iter` is incremented."""
         self._after_iter(runner, batch_idx, data_batch, outputs, "train")
 
     def before_val_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
         self._before_iter(runner, batch_idx, data_batch, "val")
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """After a validation batch."""
+        """Called after a validation batch."""
         self._after_iter(runner, batch_idx, data_batch, outputs, "val")
 
     def before_test_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Before a test batch."""
+        """Called before a test batch."""
         self._before_iter(runner, batch_idx, data_batch, "test")
 
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """After a test batch."""
+        """Called after a test batch."""
         self._after_iter(runner, batch_idx, data_batch, outputs, "test")
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
@@ -160,47 +160,47 @@ class Hook:
     ) -> None:
         pass
 
-    # ---- when ------------------------------------------------------------------------------------
+    # ---- intervals ------------------------------------------------------------------------------------
 
     def every_n_epochs(self, runner: Runner, n: int, start: int = 0) -> bool:
-        """Say whether the epoch that ends now is the n-th, 2n-th, ... after `start`."""
+        """Return whether the epoch that ends now is the n-th, 2n-th, ... after `start`."""
         done = runner.epoch + 1 - start
         return n > 0 and done > 0 and done % n == 0
 
     def every_n_inner_iters(self, batch_idx: int, n: int) -> bool:
-        """Say whether the batch is the n-th, 2n-th, ... of its epoch."""
+        """Return whether the batch is the n-th, 2n-th, ... of its epoch."""
         return n > 0 and (batch_idx + 1) % n == 0
 
     def every_n_train_iters(self, runner: Runner, n: int, start: int = 0) -> bool:
-        """Say whether the step that ends now is the n-th, 2n-th, ... of the run after `start`."""
+        """Return whether the step that ends now is the n-th, 2n-th, ... of the run after `start`."""
         done = runner.iter + 1 - start
         return n > 0 and done > 0 and done % n == 0
 
     def end_of_epoch(self, dataloader: Any, batch_idx: int) -> bool:
-        """Say whether the batch is the loader's last."""
+        """Return whether the batch is the last batch of `dataloader`."""
         return batch_idx + 1 == length(dataloader)
 
     def is_last_train_epoch(self, runner: Runner) -> bool:
-        """Say whether the epoch that ends now is the run's last."""
+        """Return whether the epoch that ends now is the last epoch of the run."""
         return runner.epoch + 1 == runner.max_epochs
 
     def is_last_train_iter(self, runner: Runner) -> bool:
-        """Say whether the step that ends now is the run's last."""
+        """Return whether the step that ends now is the last step of the run."""
         return runner.iter + 1 == runner.max_iters
 
     def wrong(self, message: str, option: str) -> ConfigError:
-        """Return the error to raise when an option turns out to be wrong while the run is under way."""
+        """Return the error to raise for an option that is found to be invalid during the run."""
         error = ConfigError(message, option)
         error.source = self.source  # type: ignore[attr-defined]
         return error
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
-        """Return this hook's method for `stage`, or None if it does nothing there."""
+        """Return this hook's method for `stage`, or None if the hook does not override it."""
         method = getattr(self, stage, None)
         if method is None or getattr(method, "__func__", None) is not getattr(Hook, stage, None):
             return method
         before, _, what = stage.partition("_")
         mode, _, what = what.partition("_")
         general = f"_{before}_{what}"
-        served = mode in ("train", "val", "test") and hasattr(Hook, general)
-        return method if served and getattr(type(self), general) is not getattr(Hook, general) else None
+        has_general = mode in ("train", "val", "test") and hasattr(Hook, general)
+        return method if has_general and getattr(type(self), general) is not getattr(Hook, general) else None

@@ -1,4 +1,4 @@
-"""The hooks of one run, in order, and who of them acts at which stage."""
+"""The hooks of one run, sorted by priority."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ __all__ = ["HookList"]
 
 
 class HookList:
-    """Hooks by priority, and among equals in the order of registration."""
+    """A list of hooks, sorted by priority and then by order of registration."""
 
     def __init__(self) -> None:
         self._hooks: list[Hook] = []
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook, or the one that a configuration (which may hold `priority`) describes.
+        """Add a hook or build it from its configuration, which may contain `priority`.
 
         Raises:
-            ConfigError: it is neither.
+            ConfigError: `hook` is neither a hook nor a valid configuration.
         """
         source = hook
         try:
@@ -39,14 +39,14 @@ class HookList:
             own = get_priority(hook.priority)
         except ConfigError as error:
             if isinstance(source, Mapping):
-                error.source = source  # type: ignore[attr-defined]  # the very dict that the user wrote
+                error.source = source  # type: ignore[attr-defined]  # the dict in the user config, by identity
             raise
         position = sum(get_priority(other.priority) <= own for other in self._hooks)
         self._hooks.insert(position, hook)
         self._at.clear()
 
     def at(self, stage: str) -> list[Callable[..., None]]:
-        """Return the methods to call at `stage`: those of hooks that do something there, in order."""
+        """Return the methods of all hooks that implement `stage`, in execution order."""
         if stage not in self._at:
             self._at[stage] = [
                 method for hook in self._hooks if (method := hook.method_at(stage)) is not None

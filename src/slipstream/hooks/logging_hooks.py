@@ -1,4 +1,4 @@
-"""What is seen of a run: log lines, scalars, the progress bar."""
+"""Hooks for log lines, scalars and the progress bar."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["LoggerHook", "ProgressBarHook"]
 
 @HOOKS.register_module()
 class LoggerHook(Hook):
-    """Read the losses every `interval` steps, log a line, and pass the scalars to the visualizer.
+    """Every `interval` steps, read the losses, log a line and pass the scalars to the visualizer.
 
     Args:
-        interval: steps between two lines.
-        ignore_last: write no line for the last steps of an epoch if they are fewer than `interval`, unless
-            there are no others.
-        interval_exp_name: steps between two mentions of the experiment's name.
-        log_metric_by_epoch: whether validation metrics are plotted over epochs or over steps.
+        interval: steps between two log lines.
+        ignore_last: do not log the remaining steps of an epoch if they are fewer than `interval`, unless the
+            whole epoch is shorter.
+        interval_exp_name: steps between two log lines with the experiment's name.
+        log_metric_by_epoch: plot validation metrics over epochs (True) or over steps (False).
     """
 
     priority = "BELOW_NORMAL"
@@ -45,7 +45,7 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
 
     def before_train(self, runner: Runner) -> None:
-        """Find out once what the steps are counted in, and whether an epoch is shorter than the interval."""
+        """Store the training loop's unit, and log short epochs in spite of `ignore_last`."""
         self._by_epoch = runner.by_epoch
         self._ignore_last = self.ignore_last
         if self._by_epoch and runner.train_loop.epoch_length < self.interval:
@@ -73,14 +73,14 @@ class LoggerHook(Hook):
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Log how far the validation is."""
+        """Log the progress of the validation."""
         if self.every_n_inner_iters(batch_idx, self.interval):
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
 
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Log how far the test is."""
+        """Log the progress of the test."""
         if self.every_n_inner_iters(batch_idx, self.interval):
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 
@@ -102,7 +102,7 @@ class LoggerHook(Hook):
 
 @HOOKS.register_module()
 class ProgressBarHook(Hook):
-    """A progress bar below the log lines; registered by the Runner on rank 0 if there is a terminal."""
+    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if there is a terminal."""
 
     priority = "LOWEST"
 
@@ -117,16 +117,16 @@ class ProgressBarHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Move the bar."""
+        """Update the bar."""
         if self._bar is not None:
             self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
 
     def after_train(self, runner: Runner) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self.close()
 
     def close(self) -> None:
-        """Give the terminal back, also after an error."""
+        """Remove the bar. The Runner also calls this after an error."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None

@@ -1,4 +1,4 @@
-"""Carry out `nan_guard`: skip the steps that are not finite, or stop and say where it happened."""
+"""Handle non-finite losses and gradients: skip the step, or stop and report the module."""
 
 from __future__ import annotations
 
@@ -20,46 +20,46 @@ __all__ = ["NanGuardHook"]
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Skip training steps whose loss or gradients are not finite, or stop and name the module.
+    """Skip training steps with non-finite loss or gradients, or stop and report the module.
 
     Args:
-        action, locate, max_skipped: those of `NanGuardOptions`.
+        action, locate, max_skipped: see `NanGuardOptions`.
     """
 
     def __init__(
         self, action: Literal["stop", "skip"] = "stop", locate: bool = False, max_skipped: int = 50
     ) -> None:
-        self.how = NanGuardOptions(action, locate, max_skipped)
+        self.options = NanGuardOptions(action, locate, max_skipped)
         self.guard: StepGuard | None = None
         self.locator: Locator | None = None
         self._undo = ExitStack()
         self.skipped = 0
-        """Steps skipped in this training, as far as they have been read."""
+        """Steps skipped in this training, up to the last `read_logs`."""
 
     def before_run(self, runner: Runner) -> None:
-        """Put guard and locator in their places, before anything is compiled."""
+        """Install the guard and the locator, before the model is compiled."""
         optim, meter, model = runner.optim_wrapper, runner.meter, unwrap_model(runner.model)
         if optim is None:
             return
-        if isinstance(optim, OptimWrapperDict) and self.how.action == "skip":
+        if isinstance(optim, OptimWrapperDict) and self.options.action == "skip":
             raise self.wrong(
-                "'skip' serves one optimizer, and this model trains with several: take 'stop'", "action"
+                "'skip' supports only one optimizer, but this model has several; use 'stop'", "action"
             )
         self.close()
-        if self.how.action == "skip":
-            optim.guard = self.guard = StepGuard(model, runner.device, self.how.max_skipped)
+        if self.options.action == "skip":
+            optim.guard = self.guard = StepGuard(model, runner.device, self.options.max_skipped)
             meter.tolerant = True
             self._undo.callback(setattr, optim, "guard", None)
             self._undo.callback(setattr, meter, "tolerant", False)
-        if self.how.locate:
+        if self.options.locate:
             self.locator = Locator(model)
             self._undo.callback(self.locator.close)
-        if self.locator is not None and self.how.action == "stop":
+        if self.locator is not None and self.options.action == "stop":
             meter.locate = self.locator.report
             self._undo.callback(setattr, meter, "locate", None)
 
     def read_logs(self, runner: Runner) -> None:
-        """Log the steps that were skipped since the last time, and where they broke."""
+        """Log the steps skipped since the last call and the module that caused them."""
         if self.guard is None:
             return
         try:
@@ -73,15 +73,15 @@ class NanGuardHook(Hook):
         if new:
             where = f". {self.locator.report()}" if self.locator is not None else ""
             runner.logger.warning(
-                f"Skipped {new} step{'s' if new > 1 else ''} by iteration {runner.iter + 1}, whose loss or gradients "
-                f"were not finite{where}"
+                f"Skipped {new} step{'s' if new > 1 else ''} with non-finite loss or gradients, up to iteration "
+                f"{runner.iter + 1}{where}"
             )
 
     def after_run(self, runner: Runner) -> None:
-        """End with the run."""
+        """Uninstall the guard and the locator."""
         self.close()
 
     def close(self) -> None:
-        """Take everything out of the model, the optimizer wrapper and the meter, also after a run that failed."""
+        """Uninstall the guard and the locator. The Runner also calls this after an error."""
         self._undo.close()
         self.guard = self.locator = None

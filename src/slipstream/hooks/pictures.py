@@ -1,4 +1,4 @@
-"""Pictures of predictions beside the truth."""
+"""Save images of predictions next to the ground truth."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ __all__ = ["SegVisualizationHook"]
 
 @HOOKS.register_module()
 class SegVisualizationHook(Hook):
-    """After a validation, draw image, truth and prediction of samples spread over it as one PNG.
+    """Save image, ground truth and prediction of some validation samples as one PNG file.
 
-    The file is `predictions.png` in the work_dir, replaced each time; the visualizer gets it too.
+    The samples are spread over the validation data. The hook overwrites `predictions.png` in the work_dir and also
+    passes the image to the visualizer.
 
     Args:
-        num_samples: how many.
-        interval: validations between two pictures.
+        num_samples: number of samples.
+        interval: validations between two images.
     """
 
     priority = "LOW"
@@ -44,16 +45,16 @@ class SegVisualizationHook(Hook):
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def before_val_epoch(self, runner: Runner) -> None:
-        """Forget the samples of the validation before, and choose batches spread over the data."""
+        """Clear the samples of the previous validation and select batches spread over the data."""
         self._rows = []
-        batches = length(runner.val_dataloader) or self.num_samples  # of a stream, the first
+        batches = length(runner.val_dataloader) or self.num_samples  # without a length, use the first batches
         self._every = max(1, batches // self.num_samples)
         self._from_each = math.ceil(self.num_samples / batches)
 
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Keep the first samples of a chosen batch."""
+        """Keep the first samples of a selected batch."""
         missing = min(self.num_samples - len(self._rows), self._from_each)
         if missing <= 0 or batch_idx % self._every or not is_main_process():
             return
@@ -61,8 +62,8 @@ class SegVisualizationHook(Hook):
             rows = zip(data_batch["inputs"], outputs["targets"], outputs["preds"], strict=True)
         except (TypeError, KeyError) as error:
             raise DataError(
-                "SegVisualizationHook needs batches with 'inputs' and predictions with 'preds' and 'targets', "
-                "as slipstream's Segmentor gives them; remove the hook for other models"
+                "SegVisualizationHook requires batches with 'inputs' and predictions with 'preds' and 'targets', "
+                "as returned by slipstream's Segmentor; remove the hook for other models"
             ) from error
         self._rows += [row for row, _ in zip(rows, range(missing), strict=False)]
 
@@ -76,7 +77,9 @@ class SegVisualizationHook(Hook):
         meta = getattr(runner.val_dataloader.dataset, "metainfo", {})
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
         if palette is None or "classes" not in meta:
-            raise DataError("SegVisualizationHook needs the data set's metainfo['palette'] and ['classes']")
+            raise DataError(
+                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the data set"
+            )
         rows = []
         for image, target, prediction in self._rows:
             truth, guess = _numpy(target), _numpy(prediction)

@@ -1,4 +1,4 @@
-"""BatchNorm statistics that are means over many samples, not moving averages over the last few batches."""
+"""Recompute BatchNorm statistics as means over many samples instead of moving averages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.dist import all_gather_object, all_reduce
 from slipstream.errors import ConfigError, ModelError
-from slipstream.hooks.ema import as_validated
+from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.model import unwrap_model
 from slipstream.registry import HOOKS
@@ -28,19 +28,19 @@ __all__ = ["PreciseBNHook"]
 
 @HOOKS.register_module()
 class PreciseBNHook(Hook):
-    """Recompute the running statistics of BatchNorm after an epoch, before it is saved and validated.
+    """Recompute the running statistics of BatchNorm after an epoch, before the model is saved and validated.
 
-    They become mean and variance of all values that `num_samples` training samples bring to the layer, from the
-    batches' own by the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The weights are those
-    that are validated: of a run with an `EMAHook`, the average's. Each rank takes its share of the samples. The
-    training goes on as if nothing had been computed: same batches, same random numbers, same other buffers.
+    The new statistics are the mean and variance of the layer's inputs over `num_samples` training samples, computed
+    from the batch statistics by the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The
+    hook uses the weights that are validated: with an `EMAHook`, the EMA weights. The samples are split over the ranks.
+    The hook does not affect training: batches, random numbers and other buffers stay the same.
 
-    Layers with `momentum=None` keep their statistics, which are means over all batches already, and so do
-    layers that are frozen in evaluation mode. The forward passes run eagerly, also of a compiled model.
+    Layers with `momentum=None` keep their statistics, which already are means over all batches. Layers frozen in
+    evaluation mode also keep theirs. The forward passes run in eager mode, even if the model is compiled.
 
     Args:
-        num_samples: how many, over all ranks; at most those of an epoch. Some thousand are enough.
-        interval: epochs between two times; the last epoch's are always recomputed.
+        num_samples: number of samples over all ranks, at most one epoch. A few thousand are enough.
+        interval: epochs between two recomputations; the hook always runs after the last epoch.
     """
 
     priority = "BELOW_NORMAL"
@@ -52,37 +52,41 @@ class PreciseBNHook(Hook):
         self.num_samples, self.interval = num_samples, interval
 
     def before_train(self, runner: Runner) -> None:
-        """Find the layers."""
+        """Check that the hook supports the model and the training loop."""
         if not runner.by_epoch:
-            raise self.wrong("counts epochs, but the training counts iterations", "interval")
+            raise self.wrong(
+                "counts epochs, but training counts iterations; remove PreciseBNHook or train by epochs",
+                "interval",
+            )
         model: Any = unwrap_model(runner.model)
         if not _layers(model):
             runner.logger.warning(
-                "PreciseBNHook: no BatchNorm of the model has a moving average: nothing to do"
+                "PreciseBNHook: the model has no BatchNorm layer with a moving average; the hook has no effect"
             )
         elif not hasattr(model, "loss_step"):
             raise ModelError(
-                "PreciseBNHook needs a model with a loss_step(batch), as slipstream.model.BaseModel has"
+                "PreciseBNHook requires a model with a method loss_step(batch); derive it from "
+                "slipstream.model.BaseModel"
             )
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Recompute the statistics."""
         if not self.every_n_epochs(runner, self.interval) and not self.is_last_train_epoch(runner):
             return
-        with as_validated(runner) as model:
+        with validation_weights(runner) as model:
             layers = [layer for layer in _layers(model) if layer.training]
             if layers:
                 self._recompute(runner, model, layers)
 
     def _recompute(self, runner: Runner, model: Any, layers: list[_BatchNorm]) -> None:
-        assert runner.optim_wrapper is not None, "a training has one"
+        assert runner.optim_wrapper is not None, "training requires an optimizer wrapper"
         batches = min(math.ceil(self.num_samples / runner.samples_per_step), runner.train_loop.epoch_length)
-        with _undisturbed(runner, model), _listening(layers) as moments:
+        with _preserve_state(runner, model), _record_moments(layers) as moments:
             for batch in islice(runner.train_dataloader, batches):
                 with runner.optim_wrapper.autocast():
                     model.loss_step(batch)
-        for layer, own in zip(layers, _merged(moments), strict=True):
-            if own.count:  # else no sample passed the layer
+        for layer, own in zip(layers, _merge(moments), strict=True):
+            if own.count:  # zero if no sample passed through the layer
                 layer.running_mean.copy_(own.mean)  # type: ignore[union-attr]
                 layer.running_var.copy_(own.var)  # type: ignore[union-attr]
 
@@ -94,14 +98,14 @@ def _layers(model: nn.Module) -> list[_BatchNorm]:
 
 
 @contextmanager
-def _undisturbed(runner: Runner, model: nn.Module) -> Iterator[None]:
-    """Inside the block the epoch's batches come once more; after it, nothing shows that they did."""
+def _preserve_state(runner: Runner, model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers and all random states after the block."""
     loader = runner.train_dataloader
     random_state = get_random_state()
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = None if loader.generator is None else loader.generator.get_state()
     try:
-        # The compiled forward knows nothing of the listeners, and would be compiled anew for them.
+        # Forward pre-hooks would cause a recompilation of the model.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:
@@ -113,7 +117,7 @@ def _undisturbed(runner: Runner, model: nn.Module) -> Iterator[None]:
 
 
 class _Moments:
-    """Count, mean and variance of all values of each channel, batch after batch, on the device."""
+    """Count, mean and variance of all values per channel, accumulated on the device."""
 
     def __init__(self, layer: _BatchNorm) -> None:
         like: Any = layer.running_mean
@@ -122,21 +126,21 @@ class _Moments:
         self.mean, self.var = torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
 
     def add(self, values: Tensor) -> None:
-        """Take in a layer's input (N, C, ...), by the law of total variance: within the parts, and between them."""
+        """Add a layer's input (N, C, ...) by the law of total variance: within batches plus between batches."""
         count = values.numel() // values.shape[1]
         if not count:
             return
         var, mean = torch.var_mean(values.to(self.mean.dtype), [0, *range(2, values.ndim)], correction=0)
         self.count += count
-        share = count / self.count
-        between = share * (1 - share) * (mean - self.mean).square()
-        self.var = torch.lerp(self.var, var, share) + between
-        self.mean = torch.lerp(self.mean, mean, share)
+        weight = count / self.count
+        between = weight * (1 - weight) * (mean - self.mean).square()
+        self.var = torch.lerp(self.var, var, weight) + between
+        self.mean = torch.lerp(self.mean, mean, weight)
 
 
 @contextmanager
-def _listening(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
-    """Give the moments of what passes the layers inside the block."""
+def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
+    """Yield the moments of the layers' inputs inside the block."""
     moments = [_Moments(layer) for layer in layers]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0].detach()))
@@ -149,17 +153,17 @@ def _listening(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
             handle.remove()
 
 
-def _merged(moments: list[_Moments]) -> list[_Moments]:
-    """Give every rank the moments over all ranks, in two messages; the same law as over batches."""
+def _merge(moments: list[_Moments]) -> list[_Moments]:
+    """Return the moments over all ranks, merged by two all-reduces and the law of total variance."""
     counts = torch.tensor(all_gather_object([own.count for own in moments])).sum(0).tolist()
-    shares = [own.count / max(total, 1) for own, total in zip(moments, counts, strict=True)]
+    weights = [own.count / max(total, 1) for own, total in zip(moments, counts, strict=True)]
     sizes = [len(own.mean) for own in moments]
-    means = torch.cat([own.mean * share for own, share in zip(moments, shares, strict=True)])
+    means = torch.cat([own.mean * weight for own, weight in zip(moments, weights, strict=True)])
     all_reduce(means)
     variances = torch.cat(
         [
-            (own.var + (own.mean - mean).square()) * share
-            for own, mean, share in zip(moments, means.split(sizes), shares, strict=True)
+            (own.var + (own.mean - mean).square()) * weight
+            for own, mean, weight in zip(moments, means.split(sizes), weights, strict=True)
         ]
     )
     all_reduce(variances)

@@ -21,11 +21,11 @@ __all__ = ["ProfilerHook"]
 
 @HOOKS.register_module()
 class ProfilerHook(Hook):
-    """Write a trace of some steps for TensorBoard or chrome://tracing into `work_dir/profile`, on rank 0.
+    """On rank 0, write a trace of some steps to `work_dir/profile`, for TensorBoard or chrome://tracing.
 
     Args:
-        profile_times: how many steps are recorded.
-        wait, warmup: steps left out, and steps run under the profiler without being recorded.
+        profile_times: number of steps to record.
+        wait, warmup: number of steps to skip, and number of steps to profile without recording them.
         record_shapes, profile_memory, with_stack, with_flops: as in `torch.profiler.profile`.
     """
 
@@ -45,7 +45,7 @@ class ProfilerHook(Hook):
             raise ConfigError(f"must be at least 1, not {profile_times}", "profile_times")
         for name, value in {"wait": wait, "warmup": warmup}.items():
             if value < 0:
-                raise ConfigError(f"must not be negative, not {value}", name)
+                raise ConfigError(f"must be at least 0, not {value}", name)
         self._schedule = schedule(wait=wait, warmup=warmup, active=profile_times, repeat=1)
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
@@ -73,12 +73,12 @@ class ProfilerHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Move the profiler's schedule on."""
+        """Advance the profiler's schedule."""
         if self._profiler is not None:
             self._profiler.step()
 
     def after_train(self, runner: Runner) -> None:
-        """Write what was recorded."""
+        """Stop the profiler."""
         if self._profiler is not None:
             self._profiler.stop()
             self._profiler = None

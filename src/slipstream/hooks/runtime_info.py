@@ -1,4 +1,4 @@
-"""Keep the message hub informed about where the run stands."""
+"""Record the state of the run in the message hub."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ __all__ = ["RuntimeInfoHook"]
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Put seed, name, epoch, iteration and metrics into the message hub.
+    """Record seed, experiment name, epoch, iteration and metrics in the message hub.
 
-    Losses and learning rates are not read at every step: `Runner.read_logs` brings them at log intervals, and here,
-    of parameter groups that have names and different learning rates, the rate of each as `train/lr/NAME`.
+    Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If named
+    parameter groups have different learning rates, this hook then records each rate as `train/lr/NAME`.
     """
 
     priority = "VERY_HIGH"
 
     def before_run(self, runner: Runner) -> None:
-        """Record what the run is."""
-        facts = {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
-        runner.message_hub.update_info_dict(facts, resumed=False)
+        """Record configuration, seed and experiment name."""
+        infos = {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
+        runner.message_hub.update_info_dict(infos, resumed=False)
 
     def before_train(self, runner: Runner) -> None:
-        """Record how long the run is."""
+        """Record the progress and length of training."""
         runner.message_hub.update_info_dict(
             {
                 "loop_stage": "train",
@@ -42,11 +42,11 @@ class RuntimeInfoHook(Hook):
         )
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Record the epoch."""
+        """Record epoch and iteration."""
         runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
 
     def read_logs(self, runner: Runner) -> None:
-        """Record the learning rates of groups by name."""
+        """Record the learning rates of named parameter groups."""
         wrapper = runner.optim_wrapper
         if not isinstance(wrapper, OptimWrapper):
             return

@@ -1,4 +1,4 @@
-"""Parameter schedules, early stopping, cache and buffer upkeep."""
+"""Hooks for parameter schedulers, early stopping, memory caches and buffer synchronization."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ __all__ = ["EarlyStoppingHook", "EmptyCacheHook", "ParamSchedulerHook", "SyncBuf
 
 @HOOKS.register_module()
 class ParamSchedulerHook(Hook):
-    """Step the schedulers: by iteration after each step, by epoch after each epoch, on metrics after validation."""
+    """Step the schedulers after each iteration, epoch or validation, depending on the scheduler."""
 
     priority = "LOW"
 
     def before_train(self, runner: Runner) -> None:
-        """Sort the schedulers once."""
+        """Group the schedulers by their unit."""
         schedulers = runner.all_param_schedulers
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
-        self._by_epoch = [s for s in schedulers if s.by_epoch]  # those on metrics count epochs too
+        self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes schedulers based on metrics
         self._by_iter = [s for s in schedulers if not s.by_epoch]
 
     def after_train_iter(
@@ -45,7 +45,7 @@ class ParamSchedulerHook(Hook):
             scheduler.step()
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Step the schedulers that watch a metric."""
+        """Step the schedulers that monitor a metric."""
         for scheduler in self._on_metrics if runner.is_training else ():
             scheduler.step(metrics)
 
@@ -57,10 +57,10 @@ _GREATER = re.compile(
 
 
 def better(key: str, rule: str | None) -> str:
-    """Return `greater` or `less`: `rule` if given, else what the metric's name says.
+    """Return `greater` or `less`: `rule` if it is set, else inferred from the metric's name.
 
     Raises:
-        ConfigError: the name says neither.
+        ConfigError: `rule` is invalid, or the name is ambiguous.
     """
     if rule is not None:
         if rule not in ("greater", "less"):
@@ -70,34 +70,34 @@ def better(key: str, rule: str | None) -> str:
     less, greater = _LESS.search(name) is not None, _GREATER.search(name) is not None
     if less != greater:
         return "less" if less else "greater"
-    raise ConfigError(f"must be 'greater' or 'less', since the name '{key}' does not tell", "rule")
+    raise ConfigError(
+        f"cannot infer the rule from the metric's name '{key}'; set it to 'greater' or 'less'", "rule"
+    )
 
 
 def pick(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
-    """Return the metric `key`, or raise an error that names those there are."""
+    """Return the metric `key` as a float, or raise an error that lists the available metrics."""
     if key not in metrics:
-        message = (
-            f"there is no metric '{key}'{did_you_mean(key, metrics)}; validation gives {sorted(metrics)}"
-        )
+        message = f"unknown metric '{key}'{did_you_mean(key, metrics)}; validation returned {sorted(metrics)}"
         raise hook.wrong(message, option)
     try:
         return float(metrics[key])
     except (TypeError, ValueError):
-        raise hook.wrong(f"the metric '{key}' is no number but {metrics[key]!r}", option) from None
+        raise hook.wrong(f"the metric '{key}' must be a number, not {metrics[key]!r}", option) from None
 
 
 @HOOKS.register_module()
 class EarlyStoppingHook(Hook):
-    """End the training when a metric has not improved for `patience` validations.
+    """Stop training if a metric has not improved for `patience` validations.
 
     Args:
         monitor: the metric's name.
-        rule: `greater` or `less` is better; by default the name decides.
-        min_delta: what counts as an improvement.
-        strict: whether a missing metric is an error, or else only stops the watching.
+        rule: `greater` or `less`, whichever is better; by default inferred from the name.
+        min_delta: minimum change that counts as an improvement.
+        strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
-        patience: validations without improvement before the end.
-        stopping_threshold: stop as soon as the metric is this good.
+        patience: validations without improvement before training stops.
+        stopping_threshold: stop as soon as the metric reaches this value.
     """
 
     priority = "LOWEST"
@@ -113,18 +113,18 @@ class EarlyStoppingHook(Hook):
         stopping_threshold: float | None = None,
     ) -> None:
         if patience < 0:
-            raise ConfigError(f"must not be negative, not {patience}", "patience")
+            raise ConfigError(f"must be at least 0, not {patience}", "patience")
         self.monitor, self.rule = monitor, better(monitor, rule)
         self.min_delta, self.strict, self.check_finite = min_delta, strict, check_finite
         self.patience, self.stopping_threshold = patience, stopping_threshold
         self._sign = 1 if self.rule == "greater" else -1
 
     def before_run(self, runner: Runner) -> None:
-        """Start without a best score; a resumed run brings its own."""
+        """Reset the best score and the patience counter."""
         self._best, self._waited = -math.inf, 0
 
     def before_train(self, runner: Runner) -> None:
-        """Take over best score and patience from a resumed run."""
+        """Restore the best score and the patience counter of a resumed run."""
         self._best, self._waited = runner.message_hub.get_info(self._key, (self._best, self._waited))
 
     @property
@@ -136,7 +136,7 @@ class EarlyStoppingHook(Hook):
         if not runner.is_training:
             return
         if self.monitor not in (metrics or {}) and not self.strict:
-            runner.logger.warning(f"EarlyStoppingHook: validation gives no metric '{self.monitor}'")
+            runner.logger.warning(f"EarlyStoppingHook: validation returned no metric '{self.monitor}'")
             return
         value = pick(self, metrics or {}, self.monitor, "monitor")
         reason = self._reason(self._sign * value)
@@ -159,7 +159,7 @@ class EarlyStoppingHook(Hook):
 
 @HOOKS.register_module()
 class EmptyCacheHook(Hook):
-    """Give the accelerator's cached memory back before or after epochs or after steps."""
+    """Empty the accelerator's memory cache before or after epochs, or after steps."""
 
     def __init__(
         self, before_epoch: bool = False, after_epoch: bool = True, after_iter: bool = False
@@ -178,8 +178,8 @@ class EmptyCacheHook(Hook):
         self._empty(self._each)
 
     @staticmethod
-    def _empty(wanted: bool) -> None:
-        if wanted and torch.accelerator.is_available():
+    def _empty(enabled: bool) -> None:
+        if enabled and torch.accelerator.is_available():
             torch.accelerator.memory.empty_cache()
 
 

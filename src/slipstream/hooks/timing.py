@@ -1,4 +1,4 @@
-"""How long steps take, and what that means for the rest of the run."""
+"""Measure step times and estimate the remaining time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_UNREAD = 1000
 class IterTimerHook(Hook):
     """Record `time` and `data_time` (seconds) of every batch, and `eta` (seconds).
 
-    On an accelerator a single step's time is that of its launch; means over a log interval are true.
+    On an accelerator, the time of a single step only covers its launch. Means over a log interval are accurate.
     """
 
     def __init__(self) -> None:
@@ -32,20 +32,20 @@ class IterTimerHook(Hook):
         self._steps = 0
 
     def before_train(self, runner: Runner) -> None:
-        """Start counting."""
+        """Reset the total time and the step count."""
         self._spent, self._steps = 0.0, 0
 
     def _before_epoch(self, runner: Runner, mode: str = "train") -> None:
         self._last = perf_counter()
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Remember when the batch was there."""
+        """Store the time at which the batch arrived."""
         self._ready = perf_counter()
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Remember the step's times; `read_logs` does the rest."""
+        """Store the step's times; `read_logs` writes them to the message hub."""
         now = perf_counter()
         self._new.append((self._ready - self._last, now - self._last))
         self._last = now
@@ -53,11 +53,10 @@ class IterTimerHook(Hook):
             self.read_logs(runner)
 
     def read_logs(self, runner: Runner) -> None:
-        """Bring the times of the steps since the last call into the message hub, and the time left."""
+        """Write the step times since the last call and the remaining time to the message hub."""
         new, self._new = self._new, []
-        if (
-            new
-        ):  # reading the losses waited for the device: that is the last step's time, not the next batch's
+        if new:
+            # Reading the losses waited for the device. This time belongs to the last step, not to the next batch.
             now = perf_counter()
             new[-1] = (new[-1][0], new[-1][1] + now - self._last)
             self._last = now
@@ -87,11 +86,11 @@ class IterTimerHook(Hook):
         hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * left, resumed=False)
 
     def after_val(self, runner: Runner) -> None:
-        """Leave the validation out of the next step's time."""
+        """Exclude the validation from the next step's time."""
         self._last = perf_counter()
 
     def after_train(self, runner: Runner) -> None:
-        """Say how fast the training was."""
+        """Log the training speed."""
         runner.read_logs()
         if self._steps:
             images = self._steps * runner.samples_per_step
@@ -103,7 +102,7 @@ class IterTimerHook(Hook):
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """Nothing is left for it to do: the loops themselves give every sampler its epoch.
+    """A hook without effect, kept for MMEngine configurations that name it.
 
-    The name stays, with its place among the default hooks, for the configurations that mention it.
+    The loops set the epoch of every sampler.
     """

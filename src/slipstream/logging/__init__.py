@@ -1,4 +1,4 @@
-"""What a run tells: its log, its histories of scalars, and the progress bar."""
+"""Logger, message hub, scalar histories and progress bar."""
 
 from slipstream.logging.history import HistoryBuffer
 from slipstream.logging.logger import MMLogger, build_logger, print_log

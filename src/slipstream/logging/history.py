@@ -17,17 +17,17 @@ __all__ = ["HistoryBuffer"]
 Number = int | float
 _N = TypeVar("_N", int, Number)
 
-# Enough for any window a log line averages over, and small enough to sit in every checkpoint.
+# Large enough for the averages in log lines, small enough to store in every checkpoint.
 _SAVED_ENTRIES = 1_000
 
 
 class HistoryBuffer:
-    """The newest values of one scalar, each with the number of samples it stands for.
+    """The newest values of one scalar, each with its number of samples.
 
     Args:
-        log_history: values to start with, oldest first.
-        count_history: the number of samples behind each of them.
-        max_length: how many entries are kept; older ones fall out.
+        log_history: initial values, oldest first.
+        count_history: number of samples of each initial value.
+        max_length: maximum number of entries; older entries are dropped.
 
     Raises:
         ConfigError: the two histories differ in length, or `max_length` is not positive.
@@ -51,8 +51,8 @@ class HistoryBuffer:
         values, counts = list(log_history), list(count_history)
         if len(values) != len(counts):
             raise ConfigError(
-                f"log_history has {len(values)} entries and count_history {len(counts)}; "
-                "give one count per value"
+                f"log_history has {len(values)} entries, but count_history has {len(counts)}; "
+                "pass one count per value"
             )
         if max_length < 1:
             raise ConfigError(f"max_length must be at least 1, not {max_length}")
@@ -70,7 +70,7 @@ class HistoryBuffer:
         return f"HistoryBuffer(entries={len(self)}{newest})"
 
     def update(self, log_val: Number, count: int = 1) -> None:
-        """Append a value that stands for `count` samples, in constant time."""
+        """Append the value of `count` samples, in constant time."""
         if count < 1:
             raise ConfigError(f"count must be at least 1, not {count}")
         self._values.append(log_val)
@@ -83,7 +83,7 @@ class HistoryBuffer:
 
     @classmethod
     def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Make `method(history, ...)` available to `statistics` by its name; usable as a decorator."""
+        """Register `method(history, ...)` for `statistics` under its name; usable as a decorator."""
         cls._statistics[method.__name__] = method
         return method
 
@@ -92,7 +92,7 @@ class HistoryBuffer:
         """Return the registered function `method_name`.
 
         Raises:
-            UnknownNameError: nobody registered it.
+            UnknownNameError: no such function is registered.
         """
         try:
             return cls._statistics[method_name]
@@ -100,25 +100,25 @@ class HistoryBuffer:
             known = ", ".join(sorted(cls._statistics))
             hint = did_you_mean(str(method_name), cls._statistics)
             raise UnknownNameError(
-                f"no statistic is called {method_name!r}{hint}; there are {known}"
+                f"unknown statistic {method_name!r}{hint}; registered statistics: {known}"
             ) from None
 
     def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the statistic called `method_name` with the given arguments."""
+        """Return the statistic `method_name`, computed with these arguments."""
         return self.find_statistics(method_name)(self, *args, **kwargs)
 
     def mean(self, window_size: int | None = None) -> float:
-        """Return the mean of the newest `window_size` values (None: of all), weighted by their counts."""
+        """Return the mean of the newest `window_size` values (None: all values), weighted by their counts."""
         counts = list(self._newest(self._counts, window_size))
         products = (v * c for v, c in zip(self._newest(self._values, window_size), counts, strict=True))
         return sum(products) / sum(counts)
 
     def min(self, window_size: int | None = None) -> Number:
-        """Return the smallest of the newest `window_size` values (None: of all)."""
+        """Return the smallest of the newest `window_size` values (None: all values)."""
         return min(self._newest(self._values, window_size))
 
     def max(self, window_size: int | None = None) -> Number:
-        """Return the largest of the newest `window_size` values (None: of all)."""
+        """Return the largest of the newest `window_size` values (None: all values)."""
         return max(self._newest(self._values, window_size))
 
     def current(self) -> Number:
@@ -134,20 +134,20 @@ class HistoryBuffer:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Replace the history by a saved one.
+        """Replace the history with a saved one.
 
         Raises:
-            CheckpointError: `state_dict` is not what `HistoryBuffer.state_dict` returns.
+            CheckpointError: `state_dict` was not returned by `HistoryBuffer.state_dict`.
         """
         try:
             loaded = HistoryBuffer(**state_dict)
         except (TypeError, ConfigError) as error:
-            raise CheckpointError(f"not a saved HistoryBuffer: {error}") from error
+            raise CheckpointError(f"the state dict is not a saved HistoryBuffer: {error}") from error
         self.max_length, self._values, self._counts = loaded.max_length, loaded._values, loaded._counts
 
     def _newest(self, entries: deque[_N], window_size: int | None) -> Iterator[_N]:
         if not entries:
-            raise DataError("the history is empty; call update() before asking for statistics")
+            raise DataError("the history is empty; call update() before computing statistics")
         if window_size is not None and window_size < 1:
             raise ConfigError(f"window_size must be at least 1, not {window_size}")
         return islice(reversed(entries), window_size)

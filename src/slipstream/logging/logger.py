@@ -1,4 +1,4 @@
-"""One logger per Runner: coloured lines on a terminal, plain ones elsewhere, everything to a file."""
+"""One logger per Runner: coloured lines on a terminal, plain lines otherwise, and a log file."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 _DATE_LENGTH = len("2000/01/01 00:00:00")
 _STYLES = {"DEBUG": "dim", "INFO": "green", "WARNING": "yellow", "ERROR": "red", "CRITICAL": "bold red"}
 
-# The loggers of this context (thread or task) by name, the current one last.
+# The loggers of this context (thread or task) by name; the last one is the current logger.
 _loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", default=MappingProxyType({}))
 
 
 class MMLogger(logging.Logger):
-    """A logger that belongs to one Runner; made by `build_logger`.
+    """A logger that belongs to one Runner; created by `build_logger`.
 
-    It stands outside Python's tree of loggers, so that two Runners in one process share no handler.
+    It is not part of Python's logger hierarchy. Therefore two Runners in one process share no handlers.
 
     Attributes:
-        console: the rich Console its lines go to; a `ProgressBar` on it stays below them.
-        rank: the process's rank; others than 0 send only errors to the console.
+        console: the rich Console for the log lines; a `ProgressBar` on it stays below the lines.
+        rank: the rank of the process; ranks other than 0 only print errors to the console.
     """
 
     def __init__(self, name: str, console: Console, rank: int = 0) -> None:
@@ -42,24 +42,24 @@ class MMLogger(logging.Logger):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Callable[..., MMLogger], tuple[Any, ...]]:
-        # A module or data set may hold a logger and be copied or sent to a worker; the copy has no file.
+        # Modules and data sets that hold a logger may be copied or sent to a worker. The copy has no log file.
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:
-        """Close the log file; a later line opens it again."""
+        """Close the log file. A later log line opens it again."""
         for handler in self.handlers:
             handler.close()
 
     @contextmanager
     def as_current(self) -> Iterator[MMLogger]:
-        """Make this the logger that `get_current_instance` returns inside the `with` block."""
-        token = _loggers.set(self._in_front())
+        """Make `get_current_instance` return this logger inside the `with` block."""
+        token = _loggers.set(self._with_others())
         try:
             yield self
         finally:
             _loggers.reset(token)
 
-    def _in_front(self) -> Mapping[str, MMLogger]:
+    def _with_others(self) -> Mapping[str, MMLogger]:
         others = {name: logger for name, logger in _loggers.get().items() if name != self.name}
         return {**others, self.name: self}
 
@@ -67,21 +67,21 @@ class MMLogger(logging.Logger):
     def get_instance(
         cls, name: str, log_file: str | Path | None = None, log_level: int | str = "INFO"
     ) -> MMLogger:
-        """Return this context's logger called `name`, made by `build_logger` at the first call."""
+        """Return this context's logger `name`; the first call creates it with `build_logger`."""
         if name not in _loggers.get():
-            _loggers.set(build_logger(name, log_file, log_level)._in_front())
+            _loggers.set(build_logger(name, log_file, log_level)._with_others())
         return _loggers.get()[name]
 
     @classmethod
     def get_current_instance(cls) -> MMLogger:
-        """Return the logger of the Runner that runs in this context, or else one that prints to stderr."""
+        """Return the logger of the Runner active in this context, or a logger that prints to stderr."""
         for logger in reversed(list(_loggers.get().values())):
             return logger
         return _on_console("slipstream", _console(stderr=True), logging.INFO)
 
 
 class _ConsoleHandler(logging.Handler):
-    """Writes records to a rich Console, above the progress bar if one is shown."""
+    """Write records to a rich Console, above the progress bar if there is one."""
 
     def __init__(self, console: Console, level: int) -> None:
         super().__init__(level)
@@ -93,7 +93,7 @@ class _ConsoleHandler(logging.Handler):
             line = self.format(record)
             if self.console.is_terminal:
                 self._print_coloured(line, record.levelname)
-            else:  # rich would break the line at 80 columns
+            else:  # rich would wrap the line at 80 columns
                 self.console.file.write(line + "\n")
                 self.console.file.flush()
         except Exception:
@@ -115,13 +115,13 @@ def build_logger(
     level: int | str = "INFO",
     rank: int = 0,
 ) -> MMLogger:
-    """Return a new logger that shares nothing with any other.
+    """Return a new logger that shares no state with other loggers.
 
     Args:
-        name: of the run; shown nowhere, but `MMLogger.get_instance(name)` finds the logger by it.
-        log_file: gets every line, whatever its level; its folder is made.
-        level: the least level shown on the console of rank 0; the other ranks show errors only.
-        rank: of this process.
+        name: name of the run, used by `MMLogger.get_instance(name)`; not printed.
+        log_file: file for the lines of all levels; its folder is created if it does not exist.
+        level: minimum level printed to the console of rank 0; other ranks only print errors.
+        rank: rank of this process.
 
     Raises:
         ConfigError: `level` is not a level of Python's `logging`.
@@ -137,17 +137,17 @@ def build_logger(
 
 
 def print_log(msg: object, logger: logging.Logger | str | None = None, level: int = logging.INFO) -> None:
-    """Log `msg` where `logger` says.
+    """Log `msg` with `logger`.
 
     Args:
         msg: the message.
-        logger: a Logger; `"current"`, the running Runner's; the name of one of this context's loggers;
-            `"silent"`, nowhere; None, `print`.
+        logger: a Logger, the name of a logger in this context, `"current"` (the active Runner's logger),
+            `"silent"` (discard the message), or None (call `print`).
         level: the level of the message.
 
     Raises:
-        UnknownNameError: this context has no logger of that name.
-        ConfigError: `logger` is something else.
+        UnknownNameError: this context has no logger with this name.
+        ConfigError: `logger` has another type.
     """
     if logger is None:
         print(msg)
@@ -166,7 +166,7 @@ def _named(name: str) -> MMLogger:
     if name not in known:
         hint = did_you_mean(name, known)
         raise UnknownNameError(
-            f"no logger is called '{name}'{hint}; make it with MMLogger.get_instance('{name}')"
+            f"unknown logger '{name}'{hint}; create it with MMLogger.get_instance('{name}')"
         )
     return known[name]
 
@@ -189,5 +189,5 @@ def _level_number(level: int | str) -> int:
     levels = logging.getLevelNamesMapping()
     if level.upper() not in levels:
         hint = did_you_mean(level, levels)
-        raise ConfigError(f"'{level}' is not a level{hint}; levels are {', '.join(levels)}", "log_level")
+        raise ConfigError(f"'{level}' is not a log level{hint}; use one of {', '.join(levels)}", "log_level")
     return levels[level.upper()]

@@ -1,4 +1,4 @@
-"""Where a run's parts leave numbers and facts for one another: scalars with a history, and infos."""
+"""Scalar histories and other values shared by the components of a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class MessageHub:
     """The scalars (`train/loss`) and infos (`eta`) of one Runner.
 
     Args:
-        name: of the run.
+        name: name of the run.
     """
 
     def __init__(self, name: str) -> None:
@@ -47,13 +47,13 @@ class MessageHub:
 
         Args:
             key: the scalar's name, with its mode: `train/loss`.
-            value: a number, or an array or tensor of one element (a tensor on a device is waited for;
-                `Meter` does not wait).
-            count: how many samples it stands for.
-            resumed: whether the history goes into checkpoints.
+            value: a number, or an array or tensor with one element. A tensor on an accelerator causes a
+                synchronization; `Meter` avoids it.
+            count: number of samples of the value.
+            resumed: whether checkpoints contain the history.
 
         Raises:
-            DataError: `value` is not one number.
+            DataError: `value` is not a single number.
         """
         history = self._scalars.get(key)
         number = value if type(value) is float else _number(key, value)
@@ -70,10 +70,10 @@ class MessageHub:
             elif "value" in value:
                 self.update_scalar(key, value["value"], value.get("count", 1), resumed)
             else:
-                raise DataError(f"the scalar '{key}' is a dict without 'value': {value!r}")
+                raise DataError(f"the dict of scalar '{key}' has no key 'value': {value!r}")
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info of any type; plain values go into checkpoints if `resumed`."""
+        """Set an info of any type. If `resumed` is True and the value is plain, checkpoints contain it."""
         self._infos[key] = value
         self._resumed[key] = resumed
 
@@ -90,10 +90,10 @@ class MessageHub:
         """Return the history of `key`.
 
         Raises:
-            UnknownNameError: no such scalar was recorded.
+            UnknownNameError: no such scalar is recorded.
         """
         if key not in self._scalars:
-            raise UnknownNameError(f"no scalar '{key}' was recorded{did_you_mean(key, self._scalars)}")
+            raise UnknownNameError(f"no scalar '{key}' is recorded{did_you_mean(key, self._scalars)}")
         return self._scalars[key]
 
     def get_info(self, key: str, default: Any = None) -> Any:
@@ -110,16 +110,16 @@ class MessageHub:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Put saved scalars and infos in the place of those of the same key; others stay.
+        """Load saved scalars and infos; entries with other keys are kept.
 
         Raises:
-            CheckpointError: `state_dict` is not what `MessageHub.state_dict` returns.
+            CheckpointError: `state_dict` was not returned by `MessageHub.state_dict`.
         """
         try:
             saved, infos = dict(state_dict["log_scalars"]), dict(state_dict["runtime_info"])
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(
-                "not a saved MessageHub: it needs 'log_scalars' and 'runtime_info'"
+                "the state dict is not a saved MessageHub: it requires 'log_scalars' and 'runtime_info'"
             ) from error
         histories = {key: _loaded(key, history) for key, history in saved.items()}
         self._scalars.update(histories)
@@ -128,7 +128,7 @@ class MessageHub:
 
     @contextmanager
     def as_current(self) -> Iterator[MessageHub]:
-        """Make this the hub that `get_current_instance` returns inside the `with` block."""
+        """Make `get_current_instance` return this hub inside the `with` block."""
         token = _current.set(self)
         try:
             yield self
@@ -137,7 +137,7 @@ class MessageHub:
 
     @classmethod
     def get_current_instance(cls) -> MessageHub:
-        """Return the hub of the Runner that runs in this context, or else a new, empty one."""
+        """Return the hub of the Runner active in this context, or a new, empty hub."""
         return _current.get() or cls("slipstream")
 
 
@@ -157,16 +157,16 @@ def _number(key: str, value: Any) -> Number:
         number = value.item()
     except (AttributeError, ValueError, RuntimeError) as error:
         what = (
-            f"{type(value).__name__} of shape {tuple(value.shape)}"
+            f"a {type(value).__name__} of shape {tuple(value.shape)}"
             if hasattr(value, "shape")
             else repr(value)
         )
-        raise DataError(f"the scalar '{key}' must be one number, not a {what}") from error
+        raise DataError(f"the scalar '{key}' must be a single number, not {what}") from error
     return _number(key, number)
 
 
 def _is_plain(value: Any) -> bool:
-    # By exact type: subclasses (numpy's float64 is a float) would be pickled as what they are.
+    # Compare exact types, because instances of subclasses (NumPy's float64) would be pickled with their class.
     if type(value) in (list, tuple):
         return all(map(_is_plain, value))
     if type(value) is dict:

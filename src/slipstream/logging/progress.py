@@ -1,4 +1,4 @@
-"""A progress bar that stays below the log lines and costs nothing between its redraws."""
+"""A progress bar below the log lines."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class ProgressBar:
-    """A bar with counter, remaining time and a short text; nothing at all where there is no terminal.
+    """A bar with counter, remaining time and a short text. Without a terminal, nothing is displayed.
 
     Args:
-        console: the logger's (`MMLogger.console`), so that log lines scroll above the bar.
+        console: the logger's console (`MMLogger.console`), so log lines scroll above the bar.
     """
 
     def __init__(self, console: Console) -> None:
@@ -28,7 +28,7 @@ class ProgressBar:
         self._next_draw = 0.0
 
     def start(self, total: int | None, description: str = "") -> None:
-        """Show an empty bar of `total` steps (None: unknown), in the place of the one before."""
+        """Show an empty bar of `total` steps (None: unknown); it replaces the previous bar."""
         self.stop()
         if self.console.is_terminal:
             self._progress = _progress(self.console)
@@ -37,14 +37,14 @@ class ProgressBar:
             self._next_draw = 0.0
 
     def update(self, step: int, text: str = "") -> None:
-        """Say that `step` steps are done; redraws at most ten times a second."""
+        """Set the number of finished steps; redraw at most ten times per second."""
         if self._progress is None or (now := perf_counter()) < self._next_draw:
             return
         self._next_draw = now + _SECONDS_BETWEEN_DRAWS
         self._progress.update(self._task, completed=step, text=text, refresh=True)
 
     def stop(self) -> None:
-        """Take the bar away; the log lines stay."""
+        """Remove the bar; the log lines stay."""
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -60,7 +60,7 @@ def _progress(console: Console) -> Progress:
         TimeRemainingColumn(),
         TextColumn("{task.fields[text]}", markup=False),
         console=console,
-        # Without a refresh thread: drawing happens in update(), which keeps the rate.
+        # update() draws the bar and limits the rate, so no refresh thread is required.
         auto_refresh=False,
         transient=True,
     )

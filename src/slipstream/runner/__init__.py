@@ -1,4 +1,4 @@
-"""Who drives: the Runner and its loops."""
+"""The Runner and its loops."""
 
 from slipstream.runner.environment import set_random_seed
 from slipstream.runner.log_processor import LogProcessor

@@ -1,4 +1,4 @@
-"""Build the parts of a run from what a Runner was given."""
+"""Build a run's model, optimizer and schedulers from the Runner's arguments."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch.optim import Optimizer
 
 from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
-from slipstream.model import (
-    unwrap_model,
-)
+from slipstream.model import unwrap_model
 from slipstream.optim import OptimWrapper, OptimWrapperDict, build_optim_wrapper
 from slipstream.optim.scheduler import build_param_scheduler
 from slipstream.registry import MODELS, OPTIM_WRAPPERS
@@ -24,10 +22,10 @@ __all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 
 
 def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
-    """Return the model, built from its configuration if it is one.
+    """Return the model; build it first if `model` is a configuration.
 
     Raises:
-        ModelError: it has no `train_step`.
+        ModelError: the model has no `train_step`.
     """
     if isinstance(model, Mapping):
         preset = {"data_preprocessor": data_preprocessor} if data_preprocessor is not None else {}
@@ -36,25 +34,29 @@ def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) ->
         raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
     if not hasattr(unwrap_model(model), "train_step"):
         raise ModelError(
-            f"{type(model).__name__} has no train_step: derive it from slipstream.model.BaseModel and let "
-            "forward(..., mode) return the losses for mode 'loss', or put the network into "
-            "slipstream.model.Segmentor or Classifier"
+            f"{type(model).__name__} has no train_step. Derive it from slipstream.model.BaseModel and return "
+            "the losses from forward(..., mode='loss'), or wrap the network in slipstream.model.Segmentor or "
+            "Classifier"
         )
     return model
 
 
 def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
-    """Return the optimizer wrapper, or the `OptimWrapperDict` of several, from objects or configurations.
+    """Return the optimizer wrapper, or an `OptimWrapperDict` for several optimizers.
+
+    Args:
+        model: the model whose parameters are optimized.
+        cfg: an `OptimWrapper`, an optimizer, a configuration, or a dict of `OptimWrapper` objects.
 
     Raises:
-        ConfigError: neither; or an object that was made before the model was sharded.
+        ConfigError: `cfg` is none of these, or the optimizer was created before the model was sharded.
         ModelError: the model has no trainable parameter.
     """
     optim = _optim(model, cfg)
     if mesh_of(model) is not None and not any(is_sharded(p) for g in optim.param_groups for p in g["params"]):
         raise ConfigError(
-            "it holds the weights from before the model was sharded, and would move them in vain: "
-            "give a dict, from which it is built afterwards"
+            "the optimizer was created before the model was sharded and would update the old parameters; "
+            "pass a dict, from which the optimizer is built after sharding"
         )
     return optim
 
@@ -72,7 +74,9 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
         return build_optim_wrapper(unwrap_model(model), cfg)
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
         return OptimWrapperDict(**cfg)
-    raise ConfigError(f"needs an 'optimizer' (or must map names to OptimWrapper objects); got {sorted(cfg)}")
+    raise ConfigError(
+        f"requires the key 'optimizer', or a dict of OptimWrapper objects; got the keys {sorted(cfg)}"
+    )
 
 
 def _one(cfg: Mapping[str, Any]) -> OptimWrapper:
@@ -97,7 +101,7 @@ def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any) -> list[Any]:
 
 def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
     if isinstance(cfg, str | int | float):
-        raise ConfigError(f"a schedule is an object or a dict with a 'type', not {cfg!r}", "param_scheduler")
+        raise ConfigError(f"must be a scheduler or a dict with a 'type', not {cfg!r}", "param_scheduler")
     try:
         return build_param_scheduler(
             cfg,
@@ -107,15 +111,15 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
             max_iters=loop.max_iters,
         )
     except ConfigError as error:
-        error.source = cfg  # type: ignore[attr-defined]  # the dict as it stands in the configuration
+        error.source = cfg  # type: ignore[attr-defined]  # locates the error in the user config
         raise
 
 
 def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> str:
-    """Multiply every learning rate by `samples` (of a step) over `base_batch_size`, and say so."""
+    """Multiply every learning rate by `samples` (per step) / `base_batch_size`; return a log line about it."""
     base = options.get("base_batch_size")
     if not isinstance(base, int) or base < 1:
-        raise ConfigError(f"needs a base_batch_size of at least 1, not {base!r}", "auto_scale_lr")
+        raise ConfigError(f"requires an integer base_batch_size of at least 1, not {base!r}", "auto_scale_lr")
     factor = samples / base
     for group in optim.param_groups:
         for name in ("lr", "initial_lr"):
@@ -123,5 +127,5 @@ def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> s
                 group[name] = group[name] * factor
     return (
         f"Learning rates are scaled by {samples}/{base} = {factor:g} "
-        "(samples per step over base_batch_size; accumulation is not counted)"
+        "(samples per step / base_batch_size, without gradient accumulation)"
     )

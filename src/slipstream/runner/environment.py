@@ -1,4 +1,4 @@
-"""The surroundings of a run: device, seeds, process group, versions."""
+"""The environment of a run: device, seeds, process group, versions."""
 
 from __future__ import annotations
 
@@ -39,32 +39,32 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Randomness:
-    """`randomness` of a Runner."""
+    """Options of the Runner's argument `randomness`."""
 
     seed: int | None = None
-    """Of everything; None draws one, the same on every rank, and logs it."""
+    """Seed of all random number generators. None draws one seed for all ranks and logs it."""
     deterministic: bool = False
-    """Use deterministic algorithms only, on the accelerator too; slower."""
+    """Use only deterministic algorithms, also on the accelerator. This is slower."""
     diff_rank_seed: bool = False
-    """Add the rank to the seed of the model's random numbers (dropout); data never depends on it."""
+    """Add the rank to the seed of the model's random numbers (dropout). The data order does not depend on it."""
 
 
 @dataclass(frozen=True)
 class EnvOptions:
-    """`env_cfg` of a Runner."""
+    """Options of the Runner's argument `env_cfg`."""
 
     cudnn_benchmark: bool = False
-    """Let cuDNN time its algorithms for each new input shape; pays when shapes do not change."""
+    """Let cuDNN benchmark its algorithms for each new input shape. Faster if input shapes are constant."""
     mp_cfg: dict[str, Any] = field(default_factory=dict)
-    """`mp_start_method` of data loader workers, `opencv_num_threads` in them."""
+    """`mp_start_method` of data loader workers, and `opencv_num_threads` in each worker."""
     dist_cfg: dict[str, Any] = field(default_factory=dict)
-    """`backend`, `timeout` of collectives and `init_timeout` of the start (seconds), others of `init_process_group`."""
+    """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
     resource_limit: int = 4096
-    """Least soft limit of open files, which many workers need."""
+    """Minimum soft limit of open files; many workers require a high limit."""
 
 
 def default_device() -> torch.device:
-    """Return the accelerator that torch finds (CUDA, ROCm, NPU, XPU, MPS), or the CPU."""
+    """Return the available accelerator (CUDA, ROCm, NPU, XPU, MPS), or the CPU."""
     kind = device_type()
     return (
         torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
@@ -72,13 +72,13 @@ def default_device() -> torch.device:
 
 
 def device_type() -> str:
-    """Return the kind of `default_device`, without touching the device: a process may still choose its own."""
+    """Return the type of `default_device` without initialising the device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def setup_env(launcher: str, options: EnvOptions) -> None:
-    """Join the process group, set limits and the threads of each process."""
+    """Initialise the process group and set the open-file limit, the start method and OpenCV's threads."""
     _raise_file_limit(options.resource_limit)
     if method := options.mp_cfg.get("mp_start_method"):
         torch.multiprocessing.set_start_method(method, force=True)
@@ -87,29 +87,29 @@ def setup_env(launcher: str, options: EnvOptions) -> None:
     if launcher != "none" and not is_distributed():
         dist_cfg = dict(options.dist_cfg)
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():
-            dist_cfg.pop("backend")  # MMEngine's default, written into many configurations
+            dist_cfg.pop("backend")  # MMEngine's default, present in many configurations
         init_dist(launcher, **dist_cfg)
     elif not is_distributed() and (started := _unused_launcher()):
         warnings.warn(
-            f"{started} started this process beside others, but launcher is 'none': each of them runs on its own, in "
-            f"the same work_dir. Give launcher='{started}'",
+            f"{started} started several processes, but launcher is 'none'. The processes train independently and "
+            f"write to the same work_dir. Set launcher='{started}'",
             RuntimeWarning,
             stacklevel=2,
         )
 
 
 def _unused_launcher() -> str | None:
-    """Return the launcher that started several processes, if one did."""
+    """Return the launcher that started several processes, or None."""
     started = infer_launcher()
     try:
         alone = started == "none" or placement(started, os.environ).world_size == 1
-    except DistributedError:  # a job's variables, but not those of its processes
+    except DistributedError:  # the job's variables are set, but not those of its processes
         return None
     return None if alone else started
 
 
 def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_seed: bool = False) -> int:
-    """Seed Python, NumPy and torch, and return the seed, which is drawn if None."""
+    """Seed Python, NumPy and torch, and return the seed. If `seed` is None, draw one."""
     if seed is None:
         seed = sync_random_seed()
     own = seed + get_rank() if diff_rank_seed else seed
@@ -117,7 +117,7 @@ def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_see
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
     if deterministic:
-        # cuBLAS is deterministic only with a fixed workspace, which it reads when it starts.
+        # cuBLAS is deterministic only with a fixed workspace size, which it reads at initialisation.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)
@@ -125,7 +125,7 @@ def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_see
 
 
 def collect_env() -> Mapping[str, Any]:
-    """Return what a log should say about the machine: versions, devices, threads, processes."""
+    """Return information about the machine for the log: versions, devices, threads, processes."""
     device = default_device()
     info: dict[str, Any] = {
         "python": sys.version.split()[0],

@@ -1,4 +1,4 @@
-"""Turns what the message hub holds into log lines and into the scalars for the visualizer."""
+"""Format the message hub's values as log lines and as scalars for the visualizer."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ Tag = dict[str, Any]
 
 @LOG_PROCESSORS.register_module()
 class LogProcessor:
-    """Formats the scalars and infos of `runner.message_hub`.
+    """Format the scalars and infos of `runner.message_hub`.
 
-    Scalars whose name matches `mean_pattern` are averaged over the window, others shown as they are now.
+    Scalars whose name matches `mean_pattern` are averaged over `window_size` values. Other scalars show their newest
+    value.
 
     Args:
-        window_size: how many newest values an average takes.
+        window_size: number of newest values to average.
         by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) or over the run
             (`Iter(train) [100/80000]`).
-        custom_cfg: other statistics, one dict each: `data_src` (the scalar without its mode, `loss`),
+        custom_cfg: further statistics, one dict each: `data_src` (the scalar without its mode, `loss`),
             `method_name` (of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
-            `window_size` (a number, `"epoch"` or `"global"`; without it, all the history), `log_name`
+            `window_size` (a number, `"epoch"` or `"global"`; default: the whole history), `log_name`
             (default: replaces `data_src`), and further arguments of the method.
-        num_digits: after the decimal point.
-        log_with_hierarchy: keep the mode in the names that go to the visualizer (`train/loss`).
-        mean_pattern: regular expression of the names to average.
+        num_digits: number of digits after the decimal point.
+        log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
+        mean_pattern: regular expression for the names to average.
 
     Raises:
-        ConfigError: an entry of `custom_cfg` is wrong, or `mean_pattern` is no regular expression.
+        ConfigError: an entry of `custom_cfg` is invalid, or `mean_pattern` is not a regular expression.
 
     Example:
         >>> LogProcessor(custom_cfg=[dict(data_src="loss", method_name="mean", window_size="epoch")])
@@ -74,7 +75,7 @@ class LogProcessor:
 
         Args:
             runner: the Runner.
-            batch_idx: of the batch in its epoch, from 0.
+            batch_idx: index of the batch in its epoch, from 0.
             mode: `"train"`, `"val"` or `"test"`.
         """
         shown = self._scalars(runner, mode, batch_idx + 1)
@@ -83,7 +84,7 @@ class LogProcessor:
             name: shown.pop(name) for name in list(shown) if name.endswith("lr") or name.startswith("lr/")
         }
         if any(name.startswith("lr/") for name in rates):
-            rates.pop("lr", None)  # is one of them
+            rates.pop("lr", None)  # duplicates one of the named rates
         parts = [self._header(runner, batch_idx, mode)]
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
         eta = runner.message_hub.get_info("eta")
@@ -109,10 +110,10 @@ class LogProcessor:
 
         Args:
             runner: the Runner.
-            batch_idx: how many batches the epoch had.
+            batch_idx: number of batches in the epoch.
             mode: `"val"` or `"test"`.
-            with_non_scalar: let the first result hold the mode's infos (a confusion matrix) too; they are
-                always in the line.
+            with_non_scalar: include the mode's infos (for example a confusion matrix) in the first result. The
+                line always includes them.
         """
         shown = self._scalars(runner, mode, batch_idx)
         for name in ("time", "data_time"):
@@ -131,12 +132,12 @@ class LogProcessor:
             name: history.mean(self.window_size) if self.mean_pattern.search(name) else history.current()
             for name, history in histories.items()
         }
-        words = {"epoch": max(batches_done, 1), "global": max(_iterations(runner, mode), 1)}
+        window_sizes = {"epoch": max(batches_done, 1), "global": max(_iterations(runner, mode), 1)}
         for entry in self.custom_cfg:
             arguments = {key: value for key, value in entry.items() if key not in _OWN_KEYS}
             if "window_size" in arguments:
                 size = arguments["window_size"]
-                arguments["window_size"] = words.get(size, size)
+                arguments["window_size"] = window_sizes.get(size, size)
             if (history := histories.get(entry["data_src"])) is not None:
                 tag[_log_name(entry)] = history.statistics(entry["method_name"], **arguments)
         return tag
@@ -150,16 +151,16 @@ class LogProcessor:
         return any(_log_name(entry) == name for entry in self.custom_cfg)
 
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
-        """Return `Epoch(train) [1][ 10/500]`; without `batch_idx`, the batches are all done."""
+        """Return `Epoch(train) [1][ 10/500]`; if `batch_idx` is None, all batches are done."""
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
         batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
         done = batches if batch_idx is None else _right(batch_idx + 1, batches)
-        place = f"[{done}/{batches}]"
+        progress = f"[{done}/{batches}]"
         if self.by_epoch and mode != "test":
             epoch = f"[{_epoch(runner, mode)}]"
-            place = epoch.rjust(len(str(runner.max_epochs)) + len("[]")) + place
-        return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {place}"
+            progress = epoch.rjust(len(str(runner.max_epochs)) + len("[]")) + progress
+        return f"{'Epoch' if self.by_epoch else 'Iter'}({mode}) {progress}"
 
     def _items(self, shown: Mapping[str, Any]) -> Iterator[str]:
         for name, value in shown.items():
@@ -169,7 +170,7 @@ class LogProcessor:
         if isinstance(value, float):
             return f"{value:.{self.num_digits}f}"
         if isinstance(value, torch.Tensor | np.ndarray) and value.ndim:
-            return f"\n{value}\n"  # aligned rows need lines of their own
+            return f"\n{value}\n"  # separate lines keep the rows aligned
         return str(value)
 
 
@@ -186,12 +187,12 @@ def _of_mode(items: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str,
 
 
 def _epoch(runner: Any, mode: str) -> int:
-    # While an epoch trains, `runner.epoch` counts the finished ones; validation comes after the count.
+    # During an epoch, `runner.epoch` counts the finished epochs. Validation runs after the increment.
     return int(runner.epoch) + (mode == "train")
 
 
 def _iterations(runner: Any, mode: str) -> int:
-    # Hooks after a training step run before `runner.iter` counts it.
+    # `after_train_iter` hooks run before `runner.iter` is incremented.
     return int(runner.iter) + (mode == "train")
 
 
@@ -200,7 +201,7 @@ def _right(number: int, largest: object) -> str:
 
 
 def _peak_memory() -> int | None:
-    """Return the most device memory this process had allocated, in MiB; None without an accelerator."""
+    """Return the peak device memory allocated by this process, in MiB; None without an accelerator."""
     if not torch.accelerator.is_available():
         return None
     return int(torch.accelerator.max_memory_allocated() / 2**20)
@@ -214,11 +215,11 @@ def _check_custom_cfg(custom_cfg: list[dict[str, Any]], by_epoch: bool) -> None:
             raise ConfigError(f"must be a dict, not {entry!r}", path)
         for key in ("data_src", "method_name"):
             if not isinstance(entry.get(key), str):
-                raise ConfigError(f"needs '{key}', a string; got {dict(entry)!r}", path)
+                raise ConfigError(f"requires the string '{key}'; got {dict(entry)!r}", path)
         _check_method(entry, path)
         _check_window(entry.get("window_size"), by_epoch, f"{path}.window_size")
         if (name := _log_name(entry)) in names:
-            message = f"'{name}' is logged by another entry too; give each its own log_name"
+            message = f"another entry also logs '{name}'; set a different log_name for each entry"
             raise ConfigError(message, f"{path}.log_name")
         names.add(name)
 
@@ -235,7 +236,7 @@ def _check_method(entry: Mapping[str, Any], path: str) -> None:
     for key in entry:
         if key not in known:
             hint = did_you_mean(key, known)
-            raise ConfigError(f"'{entry['method_name']}' takes no '{key}'{hint}", f"{path}.{key}")
+            raise ConfigError(f"'{entry['method_name']}' has no parameter '{key}'{hint}", f"{path}.{key}")
 
 
 def _check_window(size: Any, by_epoch: bool, path: str) -> None:
@@ -243,6 +244,6 @@ def _check_window(size: Any, by_epoch: bool, path: str) -> None:
         return
     if size == "epoch":
         if not by_epoch:
-            raise ConfigError("'epoch' needs by_epoch=True; give a number or 'global'", path)
+            raise ConfigError("'epoch' requires by_epoch=True; use a number or 'global'", path)
     elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"must be a positive number, 'epoch' or 'global', not {size!r}", path)
+        raise ConfigError(f"must be a positive integer, 'epoch' or 'global', not {size!r}", path)

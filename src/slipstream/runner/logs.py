@@ -1,4 +1,4 @@
-"""Where a run writes what is seen of it, and under which name."""
+"""Create a run's name, log folder, logger, message hub and visualizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.extras import is_installed
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.log_processor import LogProcessor
-from slipstream.runner.user_config import placing
+from slipstream.runner.user_config import add_config_path
 from slipstream.visualization import Visualizer, default_backends
 
 __all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]
@@ -27,7 +27,7 @@ __all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_con
 
 @dataclass(frozen=True)
 class RunName:
-    """What distinguishes a run: the time of its start and the experiment's name."""
+    """Start time, experiment name and log folder of a run."""
 
     timestamp: str
     experiment: str
@@ -36,7 +36,7 @@ class RunName:
 
 @dataclass(frozen=True)
 class Logs:
-    """The log of a run: lines, numbers, and what makes the ones of the others."""
+    """The logging objects of a run."""
 
     logger: MMLogger
     hub: MessageHub
@@ -46,18 +46,18 @@ class Logs:
 
 
 def name_run(work_dir: Path, name: str | None) -> RunName:
-    """Name the run by `name` and the time, the same on every rank, and make its log folder."""
+    """Name the run after `name` and the current time, identically on every rank, and create its log folder."""
     stamp = time.strftime("%Y%m%d_%H%M%S")
     if is_main_process():
-        stamp = _fresh(work_dir, stamp)
+        stamp = _create_folder(work_dir, stamp)
     shared = [stamp]
     broadcast_object_list(shared)
     experiment = f"{name}_{shared[0]}" if name else shared[0]
     return RunName(shared[0], experiment, work_dir / shared[0])
 
 
-def _fresh(work_dir: Path, stamp: str) -> str:
-    """Make a folder of that name, or the next free one: two runs may start within a second."""
+def _create_folder(work_dir: Path, stamp: str) -> str:
+    """Create the folder `stamp`, or add a suffix if it exists, because two runs may start in the same second."""
     for number in range(1000):
         name = f"{stamp}_{number}" if number else stamp
         try:
@@ -65,11 +65,11 @@ def _fresh(work_dir: Path, stamp: str) -> str:
         except FileExistsError:
             continue
         return name
-    raise FileExistsError(f"{work_dir / stamp} and a thousand more exist")
+    raise FileExistsError(f"{work_dir / stamp} and 999 folders with a numeric suffix already exist")
 
 
 def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visualizer: Any) -> Logs:
-    """Open logger, message hub and visualizer; only rank 0 writes files."""
+    """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files."""
     main = is_main_process()
     log_file = name.log_dir / f"{name.timestamp}.log" if main else None
     hub = MessageHub(name.experiment)
@@ -80,11 +80,11 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
-        visualizer = {}  # a ready visualizer would write from every rank
+        visualizer = {}  # a Visualizer object would write from every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
-        with placing({}, "visualizer"):
+        with add_config_path({}, "visualizer"):
             visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
     logger = build_logger(name.experiment, log_file, level, get_rank())
     if without_tensorboard:
@@ -95,20 +95,20 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
 def write_config(
     cfg: Config, visualizer: Visualizer, logger: MMLogger, work_dir: str, timestamp: str
 ) -> None:
-    """Write the configuration, if there is one, into the work_dir and to the visualizer; on rank 0."""
+    """On rank 0, write a non-empty configuration to the work_dir and to the visualizer."""
     if not is_main_process() or not len(cfg):
         return
     name = Path(cfg.filename).stem if cfg.filename else timestamp
     write_text(Path(work_dir) / f"{name}.py", config_text(cfg, "py"))
     try:
         visualizer.add_config(cfg)
-    except ConfigError as error:  # it holds objects, which is no fault
-        logger.debug(f"The configuration is not shown: {error}")
+    except ConfigError as error:  # a configuration that holds objects is valid
+        logger.debug(f"The visualizer cannot show the configuration: {error}")
 
 
 def config_text(cfg: Config, form: str = "yaml") -> str:
-    """Return the configuration as text, or why it has none: it may hold objects that no file can."""
+    """Return the configuration as text, or a comment with the reason if it holds objects."""
     try:
         return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.to_dict())))
     except (ConfigError, TypeError, ValueError) as error:
-        return f"# This configuration holds objects that cannot be written: {error}\n"
+        return f"# This configuration holds objects that cannot be written as text: {error}\n"

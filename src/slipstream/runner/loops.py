@@ -1,4 +1,4 @@
-"""The loops: training by epochs or by iterations, validation, test."""
+"""Loops: training by epochs or by iterations, validation and test."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class BaseLoop:
     """A loop over a data loader.
 
     Args:
-        runner: whose model, hooks and step the loop drives.
+        runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
     """
 
@@ -58,7 +58,7 @@ class BaseLoop:
 
 
 class _TrainLoop(BaseLoop):
-    """What both training loops share: the step, and when to validate."""
+    """Base class of both training loops: runs the training step and schedules validation."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class _TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Batches of an epoch, the same on every rank; None if the data set does not know."""
+        """Batches per epoch, the same on every rank; None if the data set has no length."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
         self.val_begin = val_begin
@@ -78,7 +78,7 @@ class _TrainLoop(BaseLoop):
         self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
         if self._milestones != sorted(self._milestones) or min(self._intervals) < 1:
             raise ConfigError(
-                f"must be pairs (milestone, interval), milestones ascending and intervals at least 1, not "
+                "must be pairs (milestone, interval) with ascending milestones and intervals of at least 1, not "
                 f"{dynamic_intervals!r}",
                 "train_cfg.dynamic_intervals",
             )
@@ -88,7 +88,7 @@ class _TrainLoop(BaseLoop):
         self._start = 0
         self._validated = True
         self.inner_iter = 0
-        """Batches of the current epoch (or pass over the data) that are done."""
+        """Finished batches of the current epoch (or pass over the data)."""
 
     @property
     def epoch(self) -> int:
@@ -102,7 +102,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def val_interval(self) -> int:
-        """Epochs or iterations between two validations, at the present point of the training."""
+        """Epochs or iterations between two validations, at the current progress."""
         return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
 
     @property
@@ -114,15 +114,15 @@ class _TrainLoop(BaseLoop):
         raise NotImplementedError
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
-        """Go on after `iteration` steps, at batch `start` of epoch `epoch`.
+        """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
 
-        Unless the validation of that point is `validated` as done, it comes first if it is due.
+        If `validated` is False, the loop first runs the validation that is due at this point, if any.
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated = start, validated
 
     def run_iter(self, idx: int, data_batch: Any) -> None:
-        """Train on one batch, with the hooks around it."""
+        """Train on one batch and call the hooks before and after it."""
         runner = self._runner
         for hook in runner.hooks_at("before_train_iter"):
             hook(runner, batch_idx=idx, data_batch=data_batch)
@@ -133,12 +133,12 @@ class _TrainLoop(BaseLoop):
             hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
         self._iter += 1
 
-    def _catch_up(self) -> None:
-        """Validate, as a run would have that was stopped between its checkpoint and its validation."""
+    def _run_missed_validation(self) -> None:
+        """Validate if the resumed run stopped between a checkpoint and its validation."""
         if not self._validated:
             self._runner.restore_random_state()
             self._validate()
-            # Once more: in the middle of its data, the loader had drawn what it draws before the checkpoint.
+            # Restore it again later: in mid-epoch, the loader drew its numbers before the checkpoint.
             self._runner.resumed_random_state = get_random_state()
 
     def _validate(self) -> None:
@@ -149,14 +149,16 @@ class _TrainLoop(BaseLoop):
             self._runner.model.train()
 
     def _numbered_batches(self) -> Iterator[tuple[int, Any]]:
-        """Return number and batch, for the rest of the present epoch (or pass over the data)."""
+        """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         start, self._start = self._start, 0
         if start == 0:
-            self._runner.restore_random_state()  # a new epoch includes what its loader draws to begin
+            self._runner.restore_random_state()  # before the loader draws its numbers for a new epoch
         set_epoch(self.dataloader, self._epoch, start)
         batches: Iterator[Any] = iter(self.dataloader)
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
-            next(islice(batches, start - 1, None), None)  # nobody can seek in it, so draw and drop
+            next(
+                islice(batches, start - 1, None), None
+            )  # this sampler cannot seek; skip batches by loading them
         self._runner.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
@@ -165,8 +167,8 @@ class _TrainLoop(BaseLoop):
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
     @contextmanager
-    def _located(self) -> Iterator[None]:
-        """Say in any error, and when another rank's failure ends this one, at which step it happened."""
+    def _annotate_errors(self) -> Iterator[None]:
+        """Add the current step to every error, and to the report printed when another rank fails."""
         report_progress(self._where)
         try:
             yield
@@ -174,14 +176,14 @@ class _TrainLoop(BaseLoop):
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
             error.add_note(f"({rank}in {self._where()})")
             if "find_unused_parameters" in str(error):
-                error.add_note("(here it is cfg=dict(find_unused_parameters=True))")
+                error.add_note("(set it with cfg=dict(find_unused_parameters=True))")
             raise
         report_progress(None)
 
     def _where(self) -> str:
         if self._runner.model.training:
-            return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of the training"
-        return f"the validation after {self._epoch} epochs, {self._iter} iterations of the training"
+            return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of training"
+        return f"the validation after {self._epoch} epochs, {self._iter} iterations of training"
 
 
 @LOOPS.register_module()
@@ -189,12 +191,12 @@ class EpochBasedTrainLoop(_TrainLoop):
     """Train for `max_epochs` passes over the data.
 
     Args:
-        runner: whose model is trained.
+        runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        max_epochs: how many.
+        max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
         val_interval: epochs between two validations; the last epoch is always validated.
-        dynamic_intervals: pairs (epoch, val_interval from then on).
+        dynamic_intervals: pairs (epoch, val_interval from this epoch on).
     """
 
     def __init__(
@@ -211,17 +213,17 @@ class EpochBasedTrainLoop(_TrainLoop):
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if is_infinite(self.dataloader):
             raise ConfigError(
-                "an InfiniteSampler's epoch never ends: take DefaultSampler, or train by iterations "
+                "an epoch of InfiniteSampler never ends; use DefaultSampler, or train by iterations "
                 "(train_cfg.by_epoch=False)",
                 "dataloader.sampler",
             )
         self.max_epochs = max_epochs
         if self.epoch_length is None:
-            raise DataError("the data set has no length; train by iterations: train_cfg.by_epoch=False")
+            raise DataError("the data set has no length; train by iterations (train_cfg.by_epoch=False)")
         self.max_iters = max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
-                "the training loader gives no batch: the data set is smaller than one batch and drop_last is set"
+                "the training loader yields no batches: the data set is smaller than one batch and drop_last is True"
             )
 
     @property
@@ -236,8 +238,8 @@ class EpochBasedTrainLoop(_TrainLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
-        with self._located():
-            self._catch_up()
+        with self._annotate_errors():
+            self._run_missed_validation()
             while self._epoch < self.max_epochs and not self.stop_training:
                 self.run_epoch()
                 self._validate()
@@ -245,7 +247,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         return runner.model
 
     def run_epoch(self) -> None:
-        """Train on the batches of one epoch, from the one where a resumed run stands."""
+        """Train on the batches of one epoch; a resumed run starts at its next batch."""
         runner = self._runner
         runner.call_hook("before_train_epoch")
         runner.model.train()
@@ -258,15 +260,15 @@ class EpochBasedTrainLoop(_TrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(_TrainLoop):
-    """Train for `max_iters` steps, over the data as often as that takes.
+    """Train for `max_iters` steps, with as many passes over the data as required.
 
     Args:
-        runner: whose model is trained.
+        runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        max_iters: how many.
+        max_iters: number of steps.
         val_begin: the first iteration after which to validate.
-        val_interval: iterations between two validations; the last is always validated.
-        dynamic_intervals: pairs (iteration, val_interval from then on).
+        val_interval: iterations between two validations; the last iteration is always validated.
+        dynamic_intervals: pairs (iteration, val_interval from this iteration on).
     """
 
     max_epochs = 1
@@ -300,8 +302,8 @@ class IterBasedTrainLoop(_TrainLoop):
         runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
         runner.model.train()
         batches = self._batches()
-        with self._located():
-            self._catch_up()
+        with self._annotate_errors():
+            self._run_missed_validation()
             while self._iter < self.max_iters and not self.stop_training:
                 idx, data_batch = next(batches)
                 self.run_iter(idx, data_batch)
@@ -317,11 +319,11 @@ class IterBasedTrainLoop(_TrainLoop):
                 empty = False
                 yield numbered
             if empty:
-                raise DataError("the training loader gives no batch; check batch_size and drop_last")
+                raise DataError("the training loader yields no batches; check batch_size and drop_last")
             self._epoch += 1
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
-        """Go on after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""
+        """Continue after `iteration` steps, at batch `start` of pass `epoch`; see the base class."""
         endless = is_infinite(self.dataloader)
         super().resume(0 if endless else epoch, iteration, iteration if endless else start, validated)
 
@@ -330,10 +332,10 @@ class _EvalLoop(BaseLoop):
     """A pass over data without training.
 
     Args:
-        runner: whose model is evaluated.
+        runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
-        evaluator: an `Evaluator`, or the metrics of one.
-        fp16: run under autocast with the device's own lower precision.
+        evaluator: an `Evaluator`, or the metrics to build one from.
+        fp16: run under autocast with the device's default lower precision.
     """
 
     def __init__(self, runner: Runner, dataloader: Loadable, evaluator: Any, fp16: bool = False) -> None:
@@ -345,7 +347,7 @@ class _EvalLoop(BaseLoop):
             self.evaluator.dataset_meta = meta
         self._autocast = torch.autocast(runner.device.type) if fp16 else nullcontext()
         self.batches = 0
-        """Batches of this rank's last evaluation."""
+        """Number of batches in this rank's last evaluation."""
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
@@ -378,7 +380,7 @@ class _EvalLoop(BaseLoop):
         return metrics
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches, and those that only keep the other ranks company, which do not count."""
+        """Return pairs (batch, counts); `counts` is False for padding batches that keep the ranks in step."""
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
             return until_all_end(self.dataloader)
         return ((batch, True) for batch in self.dataloader)
@@ -386,13 +388,13 @@ class _EvalLoop(BaseLoop):
 
 @LOOPS.register_module()
 class ValLoop(_EvalLoop):
-    """Validation."""
+    """Validation loop."""
 
     mode = "val"
 
 
 @LOOPS.register_module()
 class TestLoop(_EvalLoop):
-    """Test."""
+    """Test loop."""
 
     mode = "test"

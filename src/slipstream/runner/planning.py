@@ -1,4 +1,4 @@
-"""How a Runner reads its plan and carries it out."""
+"""Read a Runner's speed plan, complete it, and build the hooks and the training step from it."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from slipstream.step import Step
 __all__ = ["capabilities_of", "complete_plan", "make_step", "plan_hooks", "read_plan"]
 
 
-def read_plan(given: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
-    """Return what a Runner's arguments, and `cfg` for those that are no arguments, say about the options.
+def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan:
+    """Return the speed options set by a Runner's arguments, or by `cfg` for keys that are not arguments.
 
     Raises:
         ConfigError: see `SpeedPlan.read`.
     """
-    speed = cfg.get("speed") if given.get("speed") is None else given["speed"]
-    words = {name: given.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
+    speed = cfg.get("speed") if arguments.get("speed") is None else arguments["speed"]
+    sources = {name: arguments.get(name) for name in ("optim_wrapper", "custom_hooks", "env_cfg")}
     params = cfg.get("training_params")
     _check_params(params)
-    return SpeedPlan.read(speed, cfg=cfg, **words, training_params=params, device=device_type())
+    return SpeedPlan.read(speed, cfg=cfg, **sources, training_params=params, device=device_type())
 
 
 def _check_params(params: Any) -> None:
-    """Refuse the keys of SuperGradients' `training_params` that are no options: a Runner would not read them."""
+    """Reject keys of SuperGradients' `training_params` that are not speed options, because a Runner ignores them."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
-                f"a Runner reads the options of training_params alone{did_you_mean(str(key), PARAMS_OPTIONS)} "
-                "(slipstream.Trainer reads all of its keys)",
+                "a Runner only supports the speed options of training_params; use slipstream.Trainer for the other keys"
+                f"{did_you_mean(str(key), PARAMS_OPTIONS)}",
                 f"training_params.{key}",
             )
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
-    """Return what completes a plan: the capabilities of this machine, this model and this run."""
+    """Return the capabilities of this machine, model and run, which `complete_plan` requires."""
     return Capabilities.here(
         device_type(),
         model,
@@ -64,10 +64,10 @@ def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -
 
 
 def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
-    """Return the plan with what the capabilities decide, and log what was chosen and what has no effect here.
+    """Fill in the options that depend on the capabilities; log the result and the options without effect.
 
     Raises:
-        ConfigError: the plan cannot work.
+        ConfigError: an option, or a combination of options, is not supported here.
     """
     plan = plan.complete(capabilities)
     if plan.sources:
@@ -78,7 +78,7 @@ def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[st
 
 
 def plan_hooks(plan: SpeedPlan) -> list[Hook | Mapping[str, Any]]:
-    """Return the hooks that carry out the plan, beside those that were given."""
+    """Return the hooks that implement the plan's EMA, NaN guard and garbage collection."""
     hooks: list[Hook | Mapping[str, Any]] = []
     if isinstance(plan.ema, EmaOptions):
         ema = plan.ema
@@ -95,23 +95,24 @@ def make_step(
     optim: OptimWrapper,
     plan: SpeedPlan,
     warn: Callable[[str], None],
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> Step:
-    """Return the training step: the model's own `train_step` if it overrides one, else the one the plan asks for."""
+    """Return the training step: the model's `train_step` if it overrides the method, else the plan's step."""
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:
         training = Training(model, optim, _losses, partial(_prepare, core), core.parse_losses)
-        return build_step(training, plan, warn, say)
+        return build_step(training, plan, warn, log)
     if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
-            f"{type(core).__name__} overrides train_step, so {type(model).__name__} around it would never sync "
-            "its gradients: wrap its parts with model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
+            f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize its "
+            "gradients; set model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
         )
     if plan.compile is not None:
         if plan.compile.scope == "step":
             raise ConfigError(
-                f"{type(own).__name__} overrides train_step: take scope='model'", "compile.scope"
+                f"'step' does not support {type(own).__name__}, which overrides train_step; use scope='model'",
+                "compile.scope",
             )
         compile_model(core, plan.compile, warn)
 

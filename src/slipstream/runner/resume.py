@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds, and how a run goes on from one."""
+"""Create checkpoints of a run and resume from them."""
 
 from __future__ import annotations
 
@@ -48,20 +48,23 @@ if TYPE_CHECKING:
 __all__ = [
     "find_resume",
     "init_weights",
+    "load_model_weights",
     "make_checkpoint",
     "read_checkpoint",
     "restore_random_state",
     "restore_training",
-    "take_weights",
 ]
 
 
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
 ) -> tuple[Path | None, int | None]:
-    """Return the checkpoint that a run goes on from and the seed of the run that wrote it, or (None, None).
+    """Return the checkpoint to resume from and the seed of the run that wrote it, or (None, None).
 
-    Rank 0 decides for all: a work_dir that is local to its machine holds checkpoints there alone.
+    Rank 0 searches for the checkpoint and broadcasts the result, because a work_dir may be local to its machine.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or a rank cannot access it.
     """
     found: list[Any] = [None, None, None]
     if is_main_process():
@@ -74,7 +77,9 @@ def find_resume(
     if problem is not None:
         raise problem
     if path is not None and not path.exists():
-        raise CheckpointError(f"rank {get_rank()} does not see {path}: put the work_dir on a shared disk")
+        raise CheckpointError(
+            f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
+        )
     return path, seed
 
 
@@ -91,13 +96,13 @@ def _find_resume(
 
 
 def init_weights(model: nn.Module) -> None:
-    """Let the (unwrapped) model initialise its weights; those of rank 0 are everybody's."""
+    """Call `init_weights` of the (unwrapped) model and broadcast rank 0's weights."""
     if not hasattr(model, "init_weights"):
         return
     with whole_weights(model):
         model.init_weights()  # type: ignore[operator]
         for tensor in chain(model.parameters(), model.buffers()):
-            broadcast(tensor.detach())  # the wrapper did, before the weights were initialised
+            broadcast(tensor.detach())  # the wrapper broadcast the weights before this initialisation
 
 
 def make_checkpoint(
@@ -107,14 +112,14 @@ def make_checkpoint(
     save_param_scheduler: bool,
     meta: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return a run's state in MMEngine's layout.
+    """Return the run's state in MMEngine's checkpoint layout.
 
     Args:
-        runner: the run.
+        runner: the Runner.
         by_epoch: True at the end of an epoch that is not yet counted, False after a step that is not yet
-            counted, None when everything is counted.
-        save_optimizer, save_param_scheduler: whether their state belongs to it.
-        meta: further entries of `meta`.
+            counted, None if the counters are up to date.
+        save_optimizer, save_param_scheduler: whether to include their state.
+        meta: additional entries of `meta`.
 
     Raises:
         NonFiniteLossError: a weight is NaN or infinite.
@@ -153,7 +158,7 @@ def _meta(runner: Runner, by_epoch: bool | None) -> dict[str, Any]:
         "iter": runner.iter + (1 if by_epoch is False else 0),
         "inner_samples": done * runner.samples_per_step,
         "samples_per_step": runner.samples_per_step,
-        # The validation of an epoch or step comes after the checkpoint that is made as it ends.
+        # The checkpoint at the end of an epoch or step is written before its validation.
         "validated": by_epoch is not runner.by_epoch,
         "seed": runner.seed,
         "random_state": all_gather_object(get_random_state()),
@@ -171,10 +176,10 @@ def read_checkpoint(
     map_location: str | torch.device,
     revise_keys: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Read a checkpoint, with its weights under `state_dict` and named and laid out as the unwrapped model's."""
+    """Read a checkpoint; rename and shard the weights in `state_dict` like those of the unwrapped model."""
     checkpoint = load_checkpoint(path, map_location, mesh_of(model))
     checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
-    # A wrapper's prefix goes, unless it is the name of a part of the model itself.
+    # Remove a wrapper's prefix, unless the model has a submodule of this name.
     parameters, prefix = dict(model.named_parameters()), "module."
     own = any(key.startswith(prefix) for key in model.state_dict())
     checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
@@ -185,8 +190,8 @@ def read_checkpoint(
     return checkpoint
 
 
-def take_weights(runner: Runner, checkpoint: Mapping[str, Any], strict: bool, source: str) -> None:
-    """Load the checkpoint's weights into the model, and log what did not match."""
+def load_model_weights(runner: Runner, checkpoint: Mapping[str, Any], strict: bool, source: str) -> None:
+    """Load the checkpoint's weights into the model and log a warning for those that do not match."""
     state = checkpoint.get("state_dict", checkpoint)
     for line in load_weights(unwrap_model(runner.model), state, strict, source):
         runner.logger.warning(f"Loading {source}: {line}")
@@ -195,26 +200,27 @@ def take_weights(runner: Runner, checkpoint: Mapping[str, Any], strict: bool, so
 def restore_training(
     runner: Runner, checkpoint: Mapping[str, Any], optimizer: bool, schedulers: bool
 ) -> None:
-    """Bring loop, message hub, optimizer and schedulers to where the checkpoint was made.
+    """Restore the loop, message hub, optimizer and schedulers from the checkpoint.
 
     Raises:
-        CheckpointError: it lacks something that was asked for, or has another number of schedulers.
+        CheckpointError: a required entry is missing, or the number of schedulers differs.
     """
     meta = checkpoint.get("meta", {})
-    if "ema_state_dict" in checkpoint:  # an EMAHook would have taken it out
+    if "ema_state_dict" in checkpoint:  # an EMAHook would have removed the key
         runner.logger.warning(
-            "The checkpoint's weights are an average; without an EMAHook the training goes on from it"
+            "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from the "
+            "averaged weights"
         )
     if "iter" not in meta:
-        raise CheckpointError("the checkpoint holds weights only, so no run can go on from it: use load_from")
+        raise CheckpointError("the checkpoint only contains weights and cannot be resumed; use load_from")
     if checkpoint.get("message_hub"):
         runner.message_hub.load_state_dict(checkpoint["message_hub"])
     if optimizer and runner.optim_wrapper is not None:
-        runner.optim_wrapper.load_state_dict(_needed(checkpoint, "optimizer"))
+        runner.optim_wrapper.load_state_dict(_required(checkpoint, "optimizer"))
         _restore_gradients(runner, checkpoint.get("gradients", {}))
         load_comm_hook_state(runner.model, checkpoint.get("comm_hook", {}))
     if schedulers and runner.param_schedulers:
-        _restore_schedulers(runner, _needed(checkpoint, "param_schedulers"))
+        _restore_schedulers(runner, _required(checkpoint, "param_schedulers"))
     _restore_position(runner, meta)
     states = meta.get("random_state")
     if states and len(states) == get_world_size():
@@ -222,10 +228,10 @@ def restore_training(
 
 
 def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
-    """Place the loop; with another batch size or number of processes, after as many samples."""
+    """Set the loop's position; if the batch size or world size changed, keep the number of samples."""
     before = meta.get("samples_per_step", runner.samples_per_step)
     start = meta.get("inner_samples", 0) // runner.samples_per_step
-    if runner.by_epoch:  # a last batch may have been counted as full
+    if runner.by_epoch:  # an incomplete last batch is counted as a full one
         start = min(start, runner.train_loop.epoch_length)
     iteration = meta["iter"]
     if before != runner.samples_per_step:
@@ -235,8 +241,8 @@ def _restore_position(runner: Runner, meta: Mapping[str, Any]) -> None:
             else iteration * before // runner.samples_per_step
         )
         runner.logger.warning(
-            f"A step took {before} samples before and takes {runner.samples_per_step} now: "
-            f"iteration {meta['iter']} counts as {iteration}"
+            f"The checkpoint was written with {before} samples per step; this run uses {runner.samples_per_step}. "
+            f"Iteration {meta['iter']} becomes iteration {iteration}"
         )
     runner.train_loop.resume(meta["epoch"], iteration, start, meta.get("validated", True))
     runner.logger.info(f"Resumed at epoch {meta['epoch']}, iteration {iteration}")
@@ -252,20 +258,20 @@ def _restore_schedulers(runner: Runner, states: Any) -> None:
     for own, saved in pairs:
         if len(own) != len(saved):
             raise CheckpointError(
-                f"the checkpoint has {len(saved)} parameter schedulers and the configuration {len(own)}: "
-                "resume with the same param_scheduler, or start anew with load_from"
+                f"the checkpoint has {len(saved)} parameter schedulers, but the configuration has {len(own)}; "
+                "resume with the same param_scheduler, or start a new run with load_from"
             )
         for scheduler, state in zip(own, saved, strict=True):
             scheduler.load_state_dict(state)
 
 
 def _pending_gradients(runner: Runner) -> dict[str, Tensor]:
-    """Return the gradients of an accumulation window that has not ended, as their mean over all ranks."""
+    """Return the gradients of an unfinished accumulation window, averaged over all ranks."""
     model = unwrap_model(runner.model)
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     gradients |= unsharded_gradients(model)
-    # Those that are sharded are means already.
+    # Sharded gradients are averaged already.
     plain = {name: gradient for name, gradient in gradients.items() if not is_sharded(gradient)}
     all_reduce_params(plain.values(), bucket_size_mb=64, op="mean")
     return gradients | {name: shard_like(gradient, parameters[name]) for name, gradient in plain.items()}
@@ -278,12 +284,12 @@ def _restore_gradients(runner: Runner, gradients: Mapping[str, Tensor]) -> None:
 
 
 def _check_weights(runner: Runner) -> None:
-    """Refuse to write weights that nothing can go on from; a loss shows them only one step later."""
+    """Raise an error for non-finite weights, which the loss reveals only one step later."""
     named = [(n, p.detach()) for n, p in unwrap_model(runner.model).named_parameters() if p.requires_grad]
     if not named:
         return
     flags = torch.stack([local(p).isfinite().all() for _, p in named])
-    if any(is_sharded(p) for _, p in named):  # all ranks must come to the same conclusion
+    if any(is_sharded(p) for _, p in named):  # all ranks must reach the same result
         whole_flags = flags.float()
         all_reduce(whole_flags, "min")
         flags = whole_flags > 0
@@ -291,23 +297,23 @@ def _check_weights(runner: Runner) -> None:
     if not all(finite):
         name = named[finite.index(False)][0]
         raise NonFiniteLossError(
-            f"the weight '{name}' is NaN or infinite by iteration {runner.iter + 1}: no checkpoint is written, "
-            "and those before are kept. Lower the learning rate, add a warm-up, or clip the gradients "
+            f"the weight '{name}' is NaN or infinite at iteration {runner.iter + 1}. No checkpoint is written; "
+            "earlier checkpoints are kept. Lower the learning rate, add a warm-up, or clip the gradients "
             "(clip_grad=dict(max_norm=1.0))"
         )
 
 
-def _needed(checkpoint: Mapping[str, Any], key: str) -> Any:
+def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
     if key not in checkpoint:
         raise CheckpointError(
-            f"the checkpoint has no '{key}' (was it saved with save_{key.removesuffix('s')}=False?): "
-            "use load_from to start from its weights"
+            f"the checkpoint has no '{key}', so it was probably saved with save_{key.removesuffix('s')}=False. "
+            "Use load_from to start from its weights"
         )
     return checkpoint[key]
 
 
 def restore_random_state(runner: Runner) -> None:
-    """Put the generators where the resumed checkpoint left them; once."""
+    """Restore the random state of the resumed checkpoint. Later calls have no effect."""
     if runner.resumed_random_state is not None:
         set_random_state(runner.resumed_random_state)
         runner.resumed_random_state = None

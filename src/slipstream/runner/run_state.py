@@ -1,4 +1,4 @@
-"""What hooks, loops and users read off a running Runner."""
+"""Read-only properties of a Runner for hooks, loops and users."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from slipstream.model import unwrap_model
 from slipstream.registry import LOOPS
 from slipstream.runner.logs import config_text
 from slipstream.runner.loops import BaseLoop, IterBasedTrainLoop
-from slipstream.runner.user_config import place_in_loop
+from slipstream.runner.user_config import add_loop_path
 
 __all__ = ["RunState"]
 
 
 class RunState:
-    """Facts about a run, derived from its parts; loops are built when they are first asked for."""
+    """Properties of a run, derived from its loops and model. Loops are built on first access."""
 
     cfg: Config
     model: nn.Module
@@ -31,13 +31,13 @@ class RunState:
     _loops: dict[str, Any]
 
     def _loop(self, mode: str) -> Any:
-        """Return the loop of a mode, built at the first call."""
+        """Return the loop of `mode`; the first call builds it."""
         loop = self._loops[mode]
         if isinstance(loop, Mapping):
             try:
                 loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self})
             except ConfigError as error:
-                place_in_loop(error, mode)
+                add_loop_path(error, mode)
                 raise
         return loop
 
@@ -78,14 +78,14 @@ class RunState:
 
     @property
     def by_epoch(self) -> bool:
-        """Whether the training counts epochs (the case, too, when there is none)."""
+        """Whether training counts epochs; True if there is no training loop."""
         loop = self._loops["train"]
         kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
         return not (inspect.isclass(kind) and issubclass(kind, IterBasedTrainLoop))
 
     @property
     def _position(self) -> Any:
-        """The training loop if it is built, or None."""
+        """The training loop, or None if it is not built."""
         loop = self._loops["train"]
         return None if isinstance(loop, Mapping) else loop
 
@@ -106,22 +106,22 @@ class RunState:
 
     @property
     def max_epochs(self) -> int:
-        """Epochs of the whole training; 1 if it counts iterations."""
+        """Total number of epochs; 1 if training counts iterations."""
         return self._position.max_epochs if self._position else 1
 
     @property
     def max_iters(self) -> int:
-        """Steps of the whole training."""
+        """Total number of training steps."""
         return self._position.max_iters if self._position else 1
 
     @property
     def samples_per_step(self) -> int:
-        """Samples that all processes together take in one training step."""
+        """Samples per training step, summed over all processes."""
         return (batch_size(self.train_dataloader) or 1) * get_world_size()
 
     @property
     def all_param_schedulers(self) -> list[Any]:
-        """Every schedule, also of several optimizers."""
+        """All schedulers, of all optimizers."""
         schedulers = self.param_schedulers or []
         return (
             [s for part in schedulers.values() for s in part] if isinstance(schedulers, dict) else schedulers
@@ -129,14 +129,14 @@ class RunState:
 
     @property
     def cfg_text(self) -> str:
-        """The configuration as text: YAML where it is plain data, else Python."""
+        """The configuration as YAML text."""
         return config_text(self.cfg)
 
     @property
     def model_name(self) -> str:
-        """The class of the model."""
+        """The name of the model's class."""
         kinds = type(unwrap_model(self.model)).__mro__
-        # torch derives the class of a sharded model from its own mix-in and the user's class.
+        # For a sharded model, torch creates a class that derives from FSDPModule and the user's class.
         return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
 
     @property

@@ -1,4 +1,4 @@
-"""Who drives: the Runner owns the parts of a run and takes it from start to end."""
+"""The Runner, which owns the objects of a run and executes training, validation and test."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from slipstream.runner.environment import (
 )
 from slipstream.runner.logs import name_run, open_logs, write_config
 from slipstream.runner.run_state import RunState
-from slipstream.runner.user_config import TRIPLES, loop_options, placing, unread_keys, with_defaults
+from slipstream.runner.user_config import TRIPLES, add_config_path, loop_options, unread_keys, with_defaults
 from slipstream.speed import CFG_OPTIONS, compile_model
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
@@ -46,32 +46,33 @@ __all__ = ["Runner"]
 
 @RUNNERS.register_module()
 class Runner(RunState):
-    """Train, validate and test a model, by MMEngine's words.
+    """Train, validate and test a model. The arguments are those of MMEngine's Runner, and `speed`.
 
-    Objects may stand wherever a configuration (a dict with a `type`) may. The model is built, moved to the
-    device and wrapped at once; loaders, optimizer and schedulers when they are first needed.
+    Each argument accepts an object or a configuration (a dict with a `type`). The constructor builds the model, moves
+    it to the device and wraps it. Data loaders, optimizer and schedulers are built on first use.
 
     Args:
-        model: a `BaseModel`, or its configuration.
-        work_dir: where everything is written; made if absent.
-        train_dataloader, train_cfg, optim_wrapper: what training needs; all or none.
-        val_dataloader, val_cfg, val_evaluator: what validation needs; all or none.
-        test_dataloader, test_cfg, test_evaluator: what a test needs; all or none.
+        model: a `BaseModel` or its configuration.
+        work_dir: output folder; created if it does not exist.
+        train_dataloader, train_cfg, optim_wrapper: required for training; set all or none.
+        val_dataloader, val_cfg, val_evaluator: required for validation; set all or none.
+        test_dataloader, test_cfg, test_evaluator: required for testing; set all or none.
         auto_scale_lr: `dict(enable=True, base_batch_size=...)` scales every learning rate by
-            batch size x processes / base_batch_size (accumulation is not counted, as in MMEngine).
-        param_scheduler: one schedule or several.
-        default_hooks: replaces the hooks of the same name; None removes one.
-        custom_hooks: further hooks.
-        data_preprocessor: of a model that is built here from its configuration.
-        load_from: a checkpoint whose weights are loaded first.
-        resume: True goes on from the latest checkpoint in work_dir (or from `load_from`); a path from that.
+            batch size x processes / base_batch_size (without gradient accumulation, as in MMEngine).
+        param_scheduler: one scheduler or several.
+        default_hooks: replaces the default hooks of the same name; None removes a hook.
+        custom_hooks: additional hooks.
+        data_preprocessor: data preprocessor of a model that is built from its configuration.
+        load_from: a checkpoint to load weights from.
+        resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
+            this checkpoint.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
-        env_cfg, randomness: `EnvOptions` and `Randomness`.
-        log_processor, log_level, visualizer: how the run is shown.
-        default_scope: whose names are looked up first.
-        experiment_name: names the run in logs.
-        cfg: the whole configuration; the keys in `slipstream.speed.CFG_OPTIONS` are read from it alone.
-        speed: the options in our own words, `'auto'` or a dict of `SpeedPlan`'s fields; else `cfg` may hold it.
+        env_cfg, randomness: options of `EnvOptions` and `Randomness`.
+        log_processor, log_level, visualizer: how the run is logged and visualized.
+        default_scope: the registry scope to search first.
+        experiment_name: the run's name in logs.
+        cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from here.
+        speed: speed options: `'auto'` or a dict of `SpeedPlan`'s fields; default: `cfg['speed']`.
     """
 
     def __init__(
@@ -105,71 +106,78 @@ class Runner(RunState):
         cfg: Any = None,
         speed: Any = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name != "self"}
+        arguments = {name: value for name, value in locals().items() if name != "self"}
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))
-        # Every error of a build is placed in the whole configuration that was given.
-        self._given = {**self.cfg, **{k: v for k, v in given.items() if k != "cfg" and v is not None}}
+        # Build errors report their path in this configuration.
+        self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
         self._scope = default_scope
         self.optim_wrapper: OptimWrapper | None = None
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
         self.resumed_random_state: dict[str, Any] | None = None
         self.is_training = self.resuming = self._loaded = self._compiled = False
-        with self._reading():
-            self._init_parts(given)
-        # Each Runner has its own stream of random numbers, whatever others draw in the meantime.
+        with self._build_context():
+            self._init_parts(arguments)
+        # Each Runner keeps its own random state, so several Runners in one process do not affect each other.
         self._random_state = get_random_state()
 
-    def _init_parts(self, given: dict[str, Any]) -> None:
-        self._loops: dict[str, Any] = {mode: loop_options(mode, given) for mode in TRIPLES}
-        self._training = {k: given[k] for k in ("auto_scale_lr", "optim_wrapper", "param_scheduler")}
-        plan = planning.read_plan(given, self.cfg)
-        self._randomness = options(Randomness, given["randomness"], "randomness")
-        setup_env(given["launcher"], options(EnvOptions, given["env_cfg"], "env_cfg"))
-        self.work_dir = str(Path(given["work_dir"]).expanduser().absolute())
-        self._resume_from, seed = resume.find_resume(given["resume"], given["load_from"], self.work_dir)
-        self._load_from = given["load_from"]
+    def _init_parts(self, arguments: dict[str, Any]) -> None:
+        self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in TRIPLES}
+        self._training = {k: arguments[k] for k in ("auto_scale_lr", "optim_wrapper", "param_scheduler")}
+        plan = planning.read_plan(arguments, self.cfg)
+        self._randomness = options(Randomness, arguments["randomness"], "randomness")
+        setup_env(arguments["launcher"], options(EnvOptions, arguments["env_cfg"], "env_cfg"))
+        self.work_dir = str(Path(arguments["work_dir"]).expanduser().absolute())
+        self._resume_from, seed = resume.find_resume(
+            arguments["resume"], arguments["load_from"], self.work_dir
+        )
+        self._load_from = arguments["load_from"]
         self._set_seed(seed)
-        self._open_logs(given)
+        self._open_logs(arguments)
         self.device = default_device()
-        model = builders.build_model(given["model"], given["data_preprocessor"])
-        capabilities = planning.capabilities_of(model, given["optim_wrapper"], self._randomness.deterministic)
+        model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
+        capabilities = planning.capabilities_of(
+            model, arguments["optim_wrapper"], self._randomness.deterministic
+        )
         self.speed = planning.complete_plan(plan, capabilities, self.logger.info)
         with switches(self.speed, self.device, self.logger.warning):
             self.model: nn.Module = prepare_model(model, self.speed, self.device)
-        self._training["optim_wrapper"] = plan_optim(given["optim_wrapper"], self.speed, self.device)
+        self._training["optim_wrapper"] = plan_optim(arguments["optim_wrapper"], self.speed, self.device)
         self._hooks = HookList()
-        for hook in [*with_defaults(given["default_hooks"], self.by_epoch), *planning.plan_hooks(self.speed)]:
+        for hook in [
+            *with_defaults(arguments["default_hooks"], self.by_epoch),
+            *planning.plan_hooks(self.speed),
+        ]:
             self._hooks.register(hook)
         if self.logger.console.is_terminal and is_main_process():
             self._hooks.register(ProgressBarHook())
-        self.register_custom_hooks(given["custom_hooks"] or ())
+        self.register_custom_hooks(arguments["custom_hooks"] or ())
         write_config(self.cfg, self.visualizer, self.logger, self.work_dir, self.timestamp)
 
     @classmethod
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a Runner from a configuration whose keys are the constructor's arguments.
 
-        Other keys (variables of the file, `compile`, `model_wrapper_cfg`) are kept in `runner.cfg`.
+        Other keys (variables of the file, `compile`, `model_wrapper_cfg`) remain in `runner.cfg`.
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
         for required in ("model", "work_dir"):
             if required not in cfg:
                 hint = did_you_mean(required, cfg)
-                raise ConfigError(f"the configuration needs '{required}'{hint}")
+                raise ConfigError(f"the configuration has no '{required}', which is required{hint}")
         names = [name for name in inspect.signature(cls).parameters if name != "cfg"]
         runner = cls(**{name: cfg[name] for name in names if name in cfg}, cfg=cfg)
         for line in unread_keys(cfg, [*names, *CFG_OPTIONS]):
             runner.logger.warning(line)
         return runner
 
-    # ---- what a run does ---------------------------------------------------------------------------
+    # ---- training, validation, test ---------------------------------------------------------------------------
 
     def train(self) -> nn.Module:
         """Train and return the model."""
         if self._loops["train"] is None:
-            raise ConfigError("needs train_dataloader, train_cfg and optim_wrapper to train", "Runner")
-        with self._running():
+            raise ConfigError("training requires train_dataloader, train_cfg and optim_wrapper", "Runner")
+        with self._run_context():
             self._build_training()
             self.call_hook("before_run")
             if not self._loaded:
@@ -200,8 +208,10 @@ class Runner(RunState):
 
     def _evaluate(self, mode: str) -> dict[str, float]:
         if self._loops[mode] is None:
-            raise ConfigError(f"needs {mode}_dataloader, {mode}_cfg and {mode}_evaluator", "Runner")
-        with self._running():
+            raise ConfigError(
+                f"{mode}() requires {mode}_dataloader, {mode}_cfg and {mode}_evaluator", "Runner"
+            )
+        with self._run_context():
             loop = self._loop(mode)
             self.call_hook("before_run")
             self.load_or_resume()
@@ -213,7 +223,7 @@ class Runner(RunState):
     def _build_training(self) -> None:
         loop = self._loop("train")
         if self.optim_wrapper is None:
-            with placing(self._given, "optim_wrapper"):
+            with add_config_path(self._user_cfg, "optim_wrapper"):
                 self.optim_wrapper = builders.build_optim(self.model, self._training["optim_wrapper"])
             fuse_optim(self.optim_wrapper, self.speed)
             add_parts(self.speed, self.model, self.optim_wrapper)
@@ -224,7 +234,7 @@ class Runner(RunState):
             self._loop("val")
 
     def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Mapping[str, Any] | None) -> None:
-        """Scale every learning rate by the batch size over `base_batch_size`, if enabled."""
+        """Scale every learning rate by samples per step / `base_batch_size`, if enabled."""
         if auto_scale_lr and auto_scale_lr.get("enable", False):
             self.logger.info(builders.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
 
@@ -234,12 +244,12 @@ class Runner(RunState):
         self._compiled = True
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """Whatever happens inside, leave complete log files and a clean terminal behind."""
+    def _run_context(self) -> Iterator[None]:
+        """Activate the run's logger, hub and options; close log files and hooks on exit, also after an error."""
         set_random_state(self._random_state)
         try:
             with (
-                self._reading(),
+                self._build_context(),
                 self.logger.as_current(),
                 self.message_hub.as_current(),
                 switches(self.speed, self.device, self.logger.warning),
@@ -248,7 +258,7 @@ class Runner(RunState):
                 yield
         except BaseException as error:
             if isinstance(error, Exception):
-                # For the log file: the console hears of it from whoever catches the error.
+                # DEBUG goes to the log file only; the caller reports the error on the console.
                 self.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
             raise
         finally:
@@ -262,20 +272,23 @@ class Runner(RunState):
             self.logger.close()
 
     @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Look names up in the run's scope, and place errors in the configuration that was given."""
-        with placing(self._given), default_scope(self._scope):
+    def _build_context(self) -> Iterator[None]:
+        """Search the run's registry scope first, and add the path in the user config to errors."""
+        with add_config_path(self._user_cfg), default_scope(self._scope):
             yield
 
     # ---- checkpoints ---------------------------------------------------------------------------------
 
     def load_or_resume(self) -> None:
-        """Load `load_from`, or go on from the checkpoint to resume (without a training: load it); once."""
+        """Load `load_from`, or resume the checkpoint (only load it if the run does not train).
+
+        Later calls have no effect.
+        """
         if self._resume_from is not None and self.optim_wrapper is not None:
             self.resume(self._resume_from)
             self._resume_from = None
         elif not self._loaded and (source := self._resume_from or self._load_from):
-            # A training may start from a part of the weights; a metric of random ones means nothing.
+            # Training may start from some of the weights; evaluation requires all of them.
             self.load_checkpoint(source, strict=self.optim_wrapper is None)
         self._loaded = True
 
@@ -289,7 +302,7 @@ class Runner(RunState):
         """Load the weights of a checkpoint and return it."""
         checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        resume.take_weights(self, checkpoint, strict, str(filename))
+        resume.load_model_weights(self, checkpoint, strict, str(filename))
         self.logger.info(f"Loaded {filename}")
         return checkpoint
 
@@ -300,7 +313,7 @@ class Runner(RunState):
         resume_param_scheduler: bool = True,
         map_location: str | torch.device = "cpu",
     ) -> None:
-        """Go on with the run that wrote the checkpoint, at the very step after it."""
+        """Resume the run that wrote the checkpoint, at the next step."""
         self.resuming = True
         checkpoint = self.load_checkpoint(filename, map_location, strict=True)
         resume.restore_training(self, checkpoint, resume_optimizer, resume_param_scheduler)
@@ -317,19 +330,19 @@ class Runner(RunState):
         mark_last: bool = False,
         consolidate: bool = False,
     ) -> None:
-        """Write the state of the run to `out_dir/filename`; call it on every rank.
+        """Write the state of the run to `out_dir/filename`. All ranks must call this method.
 
-        That of a sharded model becomes a folder (`epoch_3.sharded` for `epoch_3.pth`), each rank writing its part.
+        A sharded model is saved as a folder (`epoch_3.sharded` for `epoch_3.pth`) to which each rank writes its shards.
 
         Args:
-            out_dir, filename: where to.
-            save_optimizer, save_param_scheduler: whether their state is saved.
-            meta: further entries of the checkpoint's `meta`.
-            by_epoch: called from `after_train_epoch` (True), `after_train_iter` (False), or after both (None).
-            mark_last: make it the one that `resume=True` takes.
-            consolidate: write the file of a sharded model, too, gathered by rank 0.
+            out_dir, filename: path of the checkpoint.
+            save_optimizer, save_param_scheduler: whether to save their state.
+            meta: additional entries of the checkpoint's `meta`.
+            by_epoch: True if called from `after_train_epoch`, False from `after_train_iter`, None after both.
+            mark_last: make this the checkpoint that `resume=True` loads.
+            consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
         """
-        self.read_logs()  # a run whose loss is no longer finite must not replace its checkpoints
+        self.read_logs()  # raises an error before a non-finite run replaces its checkpoints
         checkpoint = resume.make_checkpoint(self, by_epoch, save_optimizer, save_param_scheduler, meta)
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         path = write_checkpoint(checkpoint, Path(out_dir) / filename, self.logger.warning, consolidate)
@@ -337,47 +350,47 @@ class Runner(RunState):
             mark_last_checkpoint(self.work_dir, path)
 
     def restore_random_state(self) -> None:
-        """Put the random generators where a resumed run left them, right before its first step."""
+        """Restore the random state of the resumed checkpoint; called just before the first step."""
         resume.restore_random_state(self)
 
     def _set_seed(self, resumed: int | None) -> None:
-        own = self._randomness.seed
-        seed = own if resumed is None else resumed
+        configured = self._randomness.seed
+        seed = configured if resumed is None else resumed
         self.seed = set_random_seed(seed, self._randomness.deterministic, self._randomness.diff_rank_seed)
-        self._replaced_seed = own if own is not None and own != self.seed else None
+        self._replaced_seed = configured if configured is not None and configured != self.seed else None
 
     # ---- hooks ---------------------------------------------------------------------------------------
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook; among equal priorities the earlier registered runs first."""
+        """Add a hook. Hooks of equal priority run in the order of registration."""
         self._hooks.register(hook, priority)
 
     def register_custom_hooks(self, hooks: Sequence[Hook | Mapping[str, Any]]) -> None:
         """Add several hooks."""
         for index, hook in enumerate(hooks):
-            with placing(self._given, f"custom_hooks[{index}]"):
+            with add_config_path(self._user_cfg, f"custom_hooks[{index}]"):
                 self.register_hook(hook)
 
     @property
     def hooks(self) -> list[Hook]:
-        """The registered hooks in the order in which they run."""
+        """The registered hooks in execution order."""
         return list(self._hooks)
 
     def hooks_at(self, stage: str) -> list[Callable[..., None]]:
-        """Return the methods to call at `stage`, of those hooks that do something there."""
+        """Return the methods of all hooks that implement `stage`, in execution order."""
         return self._hooks.at(stage)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Run a stage, one of `Hook.stages` or any other that some hook defines."""
+        """Run a stage: one of `Hook.stages`, or any other method that a hook defines."""
         for method in self._hooks.at(fn_name):
             method(self, **kwargs)
 
     # ---- logs ----------------------------------------------------------------------------------------
 
     def read_logs(self) -> None:
-        """Bring losses, learning rates and momenta since the last call into the message hub.
+        """Write the losses and learning rates since the last call to the message hub.
 
-        The only place where a training run waits for the device to tell it numbers.
+        This is the only point at which a training run synchronizes with the device to read values.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
@@ -390,10 +403,14 @@ class Runner(RunState):
         if self.is_training:
             self.message_hub.update_info_dict({"epoch": self.epoch, "iter": self.iter})
 
-    def _open_logs(self, given: dict[str, Any]) -> None:
+    def _open_logs(self, arguments: dict[str, Any]) -> None:
         file = self.cfg.filename
-        name = name_run(Path(self.work_dir), given["experiment_name"] or (Path(file).stem if file else None))
-        logs = open_logs(name, given["log_level"], self.by_epoch, given["log_processor"], given["visualizer"])
+        name = name_run(
+            Path(self.work_dir), arguments["experiment_name"] or (Path(file).stem if file else None)
+        )
+        logs = open_logs(
+            name, arguments["log_level"], self.by_epoch, arguments["log_processor"], arguments["visualizer"]
+        )
         self.timestamp, self.experiment_name = name.timestamp, name.experiment
         self.log_dir = str(name.log_dir)
         self.json_log = f"{name.timestamp}.json"
@@ -402,6 +419,8 @@ class Runner(RunState):
         self.logger.info("Environment: " + ", ".join(f"{k} {v}" for k, v in collect_env().items()))
         self.logger.info(f"Seed: {self.seed}; work_dir: {self.work_dir}")
         if self._replaced_seed is not None:
-            self.logger.warning(f"The resumed run's seed {self.seed} replaces {self._replaced_seed}")
-        if given["resume"] is True and self._resume_from is None:
-            self.logger.info(f"Nothing to resume in {self.work_dir}: starting anew")
+            self.logger.warning(
+                f"The seed {self.seed} of the resumed run replaces the configured seed {self._replaced_seed}"
+            )
+        if arguments["resume"] is True and self._resume_from is None:
+            self.logger.info(f"No checkpoint to resume in {self.work_dir}; starting a new run")

@@ -1,4 +1,4 @@
-"""What a run shows: scalars, configuration and pictures, sent to files and tracking services."""
+"""Write scalars, configurations and images to files and tracking services."""
 
 from slipstream.visualization.backends import (
     BaseVisBackend,

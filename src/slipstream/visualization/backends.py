@@ -1,4 +1,4 @@
-"""Visualization backends that write files: JSON lines and pictures, TensorBoard."""
+"""Visualization backends that write files: JSON lines, images and TensorBoard events."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def default_backends() -> list[dict[str, str]]:
 
 
 class BaseVisBackend:
-    """A place that scalars, images and the configuration go to.
+    """Base class of visualization backends.
 
-    A backend of your own overrides whichever methods it can serve; the others do nothing.
+    Subclasses override the methods they support. The other methods do nothing.
 
     Args:
-        save_dir: the folder for its files.
+        save_dir: folder for the backend's files.
     """
 
     def __init__(self, save_dir: str | Path) -> None:
@@ -41,41 +41,41 @@ class BaseVisBackend:
 
     @property
     def experiment(self) -> Any:
-        """The object behind the backend: a writer or client, made at the first use, or the backend itself."""
+        """The backend's writer or client, created on first use, or the backend itself."""
         return self
 
     def add_config(self, config: Any) -> None:
         """Record the configuration, a `Config` or a dict."""
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
-        """Record one number; a one-element array or tensor counts."""
+        """Record a number, or an array or tensor with one element."""
 
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record several values of one step; `file_path` is a further file, for `LocalVisBackend`."""
+        """Record several values of one step. `file_path` is an additional file for `LocalVisBackend`."""
         for name, value in scalar_dict.items():
             self.add_scalar(name, value, step)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Record a picture, uint8 (H, W, 3), RGB."""
+        """Record an RGB image, uint8 (H, W, 3)."""
 
     def flush(self) -> None:
-        """Write out what is left, and go on."""
+        """Write buffered data; the backend stays usable."""
 
     def close(self) -> None:
-        """Write out what is left and release files and connections."""
+        """Write buffered data and close files and connections."""
 
 
 @VISBACKENDS.register_module()
 class LocalVisBackend(BaseVisBackend):
-    """Files in `save_dir`: the configuration, one JSON line for every set of scalars, PNG pictures.
+    """Write files to `save_dir`: the configuration, one JSON line per set of scalars, and PNG images.
 
     Args:
-        save_dir: the folder.
-        img_save_dir: the folder for pictures, inside `save_dir`.
-        config_save_file: the configuration's file name, `*.py`.
-        scalar_save_file: the scalars' file name, `*.json`.
+        save_dir: the output folder.
+        img_save_dir: the folder for images, inside `save_dir`.
+        config_save_file: file name of the configuration, `*.py`.
+        scalar_save_file: file name of the scalars, `*.json`.
 
     Raises:
         ConfigError: a file name has another suffix.
@@ -106,7 +106,7 @@ class LocalVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Append a JSON line with the values and `step`; to `file_path` (in `save_dir`) as well if given."""
+        """Append a JSON line with the values and `step`, also to `file_path` (in `save_dir`) if it is set."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._file(self.scalar_save_file).write(line)
         if file_path is not None:
@@ -122,7 +122,7 @@ class LocalVisBackend(BaseVisBackend):
         Image.fromarray(check_image(name, image)).save(path)
 
     def close(self) -> None:
-        """Close the files; later scalars open them again."""
+        """Close the files. Later scalars open them again."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -130,14 +130,14 @@ class LocalVisBackend(BaseVisBackend):
     def _file(self, name: str) -> TextIO:
         if name not in self._files:
             self.save_dir.mkdir(parents=True, exist_ok=True)
-            # Line-buffered: whoever watches the run, or finds it killed, sees whole lines up to now.
+            # Line buffering keeps the file complete up to the last line, also if the run is killed.
             self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
         return self._files[name]
 
 
 @VISBACKENDS.register_module()
 class TensorboardVisBackend(BaseVisBackend):
-    """TensorBoard event files in `save_dir`; values that are not numbers are left out."""
+    """Write TensorBoard event files to `save_dir`; values that are not numbers are skipped."""
 
     @cached_property
     def experiment(self) -> SummaryWriter:
@@ -149,7 +149,7 @@ class TensorboardVisBackend(BaseVisBackend):
 
     def add_config(self, config: Any) -> None:
         """Write the configuration as the text `config`."""
-        # Four spaces make it a block of code in TensorBoard's Markdown.
+        # Four spaces mark a code block in TensorBoard's Markdown.
         self.experiment.add_text("config", "\n".join(f"    {line}" for line in as_text(config).splitlines()))
 
     def add_scalar(self, name: str, value: Any, step: int = 0) -> None:
@@ -159,8 +159,8 @@ class TensorboardVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Write a point of each curve, all as one event: `SummaryWriter.add_scalar` makes one of each."""
-        writer = self.experiment  # tells what to install, if TensorBoard is missing
+        """Write a point of each curve as a single event; `SummaryWriter.add_scalar` would write one event each."""
+        writer = self.experiment  # its import error names the missing package
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [
@@ -170,16 +170,16 @@ class TensorboardVisBackend(BaseVisBackend):
             writer._get_file_writer().add_summary(Summary(value=values), step)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Write a picture."""
+        """Write an image."""
         self.experiment.add_image(name, check_image(name, image), step, dataformats="HWC")
 
     def flush(self) -> None:
-        """Write out what the event file's queue holds."""
+        """Write the queued events to the event file."""
         if "experiment" in self.__dict__:
             self.experiment.flush()
 
     def close(self) -> None:
-        """Flush and close the event file, if one was begun."""
+        """Flush and close the event file, if it was created."""
         if "experiment" in self.__dict__:
             self.experiment.close()
 

@@ -1,4 +1,4 @@
-"""Pictures of segmentation results for people to look at."""
+"""Images of segmentation results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["colorize", "contact_sheet", "overlay"]
 RGB = npt.NDArray[np.uint8]
 Palette = Sequence[Sequence[int]]
 
-_CELL = 320  # width of a picture, in pixels
+_CELL = 320  # width of an image, in pixels
 _GAP = 12
 _MARGIN = 24
 _TEXT, _PALE, _PAPER = (28, 30, 33), (110, 115, 122), (255, 255, 255)
@@ -28,17 +28,17 @@ _SWATCH = 16
 
 
 def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None = None) -> RGB:
-    """Return `mask`, integer class ids (H, W), in colours, uint8 (H, W, 3); ignored pixels are black.
+    """Convert `mask`, integer class ids (H, W), to an RGB image, uint8 (H, W, 3); ignored pixels are black.
 
     Raises:
-        DataError: the mask is not such an array, or holds an id that `palette` has no colour for.
+        DataError: the mask is not such an array, or contains a class id without a colour in `palette`.
     """
     _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
     wrong = ~ignored & ((mask < 0) | (mask >= len(palette)))
     if wrong.any():
         raise DataError(
-            f"the mask holds the class ids {np.unique(mask[wrong])[:5].tolist()}, but the palette has "
+            f"the mask contains the class ids {np.unique(mask[wrong])[:5].tolist()}, but the palette only has "
             f"{len(palette)} colours; set ignore_index, or check the number of classes"
         )
     colours = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
@@ -52,22 +52,24 @@ def overlay(
     alpha: float = 0.5,
     ignore_index: int | None = None,
 ) -> RGB:
-    """Return `image`, uint8 (H, W, 3), tinted by the classes of `mask`, (H, W).
+    """Return `image` blended with the class colours of `mask`, uint8 (H, W, 3).
 
     Args:
-        image: RGB.
-        mask: integer class ids.
+        image: RGB image, uint8 (H, W, 3).
+        mask: integer class ids (H, W).
         palette: one RGB colour per class.
-        alpha: weight of the colours, from 0 (image only) to 1 (colours only).
-        ignore_index: pixels of this id keep the image's colour.
+        alpha: weight of the class colours, from 0 (image only) to 1 (colours only).
+        ignore_index: class id of pixels that keep the image's colour.
 
     Raises:
-        DataError: sizes differ, `alpha` is out of range, or as in `colorize`.
+        DataError: the sizes differ, `alpha` is out of range, or `colorize` rejects the mask.
     """
     if image.shape != (*mask.shape, 3):
-        raise DataError(f"an image {image.shape} does not fit a mask {mask.shape}; resize one of them")
+        raise DataError(
+            f"the image has the shape {image.shape}, but the mask has {mask.shape}; resize one of them"
+        )
     if not 0 <= alpha <= 1:
-        raise DataError(f"alpha must be from 0 to 1, not {alpha}")
+        raise DataError(f"alpha must be between 0 and 1, not {alpha}")
     mixed = image * (1 - alpha) + colorize(mask, palette, ignore_index) * alpha
     tinted = np.rint(mixed).astype(np.uint8)
     return tinted if ignore_index is None else np.where((mask == ignore_index)[..., None], image, tinted)
@@ -79,16 +81,16 @@ def contact_sheet(
     captions: Sequence[str | Sequence[str]] = (),
     legend: Sequence[tuple[str, Sequence[int]]] = (),
 ) -> Image.Image:
-    """Return a sheet of pictures, each 320 pixels wide, with column titles and a legend of the classes.
+    """Return a grid of images, each 320 pixels wide, with column titles and a legend of the classes.
 
     Args:
-        rows: pictures, uint8 (H, W, 3); every row has one per title.
-        titles: of the columns.
-        captions: a line below each row, or one below each picture of it; or none at all.
+        rows: images, uint8 (H, W, 3); each row has one image per title.
+        titles: titles of the columns.
+        captions: for each row, one line or one line per image; empty for no captions.
         legend: names and RGB colours of the classes.
 
     Raises:
-        DataError: there are no rows, or pictures or captions do not fit titles and rows.
+        DataError: there are no rows, or the numbers of titles, images and captions do not match.
     """
     with extra("images"):
         from PIL import Image, ImageDraw
@@ -98,7 +100,7 @@ def contact_sheet(
     width = 2 * _MARGIN + len(titles) * _CELL + (len(titles) - 1) * _GAP
     caption_height = _TEXT_SIZE + 8 if captions else 0
     heights = [max(cell.height for cell in row) + caption_height + _GAP for row in cells]
-    entries, legend_height = _legend_places(legend, width)
+    entries, legend_height = _legend_layout(legend, width)
     top = _MARGIN + _TITLE_SIZE + 10
     sheet = Image.new("RGB", (width, top + sum(heights) + legend_height + _MARGIN - _GAP), _PAPER)
     draw = ImageDraw.Draw(sheet)
@@ -126,7 +128,7 @@ def _fitted(picture: Image.Image) -> Image.Image:
     from PIL import Image
 
     height = max(1, round(picture.height * _CELL / picture.width))
-    # Enlarged pixels stay sharp squares, so that class boundaries show as they are.
+    # NEAREST keeps class boundaries sharp when enlarging.
     how = Image.Resampling.NEAREST if picture.width < _CELL else Image.Resampling.BOX
     return picture.resize((_CELL, height), how)
 
@@ -140,8 +142,8 @@ def _font(size: int) -> Any:
 _Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, colour
 
 
-def _legend_places(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
-    """Return where each class's swatch stands, in lines as wide as the sheet, and the height of all."""
+def _legend_layout(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
+    """Return the position of each legend entry, wrapped at the width of the sheet, and the legend's height."""
     if not legend:
         return [], 0
     line_height = _SWATCH + 10
@@ -173,9 +175,9 @@ def _check_rows(
     rows: Sequence[Sequence[RGB]], titles: Sequence[str], captions: Sequence[str | Sequence[str]]
 ) -> None:
     if not rows:
-        raise DataError("a contact sheet needs at least one row of pictures")
+        raise DataError("a contact sheet requires at least one row of images")
     for index, row in enumerate(rows):
         if len(row) != len(titles):
-            raise DataError(f"row {index} has {len(row)} pictures, but there are {len(titles)} titles")
+            raise DataError(f"row {index} has {len(row)} images, but there are {len(titles)} titles")
     if captions and len(captions) != len(rows):
         raise DataError(f"there are {len(captions)} captions for {len(rows)} rows")

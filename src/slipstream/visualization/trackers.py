@@ -1,4 +1,4 @@
-"""Visualization backends that talk to a tracking service: Weights & Biases, MLflow."""
+"""Visualization backends for tracking services: Weights & Biases and MLflow."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class WandbVisBackend(BaseVisBackend):
     """A run on Weights & Biases.
 
     Args:
-        save_dir: the folder for its local files.
+        save_dir: folder for local files.
         init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
         define_metric_cfg: summaries by metric (`{"val/mIoU": "max"}`), or a list of dicts with the
             arguments of `Run.define_metric`.
-        commit: whether every record ends a W&B step.
-        log_code_name: upload the source code under this name.
+        commit: whether every record completes a W&B step.
+        log_code_name: name under which to upload the source code; by default it is not uploaded.
 
     Raises:
-        ConfigError: at the first use, if the package wandb is missing.
+        ConfigError: the package wandb is not installed; raised on first use.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WandbVisBackend(BaseVisBackend):
         """The `wandb.Run`."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
-        # Training and validation count different steps and W&B's own must not go back, so ours is a value.
+        # Training and validation count different steps, but W&B's step must not decrease, so log ours as a value.
         run.define_metric("*", step_metric="step")
         metrics = self.define_metric_cfg
         if isinstance(metrics, Mapping):
@@ -78,37 +78,37 @@ class WandbVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record the numbers among the values."""
+        """Record the values that are numbers."""
         self.experiment.log({**scalars_in(scalar_dict), "step": step}, commit=self.commit)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Record a picture."""
+        """Record an image."""
         picture = _import("wandb", self).Image(check_image(name, image))
         self.experiment.log({name: picture, "step": step}, commit=self.commit)
 
     def close(self) -> None:
-        """Finish the run, if one was begun."""
+        """Finish the run, if it was started."""
         if "experiment" in self.__dict__:
             self.experiment.finish()
 
 
 @VISBACKENDS.register_module()
 class MLflowVisBackend(BaseVisBackend):
-    """A run on an MLflow server or in a local MLflow store; each backend has a run of its own.
+    """A run on an MLflow server or in a local MLflow store; each backend creates its own run.
 
     Args:
-        save_dir: the run's folder.
-        exp_name: the experiment's name.
-        run_name: the run's name; MLflow invents one by default.
-        tags: of the run.
-        params: parameters to record besides the configuration's.
-        tracking_uri: address of the server or store; by default MLflow's own choice, which the environment
-            variable MLFLOW_TRACKING_URI sets.
-        artifact_suffix: at the end, upload the files of `save_dir` with these suffixes.
-        tracked_config_keys: the top-level keys of the configuration to record; all by default.
+        save_dir: folder of the run.
+        exp_name: name of the experiment.
+        run_name: name of the run; by default MLflow generates one.
+        tags: tags of the run.
+        params: parameters to record in addition to the configuration.
+        tracking_uri: address of the server or store; by default MLflow's setting (environment variable
+            MLFLOW_TRACKING_URI).
+        artifact_suffix: suffixes of the files in `save_dir` to upload at the end of the run.
+        tracked_config_keys: top-level keys of the configuration to record; by default all keys.
 
     Raises:
-        ConfigError: at the first use, if the package mlflow is missing.
+        ConfigError: the package mlflow is not installed; raised on first use.
     """
 
     def __init__(
@@ -135,12 +135,12 @@ class MLflowVisBackend(BaseVisBackend):
 
     @cached_property
     def experiment(self) -> Any:
-        """The `mlflow.MlflowClient`; its run is `run_id`."""
+        """The `mlflow.MlflowClient`; see `run_id` for its run."""
         return _import("mlflow", self).MlflowClient(tracking_uri=self.tracking_uri)
 
     @cached_property
     def run_id(self) -> str:
-        """The id of the run, which begins when this is first asked for."""
+        """The id of the run; the first access creates the run."""
         found = self.experiment.get_experiment_by_name(self.exp_name)
         experiment_id = found.experiment_id if found else self.experiment.create_experiment(self.exp_name)
         run = self.experiment.create_run(experiment_id, run_name=self.run_name, tags=self.tags)
@@ -162,7 +162,7 @@ class MLflowVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record the numbers among the values, in one request."""
+        """Record the values that are numbers, in one request."""
         metric = _import("mlflow.entities", self).Metric
         now = int(time.time() * 1000)
         numbers = scalars_in(scalar_dict).items()
@@ -170,11 +170,11 @@ class MLflowVisBackend(BaseVisBackend):
         self.experiment.log_batch(self.run_id, metrics=metrics)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Record a picture as `<name>_<step>.png`."""
+        """Record an image as `<name>_<step>.png`."""
         self.experiment.log_image(self.run_id, check_image(name, image), f"{name}_{step}.png")
 
     def close(self) -> None:
-        """Upload the artifacts and end the run, if one was begun."""
+        """Upload the artifacts and end the run, if it was started."""
         if "run_id" not in self.__dict__:
             return
         for path in sorted(self.save_dir.rglob("*")):
@@ -185,7 +185,7 @@ class MLflowVisBackend(BaseVisBackend):
 
     def _log_params(self, run_id: str, params: Iterable[tuple[str, Any]]) -> None:
         entities = _import("mlflow.entities", self)
-        # The tracking service's limits: 6,000 characters a value, 100 parameters a request.
+        # The tracking service accepts at most 6,000 characters per value and 100 parameters per request.
         entries = [entities.Param(_mlflow_name(name), str(value)[:6000]) for name, value in params]
         for start in range(0, len(entries), 100):
             self.experiment.log_batch(run_id, params=entries[start : start + 100])
@@ -204,6 +204,6 @@ def _import(module: str, backend: BaseVisBackend) -> Any:
             raise
         kind = type(backend).__name__
         raise ConfigError(
-            f"{kind} needs the package {package}: pip install 'slipstream[{package}]', or remove the backend"
+            f"{kind} requires the package {package}. Run `pip install 'slipstream[{package}]'`, or remove the backend"
         ) from error
     return importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""Plain forms of what backends are given: numbers, JSON, configurations, images."""
+"""Convert values for the backends: numbers, JSON, configurations and images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_i
 
 
 def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among `values`, one-element arrays and tensors included, as floats."""
+    """Return the numbers in `values` as floats, including arrays and tensors with one element."""
     numbers = {}
     for name, value in values.items():
         plain = _plain(value)
@@ -26,17 +26,17 @@ def scalars_in(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def as_json(values: Mapping[str, Any]) -> str:
-    """Return one line of JSON; NaN and infinity, which JSON does not know, become null."""
+    """Return one line of JSON. NaN and infinity become null, because JSON does not support them."""
     return json.dumps(_finite(values), allow_nan=False)
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Return a `Config` (anything with `to_dict`) or mapping as a dict."""
+    """Return a `Config` (any object with `to_dict`) or a mapping as a dict."""
     return dict(config.to_dict() if hasattr(config, "to_dict") else config)
 
 
 def as_text(config: Any) -> str:
-    """Return a `Config`'s `pretty_text`, or a mapping in the same Python form, one key a line."""
+    """Return a `Config`'s `pretty_text`, or a mapping in the same Python syntax, one key per line."""
     if hasattr(config, "pretty_text"):
         return str(config.pretty_text)
     return "\n".join(f"{key} = {value!r}" for key, value in config.items())
@@ -56,19 +56,19 @@ def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
-    """Return `image`.
+    """Return `image` unchanged.
 
     Raises:
-        DataError: it is not an RGB picture, a uint8 array (H, W, 3).
+        DataError: `image` is not an RGB image, a uint8 array (H, W, 3).
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
         return image
     what = f"{image.dtype} {tuple(image.shape)}" if hasattr(image, "dtype") else type(image).__name__
-    raise DataError(f"the image '{name}' must be a uint8 numpy array (H, W, 3), RGB, not {what}")
+    raise DataError(f"the image '{name}' must be a uint8 NumPy array (H, W, 3) in RGB order, not {what}")
 
 
 def _plain(value: Any) -> Any:
-    """Return arrays and tensors as (lists of) Python numbers, and everything else as it is."""
+    """Convert arrays and tensors to (lists of) Python numbers; return other values unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 

@@ -1,4 +1,4 @@
-"""Sends scalars, pictures and the configuration to every backend of a run."""
+"""The Visualizer, which passes scalars, images and the configuration to every backend of a run."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ __all__ = ["Visualizer"]
 
 @VISUALIZERS.register_module()
 class Visualizer:
-    """The backends of one run, spoken to as one.
+    """Pass every call to all visualization backends of a run.
 
     Args:
-        name: of the run.
-        vis_backends: dicts (`dict(type="LocalVisBackend")`, with an optional `name`) or backends; one of
-            them may stand without the list.
-        save_dir: backends write to `save_dir/vis_data`, unless theirs says otherwise.
+        name: name of the run.
+        vis_backends: a backend or its configuration (`dict(type="LocalVisBackend")`, with an optional `name`), or
+            a list of them.
+        save_dir: backends write to `save_dir/vis_data`, unless they set their own `save_dir`.
 
     Raises:
-        ConfigError: two backends have one name, or a backend has no folder.
+        ConfigError: two backends have the same name, or a backend has no folder.
     """
 
     def __init__(
@@ -47,24 +47,28 @@ class Visualizer:
         name = type(backend).__name__
         if isinstance(backend, Mapping):
             if save_dir is None and "save_dir" not in backend:
-                raise ConfigError("needs a save_dir: give the Visualizer one", path)
+                raise ConfigError("requires a save_dir; set it here or in the Visualizer", path)
             cfg = {key: value for key, value in backend.items() if key != "name"}
             defaults = {} if save_dir is None else {"save_dir": str(Path(save_dir) / "vis_data")}
             built = VISBACKENDS.build(cfg, default_args=defaults)
             name, backend = backend.get("name", type(built).__name__), built
         if name in self._backends:
-            raise ConfigError(f"there are two backends called '{name}'; give one a 'name' of its own", path)
+            raise ConfigError(
+                f"two backends have the name '{name}'; set a different 'name' for one of them", path
+            )
         self._backends[name] = backend
 
     def get_backend(self, name: str) -> Any:
-        """Return the backend called `name`, by default its class's name.
+        """Return the backend `name`; the default name is the name of its class.
 
         Raises:
-            UnknownNameError: there is none.
+            UnknownNameError: there is no such backend.
         """
         if name not in self._backends:
             hint = did_you_mean(name, self._backends)
-            raise UnknownNameError(f"no backend is called '{name}'{hint}; there are {list(self._backends)}")
+            raise UnknownNameError(
+                f"unknown backend '{name}'{hint}; available backends: {list(self._backends)}"
+            )
         return self._backends[name]
 
     def add_config(self, config: Any) -> None:
@@ -80,21 +84,21 @@ class Visualizer:
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record several values of one step; `LocalVisBackend` writes them to `file_path` as well."""
+        """Record several values of one step; `LocalVisBackend` also writes them to `file_path`."""
         for backend in self._backends.values():
             backend.add_scalars(scalar_dict, step, file_path)
 
     def add_image(self, name: str, image: npt.NDArray[np.uint8], step: int = 0) -> None:
-        """Record a picture, uint8 (H, W, 3), RGB.
+        """Record an RGB image, uint8 (H, W, 3).
 
         Raises:
-            DataError: it is something else.
+            DataError: `image` has another type or shape.
         """
         for backend in self._backends.values():
             backend.add_image(name, image, step)
 
     def flush(self) -> None:
-        """Let every backend write out what it holds back; at the end of a run, after which another may follow."""
+        """Flush every backend. The Runner calls this at the end of each run."""
         for backend in self._backends.values():
             if hasattr(backend, "flush"):
                 backend.flush()
