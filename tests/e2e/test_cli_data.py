@@ -92,7 +92,7 @@ def test_the_table_warns_of_classes_that_never_occur_and_lists_sizes(folder, cap
     write(folder / "data/ann/0.png", np.zeros((8, 9)))
     printed = ran(capsys, "stats", "recipe.yaml", "--split", "train", "--workers", "1")
     assert "7 samples of ImageMaskFolder, pixels (width x height): 20 x 12 (6), 9 x 8 (1)" in printed
-    assert "Warning: never occurs: ghost" in printed
+    assert "Warning: classes without pixels: ghost" in printed
     assert "val_dataloader" not in printed
 
 
@@ -111,7 +111,7 @@ def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
         "without a mask: 'data/val/1.png'",
     ):
         assert len([line for line in printed.splitlines() if named in line]) == 1, named
-    assert "Splits that cannot be read (1)" in printed
+    assert "Unreadable splits (1)" in printed
     assert "Broken files (4)" in printed
     assert "skip_corrupt" not in printed
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", status=1))
@@ -136,7 +136,7 @@ def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys
     (found,) = json.loads(ran(capsys, "stats", "run.py", "--json"))["data"]
     assert [(c["name"], c["samples"], c["share"]) for c in found["classes"]] == [("a", 2, 0.5), ("b", 2, 0.5)]
     assert found["mean"] == [15.0]
-    assert "decodes no files" in ran(capsys, "cache", "run.py")
+    assert "does not decode files; nothing to cache" in ran(capsys, "cache", "run.py")
     ran(capsys, "show", "run.py", "--count", "2", "--out", "s.png")
     assert Image.open("s.png").width > 320
 
@@ -146,11 +146,11 @@ def test_the_cache_is_filled_beside_the_data_verified_and_the_recipe_told(folder
     cache = folder / "data.cache"
     assert f"{cache}: needs about" in printed
     assert "train: 7 samples" in printed
-    assert "7 decoded now, 0 were there" in printed
+    assert "7 decoded now, 0 already cached" in printed
     assert f"train_dataloader.dataset.cache={cache}" in printed
     assert len(list(cache.glob("*/*.decoded"))) == 9
     again = ran(capsys, "cache", "recipe.yaml", f"train_dataloader.dataset.cache={cache}", "--workers", "1")
-    assert "0 decoded now, 7 were there" in again
+    assert "0 decoded now, 7 already cached" in again
     assert f"{cache}: needs about 0 B more" in again
     assert "train_dataloader.dataset.cache=" not in again
     assert f"val_dataloader.dataset.cache={cache}" in again
@@ -193,7 +193,7 @@ def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
         (folder / f"data/{kind}/6.png").unlink()
     printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--prune")
     assert f"{folder / 'c'}: 1 files removed" in printed
-    assert "0 decoded now, 6 were there" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
+    assert "0 decoded now, 6 already cached" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
 
 
 def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monkeypatch):
@@ -202,18 +202,18 @@ def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monk
     assert main(["data", "cache", "recipe.yaml"]) == 1
     printed = capsys.readouterr()
     assert "5.0 kB are free" in printed.out
-    assert "not enough room" in printed.err
+    assert "not enough disk space" in printed.err
     assert not (folder / "data.cache").exists()
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot go with --split"),
+        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with `--split`"),
         (["cache", "street_scenes_pp_lite_t"], "give --folder"),
         (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (its splits: train, val)"),
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
-        (["show", "recipe.yaml", "--epoch", "-1"], "--epoch must be 0 or more"),
+        (["show", "recipe.yaml", "--epoch", "-1"], "`--epoch` must be at least 0"),
         (["cache", "recipe.yaml", "--folder", "recipe.yaml"], "cannot write to"),
         (
             ["show", "recipe.yaml", "--out", "sheet.pgn"],
@@ -283,7 +283,7 @@ def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsy
     words = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
     assert len(words) == 2
     again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
-    assert again.count("0 decoded now, 2 were there") == 2
+    assert again.count("0 decoded now, 2 already cached") == 2
     assert "To train with it" not in again
 
 
@@ -301,4 +301,4 @@ def test_a_stream_is_refused_in_one_line(folder, capsys, monkeypatch, action):
     )
     said = ran(capsys, action, "stream.yaml", status=2).strip()
     assert "\n" not in said
-    assert "train_dataloader.dataset: Stream is a stream, of which no sample can be asked for" in said
+    assert "train_dataloader.dataset: Stream is an iterable-style dataset" in said

@@ -34,7 +34,7 @@ def test_what_is_off_is_one_line_and_what_is_on_is_not_in_it(capsys):
 
 def test_auto_says_what_it_chose_what_it_left_off_and_why(capsys):
     printed = explained(capsys, "speed=auto")
-    assert row(printed, "fused").startswith("fused where it can be auto where torch has fused kernels")
+    assert row(printed, "fused").startswith("fused where supported auto where torch has fused kernels")
     assert row(printed, "compile").startswith("compile off auto ")
 
 

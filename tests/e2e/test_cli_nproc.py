@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from faulty_fixtures import CONFIG, FOLDER
-from slipstream.cli.configure import command_words
+from slipstream.cli.configure import command_args
 from slipstream.cli.parser import parse
 from slipstream.cores import cores
 
@@ -82,7 +82,7 @@ def test_words_reach_the_processes_as_they_were_written(trained):
 )
 def test_rebuilt_words_mean_the_same(words):
     args = parse(words)
-    assert parse(command_words(args)) == args
+    assert parse(command_args(args)) == args
 
 
 def test_overrides_may_stand_after_an_option():
@@ -115,8 +115,8 @@ def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_chec
     [
         ("error", 1, "slipstream: error: sample 3 is broken", "sample 3 is broken"),
         ("bug", 1, "[rank1]: Traceback", "rank 1 of 2"),
-        ("leave", 7, "slipstream: ", "slipstream: error: rank 1 ended with exit status 7"),
-        ("kill", 137, "slipstream: ", "was ended by SIGKILL; did the machine run out of memory?"),
+        ("leave", 7, "slipstream: ", "slipstream: error: rank 1 exited with status 7"),
+        ("kill", 137, "slipstream: ", "was killed by SIGKILL; did the machine run out of memory?"),
     ],
 )
 def test_a_failed_process_ends_the_command_and_is_the_one_that_is_shown(slipstream, how, status, first, last):

@@ -101,12 +101,12 @@ def test_other_options_reach_sbatch_as_they_are():
         (["--nodes", "two"], "--nodes: 'two'"),
         (["--gpus-per-node", "0"], "--tasks-per-node"),
         (["--gpus-per-node", "8", "--tasks-per-node", "2"], "not allowed with"),
-        (["--time", "4h"], "--time: '4h' is no time limit of Slurm"),
+        (["--time", "4h"], "--time: '4h' is not a Slurm time limit"),
         (["--time", "1:2:3:4"], "--time"),
         (["--job-name", "a\n#SBATCH --uid=0"], "--job-name"),
         (["--partition", ""], "--partition"),
         (["train_cfg.max_epoch=3"], "did you mean 'train_cfg.max_epochs'"),
-        (["--work-dir", "a\nb"], "a line break"),
+        (["--work-dir", "a\nb"], "line breaks"),
     ],
 )
 def test_a_wrong_word_is_found_before_anything_is_submitted(slipstream, sbatch, tmp_path, words, expected):
@@ -127,7 +127,7 @@ def test_submitting_writes_the_file_and_prints_the_jobs_number(slipstream, sbatc
     sbatch('echo "$@" > words; echo "17;cluster"')
     done = slipstream("submit", RECIPE, "--nodes", "2")
     path = tmp_path / "work_dirs" / RECIPE / "submit.sbatch"
-    assert done.stdout.startswith("Submitted job 17, which starts anew.")
+    assert done.stdout.startswith("Submitted job 17, which starts from scratch.")
     assert f"{path.parent}/slurm-17.log" in done.stdout
     assert (tmp_path / "words").read_text().split() == ["--parsable", str(path)]
     assert options(path.read_text())["nodes"] == "2"
@@ -140,7 +140,7 @@ def test_submitting_says_from_which_checkpoint_the_job_goes_on(slipstream, sbatc
     checkpoint.touch()
     (tmp_path / "out/last_checkpoint").write_text(str(checkpoint))
     done = slipstream("submit", RECIPE, "--work-dir", "out")
-    assert f"Submitted job 18, which goes on from {checkpoint}." in done.stdout
+    assert f"Submitted job 18, which resumes from {checkpoint}." in done.stdout
 
 
 def test_a_dry_run_prints_the_file_and_does_nothing(slipstream, sbatch, tmp_path):
@@ -154,7 +154,7 @@ def test_a_dry_run_prints_the_file_and_does_nothing(slipstream, sbatch, tmp_path
 
 def test_without_slurm_the_error_says_what_is_missing(slipstream, sbatch):
     done = slipstream("submit", RECIPE, status=1)
-    assert "there is no sbatch on this machine" in done.stderr
+    assert "sbatch not found on this machine" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 

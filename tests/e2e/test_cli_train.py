@@ -130,7 +130,7 @@ def test_predict_never_writes_two_images_to_one_file(trained, capsys):
     words = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
     assert main(words) == 1
     error = capsys.readouterr().err
-    assert "one/street.png and two/street.png would be written to the same files" in error
+    assert "one/street.png and two/street.png would overwrite each other" in error
 
 
 def test_predict_says_where_no_folder_can_be_made(trained, capsys):
@@ -138,7 +138,7 @@ def test_predict_says_where_no_folder_can_be_made(trained, capsys):
 
     file = str(trained / "epoch_2.pth")
     assert main(["predict", "street.png", "--checkpoint", file, "--out", file]) == 2
-    assert capsys.readouterr().err.startswith("slipstream: error: --out: no folder can be made there")
+    assert capsys.readouterr().err.startswith("slipstream: error: --out: cannot create the folder")
 
 
 def test_predict_of_a_broken_image_names_the_file(trained, slipstream, tmp_path):

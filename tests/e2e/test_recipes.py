@@ -128,7 +128,7 @@ def test_weights_that_a_recipe_names_are_validated_without_a_training(capsys):
     run("val", "street_scenes_regseg48", *size, "--checkpoint", str(own))
     assert capsys.readouterr().out.strip().splitlines()[-1] == printed
     assert main(["val", "street_scenes_regseg48", *words, "checkpoint_params.load_backbone=true"]) == 1
-    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert "no checkpoint found in" in capsys.readouterr().err
 
 
 def test_a_run_goes_on_where_it_ended(cityscapes, capsys):

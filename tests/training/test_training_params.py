@@ -121,13 +121,13 @@ def test_values_out_of_range_name_their_key(given, message):
     ],
 )
 def test_old_spellings_mean_the_new_ones(given, read):
-    assert TrainingParams.read(given).given() == read
+    assert TrainingParams.read(given).changed() == read
 
 
 def test_omegaconf_containers_are_read_with_their_interpolations():
     from omegaconf import OmegaConf
 
     cfg = OmegaConf.create(dict(max_epochs=4, lr_warmup_epochs="${max_epochs}", ema_params=dict(decay=0.9)))
-    read = TrainingParams.read(cfg).given()
+    read = TrainingParams.read(cfg).changed()
     assert read == dict(max_epochs=4, lr_warmup_epochs=4, ema_params=dict(decay=0.9))
     assert type(read["ema_params"]) is dict
