@@ -210,7 +210,7 @@ def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monk
     ("words", "expected"),
     [
         (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with `--split`"),
-        (["cache", "street_scenes_pp_lite_t"], "give --folder"),
+        (["cache", "street_scenes_pp_lite_t"], "set `--folder`"),
         (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (its splits: train, val)"),
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
         (["show", "recipe.yaml", "--epoch", "-1"], "`--epoch` must be at least 0"),

@@ -40,7 +40,7 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
         (["train", RECIPE, "--nproc", "2", "--launcher", "slurm"], ["--launcher", "--nproc"]),
         (["train", RECIPE, "--nproc", "two"], ["--nproc", "'two'"]),
-        (["val", RECIPE, "--max-restarts", "2"], ["--max-restarts needs --nproc"]),
+        (["val", RECIPE, "--max-restarts", "2"], ["`--max-restarts` requires `--nproc`"]),
         (["train", RECIPE, "--nprok", "2"], ["--nprok"]),
         (["train", RECIPE, "--nproc", "2", "train_cfg.max_epoch=3"], ["did you mean 'train_cfg.max_epochs'"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
