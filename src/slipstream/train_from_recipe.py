@@ -74,7 +74,7 @@ def _by_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
     from hydra.core.hydra_config import HydraConfig
 
     from slipstream.errors import SlipstreamError
-    from slipstream.recipes.compose import words_for_hydra
+    from slipstream.recipes.compose import hydra_overrides
     from slipstream.recipes.resolvers import register_resolvers
 
     def job(_: DictConfig) -> None:
@@ -87,7 +87,7 @@ def _by_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
         if status:
             sys.exit(status)
 
-    words = words_for_hydra(path, args.overrides, folder)
+    words = hydra_overrides(path, args.overrides, folder)
     register_resolvers()
     before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]  # hydra.main reads no others
     try:

@@ -57,7 +57,7 @@ def test_what_fits_on_no_gpu_says_so(capsys):
         (["segformer_1bx"], ["did you mean 'segformer_1b'"]),
         (["nowhere.yaml"], ["nowhere.yaml"]),
         (["--gpus", "8,x"], ["--gpus", "'x'"]),
-        (["--gpus", "12"], ["12 GPUs", "machines of 8"]),
+        (["--gpus", "12"], ["12 GPUs", "nodes of 8"]),
         (["--gpu", "h10"], ["unknown gpu 'h10'", "did you mean 'h100'"]),
         (["--network", "ib40"], ["unknown network 'ib40'", "did you mean 'ib400'"]),
         (["--size", "512"], ["--size", "'512'", "512x1024"]),

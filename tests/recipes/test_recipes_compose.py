@@ -10,7 +10,7 @@ from predecessor_recipes import RECIPES
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
-from slipstream.recipes.compose import words_for_hydra
+from slipstream.recipes.compose import hydra_overrides
 from slipstream.speed import SpeedPlan
 from slipstream.training.recipe import recipe_config
 
@@ -369,7 +369,7 @@ def test_a_recipe_for_several_gpus_leaves_open_how_they_share_the_model():
 
 
 def test_hydra_is_shown_what_shortcuts_stand_for_unless_they_have_several_values():
-    words = words_for_hydra(
+    words = hydra_overrides(
         find_recipe("cityscapes_ddrnet"), ["lr={default: 0.3}", "num_workers=2", "epochs=1,2"]
     )
     assert "lr={default: 0.3}" in words[0]
@@ -378,7 +378,7 @@ def test_hydra_is_shown_what_shortcuts_stand_for_unless_they_have_several_values
     assert "++dataset_params.train_dataloader_params.num_workers=2" in shown
     assert "++dataset_params.val_dataloader_params.num_workers=2" in shown
     assert not any("max_epochs" in word for word in shown)
-    assert words_for_hydra(find_recipe("cityscapes_ddrnet"), ["lr=null"]).count("++lr=null") == 1
+    assert hydra_overrides(find_recipe("cityscapes_ddrnet"), ["lr=null"]).count("++lr=null") == 1
 
 
 def test_the_predecessors_word_for_several_gpus_is_its_value(tmp_path):

@@ -148,7 +148,7 @@ def test_half_precision_is_summed_in_float32():
 def test_several_outputs_and_invalid_smoothing_are_rejected():
     with pytest.raises(ModelError, match=r"network has 2 in training.*use_aux_heads=False"):
         CrossEntropy()((torch.zeros(1, 3), torch.zeros(1, 3)), torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ConfigError, match=r"share from 0 to 1 is needed, not 1\.5"):
+    with pytest.raises(ConfigError, match=r"must be between 0 and 1, not 1\.5"):
         CrossEntropy(label_smoothing=1.5)
 
 
