@@ -1,4 +1,4 @@
-"""`slipstream data stats|cache|show` as a user types it."""
+"""The commands `slipstream data stats|cache|show`."""
 
 import json
 
@@ -68,7 +68,7 @@ def pixels(folder, kind, count=7):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_numbers_are_those_that_numpy_counts(folder, capsys, workers):
+def test_stats_equal_numpy_counts(folder, capsys, workers):
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", "--workers", workers))
     assert found["faults"] == []
     train, val = found["data"]
@@ -87,7 +87,7 @@ def test_the_numbers_are_those_that_numpy_counts(folder, capsys, workers):
     assert all(seconds > 0 for seconds in train["seconds"].values())
 
 
-def test_the_table_warns_of_classes_that_never_occur_and_lists_sizes(folder, capsys):
+def test_table_lists_sizes_and_warns_of_classes_without_pixels(folder, capsys):
     write(folder / "data/img/0.png", np.zeros((8, 9, 3)))
     write(folder / "data/ann/0.png", np.zeros((8, 9)))
     printed = ran(capsys, "stats", "recipe.yaml", "--split", "train", "--workers", "1")
@@ -96,7 +96,7 @@ def test_the_table_warns_of_classes_that_never_occur_and_lists_sizes(folder, cap
     assert "val_dataloader" not in printed
 
 
-def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
+def test_broken_files_are_listed_and_other_files_counted(folder, capsys):
     (folder / "data/img/1.png").write_bytes(b"no picture")
     (folder / "data/ann/1.png").write_bytes(b"")
     write(folder / "data/ann/3.png", np.zeros((5, 5)))
@@ -120,7 +120,7 @@ def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
     assert train["readable"] == 4
 
 
-def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys, monkeypatch):
+def test_classification_dataset_has_statistics(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "labelled_data.py").write_text(
         "import torch\n"
@@ -141,7 +141,7 @@ def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys
     assert Image.open("s.png").width > 320
 
 
-def test_the_cache_is_filled_beside_the_data_verified_and_the_recipe_told(folder, capsys):
+def test_cache_is_filled_next_to_the_data_and_verified(folder, capsys):
     printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2")
     cache = folder / "data.cache"
     assert f"{cache}: needs about" in printed
@@ -156,7 +156,7 @@ def test_the_cache_is_filled_beside_the_data_verified_and_the_recipe_told(folder
     assert f"val_dataloader.dataset.cache={cache}" in again
 
 
-def test_a_damaged_file_in_the_cache_is_made_again(folder, capsys):
+def test_damaged_cache_file_is_rewritten(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--workers", "1")
     path = next((folder / "c").glob("*/*.decoded"))
     whole = path.read_bytes()
@@ -167,7 +167,7 @@ def test_a_damaged_file_in_the_cache_is_made_again(folder, capsys):
     assert path.read_bytes() == whole
 
 
-def test_what_cannot_be_cached_is_listed(folder, capsys):
+def test_samples_that_cannot_be_cached_are_listed(folder, capsys):
     (folder / "data/img/1.png").write_bytes(b"no picture")
     (folder / "data/img/4.png").write_bytes(b"no picture")
     printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2", status=1)
@@ -178,7 +178,7 @@ def test_what_cannot_be_cached_is_listed(folder, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--prune"]])
-def test_links_that_lead_nowhere_are_listed_and_the_rest_is_cached(folder, capsys, more):
+def test_broken_links_are_listed_and_other_samples_cached(folder, capsys, more):
     for i in (1, 4):
         (folder / f"data/img/{i}.png").unlink()
         (folder / f"data/img/{i}.png").symlink_to("nowhere.png")
@@ -187,7 +187,7 @@ def test_links_that_lead_nowhere_are_listed_and_the_rest_is_cached(folder, capsy
     assert "Not cached (2)" in printed
 
 
-def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
+def test_prune_keeps_the_files_of_the_recipe(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c")
     for kind in ("img", "ann"):
         (folder / f"data/{kind}/6.png").unlink()
@@ -196,7 +196,7 @@ def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
     assert "0 decoded now, 6 already cached" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
 
 
-def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monkeypatch):
+def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, monkeypatch):
     usage = type("Usage", (), {"free": 5000})
     monkeypatch.setattr("slipstream.cli.data_cache.shutil.disk_usage", lambda path: usage)
     assert main(["data", "cache", "recipe.yaml"]) == 1
@@ -222,13 +222,13 @@ def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monk
         (["show", "recipe.yaml", "--out", "recipe.yaml/sheet.png"], "--out: cannot write 'recipe.yaml/sheet"),
     ],
 )
-def test_wrong_words_are_one_line(folder, capsys, words, expected):
+def test_invalid_arguments_raise_one_line_errors(folder, capsys, words, expected):
     error = ran(capsys, *words, status=2)
     assert expected in error
     assert error.count("\n") == 1
 
 
-def test_the_sheet_shows_the_samples_of_that_epoch_of_the_training(folder, capsys, monkeypatch):
+def test_sheet_shows_the_samples_of_the_training_epoch(folder, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr(
         "slipstream.cli.data_show.contact_sheet", lambda *a: shown.append(a) or Image.new("L", (1, 1))
@@ -239,7 +239,7 @@ def test_the_sheet_shows_the_samples_of_that_epoch_of_the_training(folder, capsy
     ((rows, titles, captions, legend),) = shown
     assert titles == ("image", "mask", "both")
     assert [name for name, _ in legend] == ["road", "tree", "car", "ghost", "(ignored)"]
-    inputs, targets = what_the_network_gets(epoch=2)
+    inputs, targets = network_inputs(epoch=2)
     for (image, mask, _), caption, seen, target in zip(rows, captions, inputs, targets, strict=True):
         assert caption.endswith(", epoch 2, seed 4")
         assert np.abs(image - (127.5 * seen + 127.5)).max() < 0.51
@@ -259,8 +259,8 @@ class Recorder(BaseModel):
         return {"loss": self.weight.sum()}
 
 
-def what_the_network_gets(epoch):
-    """Return inputs and targets, (N, H, W, C) and (N, H, W), of an epoch of a real training."""
+def network_inputs(epoch):
+    """Return the inputs (N, H, W, C) and targets (N, H, W) of an epoch of a real training."""
     model = Recorder()
     cfg = Config.fromfile("recipe.yaml")
     Runner(
@@ -272,11 +272,11 @@ def what_the_network_gets(epoch):
         randomness=cfg.randomness,
         visualizer=dict(type="Visualizer", vis_backends=[]),
     ).train()
-    batches = model.seen[-2:]  # of three samples each, of seven
+    batches = model.seen[-2:]  # two batches of three samples, out of seven samples
     return [np.concatenate(part) for part in zip(*batches, strict=True)]
 
 
-def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsys, monkeypatch):
+def test_printed_overrides_are_valid_for_a_composed_recipe(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = [f"dataset_params.{split}_dataset_params.length=2" for split in ("train", "val")]
     printed = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, "--folder", "c")
@@ -284,7 +284,7 @@ def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsy
     assert len(words) == 2
     again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
     assert again.count("0 decoded now, 2 already cached") == 2
-    assert "To train with it" not in again
+    assert "To train with the cache" not in again
 
 
 class Stream(IterableDataset):
@@ -293,7 +293,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("action", ["stats", "cache", "show"])
-def test_a_stream_is_refused_in_one_line(folder, capsys, monkeypatch, action):
+def test_iterable_dataset_raises_one_line_error(folder, capsys, monkeypatch, action):
     DATASETS.get("ConcatDataset")
     monkeypatch.setitem(DATASETS.module_dict, "Stream", Stream)
     (folder / "stream.yaml").write_text(

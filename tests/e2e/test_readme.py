@@ -1,4 +1,4 @@
-"""Every command and snippet of the README runs."""
+"""All commands and snippets of the README run."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
-# What makes a training of the README small enough for a test.
+# Overrides that make the README's trainings small enough for a test.
 SMALL = [
     "epochs=1",
     "batch_size=2",
@@ -41,7 +41,7 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder with a small data/camvid and data/cityscapes, in which all commands run one after the other."""
+    """Return a folder with small data/camvid and data/cityscapes, in which all commands run in order."""
     folder = tmp_path_factory.mktemp("readme")
     write_street_folder(folder / "data/cityscapes", train=2, val=1, size=(64, 128))
     rng = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def photos(tmp_path_factory):
 
 
 def small(words: list[str]) -> list[str]:
-    """Return the words that make this command small enough for a test."""
+    """Return the overrides that make this command small enough for a test."""
     if not any(word in words for word in ("train", "slipstream.train_from_recipe")):
         return []
     given = {word.partition("=")[0] for word in words}
@@ -78,7 +78,7 @@ def test_both_sides_of_the_diff_run(run, diff):
         assert own in diff
 
 
-def test_a_loop_of_ones_own_changes_in_five_lines():
+def test_custom_loop_changes_in_five_lines():
     _, diff = blocks("diff")
     assert sum(line.startswith("+") for line in diff.splitlines()) == 5
 
@@ -128,11 +128,11 @@ def test_commands_run(command, photos, run, slipstream):
         assert words[0] == "slipstream"
         images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
         words = [word for word in words[1:] if "*" not in word] + images
-        # What doctor finds wrong (one thread, here) is its exit status.
+        # The exit status of doctor is 1 here because it reports a single thread.
         slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 
-def test_the_error_that_it_shows_is_the_error_that_comes(slipstream):
+def test_error_in_the_readme_is_current(slipstream):
     (session,) = [text for text in blocks("") if text.startswith("$ slipstream")]
     command, expected = session.splitlines()
     done = slipstream(*shlex.split(command)[2:], status=2)

@@ -1,4 +1,4 @@
-"""Every recipe runs from its name: small data in Cityscapes' own layout, few batches, small crops."""
+"""All recipes run by name, with small data in the Cityscapes layout, few batches and small crops."""
 
 import re
 import shlex
@@ -73,7 +73,7 @@ def checkpoint(name):
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), TRAINED)
-def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architecture, cityscapes, capsys):
+def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architecture, cityscapes, capsys):
     words = [
         f"architecture={architecture}",
         "experiment_name=run",
@@ -95,7 +95,7 @@ def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architec
     }  # fmt: skip
 
 
-def test_validation_and_predictions_follow_from_what_was_written(cityscapes, capsys):
+def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
     words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
     run("train", "cityscapes_regseg48", *words)
     run("val", "cityscapes_regseg48", *words)
@@ -116,7 +116,7 @@ def test_validation_and_predictions_follow_from_what_was_written(cityscapes, cap
     assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
 
 
-def test_weights_that_a_recipe_names_are_validated_without_a_training(capsys):
+def test_pretrained_weights_of_a_recipe_are_validated_without_training(capsys):
     weights = models.get("regseg48", num_classes=19).state_dict()
     torch.save({"net": weights}, "theirs.pth")
     size = ["dataset_params.val_dataset_params.size=[64,128]", "dataset_params.val_dataset_params.length=2"]
@@ -131,7 +131,7 @@ def test_weights_that_a_recipe_names_are_validated_without_a_training(capsys):
     assert "no checkpoint found in" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_it_ended(cityscapes, capsys):
+def test_run_resumes_where_it_ended(cityscapes, capsys):
     words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
     run("train", "cityscapes_regseg48", *words)
     run("train", "cityscapes_regseg48", *words, "epochs=2", "resume=True")
@@ -151,8 +151,8 @@ def test_each_recipe_builds_its_network_and_loss(recipe, architecture):
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("street_scenes")])
-def test_street_scenes_recipes_need_no_data(name):
-    if name == "street_scenes_pp_lite_t":  # in the Runner's words
+def test_street_scenes_recipes_require_no_data(name):
+    if name == "street_scenes_pp_lite_t":  # in the Runner's syntax
         sizes = [f"{split}_dataloader.dataset.size=[64,128]" for split in ("train", "val")]
         lengths = ["train_dataloader.dataset.length=4", "val_dataloader.dataset.length=2"]
         run(
@@ -193,14 +193,14 @@ def test_camvid_recipes_train_on_a_folder_of_photos_and_masks(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_written_for_the_predecessor_trains_unchanged(name, cityscapes):
+def test_supergradients_recipe_trains_unchanged(name, cityscapes):
     Path("mine.yaml").write_text(RECIPES[name])
     words = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
     run("train", "mine.yaml", *words)
     assert checkpoint("mine")["meta"]["epoch"] == 1
 
 
-def test_lists_of_files_in_place_of_a_split(cityscapes):
+def test_file_lists_replace_a_split(cityscapes):
     Path("mine.yaml").write_text(
         RECIPES["regseg48"]
         + "\ndataset_params:\n"
@@ -229,9 +229,7 @@ def test_cifar10_trains_on_the_binary_version():
     assert checkpoint("resnet18_cifar")["meta"]["epoch"] == 1
 
 
-def test_fewer_gpus_than_the_recipe_asks_for_are_said_with_the_batch_that_results(
-    cityscapes, capsys, monkeypatch
-):
+def test_fewer_gpus_than_expected_log_a_warning_with_the_batch_size(cityscapes, capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     few = [word for word in FEW if not word.startswith("num_gpus")]
     run(
@@ -243,12 +241,12 @@ def test_fewer_gpus_than_the_recipe_asks_for_are_said_with_the_batch_that_result
         *SMALL_CROPS,
     )
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "GPUs" in line]
-    assert "1 x 2, not 4 x 2" in warning
+    assert "1 x 2 instead of 4 x 2" in warning
     assert "batch_accumulate=4" in warning
 
 
 @pytest.mark.parametrize(("found", "started"), [(8, "4"), (3, "3")])
-def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, monkeypatch):
+def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkeypatch):
     from slipstream.cli import train
 
     asked = []
@@ -265,7 +263,10 @@ def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, mon
         (["training_params.max_epoch=3"], ["training_params.max_epoch", "did you mean 'max_epochs'"]),
         (["architecture=regseg4"], ["regseg4", "did you mean 'regseg48'"]),
         (["checkpoint_params.checkpoint_pth=x"], ["checkpoint_params.checkpoint_pth", "'checkpoint_path'"]),
-        (["checkpoint_params.pretrained_weights=imagenet"], ["nothing is downloaded", "checkpoint_path"]),
+        (
+            ["checkpoint_params.pretrained_weights=imagenet"],
+            ["downloads are not supported", "checkpoint_path"],
+        ),
         (["multi_gpu=DPP"], ["multi_gpu", "'DPP'"]),
         (["num_gpus=many"], ["num_gpus", "'many'"]),
         (["train_dataloader=cityscape_train"], ["train_dataloader", "'cityscapes_train'"]),
@@ -274,7 +275,7 @@ def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, mon
         (["arch_params.num_classes=18"], ["18", "19"]),
     ],
 )
-def test_a_wrong_word_is_one_line_that_names_the_place(words, expected, cityscapes, capsys):
+def test_invalid_argument_raises_one_line_error_with_config_path(words, expected, cityscapes, capsys):
     data = [] if any("data_root" in word for word in words) else [f"data_root_dir={cityscapes}"]
     assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *words]) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slipstream: error")]
@@ -283,7 +284,7 @@ def test_a_wrong_word_is_one_line_that_names_the_place(words, expected, cityscap
         assert part in lines[0]
 
 
-def test_a_variable_of_a_recipes_own_is_no_error_and_a_near_miss_is_said(caplog):
+def test_recipe_variables_are_accepted_and_near_misses_logged(caplog):
     from slipstream.recipes import compose
     from slipstream.training.recipe import recipe_config
 
@@ -307,7 +308,7 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_of_the_pages_names_a_recipe_and_keys_that_there_are(command):
+def test_each_command_in_the_docs_uses_existing_recipes_and_keys(command):
     words = [word for word in shlex.split(command) if not word.startswith("--multirun")]
     if "slipstream.train_from_recipe" in words:
         name, *overrides = words[words.index("slipstream.train_from_recipe") + 1 :]
@@ -318,7 +319,7 @@ def test_each_command_of_the_pages_names_a_recipe_and_keys_that_there_are(comman
     assert load_config(name, [word for word in overrides if "," not in word]).cfg.model
 
 
-def test_the_pages_are_short_and_name_every_family():
+def test_recipe_pages_are_short_and_list_each_family():
     text = " ".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     assert all(len(page.read_text(encoding="utf-8").splitlines()) <= 70 for page in DOCS.glob("*.md"))
     for name in recipes():
