@@ -72,7 +72,7 @@ def test_unknown_recipe_variable_logs_a_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("params", "config_path"),
+    ("invalid", "config_path"),
     [
         (dict(ema=True, ema_params=dict(decay_type="expo")), "ema_params.decay_type"),
         (
@@ -102,12 +102,12 @@ def test_unknown_recipe_variable_logs_a_warning(caplog):
         ),
     ],
 )
-def test_runner_errors_have_the_config_paths_of_the_user(tmp_path, params, config_path):
+def test_runner_errors_have_the_config_paths_of_the_user(tmp_path, invalid, config_path):
     data = DataLoader(TensorDataset(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4).long()))
     params = dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss", metric_to_watch=None)
     params |= dict(valid_metrics_list=["PixelAccuracy"], silent_mode=True)
     with pytest.raises(ConfigError) as caught:
-        Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**params, **params}, data, data)
+        Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**params, **invalid}, data, data)
     assert caught.value.path == f"training_params.{config_path}"
 
 
