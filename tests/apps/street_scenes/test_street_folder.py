@@ -100,6 +100,6 @@ def test_wrong_size_raises_error_in_one_line(tmp_path, monkeypatch, capsys):
 
 
 def test_folder_without_scenes_raises_error(tmp_path):
-    with pytest.raises(ConfigError, match="length of 1 or more"):
+    with pytest.raises(ConfigError, match="length of StreetScenes must be at least 1"):
         write_street_folder(tmp_path / "none", val=0)
     assert not (tmp_path / "none").exists()
