@@ -57,8 +57,8 @@ def write(path, array):
     Image.fromarray(array.astype(np.uint8)).save(path)
 
 
-def ran(capsys, *words, status=0):
-    assert main(["data", *words]) == status
+def ran(capsys, *arguments, status=0):
+    assert main(["data", *arguments]) == status
     printed = capsys.readouterr()
     return printed.out if status != 2 else printed.err
 
@@ -207,7 +207,7 @@ def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, mon
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with `--split`"),
         (["cache", "street_scenes_pp_lite_t"], "set `--folder`"),
@@ -222,8 +222,8 @@ def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, mon
         (["show", "recipe.yaml", "--out", "recipe.yaml/sheet.png"], "--out: cannot write 'recipe.yaml/sheet"),
     ],
 )
-def test_invalid_arguments_raise_one_line_errors(folder, capsys, words, expected):
-    error = ran(capsys, *words, status=2)
+def test_invalid_arguments_raise_one_line_errors(folder, capsys, arguments, expected):
+    error = ran(capsys, *arguments, status=2)
     assert expected in error
     assert error.count("\n") == 1
 
@@ -280,9 +280,9 @@ def test_printed_overrides_are_valid_for_a_composed_recipe(tmp_path, capsys, mon
     monkeypatch.chdir(tmp_path)
     short = [f"dataset_params.{split}_dataset_params.length=2" for split in ("train", "val")]
     printed = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, "--folder", "c")
-    words = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
-    assert len(words) == 2
-    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
+    arguments = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
+    assert len(arguments) == 2
+    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *arguments)
     assert again.count("0 decoded now, 2 already cached") == 2
     assert "To train with the cache" not in again
 

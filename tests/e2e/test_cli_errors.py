@@ -11,7 +11,7 @@ RECIPE = "street_scenes_pp_lite_t"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
@@ -53,13 +53,13 @@ RECIPE = "street_scenes_pp_lite_t"
     ],
 )
 def test_invalid_argument_raises_one_line_error_with_suggestion(
-    words, expected, tmp_path, monkeypatch, capfd
+    arguments, expected, tmp_path, monkeypatch, capfd
 ):
     """Runs in this process, because the imports of a new process take seconds."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` sets it permanently
     try:
-        status = main(words)
+        status = main(arguments)
     except SystemExit as ended:
         status = ended.code
     said = capfd.readouterr()

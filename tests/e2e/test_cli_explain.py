@@ -7,8 +7,8 @@ from slipstream.cli.main import main
 RECIPE = "street_scenes_pp_lite_t"
 
 
-def explained(capsys, *words):
-    assert main(["explain", RECIPE, *words]) == 0
+def explained(capsys, *arguments):
+    assert main(["explain", RECIPE, *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -70,7 +70,7 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
         (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
@@ -81,9 +81,9 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
         (["sped=auto"], "did you mean 'speed'"),
     ],
 )
-def test_invalid_plan_raises_one_line_error_with_status_2(capsys, words, expected, monkeypatch):
+def test_invalid_plan_raises_one_line_error_with_status_2(capsys, arguments, expected, monkeypatch):
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
-    assert main(["explain", RECIPE, *words]) == 2
+    assert main(["explain", RECIPE, *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
 

@@ -37,8 +37,8 @@ def trained(tmp_path_factory):
     (folder / "line.yaml").write_text(CONFIG)
     environ = dict(os.environ, PYTHONPATH=FOLDER)
     environ.pop("OMP_NUM_THREADS")
-    words = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
-    command = [sys.executable, "-m", "slipstream", *words]
+    arguments = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
+    command = [sys.executable, "-m", "slipstream", *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done, folder / "work_dirs/line"
@@ -72,7 +72,7 @@ def test_arguments_are_passed_to_the_processes_unchanged(trained):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["train", "r", "a=1", "b=$x"],
         ["train", "r", "--work-dir=-odd dir", "--resume"],
@@ -80,8 +80,8 @@ def test_arguments_are_passed_to_the_processes_unchanged(trained):
         ["val", "r", "a='1'", "--checkpoint=x.pth"],
     ],
 )
-def test_rebuilt_arguments_parse_equally(words):
-    args = parse(words)
+def test_rebuilt_arguments_parse_equally(arguments):
+    args = parse(arguments)
     assert parse(command_args(args)) == args
 
 
@@ -96,7 +96,7 @@ def test_restarted_run_ignores_old_checkpoints_and_ends_like_an_uninterrupted_on
     shutil.copytree(trained[1], tmp_path / "again")
     last = tmp_path / "again/epoch_3.pth"
     last.unlink()  # compare only checkpoints of this run
-    words = [
+    arguments = [
         "train",
         "line.yaml",
         stumble("kill", epoch),
@@ -104,7 +104,7 @@ def test_restarted_run_ignores_old_checkpoints_and_ends_like_an_uninterrupted_on
         "--max-restarts=1",
         "--work-dir=again",
     ]
-    done = slipstream(*words)
+    done = slipstream(*arguments)
     assert "a process failed; restart 1 of 1" in done.stderr
     assert ("Resumed at epoch 2" in done.stdout) == (epoch == 2)
     same(weights(tmp_path / "again"), weights(trained[1]))
@@ -158,9 +158,9 @@ def _alive(pid):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)])
 def test_signal_terminates_all_processes(tmp_path, number, status):
-    words = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
+    arguments = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
     with subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *words],
+        [sys.executable, "-m", "slipstream", *arguments],
         cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed launcher cannot remove its folder
         stdout=subprocess.PIPE,

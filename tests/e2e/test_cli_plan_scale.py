@@ -19,8 +19,8 @@ def test_recipe_is_planned_with_its_image_size_and_batch(slipstream):
     assert "not measurements" in printed
 
 
-def planned(capsys, *words):
-    assert main(["plan-scale", *words, "--json"]) == 0
+def planned(capsys, *arguments):
+    assert main(["plan-scale", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
@@ -31,13 +31,13 @@ def test_best_strategy_is_the_fastest_listed(capsys):
 
 
 def test_measured_step_time_is_the_time_of_one_gpu(capsys):
-    words = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "1", "--step-time", "0.02")
-    assert planned(capsys, *words)[0]["ddp"]["step_time"] == pytest.approx(0.02)
+    arguments = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "1", "--step-time", "0.02")
+    assert planned(capsys, *arguments)[0]["ddp"]["step_time"] == pytest.approx(0.02)
 
 
 def test_sync_bn_has_a_cost_and_can_be_disabled(capsys):
-    words = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "64")
-    with_it, without = planned(capsys, *words), planned(capsys, *words, "--no-sync-bn")
+    arguments = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "64")
+    with_it, without = planned(capsys, *arguments), planned(capsys, *arguments, "--no-sync-bn")
     assert without[0]["ddp"]["exposed"] < with_it[0]["ddp"]["exposed"]
 
 
@@ -51,7 +51,7 @@ def test_model_that_fits_on_no_gpu_is_reported(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["pp_lite_x_seg"], ["'pp_lite_x_seg'", "did you mean 'pp_lite_t_seg'"]),
         (["segformer_1bx"], ["did you mean 'segformer_1b'"]),
@@ -67,9 +67,9 @@ def test_model_that_fits_on_no_gpu_is_reported(capsys):
         (["MultiHeadCrossEntropy"], ["MultiHeadCrossEntropy", "cannot"]),
     ],
 )
-def test_invalid_argument_raises_one_line_error(capsys, words, expected):
+def test_invalid_argument_raises_one_line_error(capsys, arguments, expected):
     try:
-        status = main(["plan-scale", *words])
+        status = main(["plan-scale", *arguments])
     except SystemExit as exit:
         status = exit.code
     assert status in (1, 2)
@@ -87,10 +87,10 @@ def consoles(root):
 def test_predictions_in_the_document_equal_the_output(root, capsys):
     shown = consoles(root)
     assert len(shown) >= 3
-    for words, expected in shown:
-        assert main(shlex.split(words)) == 0
+    for arguments, expected in shown:
+        assert main(shlex.split(arguments)) == 0
         printed = capsys.readouterr().out
-        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), words
+        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), arguments
 
 
 def test_measured_table_in_the_document_equals_the_results(root):

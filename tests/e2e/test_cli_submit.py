@@ -12,8 +12,8 @@ from slipstream.cli.submit import batch_file
 RECIPE = "street_scenes_pp_lite_t"
 
 
-def text(*words, work_dir=Path("/data/runs/x")):
-    return batch_file(parse(["submit", RECIPE, *words]), work_dir)
+def text(*arguments, work_dir=Path("/data/runs/x")):
+    return batch_file(parse(["submit", RECIPE, *arguments]), work_dir)
 
 
 def options(text):
@@ -40,8 +40,10 @@ def sbatch(tmp_path, monkeypatch):
 
 
 def test_each_gpu_has_a_process_and_each_option_a_line():
-    words = "--nodes 2 --gpus-per-node 8 --partition mm_dev --time 4:00:00 --account me --qos high --mem 64G"
-    found = options(text(*words.split()))
+    arguments = (
+        "--nodes 2 --gpus-per-node 8 --partition mm_dev --time 4:00:00 --account me --qos high --mem 64G"
+    )
+    found = options(text(*arguments.split()))
     assert found["nodes"] == "2"
     assert found["gpus-per-node"] == "8"
     assert found["ntasks-per-node"] == "8"
@@ -64,10 +66,10 @@ def test_tasks_per_node_sets_the_processes_without_gpus():
 def test_command_is_quoted_for_the_shell():
     odd = ["randomness.seed=1", 'experiment_name=it\'s $HOME `x` "y" & z', "val_cfg={a: [1, 2]}"]
     work_dir = Path("/data/100% mine/$x")
-    words = command(text(*odd, work_dir=work_dir))
-    start = words.index("train")
-    assert words[:start] == ["srun", "--kill-on-bad-exit=1", sys.executable, "-m", "slipstream"]
-    args = parse(words[start:])
+    arguments = command(text(*odd, work_dir=work_dir))
+    start = arguments.index("train")
+    assert arguments[:start] == ["srun", "--kill-on-bad-exit=1", sys.executable, "-m", "slipstream"]
+    args = parse(arguments[start:])
     assert (args.config, args.overrides, args.work_dir) == (RECIPE, odd, str(work_dir))
     assert (args.launcher, args.resume) == ("slurm", True)
 
@@ -95,7 +97,7 @@ def test_other_options_are_passed_to_sbatch_unchanged():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--nodes", "0"], "--nodes: '0'"),
         (["--nodes", "two"], "--nodes: 'two'"),
@@ -109,9 +111,9 @@ def test_other_options_are_passed_to_sbatch_unchanged():
         (["--work-dir", "a\nb"], "line breaks"),
     ],
 )
-def test_invalid_argument_raises_error_before_submission(slipstream, sbatch, tmp_path, words, expected):
+def test_invalid_argument_raises_error_before_submission(slipstream, sbatch, tmp_path, arguments, expected):
     sbatch("touch submitted; echo 1")
-    done = slipstream("submit", RECIPE, *words, status=2)
+    done = slipstream("submit", RECIPE, *arguments, status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert expected in done.stderr
     assert not (tmp_path / "submitted").exists()
@@ -124,12 +126,12 @@ def test_each_form_of_slurm_time_limits_is_accepted(time):
 
 
 def test_submit_writes_the_script_and_prints_the_job_id(slipstream, sbatch, tmp_path):
-    sbatch('echo "$@" > words; echo "17;cluster"')
+    sbatch('echo "$@" > arguments; echo "17;cluster"')
     done = slipstream("submit", RECIPE, "--nodes", "2")
     path = tmp_path / "work_dirs" / RECIPE / "submit.sbatch"
     assert done.stdout.startswith("Submitted job 17, which starts from scratch.")
     assert f"{path.parent}/slurm-17.log" in done.stdout
-    assert (tmp_path / "words").read_text().split() == ["--parsable", str(path)]
+    assert (tmp_path / "arguments").read_text().split() == ["--parsable", str(path)]
     assert options(path.read_text())["nodes"] == "2"
 
 

@@ -127,8 +127,8 @@ def test_predict_applies_transforms_and_crops_their_padding(wrap):
 def test_predict_rejects_images_with_equal_output_files(trained, capsys):
     from slipstream.cli.main import main
 
-    words = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
-    assert main(words) == 1
+    arguments = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
+    assert main(arguments) == 1
     error = capsys.readouterr().err
     assert "one/street.png and two/street.png would overwrite each other" in error
 

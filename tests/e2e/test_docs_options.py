@@ -62,7 +62,7 @@ def lines(page: str) -> list[tuple[str, str]]:
 LINES = [(page, *line) for page in PAGES for line in lines(page)]
 
 
-def given(code: str) -> dict:
+def read_settings(code: str) -> dict:
     return eval(f"dict({code})", {"__builtins__": {"dict": dict, "float": float}})
 
 
@@ -85,22 +85,22 @@ def test_pages_are_short_and_have_the_same_sections(page):
 
 @pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)
 def test_line_of_each_vocabulary_sets_an_option_of_its_page(page, vocabulary, code):
-    words = given(code)
-    plan = SpeedPlan.read(**words)
+    settings = read_settings(code)
+    plan = SpeedPlan.read(**settings)
     own = set(re.findall(r"`(\w+)`", INDEXED[page]))
     if page == "cuda_graph":
         own.add("compile")  # its mode also enables it
     if vocabulary == "`speed=`":
-        assert set(words) == {"speed"}
+        assert set(settings) == {"speed"}
         assert plan.auto or own & set(plan.sources) or page == "accelerate"
         return
     parameters = [nn.Parameter(torch.zeros(2, 2))]
-    if "optim_wrapper" in words:
-        wrapper = build_optim_wrapper(nn.ParameterList(parameters), words["optim_wrapper"])
-        assert type(wrapper.optimizer).__name__ in words["optim_wrapper"]["optimizer"]["type"]
-    hooks = [HOOKS.build(hook) for hook in words.get("custom_hooks", ())]
-    foreign = SUPERGRADIENTS & set(words.get("training_params", ()))
-    kernels = page in ("fused", "npu") and (foreign or "optim_wrapper" in words)
+    if "optim_wrapper" in settings:
+        wrapper = build_optim_wrapper(nn.ParameterList(parameters), settings["optim_wrapper"])
+        assert type(wrapper.optimizer).__name__ in settings["optim_wrapper"]["optimizer"]["type"]
+    hooks = [HOOKS.build(hook) for hook in settings.get("custom_hooks", ())]
+    foreign = SUPERGRADIENTS & set(settings.get("training_params", ()))
+    kernels = page in ("fused", "npu") and (foreign or "optim_wrapper" in settings)
     assert plan.auto or own & set(plan.sources) or hooks or kernels
 
 
@@ -113,7 +113,7 @@ def test_each_inline_snippet_is_valid():
     ]
     assert len(snippets) > 15
     for code in snippets:
-        SpeedPlan.read(**given(code))
+        SpeedPlan.read(**read_settings(code))
 
 
 def test_errors_are_listed_as_raised():
@@ -125,12 +125,12 @@ def test_options_without_effect_are_listed_as_logged():
 
 
 def test_explain_prints_the_output_on_the_page(capsys, monkeypatch):
-    ((words, expected),) = re.findall(
+    ((command, expected),) = re.findall(
         r"```console\n\$ slipstream ([^\n]*)\n(.*?)```", PAGES["auto"], re.DOTALL
     )
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     monkeypatch.setenv("COLUMNS", "110")
-    assert main(shlex.split(words)) == 0
+    assert main(shlex.split(command)) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.strip("\n").splitlines()]
     while not printed[0]:
         printed.pop(0)

@@ -102,8 +102,8 @@ def test_torchrun_assigns_a_gpu_to_each_process_with_nccl_and_gloo(run, tmp_path
     example = Path(__file__).resolve().parents[2] / "examples/distributed_training.py"
     count = str(min(torch.cuda.device_count(), 2))
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-    words = ("--launcher", "pytorch", "--epochs", "1", "--batches", "3", "--work-dir", str(tmp_path))
-    run(*torchrun, str(example), *words)
+    arguments = ("--launcher", "pytorch", "--epochs", "1", "--batches", "3", "--work-dir", str(tmp_path))
+    run(*torchrun, str(example), *arguments)
     log = next(tmp_path.glob("*/*.log")).read_text()
     assert "backend nccl" in log
     assert f"world_size {count}" in log

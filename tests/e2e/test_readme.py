@@ -55,12 +55,12 @@ def photos(tmp_path_factory):
     return folder
 
 
-def small(words: list[str]) -> list[str]:
+def small(arguments: list[str]) -> list[str]:
     """Return the overrides that make this command small enough for a test."""
-    if not any(word in words for word in ("train", "slipstream.train_from_recipe")):
+    if not any(word in arguments for word in ("train", "slipstream.train_from_recipe")):
         return []
-    given = {word.partition("=")[0] for word in words}
-    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in words) else [])
+    given = {word.partition("=")[0] for word in arguments}
+    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in arguments) else [])
     return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
@@ -90,19 +90,21 @@ def test_python_snippets_run(run, snippet):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, photos, run, slipstream):
-    words = shlex.split(command)
-    if words[0] == "make":
+    arguments = shlex.split(command)
+    if arguments[0] == "make":
         planned = subprocess.run(
-            ["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", arguments[1]], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
-        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
-    elif words[:2] == ["python", "examples/train.py"]:
+        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[
+            arguments[1]
+        ] in planned
+    elif arguments[:2] == ["python", "examples/train.py"]:
         if not FASHION.is_dir():
             pytest.skip("needs Debian's dataset-fashion-mnist")
-        run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
-    elif words[:2] == ["python", "benchmarks/overhead.py"]:
+        run(str(ROOT / arguments[1]), "--batches", "2", "--epochs", "1", cwd=photos)
+    elif arguments[:2] == ["python", "benchmarks/overhead.py"]:
         run(
-            str(ROOT / words[1]),
+            str(ROOT / arguments[1]),
             "--steps",
             "60",
             "--rounds",
@@ -114,22 +116,22 @@ def test_commands_run(command, photos, run, slipstream):
             cwd=photos,
         )
         assert "Slipstream" in (photos / "overhead.md").read_text()
-    elif words[:2] == ["python", "benchmarks/one_graph.py"]:
+    elif arguments[:2] == ["python", "benchmarks/one_graph.py"]:
         short = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
-        run(str(ROOT / words[1]), *short.split(), cwd=photos)
+        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
         assert "Slipstream, one graph" in (photos / "one_graph.md").read_text()
-    elif words[:2] == ["python", "benchmarks/data.py"]:
+    elif arguments[:2] == ["python", "benchmarks/data.py"]:
         short = "--rounds 1 --images 2 --batches 1 --size 64x128 --out data.md"
-        run(str(ROOT / words[1]), *short.split(), cwd=photos)
+        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
         assert "over PIL" in (photos / "data.md").read_text()
-    elif words[0] == "python":
-        run(*words[1:], *small(words), cwd=photos)
+    elif arguments[0] == "python":
+        run(*arguments[1:], *small(arguments), cwd=photos)
     else:
-        assert words[0] == "slipstream"
-        images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
-        words = [word for word in words[1:] if "*" not in word] + images
+        assert arguments[0] == "slipstream"
+        images = [str(p.relative_to(photos)) for word in arguments if "*" in word for p in photos.glob(word)]
+        arguments = [word for word in arguments[1:] if "*" not in word] + images
         # The exit status of doctor is 1 here because it reports a single thread.
-        slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
+        slipstream(*arguments, *small(arguments), cwd=photos, status=None if arguments == ["doctor"] else 0)
 
 
 def test_error_in_the_readme_is_current(slipstream):

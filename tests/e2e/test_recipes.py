@@ -64,8 +64,8 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words):
-    assert main(list(words)) == 0
+def run(*arguments):
+    assert main(list(arguments)) == 0
 
 
 def checkpoint(name):
@@ -74,7 +74,7 @@ def checkpoint(name):
 
 @pytest.mark.parametrize(("recipe", "architecture"), TRAINED)
 def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architecture, cityscapes, capsys):
-    words = [
+    arguments = [
         f"architecture={architecture}",
         "experiment_name=run",
         f"data_root_dir={cityscapes}",
@@ -82,8 +82,8 @@ def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architectu
         *SMALL_CROPS,
     ]
     if "segformer" in recipe:
-        words += SMALL_VALIDATION
-    run("train", recipe, *words)
+        arguments += SMALL_VALIDATION
+    run("train", recipe, *arguments)
     out = capsys.readouterr().out
     assert re.search(r"IoU 0\.\d+", out)
     saved = checkpoint("run")
@@ -96,23 +96,23 @@ def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architectu
 
 
 def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
-    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
-    run("train", "cityscapes_regseg48", *words)
-    run("val", "cityscapes_regseg48", *words)
+    arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *arguments)
+    run("val", "cityscapes_regseg48", *arguments)
     assert re.search(r"IoU 0\.\d+", capsys.readouterr().out)
     misspelt = "training_params.valid_metrics_list=[{IoU: {num_clases: 20}}]"
-    assert main(["val", "cityscapes_regseg48", *words, misspelt]) == 2
+    assert main(["val", "cityscapes_regseg48", *arguments, misspelt]) == 2
     assert "error: training_params.valid_metrics_list[0]: " in capsys.readouterr().err
     photo = next(cityscapes.glob("leftImg8bit/val/*/*.png"))
     run("predict", str(photo), "--out", "masks")
     mask = np.asarray(Image.open(f"masks/{photo.stem}_mask.png"))
     assert mask.shape[:2] == (128, 256)
-    run("explain", "cityscapes_regseg48", *words)
+    run("explain", "cityscapes_regseg48", *arguments)
     explained = capsys.readouterr().out
     assert "training_params.ema" in explained
     assert "training_params.sync_bn" in explained
-    run("data", "stats", "cityscapes_regseg48", *words)
-    run("submit", "cityscapes_regseg48", *words, "--dry-run")
+    run("data", "stats", "cityscapes_regseg48", *arguments)
+    run("submit", "cityscapes_regseg48", *arguments, "--dry-run")
     assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
 
 
@@ -120,21 +120,21 @@ def test_pretrained_weights_of_a_recipe_are_validated_without_training(capsys):
     weights = models.get("regseg48", num_classes=19).state_dict()
     torch.save({"net": weights}, "theirs.pth")
     size = ["dataset_params.val_dataset_params.size=[64,128]", "dataset_params.val_dataset_params.length=2"]
-    words = [*size, "checkpoint_params.checkpoint_path=theirs.pth"]
-    run("val", "street_scenes_regseg48", *words)
+    arguments = [*size, "checkpoint_params.checkpoint_path=theirs.pth"]
+    run("val", "street_scenes_regseg48", *arguments)
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     own = Path("ours.pth")
     torch.save({"state_dict": {f"network.{name}": value for name, value in weights.items()}}, own)
     run("val", "street_scenes_regseg48", *size, "--checkpoint", str(own))
     assert capsys.readouterr().out.strip().splitlines()[-1] == printed
-    assert main(["val", "street_scenes_regseg48", *words, "checkpoint_params.load_backbone=true"]) == 1
+    assert main(["val", "street_scenes_regseg48", *arguments, "checkpoint_params.load_backbone=true"]) == 1
     assert "no checkpoint found in" in capsys.readouterr().err
 
 
 def test_run_resumes_where_it_ended(cityscapes, capsys):
-    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
-    run("train", "cityscapes_regseg48", *words)
-    run("train", "cityscapes_regseg48", *words, "epochs=2", "resume=True")
+    arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *arguments)
+    run("train", "cityscapes_regseg48", *arguments, "epochs=2", "resume=True")
     assert checkpoint("run")["meta"]["epoch"] == 2
     assert "Resumed" in capsys.readouterr().out
 
@@ -195,8 +195,8 @@ def test_camvid_recipes_train_on_a_folder_of_photos_and_masks(name):
 @pytest.mark.parametrize("name", RECIPES)
 def test_supergradients_recipe_trains_unchanged(name, cityscapes):
     Path("mine.yaml").write_text(RECIPES[name])
-    words = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
-    run("train", "mine.yaml", *words)
+    arguments = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
+    run("train", "mine.yaml", *arguments)
     assert checkpoint("mine")["meta"]["epoch"] == 1
 
 
@@ -258,7 +258,7 @@ def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkey
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["training_params.max_epoch=3"], ["training_params.max_epoch", "did you mean 'max_epochs'"]),
         (["architecture=regseg4"], ["regseg4", "did you mean 'regseg48'"]),
@@ -275,9 +275,9 @@ def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkey
         (["arch_params.num_classes=18"], ["18", "19"]),
     ],
 )
-def test_invalid_argument_raises_one_line_error_with_config_path(words, expected, cityscapes, capsys):
-    data = [] if any("data_root" in word for word in words) else [f"data_root_dir={cityscapes}"]
-    assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *words]) in (1, 2)
+def test_invalid_argument_raises_one_line_error_with_config_path(arguments, expected, cityscapes, capsys):
+    data = [] if any("data_root" in word for word in arguments) else [f"data_root_dir={cityscapes}"]
+    assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *arguments]) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slipstream: error")]
     assert len(lines) == 1
     for part in expected:
@@ -309,13 +309,13 @@ COMMANDS = [
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_in_the_docs_uses_existing_recipes_and_keys(command):
-    words = [word for word in shlex.split(command) if not word.startswith("--multirun")]
-    if "slipstream.train_from_recipe" in words:
-        name, *overrides = words[words.index("slipstream.train_from_recipe") + 1 :]
+    arguments = [word for word in shlex.split(command) if not word.startswith("--multirun")]
+    if "slipstream.train_from_recipe" in arguments:
+        name, *overrides = arguments[arguments.index("slipstream.train_from_recipe") + 1 :]
         name = name.removeprefix("--config-name=")
     else:
-        assert words[:2] == ["slipstream", "train"]
-        name, *overrides = words[2:]
+        assert arguments[:2] == ["slipstream", "train"]
+        name, *overrides = arguments[2:]
     assert load_config(name, [word for word in overrides if "," not in word]).cfg.model
 
 

@@ -66,20 +66,20 @@ def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
 
 def test_failed_run_of_a_multirun_does_not_stop_the_others(from_recipe, tmp_path):
     word = "dataset_params.train_dataset_params.length"
-    words = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
-    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *words, status=1)
+    arguments = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
+    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *arguments, status=1)
     assert done.stdout.count("Done: ") == 1
     assert "run 0 failed" in done.stderr
 
 
 def test_cfg_job_prints_the_recipe_without_training(from_recipe, tmp_path):
-    words = ["--config-name=cityscapes_pplite_seg75", "--cfg", "job"]
-    shown = yaml.safe_load(from_recipe(*words, "training_params.torch_compile=True").stdout)
+    arguments = ["--config-name=cityscapes_pplite_seg75", "--cfg", "job"]
+    shown = yaml.safe_load(from_recipe(*arguments, "training_params.torch_compile=True").stdout)
     assert shown["training_hyperparams"]["torch_compile"] is True
     assert shown["training_hyperparams"]["initial_lr"] == {"encoder.backbone": 0.01, "default": 0.1}
     assert shown["experiment_name"] == "${architecture}75_cityscapes"
     assert (
-        yaml.safe_load(from_recipe(*words, "--resolve").stdout)["experiment_name"]
+        yaml.safe_load(from_recipe(*arguments, "--resolve").stdout)["experiment_name"]
         == "pp_lite_t_seg75_cityscapes"
     )
     assert everything(tmp_path) == set()
@@ -106,7 +106,7 @@ def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--config-name=cityscapes_ddrnett"], "did you mean 'cityscapes_ddrnet'"),
         ([], "--config-name"),
@@ -117,8 +117,8 @@ def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
         (["--config-name=nowhere.py", "--cfg", "job"], "nowhere.py"),
     ],
 )
-def test_invalid_argument_prints_no_traceback(from_recipe, words, expected):
-    done = from_recipe(*words, status=None)
+def test_invalid_argument_prints_no_traceback(from_recipe, arguments, expected):
+    done = from_recipe(*arguments, status=None)
     assert done.returncode in (1, 2)
     assert expected in done.stderr
     assert "Traceback" not in done.stderr

@@ -72,20 +72,20 @@ def test_torch_compile_as_written(tmp_path, parts):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "yaml_text",
     [
         "torch_compile: True\nema: False",
         "torch_compile: True\nmixed_precision: True",
         "mixed_precision: True",
     ],
 )
-def test_yaml_of_the_guide_as_written(tmp_path, parts, words):
+def test_yaml_of_the_guide_as_written(tmp_path, parts, yaml_text):
     from omegaconf import OmegaConf
 
-    recipe = OmegaConf.create("training_params:\n" + textwrap.indent(words, "  "))
+    recipe = OmegaConf.create("training_params:\n" + textwrap.indent(yaml_text, "  "))
     trainer = Trainer("experiment_name", tmp_path)
     trainer.train(training_params={**OTHERS, **recipe.training_params}, **parts)
-    asked = set(re.findall(r"(\w+): True", words))
+    asked = set(re.findall(r"(\w+): True", yaml_text))
     assert (trainer.runner.speed.compile is not None) == ("torch_compile" in asked)
     assert (trainer.runner.speed.precision is not None) == ("mixed_precision" in asked)
 

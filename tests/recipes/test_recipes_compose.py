@@ -145,7 +145,7 @@ def test_training_params_synonyms_accept_new_keys_without_plus(word):
 
 
 def test_shortcuts_work_in_recipes_that_do_not_include_them(tmp_path):
-    words = [
+    overrides = [
         "lr=0.5",
         "batch_size=3",
         "val_batch_size=5",
@@ -156,7 +156,7 @@ def test_shortcuts_work_in_recipes_that_do_not_include_them(tmp_path):
     ]
     (tmp_path / "bare.yaml").write_text(RECIPES["stdc_seg75"])
     for name in ("cityscapes_ddrnet", "bare"):
-        recipe = compose(name, words, tmp_path)
+        recipe = compose(name, overrides, tmp_path)
         params, data = recipe["training_hyperparams"], recipe["dataset_params"]
         assert (params["initial_lr"], params["ema"], params["max_epochs"], params["resume"]) == (
             0.5,
@@ -245,7 +245,7 @@ def test_data_root_dir_sets_all_data_folders():
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         (["archtecture=x"], ["archtecture", "did you mean 'architecture'"]),
         (["learning_rate=0.1"], ["learning_rate", "did you mean 'lr'"]),
@@ -265,9 +265,9 @@ def test_data_root_dir_sets_all_data_folders():
         (["+mine.a=???"], ["mine.a"]),
     ],
 )
-def test_invalid_override_raises_one_line_error(words, expected):
+def test_invalid_override_raises_one_line_error(overrides, expected):
     with pytest.raises(ConfigError) as caught:
-        compose("cityscapes_ddrnet", words)
+        compose("cityscapes_ddrnet", overrides)
     message = str(caught.value)
     assert "\n" not in message
     for part in expected:
@@ -360,8 +360,8 @@ def test_recipes_in_runner_syntax_are_not_composed(tmp_path):
 
 
 def test_multi_gpu_recipe_does_not_set_the_model_wrapper():
-    words = ["+training_params.speed.parallel=fsdp2", "multi_gpu=DDP", "num_gpus=4"]
-    cfg = recipe_config(compose("street_scenes_regseg48", words))
+    overrides = ["+training_params.speed.parallel=fsdp2", "multi_gpu=DDP", "num_gpus=4"]
+    cfg = recipe_config(compose("street_scenes_regseg48", overrides))
     assert cfg["training_params"]["speed"] == {"parallel": "fsdp2"}
     assert SpeedPlan.read(training_params=cfg["training_params"]).parallel.kind == "fsdp2"
     with pytest.raises(ConfigError, match="multi_gpu: must be DDP, AUTO or Off, not 'DPP'"):
@@ -369,11 +369,11 @@ def test_multi_gpu_recipe_does_not_set_the_model_wrapper():
 
 
 def test_hydra_overrides_expand_shortcuts_except_sweeps():
-    words = hydra_overrides(
+    overrides = hydra_overrides(
         find_recipe("cityscapes_ddrnet"), ["lr={default: 0.3}", "num_workers=2", "epochs=1,2"]
     )
-    assert "lr={default: 0.3}" in words[0]
-    shown = [word for word in words if word.startswith("++")]
+    assert "lr={default: 0.3}" in overrides[0]
+    shown = [word for word in overrides if word.startswith("++")]
     assert "++training_hyperparams.initial_lr={default:0.3}" in shown
     assert "++dataset_params.train_dataloader_params.num_workers=2" in shown
     assert "++dataset_params.val_dataloader_params.num_workers=2" in shown
