@@ -1,10 +1,10 @@
-"""What a compilation in the background costs a training, and when the graph takes over.
+"""The cost of background compilation for training, and the time until the compiled graph is used.
 
 python benchmarks/background.py --out benchmarks/results/background.md
 
-For each network, with as many threads as there are cores and with one fewer, a fresh process starts with an empty cache
-and trains. While its step is compiled, the compilation is halted and continued in turn (SIGSTOP, SIGCONT), so that both
-rates come from the same seconds; then it goes on until the graph takes over or `--limit` is reached.
+For each network, with one thread per core and with one thread less, a fresh process starts with an empty cache
+and trains. While its step is compiled, the compilation is halted and continued in turn (SIGSTOP, SIGCONT), so both
+rates are measured at the same time. The run continues until the graph is used or `--limit` is reached.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from torch import nn
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8
-"""Seconds for which the compilation is halted, and continued; and how often."""
+"""Seconds for which the compilation is halted and continued, and the number of repetitions."""
 AFTER = 200
-"""Batches that are timed once the graph has taken over."""
+"""Number of batches to time with the compiled graph."""
 
 
 def _perceptron() -> nn.Module:
@@ -60,7 +60,7 @@ def has_switched(step: TrainStep) -> bool:
 
 
 def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:
-    """Return the seconds that each batch took."""
+    """Return the seconds of each batch."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         times.append(timed(step, batches[len(times) % len(batches)]))
@@ -74,7 +74,7 @@ def timed(step: TrainStep, batch: Any) -> float:
 
 
 def in_background(case: Case, limit: float) -> dict[str, Any]:
-    """Train with the compilation in the background."""
+    """Train with background compilation."""
     step, batches = step_of(case, wait=False), case.batches(8)
     begun = perf_counter()
     first = timed(step, batches[0])
@@ -115,7 +115,7 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
 
 
 def waiting(case: Case) -> dict[str, Any]:
-    """Train with the compilation before the second batch."""
+    """Train with compilation before the second batch."""
     step, batches = step_of(case, wait=True), case.batches(8)
     begun = perf_counter()
     for number in range(8):
@@ -128,7 +128,7 @@ def waiting(case: Case) -> dict[str, Any]:
 
 
 def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
-    """Measure in a process of its own, with an empty cache."""
+    """Measure in a separate process with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)

@@ -1,4 +1,4 @@
-"""Time from a compiled model to its first training step and validation, at a first start and at a second.
+"""Time from a compiled model to its first training step and validation, at the first and the second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -31,7 +31,7 @@ SCOPES = ("model", "block")
 
 
 class ConvNet(nn.Module):
-    """Residual blocks of convolution, BatchNorm and ReLU, alike within each of two widths."""
+    """Residual blocks of convolution, BatchNorm and ReLU, with two widths."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
-    """Return the seconds to the first step and validation of this process, and what inductor found in its cache."""
+    """Return the seconds to the first step and validation in this process, and inductor's cache hits."""
     torch.manual_seed(0)
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     report = CompileReport()
@@ -83,7 +83,7 @@ def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
-    """Start fresh processes in turn, the first start of each round with an empty cache."""
+    """Start fresh processes in turn. The first start of each round has an empty cache."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -111,7 +111,7 @@ def rows(scope: str, measured: dict[str, list[dict[str, Any]]]) -> list[list[str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--depth", type=int, default=6, help="blocks of each width")
+    parser.add_argument("--depth", type=int, default=6, help="number of blocks of each width")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
@@ -128,8 +128,8 @@ def main() -> None:
     header = ["start of a fresh process", "seconds, median", "of the first start", "code found in the cache"]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nSeconds from the model to the end of its first training step and validation, so tracing, compilation and"
-        " the steps; the import of torch is left out. A second start traces again, and finds the compiled code."
+        "\n\nSeconds from the model to the end of its first training step and validation: tracing, compilation and"
+        " the steps, without the import of torch. The second start traces again and loads compiled code from the cache."
     )
     print(text)
     if args.out:

@@ -1,7 +1,7 @@
-"""One epoch of the same training by a hand-written loop and by each framework.
+"""One epoch of the same training with a hand-written loop and with each framework.
 
-Each function trains `work.net` on `work.loader` and returns the seconds from the start of the epoch to its
-end, without set-up.
+Each function trains `work.net` on `work.loader` and returns the duration of the epoch in seconds,
+without setup.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _run_number = count()
 
 @dataclass(frozen=True)
 class Work:
-    """What there is to do."""
+    """The training to run."""
 
     net: nn.Module
     loader: DataLoader[Any]
     criterion: Callable[[Tensor, Tensor], Tensor]
     folder: str
-    """For whatever a framework writes."""
+    """Output folder for files of the framework."""
     epochs: int = 1
-    """How many there are; the last is timed. Those before it compile, where something is compiled."""
+    """Number of epochs. The last one is timed. Compilation happens in earlier ones."""
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
 
 
 class Clock:
-    """Holds how long the epoch took."""
+    """Stores the duration of the epoch."""
 
     def start(self) -> None:
         self._started = perf_counter()
@@ -125,7 +125,7 @@ def with_mmengine(work: Work) -> float:
     from mmengine.model import BaseModel
     from mmengine.runner import Runner
 
-    # MMEngine keeps loggers and hubs for the whole process: each run needs a name of its own.
+    # MMEngine's loggers and hubs are global, so each run needs a unique name.
     return _with_runner(work, BaseModel, Hook, Runner, experiment_name=f"run{next(_run_number)}")
 
 
@@ -138,9 +138,9 @@ def with_slipstream(work: Work, **options: Any) -> float:
 
 
 def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
-    """Train with a Runner, MMEngine's or Slipstream's: every default hook but the checkpoint.
+    """Train with MMEngine's or Slipstream's Runner, with all default hooks except for the checkpoint.
 
-    MMEngine's sampler hook, which acts once an epoch, does not know loaders of ready batches.
+    MMEngine's sampler hook, which runs once per epoch, does not support loaders of precomputed batches.
     """
 
     class Model(base_model):
@@ -184,7 +184,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Work], float]]] = {
     "MMEngine": ("mmengine", with_mmengine),
     "Slipstream": ("slipstream", with_slipstream),
 }
-"""The package that each contender needs, and the contender."""
+"""The contenders, and the package that each requires."""
 
 
 COMPILED: dict[str, Callable[[Work], float]] = {
@@ -197,11 +197,11 @@ COMPILED: dict[str, Callable[[Work], float]] = {
 
 
 def installed() -> dict[str, Callable[[Work], float]]:
-    """Return the contenders that can run here, and say which cannot."""
+    """Return the contenders whose packages are installed, and print the others."""
     found = {}
     for name, (package, contender) in CONTENDERS.items():
         if find_spec(package) is None:
-            print(f"{name} is left out: {package} is not installed (pip install -e '.[bench]')")
+            print(f"skipping {name}: {package} is not installed (pip install -e '.[bench]')")
         else:
             found[name] = contender
     return found

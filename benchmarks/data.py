@@ -2,21 +2,21 @@
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
-Ways to the same batch of 8 crops of 768 x 768, each in a process of its own with one thread, in turns:
+Contenders that produce the same batch of 8 crops of 768 x 768, each in a separate process with one thread, in turn:
 
-- PIL: every transform on the whole image with Pillow, one after the other, as training code of 2020 did;
-- albumentations: the same list with albumentations on OpenCV, which enlarges and shrinks without antialiasing;
-- slipstream: one crop-resize of the window that is needed; colours and normalisation batched at the end; its PNGs
-  decoded by Pillow, by pywuffs, or taken from the decode-once cache.
+- PIL: each transform on the whole image with Pillow, as in training code of 2020;
+- albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing;
+- slipstream: one resize of the required crop only, then batched colour transforms and normalisation; its PNGs
+  decoded by Pillow or pywuffs, or read from the decode cache.
 
-Slipstream leaves colours and normalisation to the training device. It is measured twice: what a loader's worker does
-(`worker`), and with that rest done by the same core (`all`), which is what a machine without an accelerator pays. The
-others have no such rest. What is not installed is left out.
+Slipstream runs colour transforms and normalisation on the training device. It is measured twice: the work of a data
+worker (`worker`), and including the device transforms on the same core (`all`), as on a machine without accelerator.
+The others have no device transforms. Contenders that are not installed are skipped.
 
-Speed is per second of CPU time, so that other programs on the machine count only in so far as they take caches and the
-core's other thread; `waited` is the share of the time in which the core was theirs. Files are in the page cache, and
-the cache's checksums, which a process checks when it first opens a file, have been checked. `adds` is the memory of its
-own that a process has more after the batches than before the first.
+Speed is per second of CPU time, so other programs on the machine only matter through shared caches and
+hyper-threads. `waited` is the fraction of wall time in which other programs had the core. Files are in the page cache,
+and the decode cache's checksums have already been verified. `adds` is the increase of
+the process's private memory during the batches.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ TRANSFORMS = [
     {"type": "SegConvertToTensor"},
 ]
 Pipeline = Callable[[int, int], Any]
-"""Of a sample's index and the epoch."""
+"""Function of a sample's index and the epoch."""
 
 
 def pil(root: Path) -> Pipeline:
-    """Return the pipeline of one Pillow call a transform."""
+    """Return the pipeline with one Pillow call per transform."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED)
     table = label_table()
 
@@ -96,7 +96,7 @@ def pil(root: Path) -> Pipeline:
 
 
 def albumentations(root: Path) -> Pipeline:
-    """Return the pipeline of albumentations on OpenCV."""
+    """Return the pipeline with albumentations on OpenCV."""
     import albumentations as A
     import cv2
     from albumentations.pytorch import ToTensorV2
@@ -128,26 +128,26 @@ def albumentations(root: Path) -> Pipeline:
 
 
 def slipstream(root: Path, cache: Path | None = None) -> Pipeline:
-    """Return a worker's part of ours."""
+    """Return the worker part of Slipstream's pipeline."""
     data = CityscapesDataset(root, split="train", ignore_label=IGNORED, transforms=TRANSFORMS, cache=cache)
     return lambda index, epoch: data[SampleIndex(index, seed=0, epoch=epoch)]
 
 
 def by_pillow(root: Path) -> Pipeline:
-    """Return a worker's part of ours, with every file decoded by Pillow."""
+    """Return the worker part of Slipstream's pipeline with Pillow as decoder."""
     decode._formats = lambda: None
     return slipstream(root)
 
 
 def by_pywuffs(root: Path) -> Pipeline:
-    """Return a worker's part of ours, with PNGs decoded by pywuffs."""
-    import pywuffs  # noqa: F401  (the contender is left out where it is missing)
+    """Return the worker part of Slipstream's pipeline with pywuffs as PNG decoder."""
+    import pywuffs  # noqa: F401  (skip this contender if it is not installed)
 
     return slipstream(root)
 
 
 def cached(root: Path) -> Pipeline:
-    """Return a worker's part of ours, with the cache filled and its files checked."""
+    """Return the worker part of Slipstream's pipeline with a filled and verified cache."""
     get = slipstream(root, root / "cache")
     for index in [*range(image_count(root))] * 2:
         get(index, 0)
@@ -162,7 +162,7 @@ CONTENDERS: dict[str, Callable[[Path], Pipeline]] = {
     "slipstream, cached": cached,
 }
 WHOLE = ("PIL", "albumentations")
-"""Those that leave nothing to the device."""
+"""Contenders without device transforms."""
 
 
 def image_count(root: Path) -> int:
@@ -178,12 +178,12 @@ def label_table() -> np.ndarray[Any, Any]:
 
 
 def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]:
-    """Return CPU seconds per image of the worker and in all, the share of waiting, and memory in MB."""
+    """Return CPU seconds per image (worker and all), the waiting fraction, and memory in MB."""
     torch.set_num_threads(1)
     images, get = image_count(root), CONTENDERS[name](root)
     before, worker, rest = private_mb(), 0.0, 0.0
     for batch in range(batches + 1):
-        if batch == 1:  # the first is for what is made once
+        if batch == 1:  # the first batch includes one-time initialisation
             worker, rest, began, used = 0.0, 0.0, perf_counter(), process_time()
         start = process_time()
         samples = default_collate([get((batch * BATCH + i) % images, epoch) for i in range(BATCH)])
@@ -202,7 +202,7 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
 
 
 def private_mb() -> float:
-    """Return the memory that this process shares with no other."""
+    """Return the private memory of this process."""
     found = re.findall(r"Private_\w+:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"))
     return sum(map(int, found)) / 1024
 
@@ -232,14 +232,14 @@ def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, f
 
 
 def rounds(root: Path, count: int, batches: int) -> Iterator[dict[str, dict[str, float]]]:
-    """Yield what each round measured, by contender."""
+    """Yield the measurements of each round by contender."""
     for epoch in range(1, count + 1):
         found = {name: in_a_process(name, root, epoch, batches) for name in CONTENDERS}
         yield {name: result for name, result in found.items() if result is not None}
 
 
 def summary(results: list[dict[str, dict[str, float]]]) -> str:
-    """Return the table: medians over the rounds, ratios of each round to its own PIL."""
+    """Return the table: medians over the rounds of speeds and of ratios to PIL within a round."""
     rows = []
     for name in results[0]:
         for part in ("worker", "all"):
@@ -259,8 +259,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=24, help="pairs that are drawn")
-    parser.add_argument("--batches", type=int, default=6, help="batches of 8 a measurement")
+    parser.add_argument("--images", type=int, default=24, help="number of image pairs to draw")
+    parser.add_argument("--batches", type=int, default=6, help="number of batches of 8 per measurement")
     parser.add_argument("--size", default="1024x2048", help="HxW of the images")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)

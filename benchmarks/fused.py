@@ -1,4 +1,4 @@
-"""Optimizer steps on the parameters of a ResNet-18: one fused kernel, foreach kernels, a loop over the parameters.
+"""Optimizer steps on the parameters of a ResNet-18 with fused kernels, foreach kernels, and a loop over parameters.
 
 python benchmarks/fused.py --rounds 21 --out benchmarks/results/fused.md
 """
@@ -30,7 +30,7 @@ KERNELS = ("loop", "foreach", "fused")
 
 
 def resnet18_shapes() -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the 62 parameters, 11.7 million numbers."""
+    """Yield the shapes of the 62 parameters (11.7 million values)."""
 
     def conv_bn(inputs: int, outputs: int, size: int) -> Iterator[tuple[int, ...]]:
         yield (outputs, inputs, size, size)
@@ -62,7 +62,7 @@ def make(kind: str, kernels: str) -> Optimizer:
 
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each step; the contenders take turns, so that all meet the same load."""
+    """Return the milliseconds of each step. The contenders take turns so that all have the same machine load."""
     optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
     for optimizer in optimizers.values():
         optimizer.step()
@@ -77,7 +77,7 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21, help="steps of each contender")
+    parser.add_argument("--rounds", type=int, default=21, help="number of steps of each contender")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused.md"))
     args = parser.parse_args()

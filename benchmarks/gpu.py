@@ -1,10 +1,10 @@
-"""The five recipes' networks at their own crops and batch sizes on one GPU: images/s, memory, waits, idle time.
+"""The five recipes' networks with their crops and batch sizes on one GPU: images/s, memory, syncs, idle time.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
 For each network: an eager loop in bf16, the same loop with `torch.compile(model)`, and Slipstream's one graph with
-SyncBN and EMA on. Batches lie on the device already: this is the step, not the data. Meant for ten minutes in all:
-`--minutes` stops before the next network. (`--device cpu --size 64 --batch-size 2 --steps 2` shows that it works.)
+SyncBN and EMA enabled. Batches are already on the device, so only the step is measured. The total time is about ten
+minutes: `--minutes` stops before the next network. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GUIDE = {
     "segformer_b0": 18.7,
     "ddrnet_23": 23.1,
 }
-"""By how many percent SuperGradients' guide shortens an epoch with torch.compile, without SyncBN and EMA."""
+"""Reduction of the epoch time with torch.compile in SuperGradients' guide in percent, without SyncBN and EMA."""
 Step = Callable[[Any], Tensor]
 
 
@@ -86,7 +86,7 @@ CONTENDERS: dict[str, Callable[[Case, torch.device], Step]] = {
 
 
 class Device:
-    """What is asked of the device; on the CPU, time alone."""
+    """Measurements on the device. On the CPU, only the time is measured."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -105,7 +105,7 @@ class Device:
         return torch.cuda.max_memory_allocated() / 2**30 if self.is_gpu else float("nan")
 
     def waits_per_step(self, step: Step, batches: list[Any]) -> float:
-        """Return how often the host waited for the device, by torch's own count."""
+        """Return the number of host-device synchronisations, as counted by torch."""
         if not self.is_gpu:
             return float("nan")
         torch.cuda.set_sync_debug_mode("warn")
@@ -119,7 +119,7 @@ class Device:
         return sum("synchroniz" in str(w.message) for w in caught) / len(batches)
 
     def over_kernels(self, step: Step, batches: list[Any], seconds: float) -> float:
-        """Return the time of a step over the sum of its kernels' times; 1 is a GPU that is never idle."""
+        """Return the step time divided by the sum of kernel times. It is 1 if the GPU is never idle."""
         if not self.is_gpu:
             return float("nan")
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -174,7 +174,7 @@ def measure_network(name: str, args: argparse.Namespace) -> dict[str, dict[str, 
         own = [tuple(copy.deepcopy(batch)) for batch in batches]
         try:
             found[contender] = measure(lambda make=make: make(case, device.device), own, device, args.steps)
-        except Exception as error:  # one contender that fails must not cost the table
+        except Exception as error:  # a failing contender must not lose the other results
             print(f"{name}, {contender}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
         line = ", ".join(f"{key} {value:.4g}" for key, value in found[contender].items())
@@ -216,9 +216,11 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--size", type=int, help="of the crop, in the place of the recipe's")
-    parser.add_argument("--batch-size", type=int, help="in the place of the recipe's")
-    parser.add_argument("--minutes", type=float, default=9, help="begin no further network after so long")
+    parser.add_argument("--size", type=int, help="crop size (default: the recipe's)")
+    parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's)")
+    parser.add_argument(
+        "--minutes", type=float, default=9, help="do not start another network after this time"
+    )
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON, after each network")
     args = parser.parse_args()
     start, results = perf_counter(), {}
@@ -227,7 +229,7 @@ def main() -> None:
         facts["gpu"] = torch.cuda.get_device_name()
     for name in args.networks:
         if perf_counter() - start > 60 * args.minutes:
-            print(f"{name} and those after it are left out: the time is up")
+            print(f"time limit reached: skipping {name} and the following networks")
             break
         results[name] = measure_network(name, args)
         text = "\n\n".join(describe(network, found) for network, found in results.items())

@@ -1,9 +1,9 @@
-"""Host time per step of the compiled step, for networks so small that nothing else shows, against `jax.jit`.
+"""Host time of the compiled step compared with `jax.jit`, for networks so small that host time dominates.
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
-All contenders run interleaved in one process on one thread; ratios are taken within a round. jax is optional
-(`pip install jax`, part of the `bench` extra): without it the result says so.
+All contenders run interleaved in one process on one thread. Ratios are computed within a round. jax is optional
+(`pip install jax`, part of the `bench` extra). The result reports if it is missing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
-# jax reads this once; torch runs on one thread, too.
+# jax reads this once. torch also runs on one thread.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -110,10 +110,10 @@ def batches(case: Case, count: int = 16) -> list[tuple[Tensor, Tensor]]:
 
 
 def measure(case: Case, rounds: int, seconds: float) -> dict[str, list[tuple[float, float]]]:
-    """Return the microseconds of wall and CPU time per step of each contender in each round.
+    """Return the wall and CPU time per step in microseconds for each contender and round.
 
     Raises:
-        AssertionError: the losses of the first steps differ by more than rounding.
+        AssertionError: If the losses of the first steps differ by more than rounding errors.
     """
     data: dict[str, list[Any]] = dict.fromkeys(CONTENDERS, batches(case))
     if JAX:
@@ -164,7 +164,7 @@ def describe(cases: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=0.3, help="of each contender in each round")
+    parser.add_argument("--seconds", type=float, default=0.3, help="seconds per contender and round")
     parser.add_argument("--out", help="write Markdown and, beside it, JSON")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The training step of a small network in `jax.jit`, with the weights of a torch network: the same mathematics."""
+"""An equivalent training step of a small network in `jax.jit`, initialised with the weights of a torch network."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[
 
     compiled = jax.jit(step, donate_argnums=0)
     zeros = [jax.tree.map(jnp.zeros_like, params) for _ in range(2)]
-    lr = jnp.float32(optimizer.param_groups[0]["lr"])  # an argument, as a schedule needs it
+    lr = jnp.float32(optimizer.param_groups[0]["lr"])  # an argument, so a schedule can change it
     state: Any = (params, buffers, (jnp.float32(0), *zeros))
 
     def run(batch: tuple[Any, Any]) -> Any:

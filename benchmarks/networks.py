@@ -1,4 +1,4 @@
-"""The five recipes' networks with their own losses, at crops that a CPU can bear."""
+"""The five recipes' networks with their losses, at crops small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ CLASSES, IGNORED = 19, 19
 
 @dataclass(frozen=True)
 class Case:
-    """A network, its loss, and the batches it is trained on."""
+    """A network, its loss, and its training batches."""
 
     make: Callable[[], nn.Module]
     loss: Callable[[Any, Tensor], Tensor]
     shape: tuple[int, ...]
-    """Of one input."""
+    """Shape of one input."""
     classes: int
     batch_size: int
     dense: bool = False
-    """One class a pixel, not one an image."""
+    """Whether there is a class per pixel instead of per image."""
     learning_rate: float = 0.01
     tolerance: float = 1e-3
-    """By which relative difference losses of the first steps may differ: BatchNorm of few values amplifies rounding."""
+    """Relative tolerance of the losses of the first steps. BatchNorm over few values amplifies rounding errors."""
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ class Case:
 
 
 def total(losses: Tensor | Mapping[str, Tensor]) -> Tensor:
-    """Return what is minimised."""
+    """Return the total loss."""
     return losses if isinstance(losses, Tensor) else sum(losses.values(), start=torch.zeros(()))
 
 

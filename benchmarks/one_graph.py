@@ -1,12 +1,12 @@
-"""The training step as one graph, against a hand-written loop and `torch.compile` in it.
+"""The training step as one graph, compared with a hand-written loop with and without `torch.compile`.
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
-Three parts, each interleaved in rounds whose order rotates, ratios taken within a round: tiny networks in one process,
-the same on two gloo processes, and the recipes' networks with their own losses at small crops, whose loop also runs in
-channels_last. Every contender's losses of the first steps must agree with the loop's before anything is timed (but for
-channels_last, where dropout draws in another order). On a machine that others use, `--clock cpu --threads 1` counts the
-time of this process alone.
+There are three parts. Contenders run interleaved in rotating order, and ratios are computed within a round. The parts
+are tiny networks in one process, the same in two gloo processes, and the recipes' networks with their losses at small
+crops, also with a channels_last loop. Before timing, the losses of the first steps must equal the loop's, except for
+channels_last, where dropout uses another random order. On a shared machine, `--clock cpu --threads 1` measures the
+CPU time of this process.
 """
 
 from __future__ import annotations
@@ -83,17 +83,17 @@ CONTENDERS: dict[str, Callable[[Case], Step]] = {
     "Slipstream, one graph": one_graph,
 }
 OF_TINY = ("loop", "loop, torch.compile(model)", "Slipstream, one graph")
-# Compiling a recipe's network takes minutes, and it is compared with its own eager step.
+# Compiling a recipe's network takes minutes, and the comparison is with its eager step.
 OF_RECIPES = ("loop", "loop, channels_last", "Slipstream, one graph")
 
 
-# ---- measuring -----------------------------------------------------------------------------------------
+# ---- measurement ---------------------------------------------------------------------------------------
 
 
 def measure(
     case: Case, rounds: int, seconds: float, names: Sequence[str], clock: Callable[[], float] = perf_counter
 ) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each named contender in each round."""
+    """Return the milliseconds per step for each named contender and round."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     batches = case.batches(16, seed=rank)
     steps = {}
@@ -103,7 +103,7 @@ def measure(
         step = steps[name] = CONTENDERS[name](case)
         losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
         expected = losses if expected is None else expected
-        if "channels_last" not in name:  # there dropout draws in another order
+        if "channels_last" not in name:  # dropout uses another random order there
             torch.testing.assert_close(
                 losses, expected, rtol=case.tolerance, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -178,14 +178,19 @@ def describe(cases: dict[str, dict[str, list[float]]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=0.5, help="of each contender in each round")
-    parser.add_argument("--threads", type=int, default=2, help="of torch, in one process")
+    parser.add_argument("--seconds", type=float, default=0.5, help="seconds per contender and round")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads in the single process")
     parser.add_argument(
-        "--clock", choices=CLOCKS, default="wall", help="of one process; cpu is its own time alone"
+        "--clock",
+        choices=CLOCKS,
+        default="wall",
+        help="clock in the single process; cpu: CPU time of the process",
     )
     parser.add_argument("--networks", nargs="*", default=[*TINY, *(n for n in RECIPES if n != "ddrnet_23")])
-    parser.add_argument("--crop", type=int, default=64, help="of the recipes' networks, square")
-    parser.add_argument("--no-processes", action="store_true", help="leave two processes out")
+    parser.add_argument(
+        "--crop", type=int, default=64, help="size of the square crops of the recipes' networks"
+    )
+    parser.add_argument("--no-processes", action="store_true", help="skip the part with two processes")
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

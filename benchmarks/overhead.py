@@ -1,9 +1,9 @@
-"""Time per training step of tiny networks, where the framework's own work shows, against a plain loop.
+"""Time per training step of tiny networks, where framework overhead dominates, compared with a plain loop.
 
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
-In every round each contender trains a fresh copy of the network for one epoch; the order rotates from round
-to round, and differences are taken within a round, so that drift of the machine hits all alike.
+In each round, each contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
+and differences are computed within a round, so machine drift affects all contenders equally.
 """
 
 from __future__ import annotations
@@ -58,11 +58,11 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "MLP": (mlp, (16,)),
     "conv net": (conv_net, (3, 16, 16)),
 }
-"""How to build each network, and the shape of one input."""
+"""Builder and input shape of each network."""
 
 
 class Samples(Dataset[Any]):
-    """The data set as users write it: one sample at a time."""
+    """A typical user dataset that returns single samples."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -75,7 +75,7 @@ class Samples(Dataset[Any]):
 
 
 class ReadyBatches(IterableDataset[Any]):
-    """Batches made beforehand, in a fixed order: what remains is the training step."""
+    """Precomputed batches in a fixed order, so only the training step is measured."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.batches = [
@@ -127,14 +127,14 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers keep it to the end
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers keep it open
 
 
 def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
-    """Train a little in a fixed order, and return how far each contender's weights are from the loop's.
+    """Train a few steps in a fixed order, and return each contender's weight difference to the loop.
 
     Raises:
-        AssertionError: losses or weights differ by more than rounding.
+        AssertionError: If losses or weights differ by more than rounding errors.
     """
     outcomes = {}
     for name, contender in contenders.items():
@@ -160,10 +160,10 @@ def check_same_training(contenders: Contenders, network: str, kind: str) -> dict
 
 
 def check_same_weights(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
-    """Return how far each compiled contender's weights are from the loop's; a loss cannot be read inside a graph.
+    """Return each compiled contender's weight difference to the loop. Losses cannot be read inside a graph.
 
     Raises:
-        AssertionError: they differ by more than rounding.
+        AssertionError: If weights differ by more than rounding errors.
     """
     weights = {}
     for name, contender in contenders.items():
@@ -179,7 +179,7 @@ def check_same_weights(contenders: Contenders, network: str, kind: str) -> dict[
 def measure(
     contenders: Contenders, network: str, kind: str, steps: int, rounds: int, epochs: int = 1
 ) -> dict[str, list[float]]:
-    """Return the milliseconds per step of each contender in each round."""
+    """Return the milliseconds per step for each contender and round."""
     loader = make_loader(kind, NETWORKS[network][1], steps, shuffle=True)
     times: dict[str, list[float]] = {name: [] for name in contenders}
     order = list(contenders)
@@ -194,7 +194,7 @@ def measure(
 
 
 def summary(times: dict[str, list[float]]) -> str:
-    """Return the table of a case, and how often its goals held."""
+    """Return the table of a case, and in how many rounds the goals were met."""
     above = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()
     }
@@ -238,9 +238,9 @@ def describe(case: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=2000, help="training steps of an epoch")
-    parser.add_argument("--rounds", type=int, default=5, help="epochs of each contender")
-    parser.add_argument("--threads", type=int, default=2, help="of torch, for everyone")
+    parser.add_argument("--steps", type=int, default=2000, help="training steps per epoch")
+    parser.add_argument("--rounds", type=int, default=5, help="number of epochs per contender")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of all contenders")
     parser.add_argument(
         "--compiled",
         action="store_true",

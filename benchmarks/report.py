@@ -1,4 +1,4 @@
-"""What the benchmarks share: the machine they ran on, tables, result files."""
+"""Shared code of the benchmarks: machine information, tables and result files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Return when, how and on what machine this process runs; `load` counts who else runs there."""
+    """Return date, command and machine of this process. `load` is the number of other running processes."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -32,13 +32,13 @@ def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table; its first column is text, the others are numbers."""
+    """Return a Markdown table. The first column is text, the others are numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 
 
 def write_result(out: Path, title: str, facts: dict[str, Any], text: str, data: Any) -> None:
-    """Write what a person reads to `out` (`.md`) and every measured number beside it (`.json`)."""
+    """Write the report to `out` (`.md`), and all measurements next to it (`.json`)."""
     facts_text = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     out.parent.mkdir(parents=True, exist_ok=True)
     out.with_suffix(".md").write_text(f"# {title}\n\n{facts_text}\n\n{text}\n", encoding="utf-8")

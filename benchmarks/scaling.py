@@ -1,11 +1,11 @@
-"""Step times on 2 and 4 processes against what `slipstream.apps.scaling` predicts from one process and pings.
+"""Step times on 2 and 4 processes compared with predictions of `slipstream.apps.scaling` from one process and pings.
 
     python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
 
-Each round measures one process alone, with the others waiting; then all, each by itself, side by side; then all
-together. Only the lone process and the pings enter the predictions. The steps side by side, which send nothing
-either, tell errors about the machine from errors about the messages. Of each time the least of the rounds counts:
-other programs can only add to it.
+Each round measures one process while the others wait, then all processes independently (side by side), then
+distributed training. Predictions only use the single process and the pings. The side-by-side steps, which do not
+communicate, separate errors of the machine model from errors of the communication model. The minimum over the rounds
+is used, because other programs can only increase the times.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
-"""Bytes of a ping: about those of buckets and units."""
+"""Sizes of pings in bytes, similar to buckets and units."""
 PROCESSES = (2, 4)
 CORES = len(os.sched_getaffinity(0))
 
@@ -62,7 +62,7 @@ class Case:
     batch: int
     steps: int
     wrapped: Callable[[nn.Module], list[nn.Module]]
-    """What FSDP2 gathers as one."""
+    """Modules that FSDP2 gathers as a unit."""
 
 
 def mlp() -> nn.Module:
@@ -96,11 +96,11 @@ def strategies_of(network: str) -> list[str]:
     return [name for name in STRATEGIES if network != "MLP" or name != SYNC_BN]
 
 
-# What the processes do.
+# ---- processes
 
 
 def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return a function that trains `case.steps` steps: with all processes, or in one alone without messages."""
+    """Return a function that trains `case.steps` steps, with all processes or in one without communication."""
     alone = mesh.size() == 1
     torch.manual_seed(0)
     net: nn.Module = case.network().train()
@@ -125,7 +125,7 @@ def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
 
 
 def silent_sync_bn() -> Any:
-    """Let SyncBN do its arithmetic, and send nothing."""
+    """Let SyncBN compute without communication."""
     return patch.object(sync_batchnorm.collectives, "all_reduce", lambda values, *_: values)
 
 
@@ -135,17 +135,17 @@ def seconds_of(function: Callable[[], Any]) -> float:
     return perf_counter() - start
 
 
-def together(function: Callable[[], Any]) -> float:
-    """Return the mean seconds of a function that all processes call many times at once."""
+def synchronized_seconds(function: Callable[[], Any]) -> float:
+    """Return the mean seconds of a function that all processes call repeatedly at the same time."""
     times = 50
     dist.barrier()
     return seconds_of(lambda: [function() for _ in range(times)]) / times
 
 
 def pings(rank: int, pair: Any) -> dict[str, Any]:
-    """Return the seconds of two processes' collectives by size, and what the smallest all-reduce of all costs.
+    """Return the seconds of two processes' collectives by size, and the cost of the smallest all-reduce of all.
 
-    That one between computations, as in training: waiting processes then sleep and wake, and come at
+    The latter is measured between computations, as in training: processes then sleep, wake up and arrive at
     different times.
     """
     matrix, number = torch.ones(256, 256), torch.zeros(1)
@@ -158,7 +158,9 @@ def pings(rank: int, pair: Any) -> dict[str, Any]:
         compute()
         dist.all_reduce(number)
 
-    found: dict[str, Any] = {"smallest": together(compute_and_sum) - together(compute)}
+    found: dict[str, Any] = {
+        "smallest": synchronized_seconds(compute_and_sum) - synchronized_seconds(compute)
+    }
     for size in SIZES:
         whole, part = torch.ones(size // 4), torch.empty(size // 8)
         times = max(5, min(30, 2**25 // size))
@@ -176,7 +178,7 @@ def pings(rank: int, pair: Any) -> dict[str, Any]:
 
 
 def process(rank: int, processes: int, rounds: int, folder: str) -> None:
-    """Measure everything in one of the processes; rank 0 writes it down."""
+    """Run all measurements in one of the processes. Rank 0 writes the results."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store{processes}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=processes)
@@ -206,7 +208,7 @@ def process(rank: int, processes: int, rounds: int, folder: str) -> None:
 
 
 def measure(rounds: int) -> dict[int, dict[str, Any]]:
-    """Return, by the number of processes, the pings and the step times of each round."""
+    """Return the pings and the step times of each round by number of processes."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for processes in PROCESSES:
@@ -215,14 +217,14 @@ def measure(rounds: int) -> dict[int, dict[str, Any]]:
     return found
 
 
-# What the model says.
+# ---- predictions
 
 
 def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster:
-    """Return the machine as a cluster of processes that share its cores: all they do is slowed alike.
+    """Return the machine as a cluster of processes that share its cores and are slowed down equally.
 
-    Between two processes an all-reduce takes `2 alpha + n beta`; gathers and scatters send half as much, and
-    what they take beyond it is local work.
+    Between two processes, an all-reduce takes `2 alpha + n beta`. Gathers and scatters send half as much. Their
+    additional time is local work.
     """
     least = {
         name: [min(ping[name][i] for ping in pings_of_rounds) for i in range(len(SIZES))]
@@ -233,15 +235,15 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
     alpha = least["all_reduce"][0] / 2
-    # A difference of two times: its least would be too small.
+    # The minimum of a difference of two times would be too small.
     smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
-    alpha = min(alpha, smallest / hops)  # the smallest all-reduce of all is nothing but hops and its launch
+    alpha = min(alpha, smallest / hops)  # the smallest all-reduce only consists of hops and its launch
     return Cluster(
         gpus=processes,
         gpus_per_node=processes,
         intra=Link(alpha, share * beta),
         inter=Link(alpha, share * beta),
-        flops=100e9,  # with the next line, only the proportions of the blocks: the step itself is measured
+        flops=100e9,  # together with the next line, only sets the proportions of the blocks; the step is measured
         memory_bandwidth=10e9,
         memory=1e12,
         launch=smallest - hops * alpha,
@@ -251,14 +253,14 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
 
 
 def seconds_per_byte(seconds: list[float]) -> float:
-    """Return the slope, with the least relative squares, of the line from the smallest ping on."""
+    """Return the slope of the line through the smallest ping by relative least squares."""
     start = seconds[0]
     above = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
     return max(0.0, sum(x * y for x, y in above) / sum(x * x for x, _ in above))
 
 
 def model_of(case: Case, grouped: bool) -> Model:
-    """Return the network's blocks, or those that FSDP2 gathers as one: the wrapped modules and the rest."""
+    """Return the network's blocks, or the units of FSDP2: the wrapped modules and the rest."""
     net = case.network()
     model = describe(net, case.shape)
     if not grouped:
@@ -352,9 +354,13 @@ def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=4, help="measurements of each step, at least 2")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="number of measurements of each step, at least 2"
+    )
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
-    parser.add_argument("--document", type=Path, help="put the table between this page's 'measured' marks")
+    parser.add_argument(
+        "--document", type=Path, help="insert the table between the 'measured' marks of this page"
+    )
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")

@@ -1,9 +1,9 @@
-"""What SyncBN gains by sending one message each way instead of two, on 2 gloo processes.
+"""Speedup of SyncBN with one message per direction instead of two, on 2 gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
-Both ways run in the same processes in turn, on the same network: 30 convolutions of 1x1 with a SyncBN each, where the
-messages show.
+Both variants run in turn in the same processes on the same network: 30 1x1 convolutions with a SyncBN each, where
+communication dominates.
 """
 
 from __future__ import annotations

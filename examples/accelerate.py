@@ -1,10 +1,10 @@
-"""A training loop of one's own, with Slipstream's step in it.
+"""A custom training loop with Slipstream's step.
 
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]
 
-The lines marked with # <- are what Slipstream needs; the others are such a loop as it was. It learns to count the
-bright squares in small synthetic pictures, in seconds on a CPU.
+Slipstream requires the lines marked with # <-. The other lines are an ordinary loop. The network learns to count the
+bright squares in small synthetic images, in seconds on a CPU.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from slipstream.dist import init_dist, is_main_process
 
 
 def pictures(count, seed):
-    """Return noisy pictures (count, 1, 12, 12) with up to three squares, and how many each has."""
+    """Return noisy images (count, 1, 12, 12) with up to three squares, and the number of squares in each."""
     generator = torch.Generator().manual_seed(seed)
     places = torch.stack([torch.randperm(9, generator=generator)[:3] for _ in range(count)])
     numbers = torch.randint(0, 4, (count,), generator=generator)
@@ -55,7 +55,7 @@ def accuracy(model, loader):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--compile", action="store_true", help="make the whole step one compiled graph")
+    parser.add_argument("--compile", action="store_true", help="compile the whole step as one graph")
     parser.add_argument("--epochs", type=int, default=4)
     args = parser.parse_args()
 

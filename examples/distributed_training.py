@@ -1,11 +1,11 @@
-"""Train a ResNet-18 in one process or in many, under any launcher; no data to fetch.
+"""Train a ResNet-18 in one or several processes with any launcher. No download is required.
 
     python examples/distributed_training.py
     torchrun --nproc-per-node=8 examples/distributed_training.py --launcher pytorch
     srun --ntasks-per-node=8 --gres=gpu:8 python examples/distributed_training.py --launcher slurm
     MASTER_ADDR=127.0.0.1 mpirun -np 8 python examples/distributed_training.py --launcher mpi
 
-docs/distributed.md explains these and other ways to start it. The images are stripes in ten directions.
+docs/distributed.md explains these and other launch commands. The images are stripes in ten directions.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from slipstream.runner import Runner
 
 
 class Stripes(Dataset):
-    """Images uint8 (3, 32, 32) of noisy stripes, whose class is their direction.
+    """Images uint8 (3, 32, 32) of noisy stripes. The class is the direction.
 
-    Image i is a function of `seed` and i: every process draws the ones it needs, and none is stored.
+    Image i is a function of `seed` and i. Each process generates the images it needs, and none is stored.
     """
 
     def __init__(self, length, seed):
@@ -51,10 +51,10 @@ class ResNet18(Classifier):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launcher", default="none", choices=["none", "pytorch", "slurm", "mpi"])
-    # torch.distributed.launch passes it; the Runner reads LOCAL_RANK from the environment instead.
+    # torch.distributed.launch passes this argument, but the Runner reads LOCAL_RANK from the environment.
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--batches", type=int, help="train on so many batches an epoch only")
+    parser.add_argument("--batches", type=int, help="maximum number of batches per epoch")
     parser.add_argument("--work-dir", default="./work_dirs/distributed")
     args = parser.parse_args()
 
@@ -62,7 +62,7 @@ def main():
         model=ResNet18(),
         work_dir=args.work_dir,
         train_dataloader=dict(
-            batch_size=32,  # of each process
+            batch_size=32,  # per process
             num_batch_per_epoch=args.batches,
             sampler=dict(type="DefaultSampler", shuffle=True),
             dataset=Stripes(1280, seed=0),

@@ -1,9 +1,9 @@
-"""Train a ResNet-18 on Fashion-MNIST: over 90 % test accuracy after two epochs on a CPU.
+"""Train a ResNet-18 on Fashion-MNIST to more than 90 % test accuracy in two epochs on a CPU.
 
     python examples/train.py [--data FOLDER | --download] [--launcher none|pytorch|slurm|mpi]
 
-The data come from Debian's package dataset-fashion-mnist, from a folder with the four IDX files, or,
-with --download, from the network, checked against their checksums.
+The data are read from Debian's package dataset-fashion-mnist or from a folder with the four IDX files. With
+--download, they are downloaded and their checksums verified.
 """
 
 import argparse
@@ -25,13 +25,11 @@ class ResNet18(Classifier):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", help="folder with the IDX files")
-    parser.add_argument(
-        "--download", action="store_true", help="fetch the files into --data if they are not there"
-    )
+    parser.add_argument("--download", action="store_true", help="download missing files to --data")
     parser.add_argument("--launcher", default="none", choices=["none", "pytorch", "slurm", "mpi"])
     parser.add_argument("--local-rank", "--local_rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--epochs", type=int, default=2)
-    parser.add_argument("--batches", type=int, help="train on so many batches an epoch only")
+    parser.add_argument("--batches", type=int, help="maximum number of batches per epoch")
     parser.add_argument("--work-dir", default="./work_dirs/fashion_mnist")
     args = parser.parse_args()
 
@@ -49,7 +47,7 @@ def main():
         ),
         optim_wrapper=dict(
             type="OptimWrapper",
-            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, where the hardware is fast at it
+            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, if the hardware is fast at it
             optimizer=dict(type="AdamW", lr=0.001, weight_decay=0.01),
         ),
         param_scheduler=dict(type="OneCycleLR", eta_max=0.002, by_epoch=True, convert_to_iter_based=True),

@@ -79,7 +79,7 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None
     from hydra.core.hydra_config import HydraConfig
 
     from slipstream.errors import SlipstreamError
-    from slipstream.recipes.compose import words_for_hydra
+    from slipstream.recipes.compose import hydra_overrides
     from slipstream.recipes.resolvers import register_resolvers
 
     def job(_: DictConfig) -> None:
@@ -92,10 +92,10 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None
         if status:
             sys.exit(status)
 
-    overrides = words_for_hydra(path, args.overrides, folder)
+    words = hydra_overrides(path, args.overrides, folder)
     register_resolvers()
     # hydra.main reads only sys.argv.
-    before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *overrides]
+    before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]
     try:
         hydra.main(str(path.parent.resolve()), path.stem, version_base="1.3")(job)()
     finally:

@@ -1,4 +1,4 @@
-"""Run commands as a user does, in an empty folder."""
+"""Fixtures that run commands in an empty folder."""
 
 import subprocess
 import sys
@@ -12,13 +12,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def root() -> Path:
-    """The project's folder."""
+    """Return the project's folder."""
     return ROOT
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run `python ARGS` in the test's own folder, expect its exit status, and return what it printed."""
+    """Run `python ARGS` in the test's folder, check the exit status and return the output."""
 
     def run_python(
         *args: str, status: int | None = 0, cwd: Path = tmp_path

@@ -1,4 +1,4 @@
-"""`slipstream data stats|cache|show` as a user types it."""
+"""The commands `slipstream data stats|cache|show`."""
 
 import json
 
@@ -57,8 +57,8 @@ def write(path, array):
     Image.fromarray(array.astype(np.uint8)).save(path)
 
 
-def ran(capsys, *words, status=0):
-    assert main(["data", *words]) == status
+def ran(capsys, *arguments, status=0):
+    assert main(["data", *arguments]) == status
     printed = capsys.readouterr()
     return printed.out if status != 2 else printed.err
 
@@ -68,7 +68,7 @@ def pixels(folder, kind, count=7):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_the_numbers_are_those_that_numpy_counts(folder, capsys, workers):
+def test_stats_equal_numpy_counts(folder, capsys, workers):
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", "--workers", workers))
     assert found["faults"] == []
     train, val = found["data"]
@@ -87,16 +87,16 @@ def test_the_numbers_are_those_that_numpy_counts(folder, capsys, workers):
     assert all(seconds > 0 for seconds in train["seconds"].values())
 
 
-def test_the_table_warns_of_classes_that_never_occur_and_lists_sizes(folder, capsys):
+def test_table_lists_sizes_and_warns_of_classes_without_pixels(folder, capsys):
     write(folder / "data/img/0.png", np.zeros((8, 9, 3)))
     write(folder / "data/ann/0.png", np.zeros((8, 9)))
     printed = ran(capsys, "stats", "recipe.yaml", "--split", "train", "--workers", "1")
     assert "7 samples of ImageMaskFolder, pixels (width x height): 20 x 12 (6), 9 x 8 (1)" in printed
-    assert "Warning: never occurs: ghost" in printed
+    assert "Warning: classes without pixels: ghost" in printed
     assert "val_dataloader" not in printed
 
 
-def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
+def test_broken_files_are_listed_and_other_files_counted(folder, capsys):
     (folder / "data/img/1.png").write_bytes(b"no picture")
     (folder / "data/ann/1.png").write_bytes(b"")
     write(folder / "data/ann/3.png", np.zeros((5, 5)))
@@ -111,7 +111,7 @@ def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
         "without a mask: 'data/val/1.png'",
     ):
         assert len([line for line in printed.splitlines() if named in line]) == 1, named
-    assert "Splits that cannot be read (1)" in printed
+    assert "Unreadable splits (1)" in printed
     assert "Broken files (4)" in printed
     assert "skip_corrupt" not in printed
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", status=1))
@@ -120,7 +120,7 @@ def test_all_broken_files_are_listed_and_the_rest_is_counted(folder, capsys):
     assert train["readable"] == 4
 
 
-def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys, monkeypatch):
+def test_classification_dataset_has_statistics(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "labelled_data.py").write_text(
         "import torch\n"
@@ -136,27 +136,27 @@ def test_a_data_set_of_images_with_one_class_has_statistics_too(tmp_path, capsys
     (found,) = json.loads(ran(capsys, "stats", "run.py", "--json"))["data"]
     assert [(c["name"], c["samples"], c["share"]) for c in found["classes"]] == [("a", 2, 0.5), ("b", 2, 0.5)]
     assert found["mean"] == [15.0]
-    assert "decodes no files" in ran(capsys, "cache", "run.py")
+    assert "does not decode files; nothing to cache" in ran(capsys, "cache", "run.py")
     ran(capsys, "show", "run.py", "--count", "2", "--out", "s.png")
     assert Image.open("s.png").width > 320
 
 
-def test_the_cache_is_filled_beside_the_data_verified_and_the_recipe_told(folder, capsys):
+def test_cache_is_filled_next_to_the_data_and_verified(folder, capsys):
     printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2")
     cache = folder / "data.cache"
     assert f"{cache}: needs about" in printed
     assert "train: 7 samples" in printed
-    assert "7 decoded now, 0 were there" in printed
+    assert "7 decoded now, 0 already cached" in printed
     assert f"train_dataloader.dataset.cache={cache}" in printed
     assert len(list(cache.glob("*/*.decoded"))) == 9
     again = ran(capsys, "cache", "recipe.yaml", f"train_dataloader.dataset.cache={cache}", "--workers", "1")
-    assert "0 decoded now, 7 were there" in again
+    assert "0 decoded now, 7 already cached" in again
     assert f"{cache}: needs about 0 B more" in again
     assert "train_dataloader.dataset.cache=" not in again
     assert f"val_dataloader.dataset.cache={cache}" in again
 
 
-def test_a_damaged_file_in_the_cache_is_made_again(folder, capsys):
+def test_damaged_cache_file_is_rewritten(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--workers", "1")
     path = next((folder / "c").glob("*/*.decoded"))
     whole = path.read_bytes()
@@ -167,7 +167,7 @@ def test_a_damaged_file_in_the_cache_is_made_again(folder, capsys):
     assert path.read_bytes() == whole
 
 
-def test_what_cannot_be_cached_is_listed(folder, capsys):
+def test_samples_that_cannot_be_cached_are_listed(folder, capsys):
     (folder / "data/img/1.png").write_bytes(b"no picture")
     (folder / "data/img/4.png").write_bytes(b"no picture")
     printed = ran(capsys, "cache", "recipe.yaml", "--workers", "2", status=1)
@@ -178,7 +178,7 @@ def test_what_cannot_be_cached_is_listed(folder, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--prune"]])
-def test_links_that_lead_nowhere_are_listed_and_the_rest_is_cached(folder, capsys, more):
+def test_broken_links_are_listed_and_other_samples_cached(folder, capsys, more):
     for i in (1, 4):
         (folder / f"data/img/{i}.png").unlink()
         (folder / f"data/img/{i}.png").symlink_to("nowhere.png")
@@ -187,33 +187,33 @@ def test_links_that_lead_nowhere_are_listed_and_the_rest_is_cached(folder, capsy
     assert "Not cached (2)" in printed
 
 
-def test_pruning_leaves_what_the_recipe_needs(folder, capsys):
+def test_prune_keeps_the_files_of_the_recipe(folder, capsys):
     ran(capsys, "cache", "recipe.yaml", "--folder", "c")
     for kind in ("img", "ann"):
         (folder / f"data/{kind}/6.png").unlink()
     printed = ran(capsys, "cache", "recipe.yaml", "--folder", "c", "--prune")
     assert f"{folder / 'c'}: 1 files removed" in printed
-    assert "0 decoded now, 6 were there" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
+    assert "0 decoded now, 6 already cached" in ran(capsys, "cache", "recipe.yaml", "--folder", "c")
 
 
-def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monkeypatch):
+def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, monkeypatch):
     usage = type("Usage", (), {"free": 5000})
     monkeypatch.setattr("slipstream.cli.data_cache.shutil.disk_usage", lambda path: usage)
     assert main(["data", "cache", "recipe.yaml"]) == 1
     printed = capsys.readouterr()
     assert "5.0 kB are free" in printed.out
-    assert "not enough room" in printed.err
+    assert "not enough disk space" in printed.err
     assert not (folder / "data.cache").exists()
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
-        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot go with --split"),
-        (["cache", "street_scenes_pp_lite_t"], "give --folder"),
+        (["cache", "recipe.yaml", "--prune", "--split", "val"], "cannot be combined with `--split`"),
+        (["cache", "street_scenes_pp_lite_t"], "set `--folder`"),
         (["stats", "recipe.yaml", "--split", "test"], "no test_dataloader (its splits: train, val)"),
         (["stats", "recipe.yaml", "train_dataloader.dataset.imags=x"], "did you mean 'images'"),
-        (["show", "recipe.yaml", "--epoch", "-1"], "--epoch must be 0 or more"),
+        (["show", "recipe.yaml", "--epoch", "-1"], "`--epoch` must be at least 0"),
         (["cache", "recipe.yaml", "--folder", "recipe.yaml"], "cannot write to"),
         (
             ["show", "recipe.yaml", "--out", "sheet.pgn"],
@@ -222,13 +222,13 @@ def test_a_disk_without_room_is_said_before_the_work_begins(folder, capsys, monk
         (["show", "recipe.yaml", "--out", "recipe.yaml/sheet.png"], "--out: cannot write 'recipe.yaml/sheet"),
     ],
 )
-def test_wrong_words_are_one_line(folder, capsys, words, expected):
-    error = ran(capsys, *words, status=2)
+def test_invalid_arguments_raise_one_line_errors(folder, capsys, arguments, expected):
+    error = ran(capsys, *arguments, status=2)
     assert expected in error
     assert error.count("\n") == 1
 
 
-def test_the_sheet_shows_the_samples_of_that_epoch_of_the_training(folder, capsys, monkeypatch):
+def test_sheet_shows_the_samples_of_the_training_epoch(folder, capsys, monkeypatch):
     shown = []
     monkeypatch.setattr(
         "slipstream.cli.data_show.contact_sheet", lambda *a: shown.append(a) or Image.new("L", (1, 1))
@@ -239,7 +239,7 @@ def test_the_sheet_shows_the_samples_of_that_epoch_of_the_training(folder, capsy
     ((rows, titles, captions, legend),) = shown
     assert titles == ("image", "mask", "both")
     assert [name for name, _ in legend] == ["road", "tree", "car", "ghost", "(ignored)"]
-    inputs, targets = what_the_network_gets(epoch=2)
+    inputs, targets = network_inputs(epoch=2)
     for (image, mask, _), caption, seen, target in zip(rows, captions, inputs, targets, strict=True):
         assert caption.endswith(", epoch 2, seed 4")
         assert np.abs(image - (127.5 * seen + 127.5)).max() < 0.51
@@ -259,8 +259,8 @@ class Recorder(BaseModel):
         return {"loss": self.weight.sum()}
 
 
-def what_the_network_gets(epoch):
-    """Return inputs and targets, (N, H, W, C) and (N, H, W), of an epoch of a real training."""
+def network_inputs(epoch):
+    """Return the inputs (N, H, W, C) and targets (N, H, W) of an epoch of a real training."""
     model = Recorder()
     cfg = Config.fromfile("recipe.yaml")
     Runner(
@@ -272,19 +272,19 @@ def what_the_network_gets(epoch):
         randomness=cfg.randomness,
         visualizer=dict(type="Visualizer", vis_backends=[]),
     ).train()
-    batches = model.seen[-2:]  # of three samples each, of seven
+    batches = model.seen[-2:]  # two batches of three samples, out of seven samples
     return [np.concatenate(part) for part in zip(*batches, strict=True)]
 
 
-def test_the_words_for_a_composed_recipe_are_those_that_it_takes(tmp_path, capsys, monkeypatch):
+def test_printed_overrides_are_valid_for_a_composed_recipe(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     short = [f"dataset_params.{split}_dataset_params.length=2" for split in ("train", "val")]
     printed = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, "--folder", "c")
-    words = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
-    assert len(words) == 2
-    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *words)
-    assert again.count("0 decoded now, 2 were there") == 2
-    assert "To train with it" not in again
+    arguments = [line.strip() for line in printed.splitlines() if line.startswith("  +")]
+    assert len(arguments) == 2
+    again = ran(capsys, "cache", "street_scenes_stdc1_seg", *short, *arguments)
+    assert again.count("0 decoded now, 2 already cached") == 2
+    assert "To train with the cache" not in again
 
 
 class Stream(IterableDataset):
@@ -293,7 +293,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("action", ["stats", "cache", "show"])
-def test_a_stream_is_refused_in_one_line(folder, capsys, monkeypatch, action):
+def test_iterable_dataset_raises_one_line_error(folder, capsys, monkeypatch, action):
     DATASETS.get("ConcatDataset")
     monkeypatch.setitem(DATASETS.module_dict, "Stream", Stream)
     (folder / "stream.yaml").write_text(
@@ -301,4 +301,4 @@ def test_a_stream_is_refused_in_one_line(folder, capsys, monkeypatch, action):
     )
     said = ran(capsys, action, "stream.yaml", status=2).strip()
     assert "\n" not in said
-    assert "train_dataloader.dataset: Stream is a stream, of which no sample can be asked for" in said
+    assert "train_dataloader.dataset: Stream is an iterable-style dataset" in said

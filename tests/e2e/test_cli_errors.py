@@ -1,4 +1,4 @@
-"""A wrong word on the command line: one line, the place, the nearest valid name, exit status 2."""
+"""Invalid command line arguments: one line with config path and suggestion, and exit status 2."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ RECIPE = "street_scenes_pp_lite_t"
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["trian"], ["'trian'", "did you mean 'train'"]),
         (["train", "street_scenes_pp_lite"], ["'street_scenes_pp_lite'", f"did you mean '{RECIPE}'"]),
@@ -40,7 +40,7 @@ RECIPE = "street_scenes_pp_lite_t"
         (["train", RECIPE, "--launcher", "slrum"], ["'slrum'", "did you mean 'slurm'"]),
         (["train", RECIPE, "--nproc", "2", "--launcher", "slurm"], ["--launcher", "--nproc"]),
         (["train", RECIPE, "--nproc", "two"], ["--nproc", "'two'"]),
-        (["val", RECIPE, "--max-restarts", "2"], ["--max-restarts needs --nproc"]),
+        (["val", RECIPE, "--max-restarts", "2"], ["`--max-restarts` requires `--nproc`"]),
         (["train", RECIPE, "--nprok", "2"], ["--nprok"]),
         (["train", RECIPE, "--nproc", "2", "train_cfg.max_epoch=3"], ["did you mean 'train_cfg.max_epochs'"]),
         (["train", RECIPE, "compile=maybe"], ["compile", "'maybe'"]),
@@ -52,12 +52,14 @@ RECIPE = "street_scenes_pp_lite_t"
         ),
     ],
 )
-def test_a_wrong_word_is_one_line_with_place_and_suggestion(words, expected, tmp_path, monkeypatch, capfd):
-    """In this process: each of its own would take seconds for its imports."""
+def test_invalid_argument_raises_one_line_error_with_suggestion(
+    arguments, expected, tmp_path, monkeypatch, capfd
+):
+    """Runs in this process, because the imports of a new process take seconds."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # `main` sets it otherwise, for good
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` sets it permanently
     try:
-        status = main(words)
+        status = main(arguments)
     except SystemExit as ended:
         status = ended.code
     said = capfd.readouterr()
@@ -69,13 +71,13 @@ def test_a_wrong_word_is_one_line_with_place_and_suggestion(words, expected, tmp
     assert "Traceback" not in said.out
 
 
-def test_a_wrong_word_ends_the_command_with_status_2(slipstream):
+def test_invalid_argument_exits_with_status_2(slipstream):
     done = slipstream("train", RECIPE, "max_epochs=3", status=2)
     assert len(done.stderr.strip().splitlines()) == 1
     assert "did you mean 'train_cfg.max_epochs'" in done.stderr
 
 
-def test_a_failed_run_is_one_line_with_exit_status_1(slipstream, tmp_path):
+def test_failed_run_prints_one_line_and_exits_with_status_1(slipstream, tmp_path):
     (tmp_path / "masks").mkdir()
     done = slipstream(
         "train", "camvid_pp_lite_t", f"train_dataloader.dataset.data_root={tmp_path}/none", status=1
@@ -84,7 +86,7 @@ def test_a_failed_run_is_one_line_with_exit_status_1(slipstream, tmp_path):
     assert "none" in done.stderr
 
 
-def test_importing_the_package_and_asking_for_help_do_not_import_torch(run):
+def test_package_import_and_help_do_not_import_torch(run):
     run("-c", "import slipstream, sys; assert 'torch' not in sys.modules")
     code = (
         "import sys; from slipstream.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
@@ -92,26 +94,26 @@ def test_importing_the_package_and_asking_for_help_do_not_import_torch(run):
     run("-c", code + "assert 'torch' not in sys.modules")
 
 
-def test_the_compiler_is_not_imported_before_something_is_compiled(run):
+def test_compiler_is_imported_lazily(run):
     code = "import sys, slipstream.runner, slipstream.training, slipstream.speed.accelerate\n"
     run("-c", code + "assert not {'torch._dynamo', 'torch._inductor', 'sympy'} & {*sys.modules}")
 
 
-def test_recipes_are_listed_with_what_they_do(slipstream):
+def test_recipes_are_listed_with_descriptions(slipstream):
     listed = slipstream("recipes").stdout
     assert "street_scenes_pp_lite_t" in listed
     assert "camvid_pp_lite_t" in listed
     assert all(len(line.split(maxsplit=1)) == 2 for line in listed.splitlines())
 
 
-def test_doctor_reports_versions_options_and_finds_a_misconfiguration(slipstream, monkeypatch):
+def test_doctor_reports_versions_options_and_misconfigurations(slipstream, monkeypatch):
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
     done = slipstream("doctor", status=1)
     assert "mixed precision bfloat16" in done.stdout
     assert "TORCHDYNAMO_DISABLE" in done.stdout
 
 
-def test_doctor_says_what_started_it_and_where_it_stands_in_the_job(slipstream, monkeypatch):
+def test_doctor_reports_launcher_and_ranks(slipstream, monkeypatch):
     for name, value in dict(RANK=3, LOCAL_RANK=1, WORLD_SIZE=4, MASTER_ADDR="n1", MASTER_PORT=29400).items():
         monkeypatch.setenv(name, str(value))
     said = slipstream("doctor", status=None).stdout
@@ -120,7 +122,7 @@ def test_doctor_says_what_started_it_and_where_it_stands_in_the_job(slipstream, 
     assert "OMP_NUM_THREADS=" in said
 
 
-def test_doctor_names_a_launchers_variable_that_is_missing(slipstream, monkeypatch):
+def test_doctor_reports_a_missing_launcher_variable(slipstream, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     done = slipstream("doctor", status=1)
@@ -128,7 +130,7 @@ def test_doctor_names_a_launchers_variable_that_is_missing(slipstream, monkeypat
     assert "LOCAL_RANK" in line
 
 
-def test_a_sharded_checkpoint_becomes_one_file(slipstream, run, tmp_path):
+def test_consolidate_writes_one_file(slipstream, run, tmp_path):
     run("-c", """if True:
         from pathlib import Path
         import torch, torch.distributed as dist
@@ -148,20 +150,20 @@ def test_a_sharded_checkpoint_becomes_one_file(slipstream, run, tmp_path):
     assert torch.load(tmp_path / "other.pth", weights_only=True)["meta"]["epoch"] == 3
 
 
-def test_consolidating_what_is_not_sharded_is_one_line(slipstream, tmp_path):
+def test_consolidate_of_an_unsharded_checkpoint_raises_one_line_error(slipstream, tmp_path):
     torch.save({}, tmp_path / "epoch_3.pth")
     done = slipstream("consolidate", "epoch_3.pth", status=1)
     assert "epoch_3.pth is not a sharded checkpoint" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_an_override_behind_resume_is_no_checkpoint():
+def test_override_after_resume_is_not_a_checkpoint():
     args = parse(["train", "street_scenes_pp_lite_t", "--resume", "train_cfg.max_epochs=2", "a=1"])
     assert args.resume is True
     assert sorted(args.overrides) == ["a=1", "train_cfg.max_epochs=2"]
 
 
-def test_a_broken_image_that_a_worker_meets_is_one_line_with_its_name(slipstream, tmp_path):
+def test_broken_image_in_a_worker_raises_one_line_error(slipstream, tmp_path):
     write_street_folder(tmp_path / "data", train=2, val=1, size=(64, 128))
     broken = next((tmp_path / "data/leftImg8bit/train").rglob("*.png"))
     broken.write_bytes(broken.read_bytes()[:500])

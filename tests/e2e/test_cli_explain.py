@@ -1,4 +1,4 @@
-"""`slipstream explain` as a user types it."""
+"""The command `slipstream explain`."""
 
 import pytest
 
@@ -7,8 +7,8 @@ from slipstream.cli.main import main
 RECIPE = "street_scenes_pp_lite_t"
 
 
-def explained(capsys, *words):
-    assert main(["explain", RECIPE, *words]) == 0
+def explained(capsys, *arguments):
+    assert main(["explain", RECIPE, *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -17,7 +17,7 @@ def row(printed, option):
     return " ".join(line.split())
 
 
-def test_a_recipe_is_explained_without_data_or_a_work_dir(slipstream, tmp_path):
+def test_explain_requires_no_data_or_work_dir(slipstream, tmp_path):
     printed = slipstream("explain", RECIPE, "speed.accumulate=4").stdout
     assert row(printed, "accumulate") == "accumulate 4 speed.accumulate"
     assert row(printed, "clip_grad") == "clip_grad max_norm=5.0 optim_wrapper.clip_grad"
@@ -25,20 +25,20 @@ def test_a_recipe_is_explained_without_data_or_a_work_dir(slipstream, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_off_is_one_line_and_what_is_on_is_not_in_it(capsys):
+def test_disabled_options_are_listed_in_one_line(capsys):
     (off,) = (line for line in explained(capsys, "compile=true").splitlines() if line.startswith("Off: "))
     assert "channels_last" in off
     assert "compile" not in off
     assert "clip_grad" not in off
 
 
-def test_auto_says_what_it_chose_what_it_left_off_and_why(capsys):
+def test_auto_lists_its_choices_with_reasons(capsys):
     printed = explained(capsys, "speed=auto")
-    assert row(printed, "fused").startswith("fused where it can be auto where torch has fused kernels")
+    assert row(printed, "fused").startswith("fused where supported auto where torch has fused kernels")
     assert row(printed, "compile").startswith("compile off auto ")
 
 
-def test_options_are_shown_as_they_were_changed(capsys):
+def test_options_show_their_changed_fields(capsys):
     printed = explained(capsys, "compile={scope: model, dynamic: false}", "speed.precision=tf32")
     assert row(printed, "compile") == "compile dynamic=False, scope=model cfg.compile"
     assert row(printed, "precision").startswith("precision tf32 speed.precision")
@@ -54,12 +54,12 @@ def test_options_are_shown_as_they_were_changed(capsys):
         ("model_wrapper_cfg={type: MMFullyShardedDataParallel, wrap: [Block]}", "fsdp2, wrap=['Block']"),
     ],
 )
-def test_a_wrapper_is_shown_by_its_kind_and_what_was_given(capsys, word, value):
+def test_wrapper_shows_its_kind_and_changed_fields(capsys, word, value):
     place = "cfg." + word.split("=")[0]
     assert row(explained(capsys, word), "parallel").startswith(f"parallel {value} {place}")
 
 
-def test_a_option_without_effect_and_the_limits_of_the_machine_are_named(capsys, monkeypatch):
+def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatch):
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     printed = explained(capsys, "parallel=fsdp2")
     assert "fsdp2" in row(printed, "parallel")
@@ -70,7 +70,7 @@ def test_a_option_without_effect_and_the_limits_of_the_machine_are_named(capsys,
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
         (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
@@ -81,13 +81,13 @@ def test_a_option_without_effect_and_the_limits_of_the_machine_are_named(capsys,
         (["sped=auto"], "did you mean 'speed'"),
     ],
 )
-def test_a_plan_that_cannot_work_is_one_line_and_status_2(capsys, words, expected, monkeypatch):
+def test_invalid_plan_raises_one_line_error_with_status_2(capsys, arguments, expected, monkeypatch):
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
-    assert main(["explain", RECIPE, *words]) == 2
+    assert main(["explain", RECIPE, *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert expected in line
 
 
-def test_an_unknown_recipe_is_said(capsys):
+def test_unknown_recipe_raises_error(capsys):
     assert main(["explain", "street_scene"]) == 2
     assert "street_scene" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`--nproc`: several processes of a command; what they print, how they fail, and that none is left behind."""
+"""`--nproc`: output, failures and termination of several processes."""
 
 import os
 import re
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from faulty_fixtures import CONFIG, FOLDER
-from slipstream.cli.configure import command_words
+from slipstream.cli.configure import command_args
 from slipstream.cli.parser import parse
 from slipstream.cores import cores
 
@@ -32,13 +32,13 @@ def _config(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """What an uninterrupted run in two processes printed, and its work_dir."""
+    """Return the output and the work_dir of an uninterrupted run in two processes."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "line.yaml").write_text(CONFIG)
     environ = dict(os.environ, PYTHONPATH=FOLDER)
     environ.pop("OMP_NUM_THREADS")
-    words = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
-    command = [sys.executable, "-m", "slipstream", *words]
+    arguments = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
+    command = [sys.executable, "-m", "slipstream", *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     return done, folder / "work_dirs/line"
@@ -53,7 +53,7 @@ def same(left, right):
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_two_processes_print_what_one_does_and_nothing_else(trained):
+def test_two_processes_print_the_output_of_one(trained):
     done, _ = trained
     assert "world_size 2" in done.stdout
     assert done.stdout.count("Done: ") == 1
@@ -62,17 +62,17 @@ def test_two_processes_print_what_one_does_and_nothing_else(trained):
     assert re.search(r"Trained 6 steps", done.stdout), "8 samples, 2 in each of 2 processes, 3 epochs"
 
 
-def test_the_cores_are_shared_out_to_the_processes(trained):
+def test_cores_are_divided_among_the_processes(trained):
     assert f"cpu_threads {max(1, cores() // 2)}," in trained[0].stdout
 
 
-def test_words_reach_the_processes_as_they_were_written(trained):
+def test_arguments_are_passed_to_the_processes_unchanged(trained):
     (config,) = trained[1].glob("line*")
     assert "costs-$local_rank" in config.read_text()
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["train", "r", "a=1", "b=$x"],
         ["train", "r", "--work-dir=-odd dir", "--resume"],
@@ -80,23 +80,23 @@ def test_words_reach_the_processes_as_they_were_written(trained):
         ["val", "r", "a='1'", "--checkpoint=x.pth"],
     ],
 )
-def test_rebuilt_words_mean_the_same(words):
-    args = parse(words)
-    assert parse(command_words(args)) == args
+def test_rebuilt_arguments_parse_equally(arguments):
+    args = parse(arguments)
+    assert parse(command_args(args)) == args
 
 
-def test_overrides_may_stand_after_an_option():
+def test_overrides_may_follow_an_option():
     assert parse(["train", "r", "a=1", "--nproc", "2", "b=2"]).overrides == ["a=1", "b=2"]
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_checkpoints(
+def test_restarted_run_ignores_old_checkpoints_and_ends_like_an_uninterrupted_one(
     slipstream, trained, tmp_path, epoch
 ):
     shutil.copytree(trained[1], tmp_path / "again")
     last = tmp_path / "again/epoch_3.pth"
-    last.unlink()  # what is compared is of the run itself
-    words = [
+    last.unlink()  # compare only checkpoints of this run
+    arguments = [
         "train",
         "line.yaml",
         stumble("kill", epoch),
@@ -104,7 +104,7 @@ def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_chec
         "--max-restarts=1",
         "--work-dir=again",
     ]
-    done = slipstream(*words)
+    done = slipstream(*arguments)
     assert "a process failed; restart 1 of 1" in done.stderr
     assert ("Resumed at epoch 2" in done.stdout) == (epoch == 2)
     same(weights(tmp_path / "again"), weights(trained[1]))
@@ -115,11 +115,11 @@ def test_a_restarted_run_ends_as_an_uninterrupted_one_despite_an_older_runs_chec
     [
         ("error", 1, "slipstream: error: sample 3 is broken", "sample 3 is broken"),
         ("bug", 1, "[rank1]: Traceback", "rank 1 of 2"),
-        ("leave", 7, "slipstream: ", "slipstream: error: rank 1 ended with exit status 7"),
-        ("kill", 137, "slipstream: ", "was ended by SIGKILL; did the machine run out of memory?"),
+        ("leave", 7, "slipstream: ", "slipstream: error: rank 1 exited with status 7"),
+        ("kill", 137, "slipstream: ", "was killed by SIGKILL; did the machine run out of memory?"),
     ],
 )
-def test_a_failed_process_ends_the_command_and_is_the_one_that_is_shown(slipstream, how, status, first, last):
+def test_first_failed_process_ends_the_command_and_is_reported(slipstream, how, status, first, last):
     began = time.monotonic()
     done = slipstream("train", "line.yaml", stumble(how), "--nproc", "2", status=status)
     lines = done.stderr.strip().splitlines()
@@ -130,13 +130,13 @@ def test_a_failed_process_ends_the_command_and_is_the_one_that_is_shown(slipstre
     assert time.monotonic() - began < 120
 
 
-def test_a_configuration_that_no_process_can_use_is_one_line_with_exit_status_2(slipstream):
+def test_invalid_configuration_prints_one_line_and_exits_with_status_2(slipstream):
     done = slipstream("train", "line.yaml", "model.type=Lime", "--nproc", "2", status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "did you mean 'Line'" in done.stderr
 
 
-def test_val_runs_in_several_processes_and_prints_its_metrics_once(slipstream, tmp_path):
+def test_val_in_several_processes_prints_metrics_once(slipstream, tmp_path):
     from test_cli_train import SMALL
 
     recipe = "street_scenes_pp_lite_t"
@@ -157,10 +157,10 @@ def _alive(pid):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)])
-def test_a_signal_ends_every_process(tmp_path, number, status):
-    words = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
+def test_signal_terminates_all_processes(tmp_path, number, status):
+    arguments = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
     with subprocess.Popen(
-        [sys.executable, "-m", "slipstream", *words],
+        [sys.executable, "-m", "slipstream", *arguments],
         cwd=tmp_path,
         env=os.environ | {"TMPDIR": str(tmp_path)},  # a killed launcher cannot remove its folder
         stdout=subprocess.PIPE,

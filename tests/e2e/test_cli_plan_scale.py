@@ -1,4 +1,4 @@
-"""`slipstream plan-scale` as a user types it, and the document that shows what it prints."""
+"""The command `slipstream plan-scale`, and its output in docs/scaling.md."""
 
 import json
 import re
@@ -9,39 +9,39 @@ import pytest
 from slipstream.cli.main import main
 
 
-def test_a_recipe_is_planned_with_its_own_image_size_and_batch(slipstream):
+def test_recipe_is_planned_with_its_image_size_and_batch(slipstream):
     printed = slipstream("plan-scale", "camvid_pp_lite_t", "--gpus", "8,64").stdout
     assert "160 x 224 pixels" in printed
     assert "8 samples per GPU" in printed
     rows = [line.split() for line in printed.splitlines() if re.match(r"\s*\d+ ", line)]
     assert [row[0] for row in rows] == ["8", "64"]
     assert {row[1] for row in rows} <= {"ddp", "hsdp", "fsdp2"}
-    assert "Not measured" in printed
+    assert "not measurements" in printed
 
 
-def planned(capsys, *words):
-    assert main(["plan-scale", *words, "--json"]) == 0
+def planned(capsys, *arguments):
+    assert main(["plan-scale", *arguments, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_best_strategy_is_the_fastest_of_those_listed(capsys):
+def test_best_strategy_is_the_fastest_listed(capsys):
     for row in planned(capsys, "segformer_1b", "--size", "512x512", "--batch-per-gpu", "1"):
         kinds = [kind for kind in ("ddp", "hsdp", "fsdp2") if kind in row and row[kind]["fits"]]
         assert row["best"] == min(kinds, key=lambda kind: row[kind]["step_time"])
 
 
-def test_a_measured_step_time_is_what_one_gpu_takes(capsys):
-    words = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "1", "--step-time", "0.02")
-    assert planned(capsys, *words)[0]["ddp"]["step_time"] == pytest.approx(0.02)
+def test_measured_step_time_is_the_time_of_one_gpu(capsys):
+    arguments = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "1", "--step-time", "0.02")
+    assert planned(capsys, *arguments)[0]["ddp"]["step_time"] == pytest.approx(0.02)
 
 
-def test_sync_bn_costs_and_can_be_left_out(capsys):
-    words = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "64")
-    with_it, without = planned(capsys, *words), planned(capsys, *words, "--no-sync-bn")
+def test_sync_bn_has_a_cost_and_can_be_disabled(capsys):
+    arguments = ("pp_lite_t_seg", "--size", "128x256", "--gpus", "64")
+    with_it, without = planned(capsys, *arguments), planned(capsys, *arguments, "--no-sync-bn")
     assert without[0]["ddp"]["exposed"] < with_it[0]["ddp"]["exposed"]
 
 
-def test_what_fits_on_no_gpu_says_so(capsys):
+def test_model_that_fits_on_no_gpu_is_reported(capsys):
     assert (
         main(["plan-scale", "segformer_1b", "--batch-per-gpu", "64", "--gpu", "rtx4090", "--gpus", "8"]) == 0
     )
@@ -51,25 +51,25 @@ def test_what_fits_on_no_gpu_says_so(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["pp_lite_x_seg"], ["'pp_lite_x_seg'", "did you mean 'pp_lite_t_seg'"]),
         (["segformer_1bx"], ["did you mean 'segformer_1b'"]),
         (["nowhere.yaml"], ["nowhere.yaml"]),
         (["--gpus", "8,x"], ["--gpus", "'x'"]),
-        (["--gpus", "12"], ["12 GPUs", "machines of 8"]),
-        (["--gpu", "h10"], ["no gpu 'h10'", "did you mean 'h100'"]),
-        (["--network", "ib40"], ["no network 'ib40'", "did you mean 'ib400'"]),
+        (["--gpus", "12"], ["12 GPUs", "nodes of 8"]),
+        (["--gpu", "h10"], ["unknown gpu 'h10'", "did you mean 'h100'"]),
+        (["--network", "ib40"], ["unknown network 'ib40'", "did you mean 'ib400'"]),
         (["--size", "512"], ["--size", "'512'", "512x1024"]),
         (["--step-time", "0"], ["--step-time", "'0'", "positive"]),
         (["--step-time", "nan"], ["--step-time", "'nan'"]),
         (["--batch-per-gpu", "0"], ["--batch-per-gpu", "'0'"]),
-        (["MultiHeadCrossEntropy"], ["MultiHeadCrossEntropy", "cannot"]),
+        (["MultiHeadCrossEntropy"], ["MultiHeadCrossEntropy", "does not accept"]),
     ],
 )
-def test_a_wrong_word_is_one_line_that_says_what_is_right(capsys, words, expected):
+def test_invalid_argument_raises_one_line_error(capsys, arguments, expected):
     try:
-        status = main(["plan-scale", *words])
+        status = main(["plan-scale", *arguments])
     except SystemExit as exit:
         status = exit.code
     assert status in (1, 2)
@@ -84,16 +84,16 @@ def consoles(root):
     return re.findall(r"```console\n\$ slipstream (plan-scale[^\n]*)\n(.*?)```", text, re.DOTALL)
 
 
-def test_the_documents_predictions_are_what_the_command_prints_today(root, capsys):
+def test_predictions_in_the_document_equal_the_output(root, capsys):
     shown = consoles(root)
     assert len(shown) >= 3
-    for words, expected in shown:
-        assert main(shlex.split(words)) == 0
+    for arguments, expected in shown:
+        assert main(shlex.split(arguments)) == 0
         printed = capsys.readouterr().out
-        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), words
+        assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), arguments
 
 
-def test_the_documents_measured_table_is_the_one_in_the_results(root):
+def test_measured_table_in_the_document_equals_the_results(root):
     document = (root / "docs" / "scaling.md").read_text(encoding="utf-8")
     results = (root / "benchmarks" / "results" / "scaling.md").read_text(encoding="utf-8")
     measured = re.findall(r"^\| .* \|$", results, re.MULTILINE)

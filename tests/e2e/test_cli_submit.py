@@ -1,4 +1,4 @@
-"""`slipstream submit`: the batch file, and what stands between it and the cluster; tests/distributed has a real one."""
+"""`slipstream submit`: batch script and submission. tests/distributed uses a real Slurm cluster."""
 
 import shlex
 import sys
@@ -12,8 +12,8 @@ from slipstream.cli.submit import batch_file
 RECIPE = "street_scenes_pp_lite_t"
 
 
-def text(*words, work_dir=Path("/data/runs/x")):
-    return batch_file(parse(["submit", RECIPE, *words]), work_dir)
+def text(*arguments, work_dir=Path("/data/runs/x")):
+    return batch_file(parse(["submit", RECIPE, *arguments]), work_dir)
 
 
 def options(text):
@@ -28,7 +28,7 @@ def command(text):
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """Put a program of the given text in sbatch's place; without one there is none."""
+    """Return a function that replaces sbatch by a script. Without a script, sbatch does not exist."""
     (tmp_path / "bin").mkdir()
 
     def replace(script):
@@ -39,9 +39,11 @@ def sbatch(tmp_path, monkeypatch):
     return replace
 
 
-def test_each_gpu_gets_a_process_and_each_option_its_line():
-    words = "--nodes 2 --gpus-per-node 8 --partition mm_dev --time 4:00:00 --account me --qos high --mem 64G"
-    found = options(text(*words.split()))
+def test_each_gpu_has_a_process_and_each_option_a_line():
+    arguments = (
+        "--nodes 2 --gpus-per-node 8 --partition mm_dev --time 4:00:00 --account me --qos high --mem 64G"
+    )
+    found = options(text(*arguments.split()))
     assert found["nodes"] == "2"
     assert found["gpus-per-node"] == "8"
     assert found["ntasks-per-node"] == "8"
@@ -52,66 +54,66 @@ def test_each_gpu_gets_a_process_and_each_option_its_line():
     assert options(text("--gpus-per-node", "a100:4"))["ntasks-per-node"] == "4"
 
 
-def test_without_gpus_the_processes_are_counted_as_tasks():
+def test_tasks_per_node_sets_the_processes_without_gpus():
     found = options(text("--tasks-per-node", "3", "--cpus-per-task", "2"))
     assert found["ntasks-per-node"] == "3"
     assert not any(name.startswith("gpu") for name in found)
-    assert "--cpus-per-task=2" in command(text("--cpus-per-task", "2")), "srun does not take it from the job"
+    assert "--cpus-per-task=2" in command(text("--cpus-per-task", "2")), (
+        "srun does not inherit it from the job"
+    )
 
 
-def test_the_command_survives_the_shell_whatever_it_contains():
+def test_command_is_quoted_for_the_shell():
     odd = ["randomness.seed=1", 'experiment_name=it\'s $HOME `x` "y" & z', "val_cfg={a: [1, 2]}"]
     work_dir = Path("/data/100% mine/$x")
-    words = command(text(*odd, work_dir=work_dir))
-    start = words.index("train")
-    assert words[:start] == ["srun", "--kill-on-bad-exit=1", sys.executable, "-m", "slipstream"]
-    args = parse(words[start:])
+    arguments = command(text(*odd, work_dir=work_dir))
+    start = arguments.index("train")
+    assert arguments[:start] == ["srun", "--kill-on-bad-exit=1", sys.executable, "-m", "slipstream"]
+    args = parse(arguments[start:])
     assert (args.config, args.overrides, args.work_dir) == (RECIPE, odd, str(work_dir))
     assert (args.launcher, args.resume) == ("slurm", True)
 
 
-def test_values_for_sbatch_are_quoted_and_its_file_names_keep_their_percent_signs():
+def test_sbatch_values_are_quoted_and_percent_signs_escaped():
     found = options(text("--job-name", "my job's #1", work_dir=Path("/data/100% mine")))
     assert found["job-name"] == "my job's #1"
     assert found["output"] == "/data/100%% mine/slurm-%j.log"
     assert found["chdir"] == str(Path.cwd())
 
 
-def test_a_job_that_may_be_queued_again_does_so_before_its_time_limit():
+def test_requeue_happens_before_the_time_limit():
     again, once = text("--requeue"), text()
     assert "requeue" in options(again)
     assert options(again)["signal"].startswith("B:USR1@")
     assert "trap 'scontrol requeue" in again
     assert "requeue" not in options(once)
     assert "trap" not in once
-    assert {options(file)["open-mode"] for file in (again, once)} == {"append"}, (
-        "Slurm may requeue on its own"
-    )
+    assert {options(file)["open-mode"] for file in (again, once)} == {"append"}, "Slurm may requeue by itself"
 
 
-def test_other_options_reach_sbatch_as_they_are():
+def test_other_options_are_passed_to_sbatch_unchanged():
     found = text("--sbatch=--constraint=a100", "--sbatch", "exclusive")
     assert "#SBATCH --constraint=a100\n#SBATCH --exclusive\n" in found
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--nodes", "0"], "--nodes: '0'"),
         (["--nodes", "two"], "--nodes: 'two'"),
         (["--gpus-per-node", "0"], "--tasks-per-node"),
         (["--gpus-per-node", "8", "--tasks-per-node", "2"], "not allowed with"),
-        (["--time", "4h"], "--time: '4h' is no time limit of Slurm"),
+        (["--time", "4h"], "--time: '4h' is not a Slurm time limit"),
         (["--time", "1:2:3:4"], "--time"),
         (["--job-name", "a\n#SBATCH --uid=0"], "--job-name"),
         (["--partition", ""], "--partition"),
         (["train_cfg.max_epoch=3"], "did you mean 'train_cfg.max_epochs'"),
-        (["--work-dir", "a\nb"], "a line break"),
+        (["--work-dir", "a\nb"], "line breaks"),
     ],
 )
-def test_a_wrong_word_is_found_before_anything_is_submitted(slipstream, sbatch, tmp_path, words, expected):
+def test_invalid_argument_raises_error_before_submission(slipstream, sbatch, tmp_path, arguments, expected):
     sbatch("touch submitted; echo 1")
-    done = slipstream("submit", RECIPE, *words, status=2)
+    done = slipstream("submit", RECIPE, *arguments, status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert expected in done.stderr
     assert not (tmp_path / "submitted").exists()
@@ -119,31 +121,31 @@ def test_a_wrong_word_is_found_before_anything_is_submitted(slipstream, sbatch, 
 
 
 @pytest.mark.parametrize("time", ["30", "30:00", "4:00:00", "2-0", "2-12:30", "2-12:30:00", "UNLIMITED"])
-def test_every_form_of_slurms_time_limits_is_taken(time):
+def test_each_form_of_slurm_time_limits_is_accepted(time):
     assert options(text("--time", time))["time"] == time
 
 
-def test_submitting_writes_the_file_and_prints_the_jobs_number(slipstream, sbatch, tmp_path):
-    sbatch('echo "$@" > words; echo "17;cluster"')
+def test_submit_writes_the_script_and_prints_the_job_id(slipstream, sbatch, tmp_path):
+    sbatch('echo "$@" > arguments; echo "17;cluster"')
     done = slipstream("submit", RECIPE, "--nodes", "2")
     path = tmp_path / "work_dirs" / RECIPE / "submit.sbatch"
-    assert done.stdout.startswith("Submitted job 17, which starts anew.")
+    assert done.stdout.startswith("Submitted job 17, which starts from scratch.")
     assert f"{path.parent}/slurm-17.log" in done.stdout
-    assert (tmp_path / "words").read_text().split() == ["--parsable", str(path)]
+    assert (tmp_path / "arguments").read_text().split() == ["--parsable", str(path)]
     assert options(path.read_text())["nodes"] == "2"
 
 
-def test_submitting_says_from_which_checkpoint_the_job_goes_on(slipstream, sbatch, tmp_path):
+def test_submit_prints_the_checkpoint_to_resume_from(slipstream, sbatch, tmp_path):
     sbatch("echo 18")
     checkpoint = tmp_path / "out/epoch_4.pth"
     checkpoint.parent.mkdir()
     checkpoint.touch()
     (tmp_path / "out/last_checkpoint").write_text(str(checkpoint))
     done = slipstream("submit", RECIPE, "--work-dir", "out")
-    assert f"Submitted job 18, which goes on from {checkpoint}." in done.stdout
+    assert f"Submitted job 18, which resumes from {checkpoint}." in done.stdout
 
 
-def test_a_dry_run_prints_the_file_and_does_nothing(slipstream, sbatch, tmp_path):
+def test_dry_run_prints_the_script_without_submitting(slipstream, sbatch, tmp_path):
     sbatch("touch submitted")
     done = slipstream("submit", RECIPE, "--nodes", "2", "--dry-run")
     assert done.stdout == text("--nodes", "2", work_dir=tmp_path / "work_dirs" / RECIPE).replace(
@@ -152,13 +154,13 @@ def test_a_dry_run_prints_the_file_and_does_nothing(slipstream, sbatch, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
 
 
-def test_without_slurm_the_error_says_what_is_missing(slipstream, sbatch):
+def test_missing_sbatch_raises_error(slipstream, sbatch):
     done = slipstream("submit", RECIPE, status=1)
-    assert "there is no sbatch on this machine" in done.stderr
+    assert "sbatch not found on this machine" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_sbatchs_refusal_is_passed_on(slipstream, sbatch):
+def test_sbatch_error_is_printed(slipstream, sbatch):
     sbatch("echo 'sbatch: error: invalid partition specified: nowhere' >&2; exit 1")
     done = slipstream("submit", RECIPE, "--partition", "nowhere", status=1)
     assert "invalid partition specified: nowhere" in done.stderr

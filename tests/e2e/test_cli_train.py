@@ -1,4 +1,4 @@
-"""Train, validate and predict through the commands, at small size."""
+"""The commands train, val and predict at small image sizes."""
 
 import json
 import re
@@ -26,7 +26,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A small run of the recipe that `make train` trains."""
+    """Run the recipe of `make train` at small size."""
     from slipstream.cli.main import main
 
     folder = tmp_path_factory.mktemp("run")
@@ -34,7 +34,7 @@ def trained(tmp_path_factory):
     return folder
 
 
-def test_training_leaves_checkpoints_logs_and_a_picture(trained):
+def test_training_writes_checkpoints_logs_and_a_picture(trained):
     assert torch.load(trained / "epoch_2.pth", weights_only=True)["meta"]["epoch"] == 2
     assert (trained / "last_checkpoint").read_text() == str(trained / "epoch_2.pth")
     assert list(trained.glob("best_mIoU_epoch_*.pth"))
@@ -48,7 +48,7 @@ def test_training_leaves_checkpoints_logs_and_a_picture(trained):
         assert picture.width >= 3 * 128
 
 
-def test_the_last_line_says_where_everything_lies_and_how_fast_it_was(slipstream, tmp_path):
+def test_last_line_has_output_paths_and_speed(slipstream, tmp_path):
     done = slipstream("train", "street_scenes_pp_lite_t", *SMALL, "train_cfg.max_epochs=1")
     last = done.stdout.strip().splitlines()[-1]
     work_dir = tmp_path / "work_dirs" / "street_scenes_pp_lite_t"
@@ -60,7 +60,7 @@ def test_the_last_line_says_where_everything_lies_and_how_fast_it_was(slipstream
         assert (work_dir / name).exists()
 
 
-def test_val_gives_the_metrics_of_the_last_validation(trained, capsys):
+def test_val_prints_the_metrics_of_the_last_validation(trained, capsys):
     from slipstream.cli.main import main
 
     assert main(["val", "street_scenes_pp_lite_t", *SMALL, "--work-dir", str(trained)]) == 0
@@ -72,7 +72,7 @@ def test_val_gives_the_metrics_of_the_last_validation(trained, capsys):
     assert f"mIoU {logged['mIoU']:.4f}" in last
 
 
-def test_resume_without_anything_left_to_do_changes_no_checkpoint(trained):
+def test_resume_of_a_complete_run_changes_no_checkpoint(trained):
     from slipstream.cli.main import main
 
     before = (trained / "epoch_2.pth").read_bytes()
@@ -80,7 +80,7 @@ def test_resume_without_anything_left_to_do_changes_no_checkpoint(trained):
     assert (trained / "epoch_2.pth").read_bytes() == before
 
 
-def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained, slipstream, tmp_path):
+def test_predict_writes_coloured_masks_at_image_size(trained, slipstream, tmp_path):
     from slipstream.apps.street_scenes import draw_street_scene
     from slipstream.dataset import CITYSCAPES_PALETTE
 
@@ -102,7 +102,7 @@ def test_predict_writes_masks_in_the_classes_colours_at_the_image_s_size(trained
         lambda dataset: dict(type="AtLeast", dataset=dict(type="ConcatDataset", datasets=[dataset])),
     ],
 )
-def test_predict_applies_the_transforms_and_cuts_off_what_they_pad(wrap):
+def test_predict_applies_transforms_and_crops_their_padding(wrap):
     from slipstream.cli.predict import _predictor
 
     class Brightness(torch.nn.Module):
@@ -124,31 +124,31 @@ def test_predict_applies_the_transforms_and_cuts_off_what_they_pad(wrap):
     np.testing.assert_array_equal(mask, (image[..., 0] > 100).astype(np.uint8))
 
 
-def test_predict_never_writes_two_images_to_one_file(trained, capsys):
+def test_predict_rejects_images_with_equal_output_files(trained, capsys):
     from slipstream.cli.main import main
 
-    words = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
-    assert main(words) == 1
+    arguments = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
+    assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert "one/street.png and two/street.png would be written to the same files" in error
+    assert "one/street.png and two/street.png would overwrite each other" in error
 
 
-def test_predict_says_where_no_folder_can_be_made(trained, capsys):
+def test_predict_reports_an_invalid_output_folder(trained, capsys):
     from slipstream.cli.main import main
 
     file = str(trained / "epoch_2.pth")
     assert main(["predict", "street.png", "--checkpoint", file, "--out", file]) == 2
-    assert capsys.readouterr().err.startswith("slipstream: error: --out: no folder can be made there")
+    assert capsys.readouterr().err.startswith("slipstream: error: --out: cannot create the folder")
 
 
-def test_predict_of_a_broken_image_names_the_file(trained, slipstream, tmp_path):
+def test_predict_reports_the_name_of_a_broken_image(trained, slipstream, tmp_path):
     (tmp_path / "broken.png").write_bytes(b"no image")
     done = slipstream("predict", "broken.png", "--checkpoint", str(trained / "epoch_2.pth"), status=1)
     assert "broken.png" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_a_folder_of_photos_and_masks_trains_through_the_same_recipe(slipstream, tmp_path):
+def test_recipe_trains_on_a_folder_of_photos_and_masks(slipstream, tmp_path):
     rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 2)):
         for folder in (split, f"{split}annot"):
@@ -175,7 +175,7 @@ def test_a_folder_of_photos_and_masks_trains_through_the_same_recipe(slipstream,
     assert (tmp_path / "out" / "predictions.png").is_file()
 
 
-def test_predict_follows_no_base_and_imports_nothing_that_a_checkpoint_names(trained, slipstream, tmp_path):
+def test_predict_ignores_base_and_imports_in_a_checkpoint(trained, slipstream, tmp_path):
     (tmp_path / "evil.py").write_text("from pathlib import Path\nPath('was_here').touch()\nmodel = dict()\n")
     checkpoint = torch.load(trained / "epoch_2.pth", weights_only=True)
     checkpoint["meta"]["cfg"] += f"\n_base_: {tmp_path}/evil.py\ncustom_imports: {{imports: [evil]}}\n"
@@ -185,7 +185,7 @@ def test_predict_follows_no_base_and_imports_nothing_that_a_checkpoint_names(tra
     assert not (tmp_path / "was_here").exists()
 
 
-def test_options_can_be_switched_on_from_the_command_line(slipstream, tmp_path):
+def test_options_can_be_enabled_on_the_command_line(slipstream, tmp_path):
     one = [
         "train_cfg.max_epochs=1",
         "train_dataloader.num_batch_per_epoch=2",

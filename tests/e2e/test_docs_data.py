@@ -1,4 +1,4 @@
-"""The page on data: its loop of one's own trains on finished images."""
+"""docs/data.md: its custom loop trains on images with device transforms applied."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 PAGE = Path(__file__).parents[2] / "docs/data.md"
 
 
-def test_the_pages_own_loop_trains_on_finished_images_and_other_ones_each_epoch():
+def test_custom_loop_trains_on_transformed_images_that_change_each_epoch():
     script = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)[-1]
     scope = {}
     seen = []

@@ -1,4 +1,4 @@
-"""The pages on the options say what the code does: their lines are read by it, their tables and outputs are its own."""
+"""The pages on options match the code: their lines are valid, and their tables and outputs are current."""
 
 import re
 import shlex
@@ -19,9 +19,9 @@ INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
 VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
 HEADINGS = ("## What it does", "## When it pays", "## What it costs", "## Works with")
-LONGEST = {"compile": 185}  # lines; all other pages have 60
+LONGEST = {"compile": 185}  # lines; the limit of other pages is 60
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
-SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # what its Trainer reads itself
+SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # read by its Trainer
 PARTS = """
 import torch
 from torch import nn
@@ -38,11 +38,11 @@ class ResNet18(BaseModel):
         return {"loss": nn.functional.cross_entropy(self.head(inputs), labels)}
 
 
-Runner.train = lambda self: None  # what would be trained is tested elsewhere
+Runner.train = lambda self: None  # training is tested elsewhere
 data = torch.utils.data.TensorDataset(torch.randn(8, 4), torch.zeros(8, dtype=torch.long))
 train_dataloader_cfg = dict(batch_size=4, dataset=data, sampler=dict(type="DefaultSampler", shuffle=True))
 """
-"""What the guide's snippets leave out."""
+"""Code that the guide's snippets omit."""
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -62,18 +62,18 @@ def lines(page: str) -> list[tuple[str, str]]:
 LINES = [(page, *line) for page in PAGES for line in lines(page)]
 
 
-def given(code: str) -> dict:
+def read_settings(code: str) -> dict:
     return eval(f"dict({code})", {"__builtins__": {"dict": dict, "float": float}})
 
 
-def test_every_option_has_a_page_and_the_index_names_both():
+def test_each_option_has_a_page_and_an_index_entry():
     listed = [name for names in INDEXED.values() for name in re.findall(r"`(\w+)`", names)]
     assert sorted(listed) == sorted([*SpeedPlan.options(), "auto"])
     assert sorted(INDEXED) == sorted(PAGES)
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_pages_are_short_and_have_the_same_parts(page):
+def test_pages_are_short_and_have_the_same_sections(page):
     text = PAGES[page]
     places = [text.find(part) for part in HEADINGS]
     assert -1 not in places
@@ -84,27 +84,27 @@ def test_pages_are_short_and_have_the_same_parts(page):
 
 
 @pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)
-def test_the_line_of_each_vocabulary_sets_a_option_of_its_page(page, vocabulary, code):
-    words = given(code)
-    plan = SpeedPlan.read(**words)
+def test_line_of_each_vocabulary_sets_an_option_of_its_page(page, vocabulary, code):
+    settings = read_settings(code)
+    plan = SpeedPlan.read(**settings)
     own = set(re.findall(r"`(\w+)`", INDEXED[page]))
     if page == "cuda_graph":
-        own.add("compile")  # whose mode says it, too
+        own.add("compile")  # its mode also enables it
     if vocabulary == "`speed=`":
-        assert set(words) == {"speed"}
+        assert set(settings) == {"speed"}
         assert plan.auto or own & set(plan.sources) or page == "accelerate"
         return
     parameters = [nn.Parameter(torch.zeros(2, 2))]
-    if "optim_wrapper" in words:
-        wrapper = build_optim_wrapper(nn.ParameterList(parameters), words["optim_wrapper"])
-        assert type(wrapper.optimizer).__name__ in words["optim_wrapper"]["optimizer"]["type"]
-    hooks = [HOOKS.build(hook) for hook in words.get("custom_hooks", ())]
-    foreign = SUPERGRADIENTS & set(words.get("training_params", ()))
-    kernels = page in ("fused", "npu") and (foreign or "optim_wrapper" in words)
+    if "optim_wrapper" in settings:
+        wrapper = build_optim_wrapper(nn.ParameterList(parameters), settings["optim_wrapper"])
+        assert type(wrapper.optimizer).__name__ in settings["optim_wrapper"]["optimizer"]["type"]
+    hooks = [HOOKS.build(hook) for hook in settings.get("custom_hooks", ())]
+    foreign = SUPERGRADIENTS & set(settings.get("training_params", ()))
+    kernels = page in ("fused", "npu") and (foreign or "optim_wrapper" in settings)
     assert plan.auto or own & set(plan.sources) or hooks or kernels
 
 
-def test_every_snippet_in_a_text_is_read_too():
+def test_each_inline_snippet_is_valid():
     snippets = [
         code
         for text in [INDEX, *PAGES.values()]
@@ -113,31 +113,31 @@ def test_every_snippet_in_a_text_is_read_too():
     ]
     assert len(snippets) > 15
     for code in snippets:
-        SpeedPlan.read(**given(code))
+        SpeedPlan.read(**read_settings(code))
 
 
-def test_refusals_are_listed_as_they_are_raised():
+def test_errors_are_listed_as_raised():
     assert table(INDEX, "What is refused") == [[f"`{r.option}`", r.message] for r in REFUSED]
 
 
-def test_options_without_effect_are_listed_as_they_are_logged():
+def test_options_without_effect_are_listed_as_logged():
     assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in IDLE]
 
 
-def test_explain_prints_what_the_page_shows(capsys, monkeypatch):
-    ((words, expected),) = re.findall(
+def test_explain_prints_the_output_on_the_page(capsys, monkeypatch):
+    ((command, expected),) = re.findall(
         r"```console\n\$ slipstream ([^\n]*)\n(.*?)```", PAGES["auto"], re.DOTALL
     )
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     monkeypatch.setenv("COLUMNS", "110")
-    assert main(shlex.split(words)) == 0
+    assert main(shlex.split(command)) == 0
     printed = [line.rstrip() for line in capsys.readouterr().out.strip("\n").splitlines()]
     while not printed[0]:
         printed.pop(0)
     assert printed == expected.splitlines()
 
 
-def test_the_page_on_ones_own_loop_runs(run):
+def test_custom_loop_on_the_page_runs(run):
     (snippet,) = re.findall(r"```python\n(.*?)```", PAGES["accelerate"], re.DOTALL)
     run("-c", snippet + "\nassert step.average.steps == 4\nassert log['loss'].ndim == 0\n")
 
@@ -145,7 +145,7 @@ def test_the_page_on_ones_own_loop_runs(run):
 @pytest.mark.parametrize(
     "page", ["architecture.md", "speed_up_training.md", "zh/speed_up_training.md", "options"]
 )
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     files = [DOCS / page] if page.endswith(".md") else [*(DOCS / page).glob("*.md")]
     for file in files:
         for link in re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", file.read_text(encoding="utf-8")):
@@ -157,11 +157,11 @@ def blocks(page: str) -> list[str]:
     return re.findall(r"^```\w*\n.*?^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def test_both_languages_show_the_same_code():
+def test_both_languages_have_the_same_code():
     assert blocks("speed_up_training.md") == blocks("zh/speed_up_training.md")
 
 
-def test_the_guide_s_snippets_build_a_runner_with_the_options_they_name(run):
+def test_guide_snippets_build_a_runner_with_their_options(run):
     snippets = [
         block.split("\n", 1)[1][:-3] for block in blocks("zh/speed_up_training.md") if "Runner(" in block
     ]

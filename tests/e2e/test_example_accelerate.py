@@ -1,4 +1,4 @@
-"""The example of a loop of one's own learns, compiled or not, on one process or two."""
+"""The example with a custom loop trains, compiled or not, in one process or two."""
 
 import re
 
@@ -19,7 +19,7 @@ def example(root):
 
 
 @pytest.mark.slow
-def test_it_learns_and_compiled_it_learns_the_same(run, example):
+def test_example_trains_equally_with_and_without_compilation(run, example):
     plain = epochs(run(example, "--epochs", "3").stdout)
     done = run(example, "--epochs", "3", "--compile")
     compiled = epochs(done.stdout)
@@ -31,7 +31,7 @@ def test_it_learns_and_compiled_it_learns_the_same(run, example):
 
 
 @pytest.mark.slow
-def test_it_learns_on_two_processes(run, example):
+def test_example_trains_in_two_processes(run, example):
     launch = (
         "-m",
         "torch.distributed.run",
@@ -40,5 +40,5 @@ def test_it_learns_on_two_processes(run, example):
         f"--master-port={free_port()}",
     )
     found = epochs(run(*launch, example, "--epochs", "6").stdout)
-    assert [epoch for epoch, *_ in found] == [1, 2, 3, 4, 5, 6]  # rank 0 alone prints
+    assert [epoch for epoch, *_ in found] == [1, 2, 3, 4, 5, 6]  # only rank 0 prints
     assert found[-1][2] > 0.9

@@ -1,4 +1,4 @@
-"""The same run on a CUDA device: options on, and not one wait between log intervals."""
+"""Runs on a CUDA device with options enabled and without synchronisation between log intervals."""
 
 from pathlib import Path
 
@@ -69,7 +69,7 @@ def _sync_mode_back():
 
 
 @pytest.mark.parametrize("optim", [{}, dict(type="AmpOptimWrapper", dtype="bfloat16")])
-def test_nothing_waits_between_log_intervals(tmp_path, optim):
+def test_no_synchronisation_between_log_intervals(tmp_path, optim):
     run(tmp_path, [ForbidWaiting()], max_epochs=1, **optim)
 
 
@@ -83,14 +83,14 @@ def test_mixed_precision_stays_close_to_full_precision(tmp_path, dtype):
         )
 
 
-def test_compiled_agrees_with_eager(tmp_path):
+def test_compiled_equals_eager(tmp_path):
     eager = run(tmp_path / "eager").model.state_dict()
     compiled = run(tmp_path / "compiled", cfg=dict(compile=True)).model.state_dict()
     for name, value in eager.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)
 
 
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
+def test_resumed_run_ends_with_the_same_weights(tmp_path):
     whole = run(tmp_path / "whole").model.state_dict()
     resumed = run(tmp_path / "resumed", resume=tmp_path / "whole" / "epoch_1.pth")
     assert resumed.iter == 32
@@ -98,12 +98,12 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path):
         torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=0, atol=1e-6)
 
 
-def test_torchrun_gives_each_process_its_gpu_and_nccl_beside_gloo(run, tmp_path):
+def test_torchrun_assigns_a_gpu_to_each_process_with_nccl_and_gloo(run, tmp_path):
     example = Path(__file__).resolve().parents[2] / "examples/distributed_training.py"
     count = str(min(torch.cuda.device_count(), 2))
     torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}")
-    words = ("--launcher", "pytorch", "--epochs", "1", "--batches", "3", "--work-dir", str(tmp_path))
-    run(*torchrun, str(example), *words)
+    arguments = ("--launcher", "pytorch", "--epochs", "1", "--batches", "3", "--work-dir", str(tmp_path))
+    run(*torchrun, str(example), *arguments)
     log = next(tmp_path.glob("*/*.log")).read_text()
     assert "backend nccl" in log
     assert f"world_size {count}" in log

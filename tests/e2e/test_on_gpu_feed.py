@@ -1,4 +1,4 @@
-"""On a CUDA device: batches arrive whole and ahead, bad steps are skipped, and nothing waits for the device."""
+"""On a CUDA device: batches are complete and prefetched, bad steps are skipped, and nothing synchronises."""
 
 import math
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture
 def no_waiting():
-    """A function that makes every host-device sync from then on an error."""
+    """Return a function that turns subsequent host-device syncs into errors."""
     yield lambda: torch.cuda.set_sync_debug_mode("error")
     torch.cuda.set_sync_debug_mode("default")
 
@@ -31,7 +31,7 @@ def images(count=24):
 
 @pytest.mark.parametrize("pin_memory", [True, False])
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_batches_are_whole_while_slow_steps_are_under_way(pin_memory, prefetch):
+def test_batches_are_complete_while_slow_steps_run(pin_memory, prefetch):
     loader = DataLoader(images(), batch_size=2, pin_memory=pin_memory)
     slow = torch.randn(2048, 2048, device="cuda")
     sums = []
@@ -40,13 +40,13 @@ def test_batches_are_whole_while_slow_steps_are_under_way(pin_memory, prefetch):
         assert pixels.dtype == torch.uint8
         for _ in range(10):
             slow = (slow @ slow).tanh()
-        # Only now is the batch read: a copy that reused its memory too early would have changed it.
+        # The batch is read late, so a copy that reused its memory too early would have changed it.
         sums.append(torch.stack([pixels.long().sum(), labels.sum()]))
     expected = [torch.stack([x.long().sum(), y.sum()]) for x, y in DataLoader(images(), batch_size=2)]
     assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))
 
 
-def test_the_host_never_waits_and_memory_does_not_grow_with_its_lead(no_waiting):
+def test_host_never_synchronises_and_memory_is_bounded(no_waiting):
     loader = DataLoader(images(48), batch_size=4, pin_memory=True)
     batches = DeviceFeed(loader, prefetch=2)
     slow = torch.randn(1024, 1024, device="cuda")
@@ -74,7 +74,7 @@ class Net(nn.Module):
     "options",
     [dict(fused=True), dict(foreach=True, capturable=True), dict(foreach=False, capturable=True)],
 )
-def test_bad_steps_leave_no_trace_and_cost_no_wait(options, no_waiting):
+def test_bad_steps_have_no_effect_and_do_not_synchronise(options, no_waiting):
     def train(kinds, guarded):
         net = Net().cuda()
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **options)
@@ -101,7 +101,7 @@ def test_bad_steps_leave_no_trace_and_cost_no_wait(options, no_waiting):
             assert torch.equal(state[number][name], value), (number, name)
 
 
-def test_the_locator_never_waits(no_waiting):
+def test_locator_does_not_synchronise(no_waiting):
     net = Net().cuda()
     locator = Locator(net)
     x = torch.full((4, 8), math.nan, device="cuda")
@@ -111,7 +111,7 @@ def test_the_locator_never_waits(no_waiting):
     assert "'body.0' (Linear); its inputs were not finite either" in locator.report()
 
 
-def test_tf32_changes_products_while_it_lasts():
+def test_tf32_changes_matrix_products_in_its_context():
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("needs compute capability 8.0")
     x = torch.randn(512, 512, device="cuda")
@@ -123,7 +123,7 @@ def test_tf32_changes_products_while_it_lasts():
     assert torch.equal(x @ x, exact)
 
 
-def test_segments_are_expandable_while_it_lasts():
+def test_segments_are_expandable_in_their_context():
     with expandable_segments(lambda line: None):
         kept = torch.empty(64 * 2**20, dtype=torch.uint8, device="cuda")
         assert any(segment["is_expandable"] for segment in torch.cuda.memory_snapshot())

@@ -1,4 +1,4 @@
-"""The one graph on a CUDA device: the eager step's numbers with every option, replayed or not, and no waiting."""
+"""The step graph on a CUDA device: equal to the eager step with each option, and without synchronisation."""
 
 from functools import partial
 
@@ -69,7 +69,7 @@ def assert_agree(mine, theirs, rtol=1e-3, atol=1e-4):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_it_trains_as_the_eager_step(case):
+def test_step_graph_trains_like_the_eager_step(case):
     options = dict(CASES[case])
     replays = options.pop("cuda_graph", False)
     eager = train(None, **options)
@@ -81,7 +81,7 @@ def test_it_trains_as_the_eager_step(case):
     assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
 
 
-def test_steps_counted_on_the_device_agree_with_those_on_the_host():
+def test_device_step_counts_equal_host_step_counts():
     make = partial(AdamW, lr=1e-3)
     assert_agree(train(dict(scope="step"), make, norm=_groups), train(None, make, norm=_groups))
 
@@ -90,13 +90,13 @@ def _groups(channels):
     return nn.GroupNorm(4, channels)
 
 
-def test_reduce_overhead_replays_the_whole_step():
+def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
     graph = train(dict(scope="step", mode="reduce-overhead"))
     assert graph[2]._step._step.recorded is not None
     assert_agree(graph, train(None))
 
 
-def test_sync_batchnorm_of_one_process_is_captured():
+def test_sync_batchnorm_in_one_process_is_captured():
     graph = train(dict(scope="step"), norm=SyncBatchNorm)
     assert graph[2]._step._instead is None
     assert_agree(graph, train(None))
@@ -104,7 +104,7 @@ def test_sync_batchnorm_of_one_process_is_captured():
 
 @pytest.mark.parametrize("cuda_graph", [False, True])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_no_step_waits_for_the_device(cuda_graph, precision):
+def test_steps_do_not_synchronise_with_the_device(cuda_graph, precision):
     options = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
     data = batches(16)
     _, model, step = train(dict(scope="step"), data=data[:8], **options)
@@ -116,8 +116,8 @@ def test_no_step_waits_for_the_device(cuda_graph, precision):
     assert torch.isfinite(model[0].weight).all()
 
 
-def test_wrong_numbers_leave_an_optimizer_that_steps_on():
-    """AdamW's counts went to the device for the graph, and come back with the flag that says so."""
+def test_failed_verification_leaves_a_working_optimizer():
+    """AdamW's step counts move to the device for the graph, and are restored with their flag."""
     model = net(_groups).cuda()
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for x, y in batches(2):

@@ -1,4 +1,4 @@
-"""What MMEngine's guide to faster training shows runs as it is written there, with the package renamed."""
+"""Examples of MMEngine's guide to faster training run unchanged except for the package name."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def train_dataloader_cfg():
 
 
 class ResNet18(BaseModel):
-    """Stands for the guide's model, in the style of its tutorial: tuple batches, three modes."""
+    """A model like the guide's in the style of the tutorial: tuple batches, three modes."""
 
     def __init__(self):
         super().__init__()
@@ -43,7 +43,7 @@ class ResNet18(BaseModel):
 
 
 class Accuracy(BaseMetric):
-    """The tutorial's metric: predictions are the tuple that forward returned."""
+    """The tutorial's metric. Predictions are the tuple returned by forward."""
 
     def process(self, data_batch, data_samples):
         score, gt = data_samples
@@ -69,7 +69,7 @@ def test_mixed_precision_as_written(tmp_path, train_dataloader_cfg):
     )
     runner.train()
     assert runner.iter == 9
-    assert runner.optim_wrapper.loss_scaler is None  # bfloat16 on the CPU needs none
+    assert runner.optim_wrapper.loss_scaler is None  # bfloat16 on the CPU requires none
     assert (tmp_path / "epoch_3.pth").is_file()
 
 

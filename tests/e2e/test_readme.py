@@ -1,4 +1,4 @@
-"""Every command and snippet of the README runs."""
+"""All commands and snippets of the README run."""
 
 import re
 import shlex
@@ -17,7 +17,7 @@ BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
-# What makes a training of the README small enough for a test.
+# Overrides that make the README's trainings small enough for a test.
 SMALL = [
     "epochs=1",
     "batch_size=2",
@@ -41,7 +41,7 @@ def blocks(kind: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory):
-    """A folder with a small data/camvid and data/cityscapes, in which all commands run one after the other."""
+    """Return a folder with small data/camvid and data/cityscapes, in which all commands run in order."""
     folder = tmp_path_factory.mktemp("readme")
     write_street_folder(folder / "data/cityscapes", train=2, val=1, size=(64, 128))
     rng = np.random.default_rng(0)
@@ -55,12 +55,12 @@ def photos(tmp_path_factory):
     return folder
 
 
-def small(words: list[str]) -> list[str]:
-    """Return the words that make this command small enough for a test."""
-    if not any(word in words for word in ("train", "slipstream.train_from_recipe")):
+def small(arguments: list[str]) -> list[str]:
+    """Return the overrides that make this command small enough for a test."""
+    if not any(word in arguments for word in ("train", "slipstream.train_from_recipe")):
         return []
-    given = {word.partition("=")[0] for word in words}
-    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in words) else [])
+    given = {word.partition("=")[0] for word in arguments}
+    extra = SMALL + (SMALL_CITYSCAPES if any("cityscapes" in word for word in arguments) else [])
     return [word for word in extra if word.partition("=")[0] not in given - {"batch_size"}]
 
 
@@ -78,7 +78,7 @@ def test_both_sides_of_the_diff_run(run, diff):
         assert own in diff
 
 
-def test_a_loop_of_ones_own_changes_in_five_lines():
+def test_custom_loop_changes_in_five_lines():
     _, diff = blocks("diff")
     assert sum(line.startswith("+") for line in diff.splitlines()) == 5
 
@@ -90,19 +90,21 @@ def test_python_snippets_run(run, snippet):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, photos, run, slipstream):
-    words = shlex.split(command)
-    if words[0] == "make":
+    arguments = shlex.split(command)
+    if arguments[0] == "make":
         planned = subprocess.run(
-            ["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", arguments[1]], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
-        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
-    elif words[:2] == ["python", "examples/train.py"]:
+        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[
+            arguments[1]
+        ] in planned
+    elif arguments[:2] == ["python", "examples/train.py"]:
         if not FASHION.is_dir():
             pytest.skip("needs Debian's dataset-fashion-mnist")
-        run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
-    elif words[:2] == ["python", "benchmarks/overhead.py"]:
+        run(str(ROOT / arguments[1]), "--batches", "2", "--epochs", "1", cwd=photos)
+    elif arguments[:2] == ["python", "benchmarks/overhead.py"]:
         run(
-            str(ROOT / words[1]),
+            str(ROOT / arguments[1]),
             "--steps",
             "60",
             "--rounds",
@@ -114,25 +116,25 @@ def test_commands_run(command, photos, run, slipstream):
             cwd=photos,
         )
         assert "Slipstream" in (photos / "overhead.md").read_text()
-    elif words[:2] == ["python", "benchmarks/one_graph.py"]:
+    elif arguments[:2] == ["python", "benchmarks/one_graph.py"]:
         short = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
-        run(str(ROOT / words[1]), *short.split(), cwd=photos)
+        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
         assert "Slipstream, one graph" in (photos / "one_graph.md").read_text()
-    elif words[:2] == ["python", "benchmarks/data.py"]:
+    elif arguments[:2] == ["python", "benchmarks/data.py"]:
         short = "--rounds 1 --images 2 --batches 1 --size 64x128 --out data.md"
-        run(str(ROOT / words[1]), *short.split(), cwd=photos)
+        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
         assert "over PIL" in (photos / "data.md").read_text()
-    elif words[0] == "python":
-        run(*words[1:], *small(words), cwd=photos)
+    elif arguments[0] == "python":
+        run(*arguments[1:], *small(arguments), cwd=photos)
     else:
-        assert words[0] == "slipstream"
-        images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
-        words = [word for word in words[1:] if "*" not in word] + images
-        # What doctor finds wrong (one thread, here) is its exit status.
-        slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
+        assert arguments[0] == "slipstream"
+        images = [str(p.relative_to(photos)) for word in arguments if "*" in word for p in photos.glob(word)]
+        arguments = [word for word in arguments[1:] if "*" not in word] + images
+        # The exit status of doctor is 1 here because it reports a single thread.
+        slipstream(*arguments, *small(arguments), cwd=photos, status=None if arguments == ["doctor"] else 0)
 
 
-def test_the_error_that_it_shows_is_the_error_that_comes(slipstream):
+def test_error_in_the_readme_is_current(slipstream):
     (session,) = [text for text in blocks("") if text.startswith("$ slipstream")]
     command, expected = session.splitlines()
     done = slipstream(*shlex.split(command)[2:], status=2)

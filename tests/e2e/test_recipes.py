@@ -1,4 +1,4 @@
-"""Every recipe runs from its name: small data in Cityscapes' own layout, few batches, small crops."""
+"""All recipes run by name, with small data in the Cityscapes layout, few batches and small crops."""
 
 import re
 import shlex
@@ -64,8 +64,8 @@ def _own_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def run(*words):
-    assert main(list(words)) == 0
+def run(*arguments):
+    assert main(list(arguments)) == 0
 
 
 def checkpoint(name):
@@ -73,8 +73,8 @@ def checkpoint(name):
 
 
 @pytest.mark.parametrize(("recipe", "architecture"), TRAINED)
-def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architecture, cityscapes, capsys):
-    words = [
+def test_each_cityscapes_recipe_trains_on_the_original_layout(recipe, architecture, cityscapes, capsys):
+    arguments = [
         f"architecture={architecture}",
         "experiment_name=run",
         f"data_root_dir={cityscapes}",
@@ -82,8 +82,8 @@ def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architec
         *SMALL_CROPS,
     ]
     if "segformer" in recipe:
-        words += SMALL_VALIDATION
-    run("train", recipe, *words)
+        arguments += SMALL_VALIDATION
+    run("train", recipe, *arguments)
     out = capsys.readouterr().out
     assert re.search(r"IoU 0\.\d+", out)
     saved = checkpoint("run")
@@ -95,46 +95,46 @@ def test_each_cityscapes_recipe_trains_on_cityscapes_own_layout(recipe, architec
     }  # fmt: skip
 
 
-def test_validation_and_predictions_follow_from_what_was_written(cityscapes, capsys):
-    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
-    run("train", "cityscapes_regseg48", *words)
-    run("val", "cityscapes_regseg48", *words)
+def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
+    arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *arguments)
+    run("val", "cityscapes_regseg48", *arguments)
     assert re.search(r"IoU 0\.\d+", capsys.readouterr().out)
     misspelt = "training_params.valid_metrics_list=[{IoU: {num_clases: 20}}]"
-    assert main(["val", "cityscapes_regseg48", *words, misspelt]) == 2
+    assert main(["val", "cityscapes_regseg48", *arguments, misspelt]) == 2
     assert "error: training_params.valid_metrics_list[0]: " in capsys.readouterr().err
     photo = next(cityscapes.glob("leftImg8bit/val/*/*.png"))
     run("predict", str(photo), "--out", "masks")
     mask = np.asarray(Image.open(f"masks/{photo.stem}_mask.png"))
     assert mask.shape[:2] == (128, 256)
-    run("explain", "cityscapes_regseg48", *words)
+    run("explain", "cityscapes_regseg48", *arguments)
     explained = capsys.readouterr().out
     assert "training_params.ema" in explained
     assert "training_params.sync_bn" in explained
-    run("data", "stats", "cityscapes_regseg48", *words)
-    run("submit", "cityscapes_regseg48", *words, "--dry-run")
+    run("data", "stats", "cityscapes_regseg48", *arguments)
+    run("submit", "cityscapes_regseg48", *arguments, "--dry-run")
     assert "slipstream train cityscapes_regseg48" in capsys.readouterr().out
 
 
-def test_weights_that_a_recipe_names_are_validated_without_a_training(capsys):
+def test_pretrained_weights_of_a_recipe_are_validated_without_training(capsys):
     weights = models.get("regseg48", num_classes=19).state_dict()
     torch.save({"net": weights}, "theirs.pth")
     size = ["dataset_params.val_dataset_params.size=[64,128]", "dataset_params.val_dataset_params.length=2"]
-    words = [*size, "checkpoint_params.checkpoint_path=theirs.pth"]
-    run("val", "street_scenes_regseg48", *words)
+    arguments = [*size, "checkpoint_params.checkpoint_path=theirs.pth"]
+    run("val", "street_scenes_regseg48", *arguments)
     printed = capsys.readouterr().out.strip().splitlines()[-1]
     own = Path("ours.pth")
     torch.save({"state_dict": {f"network.{name}": value for name, value in weights.items()}}, own)
     run("val", "street_scenes_regseg48", *size, "--checkpoint", str(own))
     assert capsys.readouterr().out.strip().splitlines()[-1] == printed
-    assert main(["val", "street_scenes_regseg48", *words, "checkpoint_params.load_backbone=true"]) == 1
-    assert "there is no checkpoint in" in capsys.readouterr().err
+    assert main(["val", "street_scenes_regseg48", *arguments, "checkpoint_params.load_backbone=true"]) == 1
+    assert "no checkpoint found in" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_where_it_ended(cityscapes, capsys):
-    words = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
-    run("train", "cityscapes_regseg48", *words)
-    run("train", "cityscapes_regseg48", *words, "epochs=2", "resume=True")
+def test_run_resumes_where_it_ended(cityscapes, capsys):
+    arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
+    run("train", "cityscapes_regseg48", *arguments)
+    run("train", "cityscapes_regseg48", *arguments, "epochs=2", "resume=True")
     assert checkpoint("run")["meta"]["epoch"] == 2
     assert "Resumed" in capsys.readouterr().out
 
@@ -151,8 +151,8 @@ def test_each_recipe_builds_its_network_and_loss(recipe, architecture):
 
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("street_scenes")])
-def test_street_scenes_recipes_need_no_data(name):
-    if name == "street_scenes_pp_lite_t":  # in the Runner's words
+def test_street_scenes_recipes_require_no_data(name):
+    if name == "street_scenes_pp_lite_t":  # in the Runner's syntax
         sizes = [f"{split}_dataloader.dataset.size=[64,128]" for split in ("train", "val")]
         lengths = ["train_dataloader.dataset.length=4", "val_dataloader.dataset.length=2"]
         run(
@@ -193,14 +193,14 @@ def test_camvid_recipes_train_on_a_folder_of_photos_and_masks(name):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_written_for_the_predecessor_trains_unchanged(name, cityscapes):
+def test_supergradients_recipe_trains_unchanged(name, cityscapes):
     Path("mine.yaml").write_text(RECIPES[name])
-    words = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
-    run("train", "mine.yaml", *words)
+    arguments = [f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS, "experiment_name=mine"]
+    run("train", "mine.yaml", *arguments)
     assert checkpoint("mine")["meta"]["epoch"] == 1
 
 
-def test_lists_of_files_in_place_of_a_split(cityscapes):
+def test_file_lists_replace_a_split(cityscapes):
     Path("mine.yaml").write_text(
         RECIPES["regseg48"]
         + "\ndataset_params:\n"
@@ -229,9 +229,7 @@ def test_cifar10_trains_on_the_binary_version():
     assert checkpoint("resnet18_cifar")["meta"]["epoch"] == 1
 
 
-def test_fewer_gpus_than_the_recipe_asks_for_are_said_with_the_batch_that_results(
-    cityscapes, capsys, monkeypatch
-):
+def test_fewer_gpus_than_expected_log_a_warning_with_the_batch_size(cityscapes, capsys, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 0)
     few = [word for word in FEW if not word.startswith("num_gpus")]
     run(
@@ -243,12 +241,12 @@ def test_fewer_gpus_than_the_recipe_asks_for_are_said_with_the_batch_that_result
         *SMALL_CROPS,
     )
     (warning,) = [line for line in capsys.readouterr().err.splitlines() if "GPUs" in line]
-    assert "1 x 2, not 4 x 2" in warning
+    assert "1 x 2 instead of 4 x 2" in warning
     assert "batch_accumulate=4" in warning
 
 
 @pytest.mark.parametrize(("found", "started"), [(8, "4"), (3, "3")])
-def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, monkeypatch):
+def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkeypatch):
     from slipstream.cli import train
 
     asked = []
@@ -260,12 +258,15 @@ def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, mon
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["training_params.max_epoch=3"], ["training_params.max_epoch", "did you mean 'max_epochs'"]),
         (["architecture=regseg4"], ["regseg4", "did you mean 'regseg48'"]),
         (["checkpoint_params.checkpoint_pth=x"], ["checkpoint_params.checkpoint_pth", "'checkpoint_path'"]),
-        (["checkpoint_params.pretrained_weights=imagenet"], ["nothing is downloaded", "checkpoint_path"]),
+        (
+            ["checkpoint_params.pretrained_weights=imagenet"],
+            ["downloads are not supported", "checkpoint_path"],
+        ),
         (["multi_gpu=DPP"], ["multi_gpu", "'DPP'"]),
         (["num_gpus=many"], ["num_gpus", "'many'"]),
         (["train_dataloader=cityscape_train"], ["train_dataloader", "'cityscapes_train'"]),
@@ -274,16 +275,16 @@ def test_a_recipe_for_several_gpus_starts_a_process_for_each(found, started, mon
         (["arch_params.num_classes=18"], ["18", "19"]),
     ],
 )
-def test_a_wrong_word_is_one_line_that_names_the_place(words, expected, cityscapes, capsys):
-    data = [] if any("data_root" in word for word in words) else [f"data_root_dir={cityscapes}"]
-    assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *words]) in (1, 2)
+def test_invalid_argument_raises_one_line_error_with_config_path(arguments, expected, cityscapes, capsys):
+    data = [] if any("data_root" in word for word in arguments) else [f"data_root_dir={cityscapes}"]
+    assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *arguments]) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slipstream: error")]
     assert len(lines) == 1
     for part in expected:
         assert part in lines[0]
 
 
-def test_a_variable_of_a_recipes_own_is_no_error_and_a_near_miss_is_said(caplog):
+def test_recipe_variables_are_accepted_and_near_misses_logged(caplog):
     from slipstream.recipes import compose
     from slipstream.training.recipe import recipe_config
 
@@ -307,18 +308,18 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_of_the_pages_names_a_recipe_and_keys_that_there_are(command):
-    words = [word for word in shlex.split(command) if not word.startswith("--multirun")]
-    if "slipstream.train_from_recipe" in words:
-        name, *overrides = words[words.index("slipstream.train_from_recipe") + 1 :]
+def test_each_command_in_the_docs_uses_existing_recipes_and_keys(command):
+    arguments = [word for word in shlex.split(command) if not word.startswith("--multirun")]
+    if "slipstream.train_from_recipe" in arguments:
+        name, *overrides = arguments[arguments.index("slipstream.train_from_recipe") + 1 :]
         name = name.removeprefix("--config-name=")
     else:
-        assert words[:2] == ["slipstream", "train"]
-        name, *overrides = words[2:]
+        assert arguments[:2] == ["slipstream", "train"]
+        name, *overrides = arguments[2:]
     assert load_config(name, [word for word in overrides if "," not in word]).cfg.model
 
 
-def test_the_pages_are_short_and_name_every_family():
+def test_recipe_pages_are_short_and_list_each_family():
     text = " ".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     assert all(len(page.read_text(encoding="utf-8").splitlines()) <= 70 for page in DOCS.glob("*.md"))
     for name in recipes():

@@ -1,4 +1,4 @@
-"""`python -m slipstream.train_from_recipe`: SuperGradients' command, with Hydra's options."""
+"""`python -m slipstream.train_from_recipe`: SuperGradients' command with Hydra's options."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def everything(folder):
     return {str(path.relative_to(folder)) for path in Path(folder).rglob("*")}
 
 
-def test_it_trains_a_recipe_and_leaves_nothing_of_hydras_behind(from_recipe, tmp_path):
+def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     done = from_recipe("--config-name=street_scenes_regseg48", *SMALL, "training_params.torch_compile=False")
     assert "Done: " in done.stdout
     written = everything(tmp_path)
@@ -36,7 +36,7 @@ def test_it_trains_a_recipe_and_leaves_nothing_of_hydras_behind(from_recipe, tmp
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
 
-def test_a_users_folder_holds_recipes_and_groups(from_recipe, tmp_path):
+def test_config_dir_may_contain_recipes_and_groups(from_recipe, tmp_path):
     folder = tmp_path / "mine"
     (folder / "training_hyperparams").mkdir(parents=True)
     (folder / "training_hyperparams/quick.yaml").write_text(
@@ -52,7 +52,7 @@ def test_a_users_folder_holds_recipes_and_groups(from_recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_multirun_gives_each_run_a_folder_of_its_own(from_recipe, tmp_path):
+def test_multirun_has_a_folder_per_run(from_recipe, tmp_path):
     done = from_recipe("--config-name=street_scenes_regseg48", "--multirun", "lr=0.001,0.002", *SMALL)
     assert done.stdout.count("Done: ") == 2
     (sweep,) = (tmp_path / "work_dirs/street_scenes_regseg48").iterdir()
@@ -64,28 +64,28 @@ def test_a_multirun_gives_each_run_a_folder_of_its_own(from_recipe, tmp_path):
     assert all(name.startswith("work_dirs") for name in everything(tmp_path))
 
 
-def test_a_failed_run_of_several_does_not_keep_the_others_from_running(from_recipe, tmp_path):
+def test_failed_run_of_a_multirun_does_not_stop_the_others(from_recipe, tmp_path):
     word = "dataset_params.train_dataset_params.length"
-    words = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
-    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *words, status=1)
+    arguments = [*(w for w in SMALL if not w.startswith(word)), f"{word}=0,2"]
+    done = from_recipe("--config-name=street_scenes_regseg48", "-m", *arguments, status=1)
     assert done.stdout.count("Done: ") == 1
     assert "run 0 failed" in done.stderr
 
 
-def test_the_recipe_is_shown_and_nothing_runs(from_recipe, tmp_path):
-    words = ["--config-name=cityscapes_pplite_seg75", "--cfg", "job"]
-    shown = yaml.safe_load(from_recipe(*words, "training_params.torch_compile=True").stdout)
+def test_cfg_job_prints_the_recipe_without_training(from_recipe, tmp_path):
+    arguments = ["--config-name=cityscapes_pplite_seg75", "--cfg", "job"]
+    shown = yaml.safe_load(from_recipe(*arguments, "training_params.torch_compile=True").stdout)
     assert shown["training_hyperparams"]["torch_compile"] is True
     assert shown["training_hyperparams"]["initial_lr"] == {"encoder.backbone": 0.01, "default": 0.1}
     assert shown["experiment_name"] == "${architecture}75_cityscapes"
     assert (
-        yaml.safe_load(from_recipe(*words, "--resolve").stdout)["experiment_name"]
+        yaml.safe_load(from_recipe(*arguments, "--resolve").stdout)["experiment_name"]
         == "pp_lite_t_seg75_cityscapes"
     )
     assert everything(tmp_path) == set()
 
 
-def test_a_predecessors_recipe_is_shown_though_its_callback_cannot_be_imported(from_recipe, tmp_path):
+def test_supergradients_recipe_is_printed_without_importing_its_callback(from_recipe, tmp_path):
     from test_recipes import RECIPES
 
     (tmp_path / "mine.yaml").write_text(RECIPES["regseg48"])
@@ -94,7 +94,7 @@ def test_a_predecessors_recipe_is_shown_though_its_callback_cannot_be_imported(f
     assert "not available" not in done.stderr
 
 
-def test_recipes_in_the_runners_words_run_too(from_recipe, tmp_path):
+def test_recipes_in_runner_syntax_also_run(from_recipe, tmp_path):
     sizes = [
         f"{split}_dataloader.dataset.{word}"
         for split in ("train", "val")
@@ -106,7 +106,7 @@ def test_recipes_in_the_runners_words_run_too(from_recipe, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("arguments", "expected"),
     [
         (["--config-name=cityscapes_ddrnett"], "did you mean 'cityscapes_ddrnet'"),
         ([], "--config-name"),
@@ -117,8 +117,8 @@ def test_recipes_in_the_runners_words_run_too(from_recipe, tmp_path):
         (["--config-name=nowhere.py", "--cfg", "job"], "nowhere.py"),
     ],
 )
-def test_a_wrong_word_is_said_without_a_traceback(from_recipe, words, expected):
-    done = from_recipe(*words, status=None)
+def test_invalid_argument_prints_no_traceback(from_recipe, arguments, expected):
+    done = from_recipe(*arguments, status=None)
     assert done.returncode in (1, 2)
     assert expected in done.stderr
     assert "Traceback" not in done.stderr

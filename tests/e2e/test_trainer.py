@@ -1,4 +1,4 @@
-"""What SuperGradients' guide to faster training shows runs as it is written there, with the package renamed."""
+"""Examples of SuperGradients' guide to faster training run unchanged except for the package name."""
 
 import re
 import textwrap
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from slipstream import Trainer
 from slipstream.model import unwrap_model
 
-# The guide leaves these out ("..."). Graphs are made by another compiler, which takes seconds less.
+# The guide omits these ("..."). Another compiler is used, which is seconds faster.
 OTHERS = dict(
     max_epochs=1,
     initial_lr=0.1,
@@ -50,7 +50,7 @@ def test_mixed_precision_as_written(tmp_path, monkeypatch, parts):
     training_params = {"mixed_precision": True, **OTHERS}
 
     history = trainer.train(model=model, training_params=training_params, **parts)
-    assert trainer.runner.speed.precision.name == "bf16"  # the CPU's own
+    assert trainer.runner.speed.precision.name == "bf16"  # the default on the CPU
     assert 0 <= history[0]["Accuracy"] <= 1
     assert Path("work_dirs/experiment_name/ckpt_best.pth").is_file()
 
@@ -72,33 +72,33 @@ def test_torch_compile_as_written(tmp_path, parts):
 
 
 @pytest.mark.parametrize(
-    "words",
+    "yaml_text",
     [
         "torch_compile: True\nema: False",
         "torch_compile: True\nmixed_precision: True",
         "mixed_precision: True",
     ],
 )
-def test_the_yaml_of_the_guide_as_written(tmp_path, parts, words):
+def test_yaml_of_the_guide_as_written(tmp_path, parts, yaml_text):
     from omegaconf import OmegaConf
 
-    recipe = OmegaConf.create("training_params:\n" + textwrap.indent(words, "  "))
+    recipe = OmegaConf.create("training_params:\n" + textwrap.indent(yaml_text, "  "))
     trainer = Trainer("experiment_name", tmp_path)
     trainer.train(training_params={**OTHERS, **recipe.training_params}, **parts)
-    asked = set(re.findall(r"(\w+): True", words))
+    asked = set(re.findall(r"(\w+): True", yaml_text))
     assert (trainer.runner.speed.compile is not None) == ("torch_compile" in asked)
     assert (trainer.runner.speed.precision is not None) == ("mixed_precision" in asked)
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_the_mode_of_the_guide_reaches_the_compiler(tmp_path, parts, mode):
+def test_mode_of_the_guide_is_passed_to_the_compiler(tmp_path, parts, mode):
     params = dict(torch_compile=True, torch_compile_mode=mode, **OTHERS)
     trainer = Trainer("experiment_name", tmp_path)
     trainer.train(training_params=params, **parts)
     assert trainer.runner.speed.compile.mode == mode
 
 
-def test_the_average_that_the_guide_warns_of_works_with_a_compiled_model(tmp_path, parts):
+def test_ema_works_with_a_compiled_model(tmp_path, parts):
     trained = []
     for compiled in (False, True):
         torch.manual_seed(0)
@@ -135,7 +135,7 @@ torch.save(dict(net=net.state_dict(), accuracy=history[-1]["Accuracy"]), f"{sys.
 """
 
 
-def test_under_torchrun_the_processes_train_one_network(tmp_path, run):
+def test_torchrun_processes_train_one_network(tmp_path, run):
     (tmp_path / "train.py").write_text(SCRIPT)
     run("train.py", "16", "one")
     run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py", "8", "two")

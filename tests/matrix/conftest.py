@@ -1,4 +1,4 @@
-"""The matrix starts its two processes as the tests of several processes do."""
+"""The matrix starts its two processes in the same way as tests/distributed."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the matrix compares with: a loop as a user would write it, in one process, eagerly, with nothing of ours."""
+"""Reference of the matrix: a plain PyTorch loop in one process, in eager mode, without Slipstream."""
 
 import copy
 import math
@@ -13,23 +13,23 @@ WINDOW, STOP = 3, 10
 MAX_NORM = 0.2
 DECAY, BETA = 0.9, 15.0
 SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30, growth_interval=4)
-"""The first step overflows whatever rounding does, and no later one."""
+"""Initial loss scale: only the first step overflows, regardless of rounding."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_STEPS, MOMENTUM_STEPS = (0.1, 8), (0.5, 16)
-"""From which factor the schedules rise to 1, and the step before which they have."""
+"""Initial factor of the schedules, and the step at which it has increased to 1."""
 
 
 @cache
-def by_hand(net, options, shares):
-    """Train with those `options` (a frozenset of names) that change the numbers.
+def by_hand(net, options, shards):
+    """Train with the `options` (a frozenset of names) that change the results.
 
-    With `shares` of two every batch is split in two that normalise for themselves, as two processes do without SyncBN.
+    With two `shards`, each batch is split in two halves with separate BatchNorm, as in two processes without SyncBN.
 
     Returns:
-        The losses of all steps, and of each share weights and averages (None without).
+        The losses of all steps, and the weights and EMA weights (or None) of each shard.
     """
     torch.manual_seed(0)
-    replicas = _replicas(make(net), shares)
+    replicas = _replicas(make(net), shards)
     params = list(replicas[0].parameters())
     optimizer = _optimizer(net, replicas[0], "param groups" in options)
     dtype = next((dtype for name, dtype in DTYPES.items() if name in options), None)
@@ -43,11 +43,11 @@ def by_hand(net, options, shares):
         ends = (number + 1) % window == 0 or number + 1 == STEPS
         size = STEPS % window if window > 1 and number >= STEPS - STEPS % window else window
         parts = []
-        for share, replica in enumerate(replicas):
+        for shard, replica in enumerate(replicas):
             with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-                loss = F.cross_entropy(replica(x[share::shares]), y[share::shares])
+                loss = F.cross_entropy(replica(x[shard::shards]), y[shard::shards])
             grads = torch.autograd.grad(loss / size * (scale.value if scale else 1.0), params)
-            held = [sum_ + grad / shares for sum_, grad in zip(held, grads, strict=True)]
+            held = [sum_ + grad / shards for sum_, grad in zip(held, grads, strict=True)]
             parts.append(loss.detach())
         losses.append(torch.stack(parts).mean())
         if ends:
@@ -56,7 +56,7 @@ def by_hand(net, options, shares):
             for average, replica in zip(averages or [], replicas, strict=bool(averages)):
                 average.take(replica, math.ceil(STEPS / window))
         if (number + 1) % STOP == 0 and "resume" in options:
-            # A checkpoint was written, which holds the mean of what the processes have seen.
+            # A checkpoint stores the mean of the processes' BatchNorm statistics.
             _agree([dict(replica.named_buffers()) for replica in replicas])
             _agree([average.buffers() for average in averages or []])
     weights = [{name: t.detach() for name, t in r.state_dict().items()} for r in replicas]
@@ -64,7 +64,7 @@ def by_hand(net, options, shares):
 
 
 def _replicas(module, count):
-    """Return copies of a network with the same parameters, and buffers of their own."""
+    """Return copies of a network with shared parameters and separate buffers."""
     replicas = [module, *(copy.deepcopy(module) for _ in range(count - 1))]
     for replica in replicas[1:]:
         for mine, first in zip(replica.modules(), module.modules(), strict=True):
@@ -131,7 +131,7 @@ class _Scale:
 
 
 class _Average:
-    """An average whose decay grows as DECAY (1 - exp(-BETA n / N)); the first update copies."""
+    """An EMA with the decay DECAY (1 - exp(-BETA n / N)). The first update copies the weights."""
 
     def __init__(self, module):
         self.updates = 0
@@ -149,9 +149,9 @@ class _Average:
         return {name: self.values[name] for name in self.running if name in self.values}
 
 
-def _agree(shares):
-    for name, first in (shares[0] if shares else {}).items():
+def _agree(shards):
+    for name, first in (shards[0] if shards else {}).items():
         if first.is_floating_point():
-            mean = torch.stack([share[name] for share in shares]).mean(0)
-            for share in shares:
-                share[name].copy_(mean)
+            mean = torch.stack([shard[name] for shard in shards]).mean(0)
+            for shard in shards:
+                shard[name].copy_(mean)

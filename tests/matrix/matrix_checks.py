@@ -1,4 +1,4 @@
-"""What must hold for a training of the matrix."""
+"""Checks of a training of the matrix."""
 
 import torch
 from matrix_by_hand import STOP, WINDOW, by_hand
@@ -7,10 +7,10 @@ from matrix_options import BREAKS, IN_NUMBERS, TOLERANCES, precision, refusal
 
 
 def check(net, options, answers):
-    """Compare what the processes did with the loop by hand, or see that they were refused with the error expected."""
+    """Compare the processes' results with the hand-written loop, or check that they raised the expected error."""
     if message := refusal(options, net):
         for answer in answers:
-            assert isinstance(answer, str), "it is not refused any more: show so in matrix_options.REFUSED"
+            assert isinstance(answer, str), "no error was raised; update matrix_options.REFUSED"
             assert answer.startswith(message), answer
         return
     for answer in answers:
@@ -24,7 +24,7 @@ def check(net, options, answers):
 
 
 def _may_warn(line, options):
-    if line.startswith("EMAHook: "):  # an average hardly follows so short a run
+    if line.startswith("EMAHook: "):  # EMA weights lag behind in such a short run
         return "EMA" in options
     return line.startswith("torch.compile: ") and any({*pair} <= {*options} for pair in BREAKS)
 
@@ -34,7 +34,7 @@ def _expected(options, processes):
 
 
 def _moves(options):
-    """Return how often weights move in the last run: not in a step whose gradients overflow."""
+    """Return the number of weight updates in the last run. Steps with gradient overflow are skipped."""
     window = WINDOW if "accumulation" in options else 1
     ends = [n for n in range(1, STEPS + 1) if n % window == 0 or n == STEPS]
     overflows = ends[:1] if "fp16" in options else []
@@ -42,29 +42,27 @@ def _moves(options):
 
 
 def _graphs(options):
-    """Return how many graphs a step may take."""
-    graphs = 1 + ("accumulation" in options)  # a window's end, and other batches
-    graphs += (
-        "scheduler" in options
-    )  # one more once SGD's momentum, a plain number in its formula, is seen to move
-    graphs += "checkpointing" in options  # AOTAutograd may send Dynamo back to the start
+    """Return the maximum number of graphs of a step."""
+    graphs = 1 + ("accumulation" in options)  # last batch of an accumulation window, and other batches
+    graphs += "scheduler" in options  # one recompilation because SGD's momentum is a constant in the graph
+    graphs += "checkpointing" in options  # AOTAutograd may restart Dynamo
     return graphs * (2 if "resume" in options else 1)  # two runs
 
 
 def _check_numbers(net, options, answers):
-    shares = 1 if net != "conv" or "SyncBN" in options else len(answers)
-    losses, weights, averages = by_hand(net, frozenset(options) & {*IN_NUMBERS, "resume"}, shares)
+    shards = 1 if net != "conv" or "SyncBN" in options else len(answers)
+    losses, weights, averages = by_hand(net, frozenset(options) & {*IN_NUMBERS, "resume"}, shards)
     relative, absolute = TOLERANCES[precision(options)]
     found = torch.stack([answer["losses"] for answer in answers]).mean(0)
     torch.testing.assert_close(found, losses, rtol=relative, atol=0)
     for rank, answer in enumerate(answers):
-        share = min(rank, shares - 1)
+        shard = min(rank, shards - 1)
         bounds = dict(rtol=relative, atol=absolute)
-        torch.testing.assert_close(answer["weights"], weights[share], **bounds)
+        torch.testing.assert_close(answer["weights"], weights[shard], **bounds)
         if averages is None:
             assert answer["averages"] is None
             continue
-        theirs = {name: value for name, value in answer["averages"].items() if name in averages[share]}
-        torch.testing.assert_close(theirs, averages[share], **bounds)
-        apart = max(float((value - weights[share][name]).abs().max()) for name, value in theirs.items())
-        assert apart > 10 * absolute, "averages must not stand where the weights are"
+        theirs = {name: value for name, value in answer["averages"].items() if name in averages[shard]}
+        torch.testing.assert_close(theirs, averages[shard], **bounds)
+        apart = max(float((value - weights[shard][name]).abs().max()) for name, value in theirs.items())
+        assert apart > 10 * absolute, "the EMA weights must differ from the weights"

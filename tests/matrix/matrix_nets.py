@@ -1,4 +1,4 @@
-"""The two networks of the matrix and their batches. No rounding is amplified: smooth, and no bias that cancels out."""
+"""The two networks of the matrix and their batches. Smooth layers without redundant biases limit rounding errors."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ EPOCH = 4
 
 
 class Block(nn.Module):
-    """What is recomputed and sharded; counts the calls that were not compiled."""
+    """The block for activation checkpointing and sharding. Counts its eager calls."""
 
     def __init__(self):
         super().__init__()
@@ -46,12 +46,12 @@ class ConvNet(nn.Module):
 
 
 class Layer(Block):
-    """A layer of a transformer with two heads."""
+    """A transformer layer with two heads."""
 
     def __init__(self):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(8), nn.LayerNorm(8)
-        self.qkv = nn.Linear(8, 24, bias=False)  # a key's bias would have no gradient but rounding
+        self.qkv = nn.Linear(8, 24, bias=False)  # the gradient of a key bias would be rounding noise
         self.out = nn.Linear(8, 8)
         self.mlp = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
 
@@ -78,13 +78,13 @@ class Transformer(nn.Module):
 NETS = {"conv": ConvNet, "transformer": Transformer}
 OPTIMIZERS = {
     "conv": dict(type="SGD", lr=0.05, momentum=0.9, weight_decay=0.01),
-    # Adam divides a gradient by its own size: a large eps leaves those small that are little but rounding.
+    # Adam divides gradients by their magnitude. A large eps prevents it from amplifying rounding noise.
     "transformer": dict(type="AdamW", lr=0.01, betas=(0.9, 0.99), eps=1e-3, weight_decay=0.1),
 }
 
 
 def make(net):
-    """Return a network, always with the same weights."""
+    """Return a network with fixed initial weights."""
     torch.manual_seed(0)
     return NETS[net]()
 

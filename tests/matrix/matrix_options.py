@@ -1,13 +1,13 @@
-"""The options of the matrix: what each changes in the configuration of a Runner, and what goes with what."""
+"""The options of the matrix: their changes to a Runner's configuration, and valid combinations."""
 
 from itertools import combinations
 
 from matrix_by_hand import BETA, DECAY, LR_STEPS, MAX_NORM, MOMENTUM_STEPS, SCALE, STOP, WINDOW
 
 
-def _speed(**words):
+def _speed(**options):
     def change(config):
-        config["speed"].update(words)
+        config["speed"].update(options)
 
     return change
 
@@ -60,43 +60,43 @@ OPTIONS = {
     "scheduler": _scheduler,
     "resume": _resume,
 }
-"""What each option does to the arguments of a Runner; `backend` in them is the compiler's."""
+"""Changes of each option to the arguments of a Runner. `backend` is that of the compiler."""
 
 ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}]
-"""Of these one can be taken."""
+"""Mutually exclusive options."""
 OF_SEVERAL = {"SyncBN", "DDP", "FSDP2"}
-"""Options that need several processes."""
+"""Options that require several processes."""
 IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler"}
-"""Options that change the numbers; all others must not."""
+"""Options that change the results. All others must not."""
 REFUSED = {
     ("compile=step", "FSDP2", None): "speed.compile: scope 'step' sums whole gradients itself, as DDP does",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused kernel of SGD for sharded parameters",
 }
-"""Options that are refused together, with the net for which they are (None: both), and how the error begins."""
+"""Combinations that raise an error, the network (None: both), and the beginning of the message."""
 BREAKS = {("compile=model", "FSDP2")}
-"""Options that work together, though the run may report at its end that the graph is in pieces."""
+"""Combinations whose run may report graph breaks at its end."""
 
 TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
-"""By precision: by how much losses, weights and averages may differ, relatively, and the latter two absolutely.
+"""Tolerances by precision: relative for losses, weights and EMA weights, absolute for the latter two.
 
-In fp32 the absolute bound is for weights near zero: 1e-5 of 0.1, the size of the others. Half precision is compared
-with the same loop under autocast, which differs where operations come in another order: one rounding is 4e-3 of a
+In fp32, the absolute tolerance is for weights near zero: 1e-5 of 0.1, the usual magnitude. Half precision is compared
+with the same loop under autocast. Results differ because of another operation order: one rounding is 4e-3 of a
 value in bf16 and 5e-4 in fp16."""
 
 
 def precision(options):
-    """Return which line of TOLERANCES holds."""
+    """Return the key of TOLERANCES for these options."""
     return next((name for name in ("bf16", "fp16") if name in options), "fp32")
 
 
 def refusal(options, net):
-    """Return how the error begins that refuses these options, or None."""
+    """Return the beginning of the error message for these options, or None."""
     found = (m for (*pair, of), m in REFUSED.items() if {*pair} <= {*options} and of in (None, net))
     return next(found, None)
 
 
 def possible(options, processes, net=None):
-    """Say whether these options can be asked for together: on a net without BatchNorm, SyncBN has nothing to do."""
+    """Return whether these options can be combined. SyncBN requires a network with BatchNorm."""
     chosen = set(options)
     if any(alternatives <= chosen for alternatives in ONE_OF):
         return False
@@ -104,15 +104,15 @@ def possible(options, processes, net=None):
 
 
 def pairs(processes, net=None):
-    """Return all pairs that are possible."""
+    """Return all possible pairs."""
     return [pair for pair in combinations(OPTIONS, 2) if possible(pair, processes, net)]
 
 
 def triples(processes, net=None):
-    """Return the triples with the step as one graph that a network is trained with.
+    """Return the triples with the step graph for a network.
 
-    The networks take turns: each triple that is possible for both is trained on one of them. With two processes DDP is
-    there unsaid.
+    Each triple that is possible for both networks is trained on one of them, in turn. With two processes, DDP is
+    implied.
     """
     step = "compile=step"
     others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
@@ -122,7 +122,7 @@ def triples(processes, net=None):
 
 
 def everything(processes, net, half=None, compiled="compile=step", parallel="DDP"):
-    """Return all options that go together with those that are named."""
+    """Return all options that can be combined with the given ones."""
     left_out = set().union(*ONE_OF) - {half, compiled, parallel}
     if processes == 1:
         left_out |= OF_SEVERAL

@@ -1,4 +1,4 @@
-"""The page docs/matrix.md, as the tests have it: `python tests/matrix/matrix_page.py` writes it."""
+"""Renders docs/matrix.md from the tables of the tests: `python tests/matrix/matrix_page.py`."""
 
 import sys
 from pathlib import Path
@@ -12,13 +12,13 @@ from slipstream.speed.refused import REFUSED as REFUSED_PLANS
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 COMPILED = Path(__file__).parents[1] / "compiled"
 
-_TOP = """# Every option with every other
+_TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} trainings;
-each triple is trained on one of the networks). It compares losses, final weights and averages with a
-loop written by hand in plain PyTorch: one process, eager, the whole batch, nothing of Slipstream in it. It also
-checks that each option was in force, and none that nobody asked for. This page is written by the tables that the tests
+each triple is trained on one of the networks). It compares losses, final weights and EMA weights with a
+hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. It also
+checks that exactly the requested options were active. This page is rendered from the tables that the tests
 check: `python tests/matrix/matrix_page.py`.
 
 ```bash
@@ -26,40 +26,40 @@ python -m pytest tests/matrix                    # everything, a few minutes
 python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and the two processes
 ```
 
-- ✓ trains as the loop by hand
-- ✗ is refused with an error (below); ✓/✗ on one of the networks
-- 1/2 one of the two can be taken
+- ✓ results equal the hand-written loop
+- ✗ raises an error (below); ✓/✗ raises an error on one of the networks
+- 1/2 mutually exclusive
 """
 
-_BOTTOM = """## How close
+_BOTTOM = """## Tolerances
 
-| precision | losses, weights and averages, relatively | weights and averages, at least |
+| precision | losses, weights and EMA weights, relative | weights and EMA weights, absolute |
 |---|---|---|
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows; that it is left out, and how the scale falls and grows, is part of the comparison.
-- Without SyncBN the loop, too, normalises each process's half of a batch for itself.
-- `accumulation` takes windows of {window} batches, of which the last is smaller. `resume` ends a run in the middle of
-  an epoch and of a window, and another one goes on.
-- The graphs that Dynamo captures are computed as they are, those of recomputed convolutions by `aot_eager`. Inductor
-  compiles one training of each network, with all options but accumulation and resume.
-- Beside pairs and triples, all options that go together are switched on at once, in fp32, bf16 and fp16: as one
-  graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
-- With {breaks} the graph may be in pieces, around the gathering of shards; the run says so at its end.
+  step overflows. The comparison includes the skipped step and the changes of the loss scale.
+- Without SyncBN, the loop also normalises each process's half of a batch separately.
+- `accumulation` uses accumulation windows of {window} batches. The last one is smaller. `resume` ends a run in the
+  middle of an epoch and of an accumulation window, and another run resumes it.
+- Graphs captured by Dynamo run unmodified, those of recomputed convolutions with `aot_eager`. Inductor
+  compiles one training of each network, with all options except for accumulation and resume.
+- In addition to pairs and triples, all compatible options are enabled together, in fp32, bf16 and fp16: as one
+  graph, with a compiled model, and in eager mode; in two processes as one graph, and with FSDP2 and a compiled model.
+- With {breaks}, gathering shards may break the graph. The run reports this at its end.
 
-## Refused
+## Combinations that raise an error
 
 {found}
 
-Every plan that cannot work is refused before anything is trained:
+Invalid plans raise an error before training:
 
 {plans}
 """
 
 
 def cell(row, column, processes):
-    """Return what the tests say about two options."""
+    """Return the table cell for two options."""
     if row == column:
         return ""
     nets = [net for net in NETS if possible((row, column), processes, net)]
@@ -70,7 +70,7 @@ def cell(row, column, processes):
 
 
 def table(processes):
-    """Return the Markdown table of all pairs: a row has what stands before it in the columns."""
+    """Return the Markdown table of all pairs below the diagonal."""
     names = [name for name in OPTIONS if processes > 1 or name not in OF_SEVERAL]
     lines = ["| | " + " | ".join(names[:-1]) + " |", "|---" * len(names) + "|"]
     for i, row in enumerate(names[1:], 1):
@@ -92,8 +92,8 @@ def render():
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
         _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
-        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several.\n",
-        f"## Two processes\n\n{table(2)}\n\nWhere FSDP2 is not named the model is in DDP, named or not.\n",
+        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 require several processes.\n",
+        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2, the model is always wrapped in DDP.\n",
         _BOTTOM.format(
             window=WINDOW,
             tolerances=bounds,

@@ -1,4 +1,4 @@
-"""Trainings of the matrix by a Runner, and what shows that each option was in force."""
+"""Trainings of the matrix with a Runner, and detection of active options."""
 
 import traceback
 
@@ -20,7 +20,7 @@ from slipstream.step.graph import GraphStep
 
 
 class Task(BaseModel):
-    """A network with its loss; logs beside it what an option did to the activations."""
+    """A network with its loss. It also logs the dtype and memory format of the activations."""
 
     def __init__(self, net):
         super().__init__()
@@ -40,9 +40,9 @@ class Task(BaseModel):
 
 
 class Backend:
-    """A compiler that counts graphs and their recomputed blocks, and computes them as they are.
+    """A compiler that counts graphs and recomputed blocks, and runs the graphs unmodified.
 
-    BatchNorm counts its batches in place: recomputed blocks with it go through AOTAutograd, as with inductor.
+    BatchNorm updates its counter in place, so recomputed blocks with BatchNorm use AOTAutograd, as with inductor.
     """
 
     def __init__(self, net):
@@ -57,11 +57,11 @@ class Backend:
 
 
 class StoppedError(Exception):
-    """The first of two runs was ended."""
+    """Raised to end the first of two runs."""
 
 
 class Record(Hook):
-    """Keeps what the steps returned, how often weights moved, and what schedules did; may end the run."""
+    """Records step outputs, the number of weight updates and the schedules. It may end the run."""
 
     priority = "LOWEST"
 
@@ -116,7 +116,7 @@ def _config(net, options, folder, processes, backend):
 
 
 def _run(net, config, stop=None):
-    """Train, to the end or the stop; return the Runner, its record and its warnings."""
+    """Train to the end or until `stop`. Return the Runner, its record and its warnings."""
     record, warnings = Record(stop), []
     runner = Runner(Task(make(net)), custom_hooks=[record], **config)
     runner.logger.warning = lambda line, *args: warnings.append(str(line))
@@ -129,7 +129,7 @@ def _run(net, config, stop=None):
 
 
 def train(net, options, folder, processes=1, backend=None):
-    """Return what a training did as a dict of plain values, or the error that refused it as a string."""
+    """Return the results of a training as a dict of plain values, or its error as a string."""
     torch._dynamo.reset()
     backend = backend or Backend(net)
     warnings, losses = [], []
@@ -155,7 +155,7 @@ def train(net, options, folder, processes=1, backend=None):
 
 
 def train_all(net, every, folder, processes=2):
-    """Return {options: what `train` returned}; a failure is its traceback, and ends the list."""
+    """Return {options: result of `train`}. After a failure, store its traceback and stop."""
     found = {}
     for number, options in enumerate(every):
         try:
@@ -172,7 +172,7 @@ def _state(module):
 
 
 def _in_force(runner, record, backend):
-    """Return which options had an effect, or are there, whether they were asked for or not."""
+    """Return the active options, whether they were requested or not."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
     one_graph = isinstance(step, GraphStep) and step.captured and step._step is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:

@@ -1,4 +1,4 @@
-"""Every option with every other in one process: the numbers are those of a loop written by hand."""
+"""All combinations of options in one process: results equal a hand-written loop."""
 
 import pytest
 from matrix_by_hand import by_hand
@@ -30,26 +30,26 @@ def compiled(processes, net):
 
 
 @pytest.mark.parametrize(("net", "options"), [*cases(alone), *cases(pairs), *cases(at_once)])
-def test_options_together_train_as_a_loop_by_hand(net, options, tmp_path):
+def test_option_pairs_equal_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("net", "options"), cases(triples))
-def test_two_options_in_one_graph_train_as_a_loop_by_hand(net, options, tmp_path):
+def test_option_pairs_in_the_step_graph_equal_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("net", "options"), cases(compiled))
-def test_compiled_code_of_all_options_trains_as_a_loop_by_hand(net, options, tmp_path):
+def test_inductor_with_all_options_equals_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path, backend="inductor")])
 
 
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize("option", sorted(IN_NUMBERS - {"EMA"}))
-def test_a_option_that_were_left_out_would_be_seen(net, option):
+def test_missing_option_changes_the_results(net, option):
     plain, with_it = (by_hand(net, frozenset(options), 1) for options in ([], [option]))
     bound = 3 * TOLERANCES[precision([option])][1] if option == "fp16" else 3 * TOLERANCES["fp32"][1]
     apart = max(float((plain[1][0][name] - value).abs().max()) for name, value in with_it[1][0].items())

@@ -1,4 +1,4 @@
-"""Every option with every other in two processes: the numbers are those of a loop written by hand, in one."""
+"""All combinations of options in two processes: results equal a hand-written loop in one process."""
 
 from functools import cache
 
@@ -41,7 +41,7 @@ def cases(of):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return what both processes did, once for all tests of a function."""
+    """Return the results of both processes, computed once for all tests of a function."""
 
     @cache
     def of(function):
@@ -59,10 +59,12 @@ TRIPLES = [*cases({"conv": conv_triples, "transformer": transformer_triples})]
 
 
 @pytest.mark.parametrize(("function", "net", "options"), SHORTLY)
-def test_options_together_train_as_one_process_by_hand(trained, function, net, options):
+def test_option_pairs_equal_a_hand_written_loop_in_one_process(trained, function, net, options):
     check(net, options, both(trained(function), options))
 
 
 @pytest.mark.parametrize(("function", "net", "options"), TRIPLES)
-def test_two_options_in_one_graph_train_as_one_process_by_hand(trained, function, net, options):
+def test_option_pairs_in_the_step_graph_equal_a_hand_written_loop_in_one_process(
+    trained, function, net, options
+):
     check(net, options, both(trained(function), options))

@@ -1,4 +1,4 @@
-"""Recipes as users of SuperGradients have them: its keys, group names, resolvers and `_target_`s, and its old words."""
+"""Recipes in SuperGradients' format, with its keys, group names, resolvers, `_target_`s and old keys."""
 
 REGSEG48 = """
 defaults:

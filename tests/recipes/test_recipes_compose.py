@@ -1,4 +1,4 @@
-"""Recipes are composed as SuperGradients composes them, and what is wrong is said in one line."""
+"""Composition of recipes: results equal SuperGradients, and errors are single lines."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from predecessor_recipes import RECIPES
 
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.recipes import compose, find_recipe, is_composed, recipes
-from slipstream.recipes.compose import words_for_hydra
+from slipstream.recipes.compose import hydra_overrides
 from slipstream.speed import SpeedPlan
 from slipstream.training.recipe import recipe_config
 
@@ -52,7 +52,7 @@ def only(transforms, name):
 
 
 @pytest.mark.parametrize("name", CITYSCAPES)
-def test_the_numbers_are_those_of_the_published_recipes(name):
+def test_recipes_have_the_hyperparameters_of_the_published_ones(name):
     (architecture, jitter, scales, crop, first, batches, epochs, lr, warmup, optimizer, zero, ema) = (
         CITYSCAPES[name]
     )
@@ -92,20 +92,20 @@ def test_the_numbers_are_those_of_the_published_recipes(name):
 
 
 @pytest.mark.parametrize("size", range(6))
-def test_segformer_comes_in_six_sizes(size):
+def test_segformer_has_six_sizes(size):
     recipe, smallest = compose(f"cityscapes_segformer_b{size}"), compose("cityscapes_segformer")
     assert recipe["architecture"] == f"segformer_b{size}"
     assert recipe["experiment_name"] == f"segformer_b{size}_cityscapes"
     assert recipe["training_hyperparams"] == smallest["training_hyperparams"]
 
 
-def test_every_model_has_a_small_recipe_on_both_small_data_sets():
+def test_each_model_has_a_recipe_for_both_small_datasets():
     for data in ("street_scenes", "camvid"):
         for model in ("pp_lite_t", "stdc1_seg", "regseg48", "ddrnet_23_slim", "segformer_b0"):
             assert f"{data}_{model}" in recipes()
 
 
-def test_the_small_recipes_have_the_settings_of_the_one_in_the_runners_words():
+def test_small_recipes_have_the_settings_of_the_runner_recipe():
     recipe = compose("camvid_regseg48")
     params, data = recipe["training_hyperparams"], recipe["dataset_params"]
     assert (params["max_epochs"], params["optimizer"], params["initial_lr"]) == (30, "AdamW", 0.002)
@@ -116,7 +116,7 @@ def test_the_small_recipes_have_the_settings_of_the_one_in_the_runners_words():
 
 
 @pytest.mark.parametrize("name", COMPOSED)
-def test_each_recipe_is_plain_data_and_says_what_it_does(name):
+def test_each_recipe_is_plain_data_with_a_description(name):
     def check(value):
         if isinstance(value, dict):
             assert all(isinstance(key, str) for key in value)
@@ -136,7 +136,7 @@ def test_each_recipe_is_plain_data_and_says_what_it_does(name):
 
 
 @pytest.mark.parametrize("word", ["training_params.torch_compile", "training_hyperparams.torch_compile"])
-def test_both_spellings_reach_the_training_parameters_and_new_keys_need_no_plus(word):
+def test_training_params_synonyms_accept_new_keys_without_plus(word):
     params = compose("cityscapes_pplite_seg75", [f"{word}=True", f"{word}_options.mode=default"])[
         "training_hyperparams"
     ]
@@ -144,8 +144,8 @@ def test_both_spellings_reach_the_training_parameters_and_new_keys_need_no_plus(
     assert params["torch_compile_options"] == {"mode": "default"}
 
 
-def test_shortcuts_are_carried_out_also_where_a_recipe_does_not_include_them(tmp_path):
-    words = [
+def test_shortcuts_work_in_recipes_that_do_not_include_them(tmp_path):
+    overrides = [
         "lr=0.5",
         "batch_size=3",
         "val_batch_size=5",
@@ -156,7 +156,7 @@ def test_shortcuts_are_carried_out_also_where_a_recipe_does_not_include_them(tmp
     ]
     (tmp_path / "bare.yaml").write_text(RECIPES["stdc_seg75"])
     for name in ("cityscapes_ddrnet", "bare"):
-        recipe = compose(name, words, tmp_path)
+        recipe = compose(name, overrides, tmp_path)
         params, data = recipe["training_hyperparams"], recipe["dataset_params"]
         assert (params["initial_lr"], params["ema"], params["max_epochs"], params["resume"]) == (
             0.5,
@@ -170,7 +170,7 @@ def test_shortcuts_are_carried_out_also_where_a_recipe_does_not_include_them(tmp
         assert "lr" not in recipe
 
 
-def test_groups_of_a_users_folder_are_chosen_by_name_and_go_before_ours(tmp_path):
+def test_groups_in_config_dir_take_precedence(tmp_path):
     (tmp_path / "training_hyperparams").mkdir()
     (tmp_path / "training_hyperparams/mine.yaml").write_text(
         "defaults: [cityscapes_default_train_params]\nmax_epochs: 3\n"
@@ -188,7 +188,7 @@ def test_groups_of_a_users_folder_are_chosen_by_name_and_go_before_ours(tmp_path
     )
 
 
-def test_a_path_is_a_recipe_and_its_own_folder_holds_its_groups(tmp_path):
+def test_recipe_may_be_a_path_with_groups_in_its_folder(tmp_path):
     (tmp_path / "dataset_params").mkdir()
     (tmp_path / "dataset_params/mine.yaml").write_text("train_dataset_params: {root_dir: here}\n")
     path = tmp_path / "my.yaml"
@@ -197,7 +197,7 @@ def test_a_path_is_a_recipe_and_its_own_folder_holds_its_groups(tmp_path):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_recipes_of_the_predecessor_compose_as_they_stand(name, tmp_path, recwarn):
+def test_supergradients_recipes_compose_unchanged(name, tmp_path, recwarn):
     (tmp_path / f"{name}.yaml").write_text(RECIPES[name])
     recipe = compose(name, config_dir=tmp_path)
     assert recipe["experiment_name"].endswith("_cityscapes")
@@ -211,7 +211,7 @@ def test_recipes_of_the_predecessor_compose_as_they_stand(name, tmp_path, recwar
         assert recipe["training_hyperparams"]["criterion_params"] == {"ignore_index": 19}
 
 
-def test_training_params_in_a_file_prevail_and_the_command_line_prevails_over_them(tmp_path):
+def test_overrides_take_precedence_over_training_params_in_a_file(tmp_path):
     (tmp_path / "guide.yaml").write_text(
         "defaults: [cityscapes_regseg48, _self_]\ntraining_params: {torch_compile: true, seed: 3}\n"
     )
@@ -219,7 +219,7 @@ def test_training_params_in_a_file_prevail_and_the_command_line_prevails_over_th
     assert (params["torch_compile"], params["seed"], params["max_epochs"]) == (True, 5, 800)
 
 
-def test_the_predecessors_functions_are_known_in_interpolations(tmp_path):
+def test_supergradients_resolvers_are_registered(tmp_path):
     (tmp_path / "sums.yaml").write_text(
         "architecture: x\nmany: [4, 5, 6]\nsum: ${add:1,2,3}\nchosen: ${cond:true,yes_,no_}\nfirst: ${first:${many}}\n"
         "last: ${last:${many}}\nitem: ${getitem:${many},1}\nfolder: ${hydra_output_dir:out,run}\n"
@@ -232,20 +232,20 @@ def test_the_predecessors_functions_are_known_in_interpolations(tmp_path):
     }  # fmt: skip
 
 
-def test_an_item_of_a_list_can_be_overridden():
+def test_list_item_can_be_overridden():
     word = "dataset_params.train_dataset_params.transforms.4.SegCropImageAndMask.crop_size=[64,32]"
     transforms = compose("cityscapes_ddrnet", [word])["dataset_params"]["train_dataset_params"]["transforms"]
     assert only(transforms, "SegCropImageAndMask") == {"crop_size": [64, 32], "mode": "random"}
     assert len(transforms) == 8
 
 
-def test_the_data_folder_is_one_word():
+def test_data_root_dir_sets_all_data_folders():
     data = compose("cityscapes_segformer", ["data_root_dir=/my/data"])["dataset_params"]
     assert {data[f"{split}_dataset_params"]["root_dir"] for split in ("train", "val")} == {"/my/data"}
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("overrides", "expected"),
     [
         (["archtecture=x"], ["archtecture", "did you mean 'architecture'"]),
         (["learning_rate=0.1"], ["learning_rate", "did you mean 'lr'"]),
@@ -265,9 +265,9 @@ def test_the_data_folder_is_one_word():
         (["+mine.a=???"], ["mine.a"]),
     ],
 )
-def test_a_wrong_override_is_one_line_that_names_it(words, expected):
+def test_invalid_override_raises_one_line_error(overrides, expected):
     with pytest.raises(ConfigError) as caught:
-        compose("cityscapes_ddrnet", words)
+        compose("cityscapes_ddrnet", overrides)
     message = str(caught.value)
     assert "\n" not in message
     for part in expected:
@@ -288,7 +288,7 @@ def test_a_wrong_override_is_one_line_that_names_it(words, expected):
         ("architecture: [\n", ["broken.yaml", "line"]),
     ],
 )
-def test_a_wrong_file_is_one_line_that_names_it(text, expected, tmp_path):
+def test_invalid_file_raises_one_line_error(text, expected, tmp_path):
     (tmp_path / "broken.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         compose("broken", config_dir=tmp_path)
@@ -298,23 +298,23 @@ def test_a_wrong_file_is_one_line_that_names_it(text, expected, tmp_path):
         assert part in message
 
 
-def test_a_file_that_is_no_yaml_is_said_when_it_is_looked_at(tmp_path):
+def test_is_composed_raises_error_for_invalid_yaml(tmp_path):
     (tmp_path / "broken.yaml").write_text("architecture: [\n")
     with pytest.raises(ConfigError, match=r"broken\.yaml.*line"):
         is_composed(tmp_path / "broken.yaml")
 
 
-def test_an_unknown_recipe_names_the_nearest_of_ours_and_of_the_users(tmp_path):
+def test_unknown_recipe_suggests_the_nearest_name(tmp_path):
     with pytest.raises(UnknownNameError, match="did you mean 'cityscapes_ddrnet'"):
         compose("cityscapes_ddrnett")
     (tmp_path / "my_own_net.yaml").write_text("architecture: x\n")
     with pytest.raises(UnknownNameError, match="did you mean 'my_own_net'"):
         compose("my_own_nett", config_dir=tmp_path)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="folder not found"):
         compose("cityscapes_ddrnet", config_dir=tmp_path / "none")
 
 
-def test_a_composition_leaves_no_trace_in_hydra():
+def test_compose_restores_hydra_state():
     OmegaConf.register_new_resolver("add", lambda *_: "the user's own", replace=True)
     try:
         first = compose("cityscapes_ddrnet", ["lr=0.1"])
@@ -328,7 +328,7 @@ def test_a_composition_leaves_no_trace_in_hydra():
         OmegaConf.clear_resolver("add")
 
 
-def test_a_composition_inside_a_hydra_job_leaves_the_job_alone(tmp_path):
+def test_compose_works_inside_a_hydra_job(tmp_path):
     (tmp_path / "job.yaml").write_text("value: 3\n")
     (tmp_path / "job.py").write_text(
         "import hydra\n"
@@ -352,36 +352,36 @@ def test_a_composition_inside_a_hydra_job_leaves_the_job_alone(tmp_path):
     assert done.stdout == "composed\n", done.stderr
 
 
-def test_recipes_in_the_runners_words_are_told_apart(tmp_path):
+def test_recipes_in_runner_syntax_are_not_composed(tmp_path):
     assert not is_composed(find_recipe("street_scenes_pp_lite_t"))
     assert is_composed(find_recipe("cityscapes_segformer_b3"))
     (tmp_path / "inherits.yaml").write_text("_base_: other.yaml\n")
     assert not is_composed(tmp_path / "inherits.yaml")
 
 
-def test_a_recipe_for_several_gpus_leaves_open_how_they_share_the_model():
-    words = ["+training_params.speed.parallel=fsdp2", "multi_gpu=DDP", "num_gpus=4"]
-    cfg = recipe_config(compose("street_scenes_regseg48", words))
+def test_multi_gpu_recipe_does_not_set_the_model_wrapper():
+    overrides = ["+training_params.speed.parallel=fsdp2", "multi_gpu=DDP", "num_gpus=4"]
+    cfg = recipe_config(compose("street_scenes_regseg48", overrides))
     assert cfg["training_params"]["speed"] == {"parallel": "fsdp2"}
     assert SpeedPlan.read(training_params=cfg["training_params"]).parallel.kind == "fsdp2"
     with pytest.raises(ConfigError, match="multi_gpu: must be DDP, AUTO or Off, not 'DPP'"):
         recipe_config(compose("street_scenes_regseg48", ["multi_gpu=DPP"]))
 
 
-def test_hydra_is_shown_what_shortcuts_stand_for_unless_they_have_several_values():
-    words = words_for_hydra(
+def test_hydra_overrides_expand_shortcuts_except_sweeps():
+    overrides = hydra_overrides(
         find_recipe("cityscapes_ddrnet"), ["lr={default: 0.3}", "num_workers=2", "epochs=1,2"]
     )
-    assert "lr={default: 0.3}" in words[0]
-    shown = [word for word in words if word.startswith("++")]
+    assert "lr={default: 0.3}" in overrides[0]
+    shown = [word for word in overrides if word.startswith("++")]
     assert "++training_hyperparams.initial_lr={default:0.3}" in shown
     assert "++dataset_params.train_dataloader_params.num_workers=2" in shown
     assert "++dataset_params.val_dataloader_params.num_workers=2" in shown
     assert not any("max_epochs" in word for word in shown)
-    assert words_for_hydra(find_recipe("cityscapes_ddrnet"), ["lr=null"]).count("++lr=null") == 1
+    assert hydra_overrides(find_recipe("cityscapes_ddrnet"), ["lr=null"]).count("++lr=null") == 1
 
 
-def test_the_predecessors_word_for_several_gpus_is_its_value(tmp_path):
+def test_multi_gpu_mode_target_is_replaced_by_its_value(tmp_path):
     (tmp_path / "mine.yaml").write_text(
         "multi_gpu:\n  _target_: super_gradients.training.MultiGPUMode\n  value: DDP\n"
     )

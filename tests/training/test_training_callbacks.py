@@ -1,4 +1,4 @@
-"""Phase callbacks: called at their events, told what is there, and silent about nothing that is not."""
+"""Phase callbacks: events, context attributes, and errors for unavailable attributes."""
 
 import json
 
@@ -24,7 +24,7 @@ EVENTS = [name for name in dir(Callback) if name.startswith("on_")]
 
 
 class Recording(Callback):
-    """Notes each event with what `look(context)` returns."""
+    """Records each event with the result of `look(context)`."""
 
     def __init__(self, look=lambda context: None):
         self.look, self.seen = look, []
@@ -39,7 +39,7 @@ for _event in EVENTS:
 
 
 class At(PhaseCallback):
-    """Notes what `look(context)` returns at one phase."""
+    """Records the result of `look(context)` at one phase."""
 
     def __init__(self, phase, look):
         super().__init__(phase)
@@ -50,7 +50,7 @@ class At(PhaseCallback):
 
 
 def called(folder, *callbacks, epochs=1, **changes):
-    """Train for epochs of two steps, validated in two batches; return the Runner."""
+    """Train for epochs of two steps with validations of two batches. Return the Runner."""
     arguments = {
         "train_cfg": dict(by_epoch=True, max_epochs=epochs),
         "train_dataloader": loader(batch_size=20),
@@ -77,20 +77,20 @@ EPOCH = ["on_train_loader_start", *STEP, *STEP, "on_train_loader_end"]
 CHECK = ["on_validation_loader_start", *PASS, "on_validation_loader_end"]
 
 
-def test_the_events_come_in_supergradients_order(tmp_path):
+def test_events_occur_in_the_order_of_supergradients(tmp_path):
     callback = Recording()
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     called(
         tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
         **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
     )  # fmt: skip
-    # Batches, but no validation of its own.
+    # Validation batches, without the loader events.
     mean = ["on_average_best_models_validation_start", *PASS, "on_average_best_models_validation_end"]
     first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
 
 
-def test_a_test_has_its_events(tmp_path):
+def test_loop_calls_test_events(tmp_path):
     callback = Recording(lambda context: getattr(context, "metrics_dict", None))
     test = dict(test_dataloader=loader(batch_size=20), test_cfg=dict(), test_evaluator=dict(type=Accuracy))
     runner = Runner(**training(tmp_path, custom_hooks=callback_hooks([callback]), **test))
@@ -101,7 +101,7 @@ def test_a_test_has_its_events(tmp_path):
 
 
 @pytest.mark.parametrize("phase", list(Phase))
-def test_a_phase_callback_is_called_at_its_phase_alone(tmp_path, phase):
+def test_phase_callback_is_called_only_at_its_phase(tmp_path, phase):
     counts = dict(PRE_TRAINING=1, POST_TRAINING=1, TRAIN_EPOCH_START=2, TRAIN_EPOCH_END=2, TRAIN_BATCH_END=4)
     counts |= dict(
         TRAIN_BATCH_STEP=4, VALIDATION_BATCH_END=4, VALIDATION_EPOCH_END=2, VALIDATION_END_BEST_EPOCH=1
@@ -112,10 +112,10 @@ def test_a_phase_callback_is_called_at_its_phase_alone(tmp_path, phase):
     evaluation = {**validation(Scripted([0.5, 0.4])), "val_dataloader": loader(batch_size=20, shuffle=False)}
     called(tmp_path, callback, epochs=2, default_hooks=hooks, **evaluation)
     assert len(callback.seen) == counts[phase.value]
-    assert At(phase.value, None).phase is phase, "a recipe gives its name"
+    assert At(phase.value, None).phase is phase, "recipes pass the name of the phase"
 
 
-def test_stages_without_an_event_do_not_know_the_callback(tmp_path):
+def test_stages_without_an_event_skip_the_callback(tmp_path):
     class Ends(Callback):
         def on_train_loader_end(self, context):
             pass
@@ -126,17 +126,17 @@ def test_stages_without_an_event_do_not_know_the_callback(tmp_path):
         assert [stage for stage in stages if hook.method_at(stage)] == ["after_train_epoch"]
 
 
-def test_with_accumulation_weights_move_at_the_end_of_a_window(tmp_path):
+def test_gradient_step_event_occurs_after_each_accumulation_window(tmp_path):
     callback = At(Phase.TRAIN_BATCH_STEP, lambda context: context.batch_idx)
     optim = dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=2)
     called(tmp_path, callback, optim_wrapper=optim, train_dataloader=loader(batch_size=8))
-    assert callback.seen == [1, 3, 4], "the last window of the training has one batch"
+    assert callback.seen == [1, 3, 4], "the last accumulation window has one batch"
 
 
-# ---- what it is told ----------------------------------------------------------------------------------
+# ---- context -------------------------------------------------------------------------------------------
 
 
-def test_the_context_knows_the_run(tmp_path):
+def test_context_has_the_attributes_of_the_run(tmp_path):
     def look(context):
         return (
             context.epoch, context.net, context.optimizer, context.device, context.experiment_name,
@@ -154,7 +154,7 @@ def test_the_context_knows_the_run(tmp_path):
     assert callback.seen == [(0, *facts), (1, *facts)]
 
 
-def test_an_epoch_keeps_its_number_while_it_is_validated(tmp_path):
+def test_context_epoch_does_not_change_during_validation(tmp_path):
     callback = Recording(lambda context: context.epoch)
     called(tmp_path, callback, epochs=2)
     assert [epoch for event, epoch in callback.seen if event.startswith("on_validation")] == [0] * 6 + [1] * 6
@@ -162,7 +162,7 @@ def test_an_epoch_keeps_its_number_while_it_is_validated(tmp_path):
     assert callback.seen[-1] == ("on_training_end", 1)
 
 
-def test_batches_losses_and_predictions_are_there_as_they_are(tmp_path):
+def test_context_has_batches_losses_and_predictions(tmp_path):
     trained = At(
         "TRAIN_BATCH_END", lambda c: (c.batch_idx, c.inputs, c.target, c.loss_log_items["loss"].clone())
     )
@@ -179,7 +179,7 @@ def test_batches_losses_and_predictions_are_there_as_they_are(tmp_path):
             torch.testing.assert_close(scores, runner.model(inputs, target, "tensor"))
 
 
-def test_an_epochs_losses_are_means_and_its_metrics_those_of_the_validation(tmp_path):
+def test_metrics_dict_has_mean_losses_and_validation_metrics(tmp_path):
     losses = At(Phase.TRAIN_BATCH_END, lambda context: context.loss_log_items["loss"].clone())
     trained = At(Phase.TRAIN_EPOCH_END, lambda context: dict(context.metrics_dict))
     validated = At(Phase.VALIDATION_EPOCH_END, lambda context: dict(context.metrics_dict))
@@ -190,7 +190,7 @@ def test_an_epochs_losses_are_means_and_its_metrics_those_of_the_validation(tmp_
         assert metrics == {"loss": pytest.approx(mean, rel=1e-6)}
 
 
-def test_at_the_end_of_a_validation_the_average_is_still_in_the_model(tmp_path):
+def test_model_has_ema_weights_at_the_end_of_validation(tmp_path):
     def look(context):
         return {name: value.clone() for name, value in context.net.state_dict().items()}
 
@@ -205,33 +205,33 @@ def test_at_the_end_of_a_validation_the_average_is_still_in_the_model(tmp_path):
 @pytest.mark.parametrize(
     ("phase", "name", "reason"),
     [
-        ("TRAIN_BATCH_END", "preds", "a training step gives its losses only"),
-        ("TRAIN_BATCH_END", "metrics_dict", "metrics are computed when"),
-        ("TRAIN_EPOCH_START", "batch_idx", "there is no batch"),
-        ("TRAIN_EPOCH_END", "inputs", "there is no batch"),
+        ("TRAIN_BATCH_END", "preds", "a training step only returns losses"),
+        ("TRAIN_BATCH_END", "metrics_dict", "metrics are available when"),
+        ("TRAIN_EPOCH_START", "batch_idx", "only available at batch events"),
+        ("TRAIN_EPOCH_END", "inputs", "only available at batch events"),
         ("VALIDATION_EPOCH_END", "loss_log_items", "after a training step"),
         ("PRE_TRAINING", "sg_logger", "context.runner.visualizer"),
-        ("PRE_TRAINING", "criterion", "the run has none"),
-        ("PRE_TRAINING", "metric_to_watch", "the run has none"),
-        ("PRE_TRAINING", "lr_warmup_epochs", "read off context.runner"),
-        ("PRE_TRAINING", "arch_params", "ask context.net"),
+        ("PRE_TRAINING", "criterion", "not available in this run"),
+        ("PRE_TRAINING", "metric_to_watch", "not available in this run"),
+        ("PRE_TRAINING", "lr_warmup_epochs", "use context.runner instead"),
+        ("PRE_TRAINING", "arch_params", "use context.net instead"),
         ("PRE_TRAINING", "optimiser", "did you mean 'optimizer'"),
     ],
 )
-def test_what_is_not_there_says_so(tmp_path, phase, name, reason):
+def test_unavailable_attribute_raises_error_with_reason(tmp_path, phase, name, reason):
     event = dict(
         TRAIN_BATCH_END="on_train_batch_loss_end", TRAIN_EPOCH_START="on_train_loader_start",
         TRAIN_EPOCH_END="on_train_loader_end", VALIDATION_EPOCH_END="on_validation_loader_end",
         PRE_TRAINING="on_training_start",
     )[phase]  # fmt: skip
-    with pytest.raises(ContextError, match=f"context.{name} is not there at {event}: .*{reason}"):
+    with pytest.raises(ContextError, match=f"context.{name} is not available at {event}: .*{reason}"):
         called(tmp_path, At(phase, lambda context: getattr(context, name)))
     asked = At(phase, lambda context: (hasattr(context, name), getattr(context, name, 7)))
     called(tmp_path / "b", asked)
     assert asked.seen[0] == (False, 7)
 
 
-def test_attributes_of_ones_own_stay(tmp_path):
+def test_custom_context_attributes_are_kept(tmp_path):
     def count(context):
         context.update_context(mine=getattr(context, "mine", 0) + 1)
         return context.mine
@@ -241,7 +241,7 @@ def test_attributes_of_ones_own_stay(tmp_path):
     assert callback.seen == [1, 2, 3, 4]
 
 
-def test_a_callback_changes_nothing_of_the_training(tmp_path):
+def test_callbacks_do_not_change_the_training_result(tmp_path):
     plain = run(tmp_path / "a", model=dict(type=Net, dropout=0.3, norm=True))
     watched = run(
         tmp_path / "b",
@@ -255,15 +255,15 @@ def test_a_callback_changes_nothing_of_the_training(tmp_path):
 
 
 @pytest.mark.parametrize("phase", ["TRAIN_BATCH_END", "TRAIN_EPOCH_END", "VALIDATION_EPOCH_END"])
-def test_a_callback_ends_the_training_after_its_epoch_is_validated_and_saved(tmp_path, phase):
+def test_stop_training_ends_after_validation_and_checkpoint(tmp_path, phase):
     def stop(context):
         if context.epoch == 1:
             context.stop_training = True
 
-    told = At(Phase.POST_TRAINING, lambda context: context.epoch)
-    runner = called(tmp_path, At(phase, stop), told, epochs=5)
+    last_epoch = At(Phase.POST_TRAINING, lambda context: context.epoch)
+    runner = called(tmp_path, At(phase, stop), last_epoch, epochs=5)
     assert (runner.epoch, runner.iter) == (2, 4)
-    assert told.seen == [1]
+    assert last_epoch.seen == [1]
     assert {path.name for path in tmp_path.glob("*.pth")} == {"epoch_1.pth", "epoch_2.pth"}
     assert len(runner.message_hub.get_scalar("val/acc").data[0]) == 2
 
@@ -279,28 +279,28 @@ def test_a_callback_ends_the_training_after_its_epoch_is_validated_and_saved(tmp
     ],
 )
 @pytest.mark.parametrize("form", ["object", "recipe"])
-def test_early_stopping_in_supergradients_words(tmp_path, options, values, epochs, form):
+def test_early_stop_follows_supergradients_arguments(tmp_path, options, values, epochs, form):
     options = dict(phase="VALIDATION_EPOCH_END", **options)
     entry = EarlyStop(**options) if form == "object" else dict(EarlyStop=options)
     evaluation = validation(Scripted(values, options["monitor"]))
     assert called(tmp_path, entry, epochs=len(values), **evaluation).epoch == epochs
 
 
-def test_early_stopping_tells_how_it_stands_if_asked(tmp_path, capsys):
+def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     entry = dict(EarlyStop=dict(phase="VALIDATION_EPOCH_END", monitor="loss", verbose=True))
     called(tmp_path, entry, epochs=2, log_level="INFO", **validation(Scripted([0.5, 0.6], "loss")))
-    assert "the best loss is 0.5, 1 validations ago" in "".join(capsys.readouterr())
+    assert "best loss 0.5, 1 validations ago" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop watches validations"),
+        (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop only supports VALIDATION_EPOCH_END"),
         (dict(mode="less"), r"mode: must be 'min' or 'max'"),
         (dict(patience=-1), r"patience: must not be negative"),
     ],
 )
-def test_early_stopping_refuses_what_makes_no_sense(tmp_path, options, message):
+def test_early_stop_rejects_invalid_arguments(tmp_path, options, message):
     entry = dict(EarlyStop=dict(dict(phase="VALIDATION_EPOCH_END", monitor="acc"), **options))
     with pytest.raises(ConfigError, match=rf"^custom_hooks\[0\]\.{message}"):
         called(tmp_path, entry)
@@ -330,13 +330,13 @@ class CountsSteps(Callback):
         CallbackHook(CountsSteps()),
     ],
 )
-def test_a_callback_may_be_named_or_given(tmp_path, monkeypatch, entry):
+def test_callback_may_be_a_name_or_an_object(tmp_path, monkeypatch, entry):
     monkeypatch.setattr(CountsSteps, "steps", 0)
     called(tmp_path, entry)
     assert CountsSteps.steps == 2
 
 
-def test_what_is_named_becomes_plain_data():
+def test_named_callbacks_become_plain_configurations():
     named = callback_hooks(["CountsSteps", dict(ProfilerHook=dict(json_trace_path="x"))])
     assert json.loads(json.dumps(named)) == [
         dict(type="CallbackHook", callback=dict(type="CountsSteps")),
@@ -349,23 +349,23 @@ def test_what_is_named_becomes_plain_data():
     [
         ("EarlyStopp", UnknownNameError, "did you mean 'EarlyStop'"),
         (dict(a=1, b=2), ConfigError, "must be a name, {Name: {arguments}}"),
-        (7, ConfigError, "a phase callback is a Callback, a PhaseCallback or a Hook, not 7"),
+        (7, ConfigError, "a phase callback must be a Callback, a PhaseCallback or a Hook, not 7"),
     ],
 )
-def test_an_entry_that_is_no_callback_is_refused_at_its_place(entry, error, message):
+def test_invalid_callback_entry_raises_error_with_config_path(entry, error, message):
     with pytest.raises(error, match=rf"^training_params\.phase_callbacks\[1\]: .*{message}"):
         callback_hooks(["EarlyStop", entry])
 
 
 @pytest.mark.parametrize("event", ["on_train_batch_backward_end", "on_train_batch_gradient_step_start"])
-def test_what_would_have_to_happen_inside_the_step_is_refused(event):
+def test_callback_events_inside_the_step_are_rejected(event):
     late = type("Late", (Callback,), {event: lambda self, context: None})
     with pytest.raises(
-        ConfigError, match=rf"phase_callbacks\[0\]: Late.{event} would never be called.*clip_grad_norm"
+        ConfigError, match=rf"phase_callbacks\[0\]: Late.{event} cannot be called.*clip_grad_norm"
     ):
         callback_hooks([late()])
 
 
-def test_an_unknown_phase_names_the_nearest():
-    with pytest.raises(ConfigError, match="phase: there is no phase 'TEST_ENDS'; did you mean 'TEST_END'"):
+def test_unknown_phase_suggests_the_nearest_name():
+    with pytest.raises(ConfigError, match="phase: no phase is named 'TEST_ENDS'; did you mean 'TEST_END'"):
         At("TEST_ENDS", None)

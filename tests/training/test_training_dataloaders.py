@@ -30,7 +30,7 @@ def tensors(count=5):
     return TensorDataset(torch.arange(count))
 
 
-def test_a_name_stands_for_its_data_set_and_defaults():
+def test_name_selects_dataset_and_defaults():
     found = dataloaders.config("cityscapes_stdc_seg75_train", {"root_dir": "some/where"})
     assert found["dataset"]["type"] == "CityscapesDataset"
     assert found["dataset"]["root_dir"] == "some/where"
@@ -42,7 +42,7 @@ def test_a_name_stands_for_its_data_set_and_defaults():
     assert (found["batch_size"], found["drop_last"]) == (4, True)
 
 
-def test_training_shuffles_and_drops_the_last_batch_and_validation_does_not():
+def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
@@ -50,7 +50,7 @@ def test_training_shuffles_and_drops_the_last_batch_and_validation_does_not():
         assert found["drop_last"] == (name.endswith("_train") and not name.startswith("cifar10")), name
 
 
-def test_what_is_given_goes_before_the_defaults():
+def test_arguments_override_defaults():
     loader = {"batch_size": 3, "num_workers": 2, "shuffle": False, "drop_last": False, "pin_memory": False}
     found = dataloaders.config("street_scenes_train", {"length": 7, "transforms": []}, loader)
     assert found["dataset"]["length"] == 7
@@ -65,15 +65,15 @@ def test_what_is_given_goes_before_the_defaults():
     }
 
 
-def test_none_counts_as_not_given():
+def test_none_arguments_are_ignored():
     found = dataloaders.config("cifar10_train", {"target_transform": None}, {"collate_fn": None})
     assert "target_transform" not in found["dataset"]
     assert "collate_fn" not in found
 
 
-def test_a_list_file_takes_the_place_of_the_default_split(street):
-    words = {"root_dir": street, "list_file": "lists/val.lst", "labels_csv_path": "lists/labels.csv"}
-    assert len(dataloaders.get("cityscapes_val", words, {"num_workers": 0}).dataset) == 2
+def test_list_file_replaces_the_default_split(street):
+    params = {"root_dir": street, "list_file": "lists/val.lst", "labels_csv_path": "lists/labels.csv"}
+    assert len(dataloaders.get("cityscapes_val", params, {"num_workers": 0}).dataset) == 2
 
 
 @pytest.mark.parametrize(
@@ -86,12 +86,12 @@ def test_a_list_file_takes_the_place_of_the_default_split(street):
         {"type": "SegRandomFlip"},
     ],
 )
-def test_transforms_are_read_in_every_spelling(entry):
+def test_transforms_are_read_in_each_form(entry):
     found = dataloaders.config("street_scenes_train", {"transforms": [entry]})
     assert found["dataset"]["transforms"] == [{"type": "SegRandomFlip"}]
 
 
-def test_a_transform_may_be_an_object():
+def test_transform_may_be_an_object():
     def mirrored(sample, rng):
         return {key: np.ascontiguousarray(value[:, ::-1]) for key, value in sample.items()}
 
@@ -101,12 +101,12 @@ def test_a_transform_may_be_an_object():
     assert torch.equal(plain.dataset[0]["targets"].flip(1), turned.dataset[0]["targets"])
 
 
-def test_a_transform_in_no_known_form_is_named_with_its_place():
+def test_invalid_transform_raises_error_with_config_path():
     with pytest.raises(ConfigError, match=r"dataset_params\.transforms\[1\]: must be a name"):
         dataloaders.config("street_scenes_val", {"transforms": ["SegRandomFlip", {"a": {}, "b": {}}]})
 
 
-def test_omegaconf_containers_are_taken_with_their_interpolations_resolved():
+def test_omegaconf_interpolations_are_resolved():
     whole = OmegaConf.create(
         {"n": 6, "data": {"length": "${n}", "size": [32, 64]}, "loader": {"batch_size": 2}}
     )
@@ -116,7 +116,7 @@ def test_omegaconf_containers_are_taken_with_their_interpolations_resolved():
     assert found["batch_size"] == 2
 
 
-def test_a_loader_of_the_real_layout_gives_batches(street):
+def test_loader_reads_batches_from_the_original_folder_layout(street):
     loader = dataloaders.cityscapes_train(
         dataset_params={"root_dir": street, "transforms": CROP},
         dataloader_params={"batch_size": 2, "num_workers": 0},
@@ -128,7 +128,7 @@ def test_a_loader_of_the_real_layout_gives_batches(street):
     assert batch["targets"].shape == (2, 32, 32)
 
 
-def test_every_name_is_a_function_that_gets_it():
+def test_each_name_is_a_function_that_returns_its_loader():
     names = set(dir(dataloaders)) - {"config", "get"}
     assert {"cityscapes_train", "cityscapes_stdc_seg75_val", "cifar10_val", "street_scenes_train"} <= names
     for name in names:
@@ -138,7 +138,7 @@ def test_every_name_is_a_function_that_gets_it():
         dataloaders.cityscape_train  # noqa: B018
 
 
-def test_the_runner_builds_the_configuration(street):
+def test_runner_builds_the_configuration(street):
     cfg = dataloaders.config("cityscapes_val", {"root_dir": street}, {"batch_size": 2, "num_workers": 0})
     loader = build_dataloader(cfg, seed=0, name="val_dataloader", training=False)
     (batch,) = loader
@@ -146,7 +146,7 @@ def test_the_runner_builds_the_configuration(street):
     assert batch["finish"].shape[0] == 2
 
 
-def test_the_runner_takes_a_loader_over_and_fixes_its_order():
+def test_runner_makes_the_order_of_a_loader_reproducible():
     def order(seed):
         loader = dataloaders.get("street_scenes_train", {**SMALL, "transforms": []}, {"batch_size": 2})
         ours = build_dataloader(loader, seed=seed, name="train_dataloader", training=True)
@@ -156,54 +156,54 @@ def test_the_runner_takes_a_loader_over_and_fixes_its_order():
     assert not torch.equal(order(1), order(2))
 
 
-def test_a_data_set_is_named_by_its_class_or_given_ready(street):
-    words = {"dataset": "StreetScenes", "batch_size": 2}
-    loader = dataloaders.get(dataset_params={"size": [32, 64], "length": 3}, dataloader_params=words)
+def test_dataset_may_be_a_class_name_or_an_object(street):
+    params = {"dataset": "StreetScenes", "batch_size": 2}
+    loader = dataloaders.get(dataset_params={"size": [32, 64], "length": 3}, dataloader_params=params)
     assert [len(batch["inputs"]) for batch in loader] == [2, 1]
     assert type(loader.sampler) is SequentialSampler
-    assert words["dataset"] == "StreetScenes"  # what was given stays as it is
+    assert params["dataset"] == "StreetScenes"  # the arguments are not modified
     ready = tensors()
     assert dataloaders.get(dataset=ready, dataloader_params={"batch_size": 2}).dataset is ready
     assert dataloaders.config(dataset=ready)["dataset"] is ready
 
 
-def test_a_ready_loader_is_given_back():
+def test_dataloader_object_is_returned_unchanged():
     ready = dataloaders.get(dataset=tensors())
     assert dataloaders.get(dataloader=ready) is ready
-    with pytest.raises(ConfigError, match="leave the others out"):
+    with pytest.raises(ConfigError, match="cannot be combined with other arguments"):
         dataloaders.get("cifar10_train", dataloader=ready)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, "needs one of a name, dataloader_params.dataset and a ready dataset"),
+        ({}, "exactly one of name, dataloader_params.dataset and dataset is required"),
         ({"name": "cifar10_val", "dataset": tensors()}, "got 'cifar10_val', None and TensorDataset"),
-        ({"name": "cifar10_val", "dataloader_params": {"dataset": "CIFAR10"}}, "needs one of"),
-        ({"dataset": tensors(), "dataset_params": {"train": True}}, "has its parameters already"),
+        ({"name": "cifar10_val", "dataloader_params": {"dataset": "CIFAR10"}}, "exactly one of"),
+        ({"dataset": tensors(), "dataset_params": {"train": True}}, "does not accept parameters"),
     ],
 )
-def test_a_data_set_must_be_named_exactly_once(arguments, message):
+def test_exactly_one_dataset_is_required(arguments, message):
     with pytest.raises(ConfigError, match=message):
         dataloaders.config(**arguments)
 
 
-def test_unknown_names_are_errors_with_a_suggestion():
+def test_unknown_names_raise_errors_with_a_suggestion():
     with pytest.raises(
-        UnknownNameError, match="no data loader 'citscapes_train'; did you mean 'cityscapes_train'"
+        UnknownNameError, match="no data loader is named 'citscapes_train'; did you mean 'cityscapes_train'"
     ):
         dataloaders.config("citscapes_train")
     with pytest.raises(UnknownNameError, match=r"dataloader_params\.batchsize: .*did you mean 'batch_size'"):
         dataloaders.config("cifar10_val", {}, {"batchsize": 3})
 
 
-def test_a_small_data_set_is_repeated_to_the_fewest_samples_with_other_augmentation():
-    words = {**SMALL, "transforms": [{"SegCropImageAndMask": {"crop_size": [32, 16], "mode": "random"}}]}
-    loader = dataloaders.get("street_scenes_train", words, {"min_samples": 11, "batch_size": 4})
+def test_min_samples_repeats_a_small_dataset_with_new_augmentation():
+    params = {**SMALL, "transforms": [{"SegCropImageAndMask": {"crop_size": [32, 16], "mode": "random"}}]}
+    loader = dataloaders.get("street_scenes_train", params, {"min_samples": 11, "batch_size": 4})
     assert isinstance(loader.dataset, AtLeast)
     assert len(loader.dataset) == 15
     assert len({loader.dataset[i]["inputs"].numpy().tobytes() for i in (0, 5, 10)}) > 1
-    assert len(dataloaders.get("street_scenes_train", words, {"min_samples": 3}).dataset) == 5
+    assert len(dataloaders.get("street_scenes_train", params, {"min_samples": 3}).dataset) == 5
     with pytest.raises(ConfigError, match="min_samples: must be at least 1"):
         AtLeast(tensors(), 0)
 
@@ -218,41 +218,41 @@ def test_a_small_data_set_is_repeated_to_the_fewest_samples_with_other_augmentat
         ({"RandomSampler": {"replacement": True}}, True, {"type": "RandomSampler", "replacement": True}),
     ],
 )
-def test_samplers_are_read_in_supergradients_words(sampler, shuffle, expected):
-    words = {"sampler": sampler, "shuffle": shuffle}
-    assert dataloaders.config("street_scenes_val", SMALL, words)["sampler"] == expected
+def test_samplers_are_read_in_supergradients_syntax(sampler, shuffle, expected):
+    params = {"sampler": sampler, "shuffle": shuffle}
+    assert dataloaders.config("street_scenes_val", SMALL, params)["sampler"] == expected
 
 
-def test_a_named_sampler_draws_in_a_ready_loader():
-    words = {"sampler": {"RandomSampler": {"replacement": True, "num_samples": 9}}, "batch_size": 1}
-    loader = dataloaders.get(dataset=tensors(), dataloader_params=words)
+def test_loader_uses_the_sampler_given_by_name():
+    params = {"sampler": {"RandomSampler": {"replacement": True, "num_samples": 9}}, "batch_size": 1}
+    loader = dataloaders.get(dataset=tensors(), dataloader_params=params)
     assert type(loader.sampler) is RandomSampler
     assert len(list(loader)) == 9
 
 
 @pytest.mark.parametrize("collate", ["pseudo_collate", {"pseudo_collate": {}}])
-def test_a_collate_function_is_found_by_its_name(collate):
-    words = {"dataset": "StreetScenes", "collate_fn": collate, "batch_size": 2}
+def test_collate_function_is_found_by_name(collate):
+    params = {"dataset": "StreetScenes", "collate_fn": collate, "batch_size": 2}
     data = {"size": [32, 64], "length": 2}
-    (batch,) = dataloaders.get(dataset_params=data, dataloader_params=words)
+    (batch,) = dataloaders.get(dataset_params=data, dataloader_params=params)
     assert type(batch["inputs"]) is list
-    cfg = dataloaders.config(None, data, words)
+    cfg = dataloaders.config(None, data, params)
     (batch,) = build_dataloader(cfg, seed=0, name="loader", training=False)
     assert type(batch["inputs"]) is list
 
 
-def test_workers_chosen_by_measuring_are_for_the_runner_to_choose():
-    words = {"num_workers": "auto"}
-    assert dataloaders.config("street_scenes_val", SMALL, words)["num_workers"] == "auto"
-    with pytest.raises(ConfigError, match=r"num_workers: 'auto' is measured when the Runner builds"):
-        dataloaders.get("street_scenes_val", SMALL, words)
+def test_automatic_num_workers_requires_a_runner():
+    params = {"num_workers": "auto"}
+    assert dataloaders.config("street_scenes_val", SMALL, params)["num_workers"] == "auto"
+    with pytest.raises(ConfigError, match=r"num_workers: 'auto' requires a Runner"):
+        dataloaders.get("street_scenes_val", SMALL, params)
 
 
-def test_pinned_memory_is_left_to_the_loader_which_knows_the_machine():
+def test_pin_memory_is_left_to_the_runner():
     assert "pin_memory" not in dataloaders.config("street_scenes_val", SMALL, {"pin_memory": True})
 
 
-def test_transforms_by_their_older_names_are_those_of_today():
+def test_old_transform_names_map_to_current_ones():
     old = [
         "ColorJitterSeg",
         "RandomFlipSeg",

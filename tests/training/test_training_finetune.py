@@ -1,4 +1,4 @@
-"""`finetune` and rates of 0: what is frozen stays bit by bit, costs nothing, and learns again in the next training."""
+"""`finetune` and rates of 0: frozen parameters stay bit-identical and are trainable in the next training."""
 
 import pytest
 import torch
@@ -77,7 +77,7 @@ NECK_AND_HEAD = {"neck.weight", "neck.bias", "head.weight", "head.bias"}
     ],
 )
 @pytest.mark.parametrize("compile", [False, dict(scope="step", backend="eager")])
-def test_only_what_has_a_rate_moves_whatever_the_weight_decay(tmp_path, net, params, compile):
+def test_parameters_with_rate_0_stay_constant_despite_weight_decay(tmp_path, net, params, compile):
     network, groups = net(), Groups()
     before = tensors(network)
     decay = dict(optimizer="AdamW", optimizer_params=dict(weight_decay=0.5), phase_callbacks=[groups])
@@ -88,10 +88,12 @@ def test_only_what_has_a_rate_moves_whatever_the_weight_decay(tmp_path, net, par
     rates = {name: 0.1 if name.startswith("head") else 0.01 for name in NECK_AND_HEAD}
     assert groups.rates == pytest.approx(rates)
     assert groups.learning == NECK_AND_HEAD
-    assert all(parameter.requires_grad for parameter in network.parameters()), "for the next training"
+    assert all(parameter.requires_grad for parameter in network.parameters()), (
+        "must be trainable in the next training"
+    )
 
 
-def test_gradients_of_frozen_parts_do_not_count_in_the_norm_that_is_clipped(tmp_path):
+def test_clipped_grad_norm_excludes_frozen_parameters(tmp_path):
     mine, theirs = Network(), Network()
     params = dict(
         initial_lr={"head": 0.1, "default": 0.0}, clip_grad_norm=1e-3, optimizer_params=dict(momentum=0.0)
@@ -109,7 +111,7 @@ def test_gradients_of_frozen_parts_do_not_count_in_the_norm_that_is_clipped(tmp_
 
 
 @pytest.mark.parametrize(("name", "aux"), HEADS)
-def test_of_every_network_of_the_zoo_the_heads_learn(name, aux):
+def test_finetune_trains_the_heads_of_each_zoo_network(name, aux):
     options = {} if aux is None else dict(use_aux_heads=aux)
     params = dict(QUIET, finetune=True, initial_lr=0.1)
     cfg = runner_config(
@@ -128,7 +130,7 @@ def test_of_every_network_of_the_zoo_the_heads_learn(name, aux):
     assert len(list(optim.parameters())) == sum(p.requires_grad for p in model.parameters())
 
 
-def test_the_users_own_frozen_parts_stay_frozen(tmp_path):
+def test_parameters_frozen_by_the_user_stay_frozen(tmp_path):
     network = Tunable()
     network.head.bias.requires_grad_(False)
     before = tensors(network)
@@ -144,44 +146,44 @@ def test_the_users_own_frozen_parts_stay_frozen(tmp_path):
             Network,
             dict(initial_lr=0.1),
             ConfigError,
-            r"finetune: Network does not say what .*get_finetune_lr_dict",
+            r"finetune: Network does not support finetune.*get_finetune_lr_dict",
         ),
         (
             Tunable,
             dict(initial_lr={"default": 0.1}),
             ConfigError,
-            "initial_lr: must be a number with finetune",
+            "initial_lr: must be a number if finetune is set",
         ),
         (
             Tunable,
             dict(initial_lr=0.1, warmup_initial_lr={"default": 0.0}),
             ConfigError,
-            "warmup_initial_lr: must be a number with finetune",
+            "warmup_initial_lr: must be a number if finetune is set",
         ),
         (Tunable, dict(initial_lr=0), ModelError, "no trainable parameter"),
     ],
 )
-def test_what_cannot_be_fine_tuned_says_why(tmp_path, net, params, error, message):
+def test_unsupported_finetune_raises_error(tmp_path, net, params, error, message):
     network = net()
     with pytest.raises(error, match=message):
         Trainer("exp", tmp_path).train(network, {**QUIET, "finetune": True, **params}, data())
     assert all(parameter.requires_grad for parameter in network.parameters())
 
 
-def test_an_optimizer_that_is_made_already_cannot_be_told():
+def test_finetune_rejects_an_optimizer_object():
     optimizer = torch.optim.SGD(Network().parameters(), 0.1)
-    with pytest.raises(ConfigError, match="finetune: the optimizer is made already"):
+    with pytest.raises(ConfigError, match="finetune: does not apply to an optimizer object"):
         runner_config(
             experiment_name="exp", ckpt_root_dir=None, network=Network(), train_dataloader={}, val_dataloader=None,
             training_params=dict(QUIET, finetune=True, optimizer=optimizer),
         )  # fmt: skip
 
 
-# ---- a resumed run whose optimizer begins anew -------------------------------------------------------------
+# ---- optimizer reset on resume ---------------------------------------------------------------------------
 
 
 def resumed(folder, **params):
-    """Train an epoch, go on for one more; return the network and the optimizer's state when it went on."""
+    """Train an epoch and resume for another. Return the network and the optimizer state after resuming."""
 
     class State(Hook):
         def before_train(self, runner):
@@ -203,7 +205,7 @@ def resumed(folder, **params):
 
 
 def by_hand(first):
-    """The second epoch of three steps in plain torch, without the momentum of the first."""
+    """Run the second epoch of three steps in plain torch, without the momentum of the first."""
     params = [dict(params=first.head.parameters(), start=0.01)]
     params += [dict(params=part.parameters(), start=0.1) for part in (first.body, first.norm, first.neck)]
     optimizer = torch.optim.SGD(params, lr=0.0, momentum=0.9, weight_decay=1e-4)
@@ -215,7 +217,7 @@ def by_hand(first):
         optimizer.step()
 
 
-def test_weights_epoch_and_rates_go_on_without_the_moments(tmp_path):
+def test_resume_without_optimizer_state_keeps_weights_epoch_and_rates(tmp_path):
     first, network, state = resumed(tmp_path, load_opt_params=False)
     assert (state.at, state.optimizer["state"]) == ((1, 3), {})
     by_hand(first)
@@ -226,7 +228,7 @@ def test_weights_epoch_and_rates_go_on_without_the_moments(tmp_path):
     assert not torch.allclose(with_moments.body.weight, network.body.weight)
 
 
-def test_another_optimizer_may_go_on(tmp_path):
+def test_run_may_resume_with_another_optimizer(tmp_path):
     _, network, state = resumed(tmp_path, load_opt_params=False, optimizer="AdamW")
     assert (state.at, state.optimizer["state"]) == ((1, 3), {})
     assert state.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)

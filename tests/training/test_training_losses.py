@@ -35,17 +35,17 @@ def build(loss, criterion_params=None):
         ("BCEWithLogitsLoss", {}, nn.BCEWithLogitsLoss),
     ],
 )
-def test_names_old_and_new_build_their_loss(loss, params, kind):
+def test_old_and_new_names_build_the_loss(loss, params, kind):
     assert type(build(loss, params)) is kind
 
 
-def test_arguments_come_from_beside_the_name_and_from_criterion_params():
+def test_inline_arguments_override_criterion_params():
     assert build("CrossEntropyLoss", {"ignore_index": 19}).ignore_index == 19
     loss = build({"CrossEntropyLoss": {"ignore_index": 7}}, {"ignore_index": 19, "smooth_eps": 0.1})
     assert (loss.ignore_index, loss.label_smoothing) == (7, 0.1)
 
 
-def test_what_is_left_out_of_stdc_loss_has_the_default_of_supergradients():
+def test_stdc_loss_has_the_defaults_of_supergradients():
     loss = build({"STDCLoss": {"num_classes": 5, "learnable_fusing_kernel": False, "ohem_criteria": None}})
     assert loss.weights == (1, 1, 1, 1)
     assert (loss.ohem.mining_percent, loss.ignore_index, loss.detail_threshold) == (0.1, -100, 1)
@@ -54,33 +54,35 @@ def test_what_is_left_out_of_stdc_loss_has_the_default_of_supergradients():
     assert (len(several.weights), several.num_detail_heads, several.detail_weights) == (4, 2, (1, 0.5))
 
 
-def test_modules_and_functions_are_taken_as_they_are():
+def test_modules_and_functions_are_returned_unchanged():
     module = nn.L1Loss()
     assert loss_config(module) is module
     assert loss_config(F.cross_entropy, {}) is F.cross_entropy
-    with pytest.raises(ConfigError, match="made already"):
+    with pytest.raises(ConfigError, match="only applies to a loss given by name"):
         loss_config(module, {"reduction": "sum"})
 
 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (None, "a loss is needed"),
+        (None, "a loss is required"),
         (3, "not 3"),
         ({"A": {}, "B": {}}, "must be a name"),
         ({"STDCLoss": {"weights": [1, 1]}}, r"must be 4 numbers.* not \[1, 1\]"),
-        ({"STDCLoss": {"ohem_criteria": "OhemBCELoss"}}, "can only be None here"),
-        ({"CrossEntropyLoss": {"reduction": "sum"}}, "can only be 'mean' here"),
+        ({"STDCLoss": {"ohem_criteria": "OhemBCELoss"}}, "must be None, not"),
+        ({"CrossEntropyLoss": {"reduction": "sum"}}, "must be 'mean', not"),
     ],
 )
-def test_a_loss_that_cannot_be_is_refused_at_its_place(loss, message):
+def test_invalid_loss_raises_error_with_config_path(loss, message):
     with pytest.raises(ConfigError, match=message) as error:
         loss_config(loss)
     assert error.value.path.startswith("training_params.loss")
 
 
-def test_an_unknown_name_or_argument_is_refused_with_the_nearest():
-    with pytest.raises(UnknownNameError, match="no loss 'DiceEdgeLoss'; did you mean 'DiceCEEdgeLoss'"):
+def test_unknown_name_or_argument_suggests_the_nearest():
+    with pytest.raises(
+        UnknownNameError, match="no loss is named 'DiceEdgeLoss'; did you mean 'DiceCEEdgeLoss'"
+    ):
         loss_config("DiceEdgeLoss")
     with pytest.raises(BuildError, match="no parameter 'ignore_label'; did you mean 'ignore_index'"):
         build("CrossEntropyLoss", {"ignore_label": 19})
@@ -90,19 +92,19 @@ def test_an_unknown_name_or_argument_is_refused_with_the_nearest():
 
 
 def plain_cross_entropy(logits, targets, smoothing, weight, ignored):
-    """Sum over the samples one by one."""
+    """Sum over the samples in a loop."""
     log_p = (
         (logits.double() - logits.double().logsumexp(1, keepdim=True))
         .movedim(1, -1)
         .reshape(-1, logits.shape[1])
     )
-    total, share = 0.0, 0.0
+    total, weight_sum = 0.0, 0.0
     for row, target in zip(log_p, targets.reshape(-1).tolist(), strict=True):
         if target != ignored:
             total -= (1 - smoothing) * weight[target] * row[target].item()
             total -= smoothing * (torch.tensor(weight).double() * row).mean().item()
-            share += weight[target]
-    return total / share if share else 0.0
+            weight_sum += weight[target]
+    return total / weight_sum if weight_sum else 0.0
 
 
 @settings(max_examples=40, deadline=None)
@@ -129,10 +131,10 @@ def test_cross_entropy_equals_a_plain_loop_in_float64(seed, size, smoothing, wei
         assert not logits.grad.any()
 
 
-def test_shares_of_classes_are_targets_too():
-    logits, shares = torch.randn(4, 3), torch.rand(4, 3).softmax(1)
+def test_class_probabilities_are_valid_targets():
+    logits, probabilities = torch.randn(4, 3), torch.rand(4, 3).softmax(1)
     torch.testing.assert_close(
-        CrossEntropy(0)(logits, shares), -(shares * logits.log_softmax(1)).sum(1).mean()
+        CrossEntropy(0)(logits, probabilities), -(probabilities * logits.log_softmax(1)).sum(1).mean()
     )
 
 
@@ -143,10 +145,10 @@ def test_half_precision_is_summed_in_float32():
     torch.testing.assert_close(loss, F.cross_entropy(logits.half().float(), targets))
 
 
-def test_several_outputs_and_odd_smoothing_are_refused():
+def test_several_outputs_and_invalid_smoothing_are_rejected():
     with pytest.raises(ModelError, match=r"network has 2 in training.*use_aux_heads=False"):
         CrossEntropy()((torch.zeros(1, 3), torch.zeros(1, 3)), torch.zeros(1, dtype=torch.long))
-    with pytest.raises(ConfigError, match=r"share from 0 to 1 is needed, not 1\.5"):
+    with pytest.raises(ConfigError, match=r"must be between 0 and 1, not 1\.5"):
         CrossEntropy(label_smoothing=1.5)
 
 

@@ -12,7 +12,7 @@ IGNORE = 19
 
 
 def plain_means(preds, targets, classes=19):
-    """Loop over the classes of the pixels that count; those that occur nowhere count in no mean."""
+    """Loop over the classes of the counted pixels. Classes that do not occur are excluded from the mean."""
     preds, targets = preds.numpy().reshape(-1), targets.numpy().reshape(-1)
     preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]
     ious, dices = [], []
@@ -50,7 +50,7 @@ def pixels(seed, classes=19, count=3, ignored=0.3):
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([19, 20, 35]),
 )
-def test_values_equal_a_plain_loop_however_many_classes_are_announced(seed, classes, ignored, announced):
+def test_values_equal_a_plain_loop_for_any_num_classes(seed, classes, ignored, announced):
     batches = pixels(seed, classes, ignored=ignored)
     preds, targets = (torch.cat(part) for part in zip(*batches, strict=True))
     iou, dice, accuracy = plain_means(preds, targets)
@@ -59,7 +59,7 @@ def test_values_equal_a_plain_loop_however_many_classes_are_announced(seed, clas
     assert value(PixelAccuracy(IGNORE), batches) == pytest.approx(accuracy)
 
 
-def test_iou_agrees_with_torchmetrics_where_every_class_occurs():
+def test_iou_equals_torchmetrics_if_each_class_occurs():
     torchmetrics = pytest.importorskip("torchmetrics")
     batches = pixels(0, 4, count=5)
     theirs = torchmetrics.classification.MulticlassJaccardIndex(4, ignore_index=IGNORE)
@@ -68,28 +68,28 @@ def test_iou_agrees_with_torchmetrics_where_every_class_occurs():
     assert value(IoU(4, IGNORE), batches) == pytest.approx(theirs.compute().item())
 
 
-def test_a_prediction_of_the_ignored_class_is_wrong_but_no_class_of_its_own():
+def test_prediction_of_the_ignored_class_is_wrong_but_not_averaged():
     preds, targets = torch.tensor([[[0, 2, 1, 1]]]), torch.tensor([[[0, 0, 1, 2]]])
     assert value(IoU(3, 2), [(preds, targets)]) == pytest.approx((1 / 2 + 1) / 2)
 
 
-def test_without_a_pixel_that_counts_the_value_is_nan():
+def test_value_is_nan_without_counted_pixels():
     nothing = [(torch.zeros(1, 2, 2, dtype=torch.long), torch.full((1, 2, 2), IGNORE))]
     for metric in (IoU(20, IGNORE), Dice(20, IGNORE), PixelAccuracy(IGNORE)):
         assert np.isnan(value(metric, nothing))
 
 
-def test_scores_serve_as_predictions_too():
+def test_scores_are_valid_predictions():
     ((preds, targets),) = pixels(1, 4, count=1)
     scores = torch.nn.functional.one_hot(preds, 4).movedim(-1, 1).float()
     for metric in (IoU(4, IGNORE), PixelAccuracy(IGNORE)):
         assert value(metric, [(scores, targets)]) == value(metric, [(preds, targets)])
 
 
-def test_labels_out_of_range_and_shapes_that_do_not_fit_are_refused():
+def test_invalid_labels_and_shapes_are_rejected():
     with pytest.raises(DataError, match=r"IoU met 1 target pixels and 1 predicted pixels outside 0\.\.3"):
         value(IoU(4, IGNORE), [(torch.tensor([[[0, 9]]]), torch.tensor([[[7, 1]]]))])
-    with pytest.raises(DataError, match="PixelAccuracy got a tensor"):
+    with pytest.raises(DataError, match="PixelAccuracy requires preds of class ids"):
         value(
             PixelAccuracy(),
             [(torch.zeros(1, 2, 2, dtype=torch.long), torch.zeros(1, 3, 3, dtype=torch.long))],
@@ -98,7 +98,7 @@ def test_labels_out_of_range_and_shapes_that_do_not_fit_are_refused():
         IoU(1)
 
 
-def test_accuracy_and_top5_are_shares_of_the_samples():
+def test_accuracy_and_top5_are_fractions_of_the_samples():
     generator = torch.Generator().manual_seed(0)
     batches = [
         (torch.randn(6, 10, generator=generator), torch.randint(0, 10, (6,), generator=generator))
@@ -116,7 +116,7 @@ def test_accuracy_and_top5_are_shares_of_the_samples():
 # ---- by name -------------------------------------------------------------------------------------------
 
 
-def test_every_form_of_an_entry_is_read():
+def test_each_form_of_an_entry_is_read():
     made = IoU(5)
     entries = [
         {"PixelAccuracy": {"ignore_label": 19}},
@@ -147,13 +147,13 @@ def test_every_form_of_an_entry_is_read():
     assert metric_config(None) == []
 
 
-def test_the_accuracy_that_scripts_import_is_supergradients():
+def test_imported_accuracy_is_that_of_supergradients():
     found = Accuracy()
     found.process(None, {"preds": torch.eye(3), "targets": torch.tensor([0, 1, 1])})
     assert found.evaluate(3) == {"Accuracy": pytest.approx(2 / 3)}
 
 
-def test_metrics_of_torchmetrics_are_taken_by_name_and_as_objects():
+def test_torchmetrics_are_accepted_by_name_and_as_objects():
     torchmetrics = pytest.importorskip("torchmetrics")
     made = torchmetrics.classification.MulticlassAccuracy(num_classes=3)
     evaluator = Evaluator(metric_config([{"MulticlassF1Score": {"num_classes": 3}}, made]))
@@ -163,18 +163,18 @@ def test_metrics_of_torchmetrics_are_taken_by_name_and_as_objects():
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("PixelAcuracy", "no metric 'PixelAcuracy'; did you mean 'PixelAccuracy'"),
-        ({"IoU": {"num_classes": 3, "reduction": "none"}}, "can only be 'elementwise_mean' here"),
+        ("PixelAcuracy", "no metric is named 'PixelAcuracy'; did you mean 'PixelAccuracy'"),
+        ({"IoU": {"num_classes": 3, "reduction": "none"}}, "must be 'elementwise_mean', not"),
         (3, "must be a metric, a name or a dict, not 3"),
         ({}, "must be a name"),
     ],
 )
-def test_an_entry_that_cannot_be_is_refused_at_its_place(entry, message):
+def test_invalid_entry_raises_error_with_config_path(entry, message):
     with pytest.raises((ConfigError, UnknownNameError), match=message) as error:
         metric_config([IoU(3), entry], "train_metrics_list")
     assert error.value.path.startswith("training_params.train_metrics_list[1]")
 
 
-def test_an_unknown_argument_is_refused_when_the_metric_is_built():
+def test_unknown_argument_raises_error_when_the_metric_is_built():
     with pytest.raises(BuildError, match="no parameter 'ignore_label'; did you mean 'ignore_index'"):
         Evaluator(metric_config([{"IoU": {"num_classes": 3, "ignore_label": 2}}]))

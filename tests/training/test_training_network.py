@@ -60,7 +60,7 @@ def metrics():
 
 
 def plain_metrics(pairs):
-    """Loop over classes and pixels in numpy."""
+    """Compute the metrics in a numpy loop over classes and pixels."""
     preds = np.concatenate([p.numpy().reshape(-1) for p, _ in pairs])
     targets = np.concatenate([t.numpy().reshape(-1).astype(np.int64) for _, t in pairs])
     preds, targets = preds[targets != IGNORE], targets[targets != IGNORE]
@@ -73,7 +73,7 @@ def plain_metrics(pairs):
 # ---- batches, modes ------------------------------------------------------------------------------------
 
 
-def test_a_tuple_of_images_targets_and_more_trains_as_the_dict_does():
+def test_tuple_batches_train_like_dict_batches():
     data = batch()
     as_dict = model().loss_step(data)["loss"]
     as_tuple = model().loss_step((data["inputs"], data["targets"], {"names": ["a", "b"]}))["loss"]
@@ -83,7 +83,7 @@ def test_a_tuple_of_images_targets_and_more_trains_as_the_dict_does():
     torch.testing.assert_close(as_dict, wanted)
 
 
-def test_logits_of_pixels_become_class_ids_and_logits_of_images_stay():
+def test_predictions_are_class_ids_for_pixels_and_logits_for_images():
     data, net = batch(), model().eval()
     out = net.val_step(data)
     assert torch.equal(out["preds"], net.network(data["inputs"]).argmax(1))
@@ -100,15 +100,17 @@ def test_logits_of_pixels_become_class_ids_and_logits_of_images_stay():
     assert torch.equal(classifier(x), classifier.network(x))
 
 
-def test_mixed_targets_reach_the_loss_as_shares_and_the_metrics_as_classes():
+def test_mixed_targets_reach_the_loss_as_probabilities_and_the_metrics_as_classes():
     net = SupervisedModel(nn.Linear(7, 3), train_metrics=[Top1()])
-    x, shares = torch.randn(5, 7), torch.rand(5, 3).softmax(1)
-    torch.testing.assert_close(net.loss_step((x, shares))["loss"], F.cross_entropy(net.network(x), shares))
-    right = (net.network(x).argmax(1) == shares.argmax(1)).float().mean()
+    x, probabilities = torch.randn(5, 7), torch.rand(5, 3).softmax(1)
+    torch.testing.assert_close(
+        net.loss_step((x, probabilities))["loss"], F.cross_entropy(net.network(x), probabilities)
+    )
+    right = (net.network(x).argmax(1) == probabilities.argmax(1)).float().mean()
     assert net.read_train_metrics()["Accuracy"] == pytest.approx(right.item())
 
 
-def test_a_loss_may_be_a_function_or_give_the_pair_of_supergradients():
+def test_loss_may_be_a_function_or_return_the_pair_of_supergradients():
     data = batch()
 
     def pair(outputs, targets):
@@ -122,18 +124,18 @@ def test_a_loss_may_be_a_function_or_give_the_pair_of_supergradients():
     assert torch.equal(found["loss"], wanted)
 
 
-def test_pixels_that_nothing_normalises_reach_the_network_as_floats():
+def test_unnormalised_pixels_reach_the_network_as_floats():
     pixels = torch.randint(0, 256, (2, 3, 6, 5), dtype=torch.uint8)
     net = model().eval()
     assert torch.equal(net(pixels), net(pixels.float()))
 
 
-def test_training_without_targets_is_refused():
+def test_training_without_targets_raises_error():
     with pytest.raises(DataError, match="no 'targets'"):
         model(train_metrics=metrics()).loss_step({"inputs": batch()["inputs"]})
 
 
-def test_sliding_windows_see_the_images_of_an_evaluation_only():
+def test_sliding_window_applies_to_evaluation_only():
     data, net = batch(), model()
     net.sliding_window = SlidingWindow(crop_size=(4, 4), stride=(2, 2))
     calls = []
@@ -146,7 +148,7 @@ def test_sliding_windows_see_the_images_of_an_evaluation_only():
 
 
 @pytest.mark.parametrize("step", ["loss_step", "val_step"])
-def test_a_network_of_another_number_of_classes_is_refused_with_both_numbers(step):
+def test_wrong_number_of_classes_raises_error_with_both_numbers(step):
     net = model(num_classes=19)
     with pytest.raises(ModelError, match=r"4 classes, but the dataset has 19; set num_classes .* to 19"):
         getattr(net, step)(batch())
@@ -156,7 +158,7 @@ def test_a_network_of_another_number_of_classes_is_refused_with_both_numbers(ste
 # ---- pretrained weights --------------------------------------------------------------------------------
 
 
-def test_pretrained_weights_are_loaded_when_weights_are_initialised_once(tmp_path):
+def test_init_weights_loads_pretrained_weights_once(tmp_path):
     source = models.get("resnet18_cifar", 3)
     torch.save(source.state_dict(), tmp_path / "weights.pth")
     config = dict(
@@ -173,18 +175,18 @@ def test_pretrained_weights_are_loaded_when_weights_are_initialised_once(tmp_pat
     assert not net.network.fc.weight.any()
 
 
-def test_without_a_file_there_is_nothing_to_load():
+def test_init_weights_without_a_file_loads_nothing():
     model(pretrained=dict(checkpoint_path=None, load_backbone=True, strict_load=True)).init_weights()
 
 
-def test_weights_of_another_network_are_refused(tmp_path):
+def test_weights_of_another_network_raise_error(tmp_path):
     torch.save({"net": nn.Linear(2, 2).state_dict()}, tmp_path / "weights.pth")
     net = model(pretrained=dict(checkpoint_path=tmp_path / "weights.pth"))
     with pytest.raises(CheckpointError, match="belongs to another model"):
         net.init_weights()
 
 
-def test_the_networks_weights_load_back_from_a_checkpoint_of_the_whole_model(tmp_path):
+def test_network_weights_load_from_a_checkpoint_of_the_whole_model(tmp_path):
     net = SupervisedModel(models.get("resnet18_cifar", 3), train_metrics=[Top1()])
     torch.save({"state_dict": net.state_dict(), "meta": {}}, tmp_path / "ckpt_best.pth")
     loaded = models.get("resnet18_cifar", 3, checkpoint_path=tmp_path / "ckpt_best.pth")
@@ -192,10 +194,10 @@ def test_the_networks_weights_load_back_from_a_checkpoint_of_the_whole_model(tmp
         assert torch.equal(loaded.state_dict()[key], value)
 
 
-# ---- metrics of training -------------------------------------------------------------------------------
+# ---- training metrics ----------------------------------------------------------------------------------
 
 
-def test_metrics_count_every_training_batch_and_start_anew_when_read():
+def test_metrics_count_each_training_batch_and_reset_when_read():
     net, data = model(train_metrics=metrics()), [batch(seed) for seed in range(3)]
     with torch.no_grad():
         pairs = [(net.network.conv(d["inputs"]).argmax(1), d["targets"]) for d in data]
@@ -226,7 +228,7 @@ def train(step_of, data, ema=False, **wrapper):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", [{}, {"accumulative_counts": 2}, {"ema": True}])
-def test_the_step_as_one_graph_counts_each_batch_once_the_verified_one_too(backend, options):
+def test_step_graph_counts_each_batch_once(backend, options):
     graphs = []
 
     def one_graph(net, optim, eager):
@@ -253,7 +255,7 @@ def test_the_step_as_one_graph_counts_each_batch_once_the_verified_one_too(backe
     assert net.train_counts1[1] == 0
 
 
-def test_a_metric_that_would_wait_for_the_device_is_refused():
+def test_metric_that_synchronises_with_the_device_is_rejected():
     class Slow(BaseMetric):
         def process(self, data_batch, data_samples):
             pass
@@ -296,7 +298,7 @@ def run(folder, **changes):
 @pytest.mark.parametrize(
     "speed", [None, dict(compile=dict(backend="eager", scope="step"), ema=dict(decay=0.5))]
 )
-def test_a_run_logs_the_metrics_of_each_epoch(tmp_path, caplog, speed):
+def test_metrics_of_each_epoch_are_logged(tmp_path, caplog, speed):
     with caplog.at_level(logging.INFO):
         runner = run(tmp_path, speed=speed)
     net, data = runner.model, [batch(index, 1) for index in range(8)]
@@ -312,12 +314,12 @@ def test_a_run_logs_the_metrics_of_each_epoch(tmp_path, caplog, speed):
         assert "cannot be one graph" not in log
 
 
-def test_the_hook_needs_a_model_that_counts(tmp_path):
-    with pytest.raises(ModelError, match="SupervisedModel has no train_metrics"):
+def test_hook_requires_a_model_with_train_metrics(tmp_path):
+    with pytest.raises(ModelError, match="requires a SupervisedModel with train_metrics"):
         run(tmp_path, train_metrics=None)
 
 
-# ---- targets that do not fit ---------------------------------------------------------------------------
+# ---- invalid targets -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -327,27 +329,29 @@ def test_the_hook_needs_a_model_that_counts(tmp_path):
         (torch.zeros(2, 1, 6, 5, dtype=torch.int64), r"\(2, 1, 6, 5\) of torch.int64 .*squeeze\(1\)"),
         (
             torch.zeros(2, dtype=torch.int64),
-            r"\(2,\) of torch.int64 .*class ids \(N, H, W\).*check the data set",
+            r"\(2,\) of torch.int64 .*class ids \(N, H, W\).*check the dataset",
         ),
         (torch.zeros(2, 3, 6, 5), r"\(2, 3, 6, 5\) of torch.float32"),
-        (torch.zeros(2, 3, 5, dtype=torch.int64), r"\(2, 3, 5\) .*\(2, 4, 6, 5\).*the data set's transforms"),
+        (torch.zeros(2, 3, 5, dtype=torch.int64), r"\(2, 3, 5\) .*\(2, 4, 6, 5\).*the dataset's transforms"),
     ],
 )
 @pytest.mark.parametrize("loss", [None, dict(type="CrossEntropy")])
-def test_targets_that_do_not_fit_are_named_with_both_shapes_and_the_remedy(targets, remedy, loss):
+def test_mismatched_targets_raise_error_with_shapes_and_remedy(targets, remedy, loss):
     net = SupervisedModel(nn.Conv2d(3, CLASSES, 1), loss)
     with pytest.raises(DataError, match=remedy):
         net.loss_step((batch()["inputs"], targets))
 
 
-def test_a_loss_of_ones_own_may_take_any_targets():
+def test_custom_loss_accepts_any_targets():
     net = SupervisedModel(nn.Conv2d(3, 1, 1), nn.BCEWithLogitsLoss())
     inputs, masks = batch()["inputs"], torch.ones(2, 1, 6, 5)
     wanted = F.binary_cross_entropy_with_logits(net.network(inputs), masks)
     torch.testing.assert_close(net.loss_step((inputs, masks))["loss"], wanted)
 
 
-def test_a_class_too_many_is_told_with_the_number_of_classes():
+def test_target_out_of_range_raises_error_with_the_number_of_classes():
     net = SupervisedModel(nn.Linear(7, 3))
-    with pytest.raises(DataError, match=r"has 0 to 2: Target 3 is out of bounds.*num_classes.*ignore_index"):
+    with pytest.raises(
+        DataError, match=r"has classes 0 to 2: Target 3 is out of bounds.*num_classes.*ignore_index"
+    ):
         net.loss_step((torch.randn(2, 7), torch.tensor([0, 3])))

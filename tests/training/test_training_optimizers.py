@@ -1,4 +1,4 @@
-"""Learning rates by prefix, weight decay by kind: which parameter gets what, in few groups, also in the one graph."""
+"""Learning rates by prefix and weight decay by kind of parameter, in eager mode and in the step graph."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Backbone(nn.Module):
 
 
 class Network(nn.Module):
-    """Names of which one begins another, every kind of norm layer, a plain parameter, and a bias of its own."""
+    """A network with overlapping prefixes, each kind of norm layer, a plain parameter and a plain bias."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Network(nn.Module):
 
 
 class Wrapped(BaseModel):
-    """Holds the user's network as `SupervisedModel` does, and a loss with a weight of its own."""
+    """Wraps the user's network as `SupervisedModel` does, with a loss that has a parameter."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def build(model: nn.Module, **keys: Any) -> OptimWrapper:
 
 
 def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]:
-    """Return an option of every parameter by its name; of none that is not in exactly one group."""
+    """Return an option by parameter name, for parameters that are in exactly one group."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = [(names[id(p)], group[key]) for group in wrapper.param_groups for p in group["params"]]
     assert len(found) == len(dict(found))
@@ -84,7 +84,7 @@ def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]
     wrapped=st.booleans(),
     spared=st.booleans(),
 )
-def test_every_parameter_has_the_rate_of_its_longest_prefix_and_the_decay_of_its_kind(
+def test_parameters_have_the_rate_of_their_longest_prefix_and_decay_of_their_kind(
     prefixes: set[str], wrapped: bool, spared: bool
 ) -> None:
     model = Wrapped(Network()) if wrapped else Network()
@@ -107,7 +107,7 @@ def test_every_parameter_has_the_rate_of_its_longest_prefix_and_the_decay_of_its
     assert len(wrapper.param_groups) == len({(lr[name], decay[name]) for name in lr})
 
 
-def test_prefixes_of_one_rate_share_a_group_whose_name_tells_them() -> None:
+def test_prefixes_with_equal_rates_share_a_named_group() -> None:
     rates = {"default": 0.075, "_backbone": 0.0075, "compression3": 0.0075, "layer3_skip": 0.0075}
     network = models.get("ddrnet_23_slim", num_classes=3)
     wrapper = build(network, initial_lr=rates, zero_weight_decay_on_bias_and_bn=True)
@@ -129,16 +129,14 @@ def test_prefixes_of_one_rate_share_a_group_whose_name_tells_them() -> None:
         ),
     ],
 )
-def test_the_prefixes_of_the_recipes_name_parts_of_their_networks(
-    name: str, prefixes: dict[str, float]
-) -> None:
+def test_prefixes_in_recipes_match_their_networks(name: str, prefixes: dict[str, float]) -> None:
     network = models.get(name, num_classes=2)
     lr = options(network, build(network, initial_lr={"default": 0.1, **prefixes}), "lr")
     assert set(lr) == {name for name, _ in network.named_parameters()}
     assert 0 < sum(rate == 0.1 for rate in lr.values()) < len(lr)
 
 
-def test_frozen_parameters_are_in_no_group_and_need_no_rate() -> None:
+def test_frozen_parameters_are_in_no_group_and_require_no_rate() -> None:
     network = Network()
     network.backbone.requires_grad_(False)
     wrapper = build(network, initial_lr={"head": 0.1, "scale": 0.2, "bias": 0.2})
@@ -147,25 +145,25 @@ def test_frozen_parameters_are_in_no_group_and_need_no_rate() -> None:
     }
 
 
-def test_a_parameter_of_two_names_goes_by_the_first() -> None:
+def test_shared_parameter_uses_its_first_name() -> None:
     network = nn.ModuleDict({"embed": nn.Linear(2, 2), "out": nn.Linear(2, 2)})
     network["out"].weight = network["embed"].weight
     wrapper = build(network, initial_lr={"embed": 0.1, "out": 0.2})
     assert [(group["lr"], len(group["params"])) for group in wrapper.param_groups] == [(0.1, 2), (0.2, 1)]
 
 
-def test_groups_keep_where_their_warmup_starts() -> None:
+def test_groups_store_their_warmup_initial_lr() -> None:
     rates, starts = {"head": 0.1, "default": 0.1}, {"head": 0.01, "default": 0.02}
     wrapper = build(Network(), initial_lr=rates, warmup_initial_lr=starts)
     found = {group["name"]: group["warmup_initial_lr"] for group in wrapper.param_groups}
-    assert found == starts  # of one rate, but not of one group
+    assert found == starts  # equal rates, but different groups
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "given", "expected"),
+    ("optimizer", "params", "expected"),
     [
         ("SGD", {}, {"momentum": 0.9, "weight_decay": 1e-4}),
         (
@@ -180,10 +178,10 @@ def test_groups_keep_where_their_warmup_starts() -> None:
         (torch.optim.Adam, {"weight_decay": 0.2}, {"weight_decay": 0.2}),
     ],
 )
-def test_an_optimizer_has_the_defaults_of_supergradients(
-    optimizer: Any, given: dict[str, Any], expected: dict[str, Any]
+def test_optimizer_has_the_defaults_of_supergradients(
+    optimizer: Any, params: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    wrapper = build(Network(), initial_lr=0.1, optimizer=optimizer, optimizer_params=given)
+    wrapper = build(Network(), initial_lr=0.1, optimizer=optimizer, optimizer_params=params)
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     assert type(wrapper.optimizer).__name__ == name
     (group,) = wrapper.param_groups
@@ -191,7 +189,7 @@ def test_an_optimizer_has_the_defaults_of_supergradients(
     assert group["lr"] == 0.1
 
 
-def test_a_ready_optimizer_is_taken_as_it_is_and_leaves_no_room_for_keys() -> None:
+def test_optimizer_object_is_used_unchanged_and_rejects_other_keys() -> None:
     optimizer = torch.optim.SGD(Network().parameters(), lr=0.3)
     assert optim_wrapper(TrainingParams.read({"optimizer": optimizer})) == {"optimizer": optimizer}
     for keys in (
@@ -199,25 +197,25 @@ def test_a_ready_optimizer_is_taken_as_it_is_and_leaves_no_room_for_keys() -> No
         {"optimizer_params": {"lr": 1}},
         {"zero_weight_decay_on_bias_and_bn": True},
     ):
-        with pytest.raises(ConfigError, match=f"{next(iter(keys))}: the optimizer is made already"):
+        with pytest.raises(ConfigError, match=f"{next(iter(keys))}: does not apply to an optimizer object"):
             optim_wrapper(TrainingParams.read({"optimizer": optimizer, **keys}))
 
 
-def test_the_constructor_is_found_by_its_name_alone() -> None:
+def test_constructor_is_found_by_name() -> None:
     assert "PrefixOptimWrapperConstructor" in OPTIM_WRAPPER_CONSTRUCTORS
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "words"),
+    ("keys", "error", "message"),
     [
-        ({}, ConfigError, "initial_lr: is needed"),
-        ({"initial_lr": {}}, ConfigError, "initial_lr: is needed"),
+        ({}, ConfigError, "initial_lr: is required"),
+        ({"initial_lr": {}}, ConfigError, "initial_lr: is required"),
         (
             {"initial_lr": {"default": -0.1}},
             ConfigError,
-            r"initial_lr\.default: must be a number of at least 0",
+            r"initial_lr\.default: must be a finite number of at least 0",
         ),
-        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a number"),
+        ({"initial_lr": {"default": "0.1"}}, ConfigError, r"initial_lr\.default: must be a finite number"),
         (
             {"initial_lr": {"default": 0.1, "backbon.": 0.1}},
             ConfigError,
@@ -232,14 +230,14 @@ def test_the_constructor_is_found_by_its_name_alone() -> None:
         (
             {"initial_lr": {"default": 0.1, "head": 0.1}, "warmup_initial_lr": {"default": 0.0}},
             ConfigError,
-            "warmup_initial_lr: does not say where 'head' starts",
+            "warmup_initial_lr: has no entry for 'head'",
         ),
         ({"initial_lr": 0.1, "optimizer": "SDG"}, UnknownNameError, "did you mean 'SGD'"),
         ({"initial_lr": 0.1, "optimizer": 3}, ConfigError, "optimizer: must be a name"),
     ],
 )
-def test_keys_that_do_not_fit_are_named(keys: dict[str, Any], error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=words):
+def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
         build(Network(), **keys)
 
 
@@ -257,7 +255,7 @@ class Net(BaseModel):
 
 
 @pytest.mark.parametrize("compile", [None, {"scope": "step", "backend": "eager"}])
-def test_rates_decays_and_schedule_reach_the_weights_also_in_the_one_graph(
+def test_rates_decays_and_schedule_apply_in_eager_mode_and_in_the_step_graph(
     tmp_path: Path, compile: Any
 ) -> None:
     torch._dynamo.reset()
@@ -294,7 +292,7 @@ class _Batches(Hook):
 
 
 def _by_hand(batches: list[Any], rates: dict[str, float]) -> dict[str, Tensor]:
-    """Train by SGD written out, each parameter with the rate and the decay that the keys mean."""
+    """Train with hand-written SGD, with the rate and decay of each parameter according to the keys."""
     net = Net()
     momenta = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for step, (inputs, targets) in enumerate(batches):

@@ -1,4 +1,4 @@
-"""The keys of SuperGradients' training_params: all known, typed, and none accepted in silence."""
+"""The keys of SuperGradients' training_params: names, types, and errors for unsupported values."""
 
 import dataclasses
 import re
@@ -9,7 +9,7 @@ from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.params import Refused, TrainingParams
 
-# Of the reference, and of SuperGradients' default_train_params.yaml and params.py.
+# Keys in SuperGradients' documentation, default_train_params.yaml and params.py.
 KEYS = re.findall(
     r"\w+",
     """
@@ -30,19 +30,19 @@ ckpt_name run_id resume_from_remote_sg_logger resume_strict_load speed
 WRONG = {bool: "yes", int: "many", float: "much", str: 3, list: 5, dict: 5}
 
 
-def test_every_key_of_supergradients_is_known_and_says_what_becomes_of_it():
+def test_each_key_of_supergradients_has_a_translation():
     table = TrainingParams.table()
     assert set(KEYS) <= set(table)
     assert all(isinstance(entry, str | Refused) for entry in table.values())
 
 
-def test_the_options_are_those_that_the_plan_reads():
+def test_speed_plan_keys_equal_the_options_of_the_plan():
     table = TrainingParams.table()
     assert {key for key, entry in table.items() if entry == "SpeedPlan"} == set(PARAMS_OPTIONS)
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_every_key_passes_with_its_default_and_without_a_value(key):
+def test_each_key_accepts_its_default_and_none(key):
     default = getattr(TrainingParams(), key)
     assert TrainingParams.read({key: default}) == TrainingParams()
     read = TrainingParams.read({key: None})
@@ -57,7 +57,7 @@ def test_every_key_passes_with_its_default_and_without_a_value(key):
         if isinstance(TrainingParams.table()[f.name], Refused)
     ],
 )
-def test_a_key_that_cannot_be_honoured_is_refused_with_its_reason(key):
+def test_unsupported_key_raises_error_with_reason(key):
     default = getattr(TrainingParams(), key)
     other = not default if isinstance(default, bool) else 6006
     with pytest.raises(ConfigError) as refused:
@@ -73,26 +73,26 @@ def test_a_key_that_cannot_be_honoured_is_refused_with_its_reason(key):
         if type(getattr(TrainingParams(), key)) in WRONG and key not in ("optimizer", "sg_logger")
     ],
 )
-def test_every_key_refuses_a_value_of_another_type(key):
+def test_each_key_rejects_a_value_of_another_type(key):
     wrong = WRONG[type(getattr(TrainingParams(), key))]
-    if key in ("mixed_precision",):  # takes a name, too
+    if key in ("mixed_precision",):  # also accepts a name
         wrong = 3
     with pytest.raises(ConfigError, match=rf"training_params\.{key}: must be .*, not {wrong!r}"):
         TrainingParams.read({key: wrong})
 
 
-def test_an_unknown_key_is_an_error_with_the_nearest_one():
+def test_unknown_key_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match=r"training_params\.max_epoch: .*did you mean 'max_epochs'"):
         TrainingParams.read(dict(max_epoch=3))
 
 
-def test_what_is_no_dict_is_refused():
+def test_training_params_must_be_a_dict():
     with pytest.raises(ConfigError, match=r"training_params: must be a dict, not 'fast'"):
         TrainingParams.read("fast")
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("params", "message"),
     [
         (dict(max_epochs=0), r"max_epochs: must be at least 1, not 0"),
         (dict(max_epochs=True), r"max_epochs: must be int or None, not True"),
@@ -101,13 +101,13 @@ def test_what_is_no_dict_is_refused():
         (dict(pre_prediction_callback="Multiscale"), r"pre_prediction_callback: must be a function"),
     ],
 )
-def test_values_out_of_range_name_their_key(given, message):
+def test_value_out_of_range_raises_error_with_key(params, message):
     with pytest.raises(ConfigError, match=rf"training_params\.{message}"):
-        TrainingParams.read(given)
+        TrainingParams.read(params)
 
 
 @pytest.mark.parametrize(
-    ("given", "read"),
+    ("params", "read"),
     [
         (dict(lr_mode="poly"), dict(lr_mode="PolyLRScheduler")),
         (dict(lr_mode="step"), dict(lr_mode="StepLRScheduler")),
@@ -120,14 +120,14 @@ def test_values_out_of_range_name_their_key(given, message):
         (dict(ema_params=None, seed=None), dict(seed=None)),
     ],
 )
-def test_old_spellings_mean_the_new_ones(given, read):
-    assert TrainingParams.read(given).given() == read
+def test_old_names_map_to_new_ones(params, read):
+    assert TrainingParams.read(params).changed() == read
 
 
-def test_omegaconf_containers_are_read_with_their_interpolations():
+def test_omegaconf_interpolations_are_resolved():
     from omegaconf import OmegaConf
 
     cfg = OmegaConf.create(dict(max_epochs=4, lr_warmup_epochs="${max_epochs}", ema_params=dict(decay=0.9)))
-    read = TrainingParams.read(cfg).given()
+    read = TrainingParams.read(cfg).changed()
     assert read == dict(max_epochs=4, lr_warmup_epochs=4, ema_params=dict(decay=0.9))
     assert type(read["ema_params"]) is dict

@@ -1,4 +1,4 @@
-"""The picture of the learning rates: each curve as the run will have it, and no picture where they are not known."""
+"""The plot of the learning rates: curves equal the run's rates, and no plot if they are not known in advance."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MMENGINE = [
 
 
 class Seen(Hook):
-    """Keeps the learning rates with which each step is done."""
+    """Records the learning rates of each step."""
 
     def __init__(self) -> None:
         self.rates: list[list[float]] = []
@@ -37,7 +37,7 @@ class Seen(Hook):
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Remember what is drawn."""
+    """Record the arguments of `draw`."""
     kept: dict[str, Any] = {}
     original = plot.draw
 
@@ -60,7 +60,7 @@ def trained(folder: Path, **changes: Any) -> tuple[Runner, Seen]:
     return run(folder, custom_hooks=[dict(type="LrPlotHook"), seen], **changes), seen
 
 
-def test_the_curves_are_the_rates_that_the_steps_have(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_curves_equal_the_rates_of_the_steps(tmp_path: Path, drawn: dict[str, Any]) -> None:
     _, seen = trained(tmp_path, **recipe())
     assert list(drawn["rates"]) == ["first", "default"]
     for curve, steps in zip(drawn["rates"].values(), zip(*seen.rates, strict=True), strict=True):
@@ -69,7 +69,7 @@ def test_the_curves_are_the_rates_that_the_steps_have(tmp_path: Path, drawn: dic
     assert (drawn["unit"], drawn["resumed"], drawn["path"]) == ("epoch", None, tmp_path / "lr_schedule.png")
 
 
-def test_schedules_of_mmengine_are_walked_through(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_mmengine_schedules_are_simulated(tmp_path: Path, drawn: dict[str, Any]) -> None:
     optim = dict(
         optimizer=dict(type="SGD", lr=0.1), paramwise_cfg=dict(custom_keys={"first": dict(lr_mult=0.5)})
     )
@@ -79,7 +79,7 @@ def test_schedules_of_mmengine_are_walked_through(tmp_path: Path, drawn: dict[st
         assert curve[:-1] == pytest.approx(list(steps))
 
 
-def test_a_training_by_iterations_is_drawn_over_iterations(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_training_by_iterations_is_plotted_over_iterations(tmp_path: Path, drawn: dict[str, Any]) -> None:
     schedule = dict(type="PolyLR", by_epoch=False, end=7)
     _, seen = trained(tmp_path, param_scheduler=schedule, train_cfg=dict(by_epoch=False, max_iters=7))
     assert (drawn["unit"], drawn["at"]) == ("iteration", list(range(8)))
@@ -87,7 +87,7 @@ def test_a_training_by_iterations_is_drawn_over_iterations(tmp_path: Path, drawn
     assert curve[:-1] == pytest.approx([rate for (rate,) in seen.rates])
 
 
-def test_a_resumed_run_draws_all_of_it_and_marks_where_it_goes_on(
+def test_resumed_run_plots_all_steps_and_marks_the_resume_point(
     tmp_path: Path, drawn: dict[str, Any]
 ) -> None:
     whole, seen = trained(tmp_path / "whole", **recipe())
@@ -100,21 +100,21 @@ def test_a_resumed_run_draws_all_of_it_and_marks_where_it_goes_on(
     assert whole.iter == 15
 
 
-def test_a_schedule_that_moves_the_momentum_too_is_drawn(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_schedule_that_changes_momentum_is_plotted(tmp_path: Path, drawn: dict[str, Any]) -> None:
     cycle = {"OneCycleLR": {"phase": "TRAIN_BATCH_END", "max_lr": 0.1, "total_steps": 15}}
     _, seen = trained(tmp_path, **recipe(lr_mode=cycle, lr_warmup_epochs=0, initial_lr=0.1))
     (curve,) = drawn["rates"].values()
     assert curve[:-1] == pytest.approx([rate for (rate,) in seen.rates])
 
 
-def test_what_is_drawn_ahead_moves_nothing_of_the_run(tmp_path: Path) -> None:
+def test_plotting_does_not_change_the_run(tmp_path: Path) -> None:
     with_plot, _ = trained(tmp_path / "with", param_scheduler=MMENGINE)
     without = run(tmp_path / "without", param_scheduler=MMENGINE, train_cfg=dict(by_epoch=True, max_epochs=3))
     for one, other in zip(with_plot.model.parameters(), without.model.parameters(), strict=True):
         assert one.equal(other)
 
 
-def test_a_long_run_is_drawn_from_no_more_than_2000_points(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_long_run_is_plotted_with_at_most_2000_points(tmp_path: Path, drawn: dict[str, Any]) -> None:
     runner = Runner(
         **training(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=5000), **recipe(max_epochs=5000))
     )
@@ -132,7 +132,7 @@ def test_a_long_run_is_drawn_from_no_more_than_2000_points(tmp_path: Path, drawn
         ("takes more than 0 s", dict(param_scheduler=MMENGINE)),
     ],
 )
-def test_where_the_rates_are_not_known_ahead_the_log_says_so(
+def test_unknown_rates_are_logged_instead_of_plotted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, changes: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(plot, "_SECONDS", 0.0)
@@ -143,16 +143,16 @@ def test_where_the_rates_are_not_known_ahead_the_log_says_so(
     assert not (tmp_path / "lr_schedule.png").exists()
 
 
-# ---- the picture -------------------------------------------------------------------------------------------
+# ---- the plot ----------------------------------------------------------------------------------------------
 
 
 def coloured(path: Path, colour: tuple[int, int, int]) -> np.ndarray[Any, Any]:
-    """Return the rows and columns of the pixels of a colour."""
+    """Return the rows and columns of the pixels with a colour."""
     image = np.asarray(Image.open(path).convert("RGB")).astype(int)
     return np.argwhere(np.abs(image - colour).sum(axis=2) < 40)
 
 
-def test_the_picture_has_each_curve_in_a_colour_and_the_legend_outside(tmp_path: Path) -> None:
+def test_plot_has_a_colour_per_curve_and_the_legend_outside(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     at = [i / 10 for i in range(101)]
     falling = [1 - i / 100 for i in range(101)]
@@ -160,15 +160,15 @@ def test_the_picture_has_each_curve_in_a_colour_and_the_legend_outside(tmp_path:
     assert Image.open(path).size == (960, 540)
     blue, orange = coloured(path, (31, 119, 180)), coloured(path, (255, 127, 14))
     legend, curve = blue[blue[:, 0] < 40], blue[blue[:, 0] > 60]
-    assert len(legend) > 20  # also of a name that begins with an underscore
-    assert curve[curve[:, 1].argmin()][0] < curve[curve[:, 1].argmax()][0]  # it falls
+    assert len(legend) > 20  # also for a name that begins with an underscore
+    assert curve[curve[:, 1].argmin()][0] < curve[curve[:, 1].argmax()][0]  # the rate decreases
     assert len(orange) > 200
     alone = tmp_path / "b.png"
     plot.draw(alone, at, {"default": falling}, "epoch", None)
-    assert coloured(alone, (31, 119, 180))[:, 0].min() < 40  # nothing to tell apart: no room for a legend
+    assert coloured(alone, (31, 119, 180))[:, 0].min() < 40  # a single curve has no legend
 
 
-def test_rates_over_decades_have_a_logarithmic_axis() -> None:
+def test_rates_over_decades_use_a_logarithmic_axis() -> None:
     steps = [0.1] * 100 + [0.01] * 50 + [1e-4] * 50
     assert plot._spans_decades([steps])
     assert plot._spans_decades([[0.1] * 10, [1e-3] * 10])
@@ -177,7 +177,7 @@ def test_rates_over_decades_have_a_logarithmic_axis() -> None:
     assert not plot._spans_decades([[0.0] * 10])
 
 
-def test_a_long_row_of_prefixes_is_cut_short() -> None:
+def test_long_list_of_prefixes_is_shortened() -> None:
     groups = [
         {"name": "a, b, c, d, e", "lr": 1.0},
         {"name": "a, b, c, d, e", "lr": 1.0},
@@ -186,7 +186,7 @@ def test_a_long_row_of_prefixes_is_cut_short() -> None:
     assert plot._distinct(groups, [[1.0], [1.0], [2.0]]) == {"a, b and 3 more": [1.0], "f": [2.0]}
 
 
-# ---- warm-ups that never end, rates by name -----------------------------------------------------------
+# ---- warm-ups that fill the run, rates by name --------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -199,29 +199,27 @@ def test_a_long_row_of_prefixes_is_cut_short() -> None:
         (dict(lr_warmup_epochs=0, lr_warmup_steps=99, warmup_mode="LinearBatchLRWarmup"), False),
     ],
 )
-def test_a_warm_up_that_takes_the_whole_run_is_told_at_its_start(
-    tmp_path: Path, keys: dict[str, Any], warned: bool
-) -> None:
+def test_warmup_that_fills_the_run_logs_a_warning(tmp_path: Path, keys: dict[str, Any], warned: bool) -> None:
     runner, _ = trained(tmp_path, **recipe(**keys), log_level="INFO")
-    assert ("the whole run of 3 epochs: set lr_warmup_epochs=0" in logged(runner)) == warned
+    assert ("the whole run of 3 epochs; reduce lr_warmup_epochs, or set it to 0" in logged(runner)) == warned
 
 
 def logged(runner: Runner) -> str:
-    """Return the log file, as one line."""
+    """Return the log file as one line."""
     (path,) = Path(runner.log_dir).glob("*.log")
     return " ".join(path.read_text(encoding="utf-8").split())
 
 
-def test_each_learning_rate_is_logged_by_the_name_of_its_group(tmp_path: Path) -> None:
+def test_each_learning_rate_is_logged_under_the_name_of_its_group(tmp_path: Path) -> None:
     keys = dict(lr_mode=None, lr_warmup_epochs=0)
     runner, _ = trained(tmp_path / "two", **recipe(**keys), log_level="INFO")
     assert {(line["lr/first"], line["lr/default"]) for line in scalars(runner)} == {(0.01, 0.1)}
-    assert {line["lr"] for line in scalars(runner)} <= {0.01, 0.1}, "MMEngine's name is still there"
+    assert {line["lr"] for line in scalars(runner)} <= {0.01, 0.1}, "MMEngine's name is also logged"
     assert " lr/first: 1.0000e-02 lr/default: 1.0000e-01 " in logged(runner)
     assert " lr: " not in logged(runner)
 
 
-def test_a_single_learning_rate_is_logged_as_ever(tmp_path: Path) -> None:
+def test_single_learning_rate_is_logged_as_lr(tmp_path: Path) -> None:
     keys = dict(lr_mode=None, lr_warmup_epochs=0, initial_lr=0.1)
     runner, _ = trained(tmp_path, **recipe(**keys), log_level="INFO")
     assert {line["lr"] for line in scalars(runner)} == {0.1}

@@ -1,4 +1,4 @@
-"""A recipe's sections in older words and misspelt, and errors placed at the words that were written."""
+"""A recipe's old and misspelt sections, and errors with the user's config paths."""
 
 import logging
 
@@ -15,7 +15,7 @@ from slipstream.training.recipe import recipe_config
 
 
 class Own(PixelAccuracy):
-    """A metric of the user's, whose names are known when it has been read."""
+    """A custom metric, whose result names are unknown until its first evaluation."""
 
 
 def recipe(**sections):
@@ -35,44 +35,44 @@ OLD = dict(
 )
 
 
-def test_older_words_about_checkpoints_are_taken_as_they_stood_by_default():
-    given = dict(OLD, ckpt_name="ckpt_latest.pth", checkpoint_path="a.pth", strict_load=False)
+def test_old_checkpoint_keys_accept_their_defaults():
+    params = dict(OLD, ckpt_name="ckpt_latest.pth", checkpoint_path="a.pth", strict_load=False)
     wanted = dict(checkpoint_path="a.pth", strict_load=False, load_backbone=False)
-    assert recipe_config(recipe(checkpoint_params=given))["model"]["pretrained"] == wanted
+    assert recipe_config(recipe(checkpoint_params=params))["model"]["pretrained"] == wanted
 
 
 @pytest.mark.parametrize(
     ("key", "value", "remedy"),
     [
-        ("external_checkpoint_path", "a.pth", "write checkpoint_path"),
-        ("source_ckpt_folder_name", "exp1", "as checkpoint_path"),
-        ("load_ema_as_net", True, "leave it out"),
-        ("ckpt_name", "ckpt_best.pth", "as checkpoint_path"),
+        ("external_checkpoint_path", "a.pth", "use checkpoint_path"),
+        ("source_ckpt_folder_name", "exp1", "set checkpoint_path"),
+        ("load_ema_as_net", True, "remove it"),
+        ("ckpt_name", "ckpt_best.pth", "set checkpoint_path"),
     ],
 )
-def test_older_words_that_ask_for_something_say_what_to_write(key, value, remedy):
+def test_old_checkpoint_keys_with_values_raise_errors_with_the_replacement(key, value, remedy):
     with pytest.raises(ConfigError, match=rf"checkpoint_params\.{key}: .*{remedy}"):
         recipe_config(recipe(checkpoint_params={**OLD, key: value}))
 
 
 @pytest.mark.parametrize("key", ["training_parms", "dataset_param", "arch_parms"])
-def test_a_misspelt_section_is_an_error(key):
-    with pytest.raises(UnknownNameError, match=rf"{key}: there is no such section; did you mean"):
+def test_misspelt_section_raises_error(key):
+    with pytest.raises(UnknownNameError, match=rf"{key}: unknown section; did you mean"):
         recipe_config(recipe(**{key: dict(max_epochs=3)}))
 
 
-def test_variables_of_ones_own_are_none(caplog):
+def test_unknown_recipe_variable_logs_a_warning(caplog):
     caplog.set_level(logging.WARNING, "slipstream")
     recipe_config(recipe(my_dataset_params=dict(a=1), training_parms="text", other=dict(a=1)))
-    assert "'my_dataset_params' has no meaning of its own" in caplog.text
+    assert "'my_dataset_params' is not a known key" in caplog.text
     assert "'other'" not in caplog.text
 
 
-# ---- places ----------------------------------------------------------------------------------------------
+# ---- config paths ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("params", "place"),
+    ("invalid", "config_path"),
     [
         (dict(ema=True, ema_params=dict(decay_type="expo")), "ema_params.decay_type"),
         (
@@ -102,17 +102,17 @@ def test_variables_of_ones_own_are_none(caplog):
         ),
     ],
 )
-def test_errors_of_the_runner_stand_at_the_words_that_were_written(tmp_path, params, place):
+def test_runner_errors_have_the_config_paths_of_the_user(tmp_path, invalid, config_path):
     data = DataLoader(TensorDataset(torch.randn(2, 3, 4, 4), torch.zeros(2, 4, 4).long()))
-    given = dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss", metric_to_watch=None)
-    given |= dict(valid_metrics_list=["PixelAccuracy"], silent_mode=True)
+    params = dict(max_epochs=1, initial_lr=0.1, loss="CrossEntropyLoss", metric_to_watch=None)
+    params |= dict(valid_metrics_list=["PixelAccuracy"], silent_mode=True)
     with pytest.raises(ConfigError) as caught:
-        Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**given, **params}, data, data)
-    assert caught.value.path == f"training_params.{place}"
+        Trainer("exp", tmp_path).train(nn.Conv2d(3, 2, 1), {**params, **invalid}, data, data)
+    assert caught.value.path == f"training_params.{config_path}"
 
 
 @pytest.mark.parametrize(
-    ("path", "place"),
+    ("path", "config_path"),
     [
         ("model.network", "architecture"),
         ("model.network.depth", "arch_params.depth"),
@@ -122,9 +122,9 @@ def test_errors_of_the_runner_stand_at_the_words_that_were_written(tmp_path, par
         ("work_dir", "work_dir"),
     ],
 )
-def test_places_of_a_recipe_and_of_the_runner_itself(path, place):
+def test_config_paths_of_the_runner_map_to_those_of_the_recipe(path, config_path):
     translated = recipe_config(recipe())
-    for cfg, wanted in ((translated, place), ({**translated, "model": dict(type="Segmentor")}, path)):
+    for cfg, wanted in ((translated, config_path), ({**translated, "model": dict(type="Segmentor")}, path)):
         with pytest.raises(ConfigError) as caught, at_user_paths(cfg):
             raise ConfigError("is wrong", path)
         assert caught.value.path == wanted

@@ -1,4 +1,4 @@
-"""SuperGradients' learning-rate keys: the same numbers at every step, and errors for keys that do not fit."""
+"""SuperGradients' learning-rate keys: equal rates at each step, and errors for invalid keys."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Original:
 
 
 def by_function(initial_lr: float, epoch: int, iter: int, max_epoch: int, iters_per_epoch: int) -> float:
-    """Tell all five arguments apart."""
+    """Return a rate that depends on all five arguments."""
     return initial_lr * (0.9**epoch) * (1 - iter / iters_per_epoch / 2) / max_epoch
 
 
@@ -111,7 +111,7 @@ MODES: dict[str, list[dict[str, Any]]] = {
 
 
 def one_group(lr: float = 0.2, **options: Any) -> torch.optim.SGD:
-    """Return an optimizer of one parameter."""
+    """Return an optimizer with one parameter."""
     return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], **options}], lr=lr)
 
 
@@ -143,7 +143,7 @@ def walk(params: dict[str, Any], length: int, optimizer: torch.optim.Optimizer |
 
 @st.composite
 def keys(draw: st.DrawFn) -> dict[str, Any]:
-    """Draw the keys of a schedule: a mode with its own, a warm-up, a cool-down, an accumulation."""
+    """Draw the keys of a schedule: mode, warm-up, cool-down and accumulation."""
     mode = draw(st.sampled_from(sorted(MODES)))
     epochs = draw(st.integers(1, 7))
     found = {
@@ -160,7 +160,7 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # There a cosine rises again in the cool-down after such a warm-up: the difference that is documented.
+    # In SuperGradients, a cosine rises in the cool-down after such a warm-up. This difference is documented.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}
@@ -168,28 +168,28 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(keys=keys(), length=st.integers(1, 6))
-def test_each_optimizer_step_has_the_learning_rate_that_supergradients_gives_it(
+def test_learning_rate_of_each_optimizer_step_equals_supergradients(
     keys: dict[str, Any], length: int
 ) -> None:
-    # A line of one point has no end: there the rate stays where the warm-up began until a decay moves it.
+    # A warm-up of one step has no end point: the rate keeps its initial value until the decay changes it.
     assume("lr_warmup_steps" not in keys or min(keys["lr_warmup_steps"], length) > 1)
     every = keys["batch_accumulate"]
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_poly_with_a_warmup_has_the_numbers_computed_by_hand() -> None:
+def test_poly_with_warmup_equals_rates_computed_by_hand() -> None:
     found = walk({"lr_mode": "poly", "initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=2)
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
 
 
-def test_a_cosine_stands_still_in_the_cool_down_also_after_a_warmup_by_batches() -> None:
+def test_cosine_is_constant_in_the_cooldown_after_a_warmup_by_batches() -> None:
     params = {"lr_mode": "CosineLRScheduler", "initial_lr": 1.0, "max_epochs": 6, "lr_cooldown_epochs": 3}
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": 2, "warmup_initial_lr": 0.1}
     found = walk({**params, **batches}, length=4)
     assert min(found) == found[12] == found[-1] < 0.1
 
 
-def test_each_group_follows_its_own_initial_rate_and_its_own_start() -> None:
+def test_each_group_has_its_own_initial_rate_and_warmup_start() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(3)]
     starts = [{"lr": 0.4}, {"lr": 0.4, "warmup_initial_lr": 0.2}, {"lr": 0.0}]
     optimizer = torch.optim.SGD([{"params": [p], **o} for p, o in zip(parameters, starts, strict=True)])
@@ -202,9 +202,9 @@ def test_each_group_follows_its_own_initial_rate_and_its_own_start() -> None:
 
 
 @pytest.mark.parametrize("mode", sorted(MODES))
-def test_a_schedule_resumed_at_any_iteration_goes_on_bit_for_bit(mode: str) -> None:
+def test_resumed_schedule_is_bit_identical(mode: str) -> None:
     params = {"lr_mode": mode, "initial_lr": 0.1, "max_epochs": 4, "lr_warmup_epochs": 1, **MODES[mode][0]}
-    optimizer = one_group(torch.tensor(0.1))  # type: ignore[arg-type]  # as a compiled step holds it
+    optimizer = one_group(torch.tensor(0.1))  # type: ignore[arg-type]  # as in a compiled step
     (whole,) = schedulers(params, optimizer, length=5)
     values, states = [], []
     for _ in range(20):
@@ -221,7 +221,7 @@ def test_a_schedule_resumed_at_any_iteration_goes_on_bit_for_bit(mode: str) -> N
             resumed.step()
 
 
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
+def test_tensor_rate_is_updated_in_place() -> None:
     rate = torch.tensor(0.1)
     optimizer = one_group(rate)  # type: ignore[arg-type]
     kept = optimizer.param_groups[0]["lr"]
@@ -230,10 +230,10 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor() -> None:
     assert found[-1] == pytest.approx(0.1 * (1 - 4 / 6) ** 0.9)
 
 
-# ---- schedulers of torch -----------------------------------------------------------------------------------
+# ---- torch schedulers --------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_of_torch_steps_where_its_phase_says() -> None:
+def test_torch_scheduler_steps_at_its_phase() -> None:
     arguments = {"gamma": 0.1, "step_size": 2}
     for phase, expected in (
         ("TRAIN_EPOCH_END", [1.0] * 6 + [0.1] * 3),
@@ -244,7 +244,7 @@ def test_a_scheduler_of_torch_steps_where_its_phase_says() -> None:
 
 
 @pytest.mark.parametrize("phase", ["TRAIN_EPOCH_END", "TRAIN_BATCH_STEP"])
-def test_a_scheduler_of_torch_waits_for_the_warmup(phase: str) -> None:
+def test_torch_scheduler_starts_after_the_warmup(phase: str) -> None:
     mode = {"ExponentialLR": {"gamma": 0.5, "phase": phase}}
     found = walk({"initial_lr": 0.3, "max_epochs": 5, "lr_warmup_epochs": 2, "lr_mode": mode}, length=2)
     assert found[:5] == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3])
@@ -253,7 +253,7 @@ def test_a_scheduler_of_torch_waits_for_the_warmup(phase: str) -> None:
     assert found[5:] == pytest.approx(by_epoch if phase == "TRAIN_EPOCH_END" else by_batch)
 
 
-def test_a_waiting_scheduler_of_torch_is_resumed() -> None:
+def test_torch_scheduler_resumes_during_the_warmup() -> None:
     mode = {"CosineAnnealingLR": {"T_max": 7, "phase": "TRAIN_BATCH_END"}}
     params = {"initial_lr": 0.3, "max_epochs": 5, "lr_warmup_epochs": 2, "lr_mode": mode}
     optimizer, other = one_group(0.3), one_group(0.3)
@@ -270,7 +270,7 @@ def test_a_waiting_scheduler_of_torch_is_resumed() -> None:
         assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
 
 
-def test_reduce_on_plateau_watches_the_metric_and_lets_the_warmup_pass() -> None:
+def test_reduce_on_plateau_ignores_metrics_during_the_warmup() -> None:
     given = {"mode": "max", "patience": 0, "factor": 0.5, "min_lr": 0.2, "threshold_mode": "abs"}
     mode = {"ReduceLROnPlateau": {**given, "metric_name": "IoU", "phase": "VALIDATION_EPOCH_END"}}
     params = {"initial_lr": 1.0, "max_epochs": 9, "lr_warmup_epochs": 1, "lr_mode": mode}
@@ -289,7 +289,7 @@ def test_reduce_on_plateau_watches_the_metric_and_lets_the_warmup_pass() -> None
 # ---- configurations ----------------------------------------------------------------------------------------
 
 
-def test_a_configuration_holds_only_what_its_mode_needs() -> None:
+def test_configuration_has_only_the_keys_of_its_mode() -> None:
     params = {"initial_lr": 0.1, "max_epochs": 9, "lr_mode": "poly", "lr_warmup_epochs": 2, "lr_updates": [3]}
     assert lr_schedules(TrainingParams.read(params)) == [
         {
@@ -302,22 +302,22 @@ def test_a_configuration_holds_only_what_its_mode_needs() -> None:
     ]
 
 
-def test_without_a_mode_the_rate_stays_and_a_warmup_still_climbs() -> None:
+def test_rate_is_constant_after_the_warmup_without_a_mode() -> None:
     assert lr_schedules(TrainingParams.read({"initial_lr": 0.1, "max_epochs": 2})) == []
     found = walk({"initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=1)
     assert found == pytest.approx([0.1, 0.2, 0.3, 0.3])
 
 
-def test_a_schedule_is_found_by_its_name_alone() -> None:
+def test_schedule_is_found_by_name() -> None:
     assert "RecipeLR" in PARAM_SCHEDULERS
     assert "TorchLR" in PARAM_SCHEDULERS
 
 
 @pytest.mark.parametrize(
-    ("keys", "error", "words"),
+    ("keys", "error", "message"),
     [
         ({"lr_mode": "PolyLRSheduler"}, UnknownNameError, "lr_mode.*did you mean 'PolyLRScheduler'"),
-        ({"lr_mode": "plateau"}, UnknownNameError, "lr_mode.*there are: StepLRScheduler, PolyLRScheduler"),
+        ({"lr_mode": "plateau"}, UnknownNameError, "lr_mode.*available: StepLRScheduler, PolyLRScheduler"),
         ({"lr_mode": "poly", "warmup_mode": "LinearLRWarmup"}, UnknownNameError, "warmup_mode"),
         (
             {"lr_mode": "StepLRScheduler", "lr_decay_factor": 0.1},
@@ -328,11 +328,11 @@ def test_a_schedule_is_found_by_its_name_alone() -> None:
         (
             {"lr_mode": "step", "lr_updates": [1], "step_lr_update_freq": 2.0, "lr_decay_factor": 0.1},
             ConfigError,
-            "step_lr_update_freq: says the same as lr_updates",
+            "step_lr_update_freq: cannot be combined with lr_updates",
         ),
         ({"lr_mode": "ExponentialLRScheduler"}, ConfigError, "lr_decay_factor"),
         ({"lr_mode": "FunctionLRScheduler"}, ConfigError, "lr_schedule_function"),
-        ({"lr_mode": "poly", "lr_warmup_steps": 5}, ConfigError, "lr_warmup_steps: belongs to"),
+        ({"lr_mode": "poly", "lr_warmup_steps": 5}, ConfigError, "lr_warmup_steps: requires warmup_mode"),
         ({"lr_mode": "poly", "lr_warmup_epochs": -1}, ConfigError, "lr_warmup_epochs"),
         ({"lr_mode": "StepLR"}, ConfigError, "StepLR.*'phase'"),
         ({"lr_mode": {"StepLR": {"step_size": 1}}}, ConfigError, r"lr_mode\.StepLR\.phase: must be one of"),
@@ -346,13 +346,13 @@ def test_a_schedule_is_found_by_its_name_alone() -> None:
         ),
     ],
 )
-def test_keys_that_do_not_fit_are_named(keys: dict[str, Any], error: type[Exception], words: str) -> None:
+def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception], message: str) -> None:
     params = TrainingParams.read({"initial_lr": 0.1, "max_epochs": 3, **keys})
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=message):
         lr_schedules(params)
 
 
-def test_a_run_without_a_number_of_epochs_is_refused() -> None:
+def test_run_without_a_number_of_epochs_raises_error() -> None:
     with pytest.raises(ConfigError, match="known number of epochs"):
         build_param_scheduler(
             {"type": "RecipeLR", "convert_to_iter_based": True, "lr_mode": "PolyLRScheduler"},

@@ -1,4 +1,4 @@
-"""The last validation, and that of the mean of the best, see whole images through sliding windows."""
+"""The last validation and that of the averaged best models use sliding windows over whole images."""
 
 from typing import ClassVar
 
@@ -40,7 +40,7 @@ class Stripes(SegmentationDataset):
 
 
 class Wide(nn.Module):
-    """Looks around so far that a window's edge shows."""
+    """A network with a receptive field so large that window borders change the output."""
 
     def __init__(self):
         super().__init__()
@@ -51,7 +51,7 @@ class Wide(nn.Module):
 
 
 class Predictions(Hook):
-    """Keeps what each validation predicts, and for which images."""
+    """Records the predictions and images of each validation."""
 
     def __init__(self):
         self.passes = []
@@ -92,7 +92,7 @@ def trained(folder, entry, **changes):
 
 
 def by_hand(network, images):
-    """Predictions of windows of whole images that are normalised here."""
+    """Return predictions from sliding windows over whole, normalised images."""
     inputs = (images.float() / 255 - 0.5) / 0.2
     with torch.no_grad():
         return slide(network, inputs, SlidingWindow((16, 8), (8, 8))).argmax(1)
@@ -102,7 +102,7 @@ ENTRY = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_only_the_last_validation_slides_over_whole_images(tmp_path, workers):
+def test_only_the_last_validation_uses_sliding_windows(tmp_path, workers):
     runner, passes = trained(tmp_path, ENTRY, workers=workers, epochs=3)
     assert [images.shape for images, _ in passes] == [(6, 3, 8, 16), (6, 3, 8, 16), (6, 3, 12, 24)]
     assert passes[-1][1].shape == (6, 12, 24)
@@ -113,7 +113,7 @@ def test_only_the_last_validation_slides_over_whole_images(tmp_path, workers):
     assert runner.val_dataloader.dataset[0]["inputs"].shape == (3, 8, 16)
 
 
-def test_transforms_of_ones_own_take_the_place_of_the_data_sets(tmp_path):
+def test_custom_transforms_replace_those_of_the_dataset(tmp_path):
     half = dict(SegCropImageAndMask=dict(crop_size=[20, 10], mode="center"))
     named = [half, dict(SegStandardize=dict(max_value=255)), "SegConvertToTensor"]
     entry = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=named, **WINDOW))
@@ -121,7 +121,7 @@ def test_transforms_of_ones_own_take_the_place_of_the_data_sets(tmp_path):
     assert [images.shape[2:] for images, _ in passes] == [(8, 16), (10, 20)]
 
 
-def test_the_mean_of_the_best_is_validated_so_too(tmp_path):
+def test_averaged_best_models_are_validated_with_sliding_windows(tmp_path):
     runner, passes = trained(tmp_path, ENTRY, hooks=[dict(type="AverageBestHook", metric="mIoU")])
     _, last, mean = passes
     state = torch.load(tmp_path / "average_model.pth", weights_only=True)["state_dict"]
@@ -131,7 +131,7 @@ def test_the_mean_of_the_best_is_validated_so_too(tmp_path):
     assert torch.equal(last[1], by_hand(runner.model.network, last[0]))
 
 
-def test_outside_of_a_training_a_validation_slides(tmp_path):
+def test_validation_outside_of_training_uses_sliding_windows(tmp_path):
     seen = Predictions()
     runner = Runner(**arguments(tmp_path, ENTRY, hooks=[seen]))
     runner.val()
@@ -139,7 +139,7 @@ def test_outside_of_a_training_a_validation_slides(tmp_path):
     assert torch.equal(torch.cat(preds), by_hand(runner.model.network, torch.cat(images)))
 
 
-def test_a_compiled_model_is_not_compiled_for_one_validation(tmp_path):
+def test_compiled_model_runs_eagerly_with_sliding_windows(tmp_path):
     torch._dynamo.reset()
     shapes = []
 
@@ -170,17 +170,19 @@ def test_a_compiled_model_is_not_compiled_for_one_validation(tmp_path):
         (dict(transforms_for_sliding_window=[COLOURS[0], CENTRE]), "precedes"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_before_the_training(tmp_path, options, message):
+def test_invalid_options_raise_errors_before_training(tmp_path, options, message):
     entry = dict(SlidingWindowValidationCallback=options)
     with pytest.raises((ConfigError, UnknownNameError), match=rf"^custom_hooks\[0\].*{message}"):
         Runner(**arguments(tmp_path, entry))
 
 
-def test_models_and_data_without_what_it_needs_are_named(tmp_path):
+def test_unsupported_models_and_datasets_raise_errors(tmp_path):
     hook = SlidingWindowValidationCallback()
-    with pytest.raises(ConfigError, match="needs a SupervisedModel, not Net"):
+    with pytest.raises(ConfigError, match="requires a SupervisedModel, not Net"):
         run_net(tmp_path / "a", custom_hooks=[hook], **net_validation())
     plain = torch.utils.data.TensorDataset(torch.rand(6, 3, 8, 16), torch.zeros(6, 8, 16, dtype=torch.long))
     evaluation = dict(val_dataloader=loader(plain, shuffle=False))
-    with pytest.raises(ConfigError, match=r"knows no transforms of TensorBatches.*SegmentationDataset"):
+    with pytest.raises(
+        ConfigError, match=r"cannot replace the transforms of TensorBatches.*SegmentationDataset"
+    ):
         Runner(**arguments(tmp_path / "b", ENTRY, visualizer=LOCAL, **evaluation)).val()

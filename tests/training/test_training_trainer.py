@@ -1,4 +1,4 @@
-"""The Trainer: SuperGradients' words train what a loop of plain torch trains."""
+"""The Trainer: training with SuperGradients' keys equals a plain torch loop."""
 
 from pathlib import Path
 
@@ -50,7 +50,7 @@ def assert_close(one, other):
 
 
 class Named(Dataset):
-    """Samples as dicts, of a data set that says its classes."""
+    """Samples as dicts, from a dataset with class names."""
 
     def __init__(self, classes=("dark", "light")):
         self.metainfo = dict(classes=classes)
@@ -67,7 +67,7 @@ class Named(Dataset):
 
 
 def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
-    """Train as the guide of SuperGradients describes it, in plain torch; the loss of a window is the mean."""
+    """Train in plain torch as SuperGradients documents it. The loss is averaged over each accumulation window."""
     groups = [
         dict(params=[p], start=rates[n[0] == "0"], weight_decay=decay * (p.ndim > 1), lr=0.0)
         for n, p in net.named_parameters()
@@ -96,7 +96,7 @@ def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
                 set_rates((1 - done / ((epochs - warmup) * length)) ** 0.9)
 
 
-def test_a_training_equals_a_loop_of_plain_torch(tmp_path):
+def test_training_equals_a_plain_torch_loop(tmp_path):
     mine, theirs = network(), network()
     theirs.train()
     by_hand(theirs, 4, 1, list(loader()), 2, {True: 0.01, False: 0.1}, 0.05, 0.5)
@@ -118,10 +118,10 @@ def test_a_training_equals_a_loop_of_plain_torch(tmp_path):
         train_loader=loader(),
     )
     assert_close(weights(mine), weights(theirs))
-    assert (mine[0].weight - network()[0].weight).abs().max() > 1e-3  # it did learn
+    assert (mine[0].weight - network()[0].weight).abs().max() > 1e-3  # the weights changed
 
 
-def test_the_users_own_module_holds_the_trained_weights(tmp_path):
+def test_model_has_the_trained_weights_after_training(tmp_path):
     net = network()
     trainer = Trainer("exp", tmp_path)
     trainer.train(net, SGD, loader())
@@ -130,7 +130,7 @@ def test_the_users_own_module_holds_the_trained_weights(tmp_path):
     assert_close({f"network.{name}": value for name, value in weights(net).items()}, saved)
 
 
-def test_dicts_and_pairs_train_the_same(tmp_path):
+def test_dict_and_tuple_batches_give_equal_results(tmp_path):
     trained = []
     for name, data in (("dicts", DataLoader(Named(), 8)), ("pairs", loader())):
         trained.append(network())
@@ -138,7 +138,7 @@ def test_dicts_and_pairs_train_the_same(tmp_path):
     assert_close(weights(trained[0]), weights(trained[1]))
 
 
-def test_the_seed_decides_the_order(tmp_path):
+def test_seed_determines_the_sample_order(tmp_path):
     trained = [network() for _ in range(3)]
     for number, (net, seed) in enumerate(zip(trained, (1, 1, 2), strict=True)):
         Trainer(f"exp{number}", tmp_path).train(net, {**SGD, "seed": seed}, loader(shuffle=True))
@@ -146,13 +146,13 @@ def test_the_seed_decides_the_order(tmp_path):
     assert not torch.equal(trained[0][0].weight, trained[2][0].weight)
 
 
-def test_parameters_of_the_constructor_hold_unless_train_changes_them(tmp_path):
+def test_train_overrides_the_constructors_training_params(tmp_path):
     trainer = Trainer("exp", tmp_path, training_params={**SGD, "max_epochs": 9, "batch_accumulate": 2})
     trainer.train(network(), dict(max_epochs=1), loader())
     assert (trainer.runner.max_epochs, trainer.runner.speed.accumulate) == (1, 2)
 
 
-def test_a_resumed_training_ends_with_the_same_weights(tmp_path):
+def test_resumed_training_ends_with_the_same_weights(tmp_path):
     whole, parts = network(), network()
     Trainer("whole", tmp_path).train(whole, {**SGD, "max_epochs": 3}, loader(shuffle=True))
     Trainer("parts", tmp_path).train(parts, {**SGD, "max_epochs": 1}, loader(shuffle=True))
@@ -163,7 +163,7 @@ def test_a_resumed_training_ends_with_the_same_weights(tmp_path):
     assert_close(weights(whole), weights(other))
 
 
-def test_batches_of_an_epoch_are_limited(tmp_path):
+def test_max_train_batches_limits_the_epoch(tmp_path):
     trainer = Trainer("exp", tmp_path)
     params = {**SGD, "max_train_batches": 2, "max_valid_batches": 3, "valid_metrics_list": ["Accuracy"]}
     trainer.train(network(), params, loader(shuffle=True), loader())
@@ -174,7 +174,7 @@ def test_batches_of_an_epoch_are_limited(tmp_path):
 # ---- validation, checkpoints, tests ----------------------------------------------------------------------
 
 
-def test_the_metrics_of_every_validation_come_back(tmp_path):
+def test_train_returns_the_metrics_of_each_validation(tmp_path):
     params = {**SGD, "max_epochs": 3, "run_validation_freq": 2, "valid_metrics_list": ["Accuracy"]}
     trainer = Trainer("exp", tmp_path)
     history = trainer.train(net := network(), params, loader(), loader())
@@ -187,14 +187,14 @@ def test_the_metrics_of_every_validation_come_back(tmp_path):
     assert {"ckpt_latest.pth", "ckpt_best.pth"} <= names
 
 
-def test_the_mean_of_the_best_is_written(tmp_path):
+def test_average_of_the_best_models_is_saved(tmp_path):
     trainer = Trainer("exp", tmp_path)
     params = {**SGD, "valid_metrics_list": ["Accuracy"], "average_best_models": True}
     trainer.train(network(), params, loader(), loader())
     assert (Path(trainer.checkpoints_dir_path) / "average_model.pth").is_file()
 
 
-def test_without_save_model_nothing_is_written_but_logs(tmp_path):
+def test_save_model_false_writes_only_logs(tmp_path):
     trainer = Trainer("exp", tmp_path)
     trainer.train(network(), {**SGD, "save_model": False}, loader())
     assert not list(Path(trainer.checkpoints_dir_path).glob("*.pth"))
@@ -205,7 +205,7 @@ def accuracy(net):
     return pytest.approx((net.eval()(inputs).argmax(1) == targets).float().mean().item())
 
 
-def test_a_network_is_tested_before_after_and_with_its_average(tmp_path):
+def test_network_is_tested_before_and_after_training_and_with_ema(tmp_path):
     trainer = Trainer("exp", tmp_path)
     net = network(seed=3)
     test = dict(test_loader=loader(), test_metrics_list=["Accuracy"], silent_mode=True)
@@ -215,12 +215,12 @@ def test_a_network_is_tested_before_after_and_with_its_average(tmp_path):
     saved = load_checkpoint(Path(trainer.checkpoints_dir_path) / "ckpt_latest.pth")["state_dict"]
     averaged = network()
     averaged.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
-    assert accuracy(averaged) != accuracy(net).expected  # else this would show nothing
+    assert accuracy(averaged) != accuracy(net).expected  # otherwise this test proves nothing
     assert trainer.test(**test) == trainer.test(net, **test) == dict(Accuracy=accuracy(averaged))
     assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
 
 
-def test_what_a_training_has_left_tests_its_weights_and_other_networks(tmp_path):
+def test_uses_loaders_and_metrics_of_the_last_training(tmp_path):
     trainer, net, other = Trainer("exp", tmp_path), network(seed=3), network(seed=4)
     average = dict(ema=True, ema_params=dict(decay=0.999, decay_type="constant"), initial_lr=1.0)
     trainer.train(net, {**SGD, **average, "valid_metrics_list": ["Accuracy"]}, loader(), loader())
@@ -228,7 +228,7 @@ def test_what_a_training_has_left_tests_its_weights_and_other_networks(tmp_path)
     assert trainer.test(other) == dict(Accuracy=accuracy(other))
 
 
-def test_further_data_sets_are_tested_in_the_training_under_their_names(tmp_path):
+def test_loaders_are_evaluated_during_training_under_their_names(tmp_path):
     seen = []
 
     class Watch(Hook):
@@ -255,11 +255,11 @@ def test_further_data_sets_are_tested_in_the_training_under_their_names(tmp_path
     assert list(trainer.test()) == ["Accuracy"]
 
 
-# ---- the batch on its way --------------------------------------------------------------------------------
+# ---- pre_prediction_callback -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("data", [loader(), DataLoader(Named(), 8)], ids=["pairs", "dicts"])
-def test_a_callback_may_change_the_batches(tmp_path, data):
+def test_pre_prediction_callback_may_change_the_batches(tmp_path, data):
     numbers = []
 
     def darken(inputs, targets, batch_idx):
@@ -275,13 +275,13 @@ def test_a_callback_may_change_the_batches(tmp_path, data):
     assert_close(weights(mine), weights(theirs))
 
 
-def test_a_callback_needs_a_batch_that_can_be_changed(tmp_path):
+def test_pre_prediction_callback_requires_a_mutable_batch(tmp_path):
     def collate(samples):
         return tuple(torch.stack(column) for column in zip(*samples, strict=True))
 
     params = {**SGD, "pre_prediction_callback": lambda inputs, targets, number: (inputs, targets)}
     with pytest.raises(
-        DataError, match="pre_prediction_callback needs batches that are dicts or lists, not tuple"
+        DataError, match="pre_prediction_callback requires batches that are dicts or lists, not tuple"
     ):
         Trainer("exp", tmp_path).train(network(), params, loader(collate_fn=collate))
 
@@ -289,7 +289,7 @@ def test_a_callback_needs_a_batch_that_can_be_changed(tmp_path):
 # ---- bad input -------------------------------------------------------------------------------------------
 
 
-def test_a_head_of_another_number_of_classes_is_found_before_the_first_step(tmp_path):
+def test_wrong_number_of_classes_raises_error_before_the_first_step(tmp_path):
     net, data = network(classes=4), DataLoader(Named(("a", "b", "c")), 8)
     before = weights(net)
     trainer = Trainer("exp", tmp_path)
@@ -301,7 +301,7 @@ def test_a_head_of_another_number_of_classes_is_found_before_the_first_step(tmp_
         trainer.test(net, data, ["Accuracy"], silent_mode=True)
 
 
-def test_two_data_sets_of_other_classes_do_not_go_together(tmp_path):
+def test_datasets_with_different_classes_raise_error(tmp_path):
     params = {**SGD, "valid_metrics_list": ["Accuracy"]}
     with pytest.raises(
         ModelError, match=r"the data set has 3 classes \(a, b, \.\.\.\), and the network is made for 2"
@@ -311,31 +311,33 @@ def test_two_data_sets_of_other_classes_do_not_go_together(tmp_path):
         )
 
 
-def test_a_misspelt_key_is_found_before_anything_is_written(tmp_path):
+def test_misspelt_key_raises_error_before_files_are_written(tmp_path):
     with pytest.raises(UnknownNameError, match=r"training_params\.inital_lr: .*did you mean 'initial_lr'"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "inital_lr": 1}, loader())
     assert not list(tmp_path.iterdir())
 
 
-def test_a_option_that_contradicts_itself_names_its_key(tmp_path):
+def test_invalid_speed_option_raises_error_with_key(tmp_path):
     with pytest.raises(ConfigError, match=r"training_params\.batch_accumulate"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "batch_accumulate": 0}, loader())
     with pytest.raises(ConfigError, match=r"training_params\.speed\.emma: no such option"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "speed": dict(emma=True)}, loader())
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_missing_arguments_raise_errors_with_their_names(tmp_path):
     trainer = Trainer("exp", tmp_path)
-    with pytest.raises(ConfigError, match="train_loader: is needed"):
+    with pytest.raises(ConfigError, match="train_loader: is required"):
         trainer.train(network(), SGD)
-    with pytest.raises(ConfigError, match="test: needs test_loader and test_metrics_list: no training"):
+    with pytest.raises(
+        ConfigError, match="test: requires test_loader and test_metrics_list: no previous training"
+    ):
         trainer.test(network())
-    with pytest.raises(ConfigError, match="test: needs model: no training"):
+    with pytest.raises(ConfigError, match="test: requires model: no previous training"):
         trainer.test(test_loader=loader(), test_metrics_list=["Accuracy"])
     trainer.train(network(), SGD, loader())
-    with pytest.raises(ConfigError, match="test: needs test_loader and test_metrics_list"):
+    with pytest.raises(ConfigError, match="test: requires test_loader and test_metrics_list"):
         trainer.test()
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nothing"):
+    with pytest.raises(CheckpointError, match=r"no checkpoint found in .*nothing"):
         Trainer.resume_experiment("nothing", tmp_path)
-    with pytest.raises(CheckpointError, match="was made of Python objects"):
+    with pytest.raises(CheckpointError, match="contains Python objects"):
         Trainer.resume_experiment("exp", tmp_path)

@@ -1,4 +1,4 @@
-"""The Trainer with composed recipes: training, going on, evaluating, and weights for other networks."""
+"""The Trainer with composed recipes: training, resuming, evaluation, and pretrained weights."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def recipe(tmp_path, **params):
     )
 
 
-def test_a_recipe_is_trained_resumed_and_evaluated(tmp_path):
+def test_recipe_is_trained_resumed_and_evaluated(tmp_path):
     from omegaconf import OmegaConf
 
     net, history = Trainer.train_from_config(OmegaConf.create(recipe(tmp_path)))
@@ -53,20 +53,20 @@ def test_a_recipe_is_trained_resumed_and_evaluated(tmp_path):
     with pytest.raises(ConfigError) as misspelt:
         Trainer.evaluate_from_recipe(recipe(tmp_path, valid_metrics_list=[dict(IoU=dict(num_clases=20))]))
     assert misspelt.value.path == "training_params.valid_metrics_list[0]"
-    # It had come to its end; its last validation came after the checkpoint, and is made once more.
+    # The run was complete. Its last validation ran after the checkpoint was saved, so it runs again.
     again, last = Trainer.resume_experiment("exp", tmp_path)
     assert [entry["epoch"] for entry in last] == [1]
     assert last[0]["IoU"] == pytest.approx(history[0]["IoU"])
     assert_same(again, net)
 
 
-def test_the_weights_of_a_run_start_another_network(tmp_path):
+def test_weights_of_a_run_initialise_another_network(tmp_path):
     net, _ = Trainer.train_from_config(recipe(tmp_path))
     again = models.get("regseg48", num_classes=19, checkpoint_path=tmp_path / "exp" / "ckpt_best.pth")
     assert_same(again, net)
 
 
-def test_a_recipe_that_starts_from_a_backbone_is_evaluated_with_what_it_has_trained(tmp_path):
+def test_recipe_with_pretrained_backbone_is_evaluated_with_its_trained_weights(tmp_path):
     backbone = tmp_path / "backbone.pth"
     torch.save(models.get("regseg48", num_classes=19).backbone.state_dict(), backbone)
     start = dict(checkpoint_params=dict(checkpoint_path=str(backbone), load_backbone=True))

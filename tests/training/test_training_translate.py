@@ -1,4 +1,4 @@
-"""training_params, network and loaders as the configuration of a Runner."""
+"""Translation of training_params, network and loaders to the configuration of a Runner."""
 
 import json
 
@@ -36,7 +36,7 @@ def hook(cfg, kind):
     return next((h for h in cfg["custom_hooks"] if isinstance(h, dict) and h["type"] == kind), None)
 
 
-def test_a_recipe_in_plain_data_becomes_plain_data():
+def test_plain_recipe_becomes_plain_configuration():
     cfg = translated(
         params=dict(
             valid_metrics_list=["PixelAccuracy"], metric_to_watch="PixelAccuracy", ema=True, precise_bn=True
@@ -53,14 +53,14 @@ def test_loops_folder_and_seed():
     assert work_dir("exp", None) == "work_dirs/exp"
 
 
-def test_a_default_of_supergradients_says_nothing_to_the_plan():
+def test_defaults_of_supergradients_set_no_speed_options():
     options = dict(mixed_precision=False, ema=False, sync_bn=True, batch_accumulate=1, clip_grad_norm=2.5)
     words = translated(params=options)["training_params"]
     assert words == dict(sync_bn=True, clip_grad_norm=2.5)
     assert SpeedPlan.read(dict(ema=True), training_params=words).ema is not None
 
 
-def test_batches_are_limited_in_configurations_and_in_ready_loaders():
+def test_batches_are_limited_in_configurations_and_loader_objects():
     ready = DataLoader(TensorDataset(torch.zeros(8, 4)), 2)
     cfg = translated(params=dict(max_train_batches=3, max_valid_batches=1), val_dataloader=ready)
     assert cfg["train_dataloader"] == {**DATA, "num_batch_per_epoch": 3}
@@ -74,12 +74,12 @@ def test_network_and_loss_may_be_objects():
     assert model == dict(type="SupervisedModel", network=network, loss=loss, num_classes=2)
 
 
-def test_pretrained_weights_reach_the_model():
+def test_pretrained_weights_are_passed_to_the_model():
     pretrained = dict(checkpoint_path="w.pth", strict_load=False, load_backbone=True)
     assert translated(pretrained=pretrained)["model"]["pretrained"] == pretrained
 
 
-def test_the_test_has_the_metrics_of_the_validation():
+def test_loop_has_the_metrics_of_the_validation():
     cfg = translated(params=dict(valid_metrics_list=["Accuracy"]), test_dataloader=DATA)
     assert cfg["test_dataloader"] == DATA
     assert cfg["test_evaluator"] == cfg["val_evaluator"] == [dict(type="Top1")]
@@ -89,7 +89,7 @@ def test_the_test_has_the_metrics_of_the_validation():
 # ---- checkpoints and hooks -------------------------------------------------------------------------------
 
 
-def test_checkpoints_have_supergradients_names_and_watch_its_metric():
+def test_checkpoints_have_supergradients_names_and_its_metric_to_watch():
     params = dict(
         valid_metrics_list=["PixelAccuracy"],
         metric_to_watch="pixel_accuracy",
@@ -111,34 +111,34 @@ def test_checkpoints_have_supergradients_names_and_watch_its_metric():
     assert hook(cfg, "AverageBestHook") == dict(type="AverageBestHook", metric="PixelAccuracy", rule="less")
 
 
-def test_nothing_is_watched_without_metrics_or_if_none_is_wanted():
+def test_no_metric_is_watched_without_metrics_or_metric_to_watch():
     for params in ({}, dict(valid_metrics_list=["Accuracy"], metric_to_watch=None)):
         cfg = translated(params=params)
         assert "save_best" not in cfg["default_hooks"]["checkpoint"]
         assert hook(cfg, "AverageBestHook") is None
 
 
-def test_save_model_false_writes_no_checkpoint_at_all():
+def test_save_model_false_disables_checkpoints():
     cfg = translated(params=dict(save_model=False, valid_metrics_list=["Accuracy"]))
     assert cfg["default_hooks"] == dict(checkpoint=None)
     assert hook(cfg, "AverageBestHook") is None
 
 
-def test_a_metric_that_is_not_measured_cannot_be_watched():
+def test_unknown_metric_to_watch_raises_error():
     with pytest.raises(
-        UnknownNameError, match=r"training_params\.metric_to_watch: .*'Accuracy'.*there are: PixelAccuracy"
+        UnknownNameError, match=r"training_params\.metric_to_watch: .*'Accuracy'.*available: PixelAccuracy"
     ):
         translated(params=dict(valid_metrics_list=["PixelAccuracy"]))
-    with pytest.raises(UnknownNameError, match=r"metric_to_watch: .*'Loss'.*there are: IoU, Accuracy"):
+    with pytest.raises(UnknownNameError, match=r"metric_to_watch: .*'Loss'.*available: IoU, Accuracy"):
         translated(params=dict(valid_metrics_list=[IoU(3), Accuracy()], metric_to_watch="Loss"))
 
 
-def test_a_metric_that_is_made_already_is_watched_however_its_name_is_spelt():
+def test_metric_to_watch_matches_metric_objects_in_any_spelling():
     params = dict(valid_metrics_list=[PixelAccuracy()], metric_to_watch="pixel_accuracy")
     assert translated(params=params)["default_hooks"]["checkpoint"]["save_best"] == "PixelAccuracy"
 
 
-def test_every_hook_of_a_translation_exists():
+def test_each_translated_hook_exists():
     cfg = translated(
         params=dict(precise_bn=True, train_metrics_list=["Accuracy"], valid_metrics_list=["Accuracy"])
     )
@@ -148,7 +148,7 @@ def test_every_hook_of_a_translation_exists():
         HOOKS.build(entry)
 
 
-def test_precise_bn_counts_the_samples_that_are_asked_for():
+def test_precise_bn_uses_the_requested_number_of_samples():
     assert (
         hook(translated(params=dict(precise_bn=True, precise_bn_batch_size=64)), "PreciseBNHook")[
             "num_samples"
@@ -168,7 +168,7 @@ def test_precise_bn_counts_the_samples_that_are_asked_for():
         (dict(resume_path="/else/where.pth"), "/else/where.pth"),
     ],
 )
-def test_where_a_run_goes_on_from(params, resume):
+def test_resume_keys_select_the_checkpoint(params, resume):
     assert translated(params=params)["resume"] == resume
 
 
@@ -179,7 +179,7 @@ def backends(**params):
     return translated(params=params)["visualizer"]["vis_backends"]
 
 
-def test_the_loggers_by_name_and_as_objects():
+def test_loggers_by_name_and_as_objects():
     files = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
     assert backends() == backends(sg_logger="base_sg_logger") == files
     words = dict(project_name="p", entity="e", wandb_id="1", save_checkpoints_remote=False)
@@ -201,13 +201,13 @@ def test_the_loggers_by_name_and_as_objects():
         ),
         (
             dict(sg_logger_params=dict(save_logs_remote=True)),
-            r"sg_logger_params\.save_logs_remote: logs stay",
+            r"sg_logger_params\.save_logs_remote: logs are only saved",
         ),
-        (dict(loss=None), r"loss: a loss is needed: one of CrossEntropyLoss"),
-        (dict(max_epochs=None), r"max_epochs: is needed"),
+        (dict(loss=None), r"loss: a loss is required: one of CrossEntropyLoss"),
+        (dict(max_epochs=None), r"max_epochs: is required"),
         (dict(max_epoch=3), r"max_epoch: .*did you mean 'max_epochs'"),
     ],
 )
-def test_what_cannot_be_honoured_names_its_key(params, message):
+def test_unsupported_values_raise_errors_with_their_key(params, message):
     with pytest.raises(ConfigError, match=rf"training_params\.{message}"):
         translated(params=params)

@@ -1,1 +1,1 @@
-"""Applications of the engine: networks, generated data, and a model of how training scales."""
+"""Applications of the engine: networks, synthetic data, and a performance model of distributed training."""

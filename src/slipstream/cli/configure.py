@@ -1,4 +1,4 @@
-"""From the words of a command line to a configuration, and back."""
+"""Convert command line arguments to a configuration, and back."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slipstream.config import Config
 from slipstream.errors import ConfigError
 from slipstream.recipes import compose, find_recipe, is_composed
 
-__all__ = ["Configured", "command_words", "configure", "load_config", "read_config"]
+__all__ = ["Configured", "command_args", "configure", "load_config", "read_config"]
 
-# Parts whose builders know keys that a recipe need not write down.
+# Sections whose builders accept keys that the recipe does not list.
 _OPEN = (
     "optim_wrapper.*",
     "train_dataloader.*",
@@ -27,33 +27,33 @@ _OPEN = (
 
 
 class Configured(NamedTuple):
-    """What a command shall run."""
+    """Configuration of a command, and the number of devices."""
 
     cfg: Config
     gpus: int | None
-    """On how many devices of this machine a recipe trains, None for all; 1 for all but SuperGradients' recipes."""
+    """Number of devices on this machine to train on, or None for all. Always 1 unless the recipe is SuperGradients'."""
 
 
 def configure(args: argparse.Namespace) -> Config:
-    """Return the configuration of a command, with its overrides.
+    """Return the configuration of a command, with its overrides applied.
 
     Raises:
-        ConfigError: an unknown recipe, file, key or value; it says where.
+        ConfigError: If the recipe, the file, a key or a value is invalid. The message names the location.
     """
     return read_config(args).cfg
 
 
 def read_config(args: argparse.Namespace) -> Configured:
-    """Return the configuration of a command, with its overrides, and the number of devices that it asks for.
+    """Return the configuration of a command, with its overrides applied, and the number of devices.
 
     Raises:
-        ConfigError: see `configure`.
+        ConfigError: See `configure`.
     """
     read = load_config(args.config, args.overrides, args.config_dir)
     cfg = read.cfg
     path = find_recipe(args.config, args.config_dir)
     if "model" not in cfg:
-        raise ConfigError(f"{path} is no configuration of a run: it has no 'model'")
+        raise ConfigError(f"{path} is not a training configuration: the key 'model' is missing")
     work_dir = args.work_dir or cfg.get("work_dir") or Path("work_dirs") / path.stem
     cfg.work_dir = str(Path(work_dir).expanduser())
     if getattr(args, "launcher", None) is not None:
@@ -62,10 +62,10 @@ def read_config(args: argparse.Namespace) -> Configured:
 
 
 def load_config(name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Configured:
-    """Return the configuration of a recipe or file, whoever's words it is written in.
+    """Return the configuration of a recipe or file in any supported syntax.
 
     Raises:
-        ConfigError: see `configure`.
+        ConfigError: See `configure`.
     """
     path = find_recipe(name, config_dir)
     if is_composed(path):
@@ -75,7 +75,7 @@ def load_config(name: str, overrides: Sequence[str] = (), config_dir: str | None
 
     cfg = Config.fromfile(path)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
-    # A + says to Hydra that a key is new.
+    # Hydra marks a new key with a leading +.
     cfg.override([word.lstrip("+") for word in overrides], known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)
 
@@ -86,17 +86,17 @@ def _composed(name: str, overrides: Sequence[str], config_dir: str | None) -> Co
 
     recipe = compose(name, overrides, config_dir)
     count = gpus(recipe)
-    # SuperGradients' recipes say "DDP", never who starts the processes.
+    # SuperGradients' recipes only name "DDP". They do not name the launcher.
     launcher = "none" if count == 1 else infer_launcher(os.environ)
     return Configured(Config(recipe_config(recipe, launcher)), count)
 
 
-def command_words(args: argparse.Namespace, **changed: str | bool) -> list[str]:
-    """Return the words after `slipstream` that mean `args`, but with the options in `changed`."""
+def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:
+    """Return the arguments after `slipstream` that reproduce `args` with the options in `changed` replaced."""
     options = {**vars(args), **changed}
-    words = [options["command"], args.config, *args.overrides]
+    argv = [options["command"], args.config, *args.overrides]
     for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume"):
         flag, value = f"--{name.replace('_', '-')}", options.get(name)
         if value is not None:
-            words.append(flag if value is True else f"{flag}={value}")
-    return words
+            argv.append(flag if value is True else f"{flag}={value}")
+    return argv

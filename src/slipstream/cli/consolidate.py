@@ -1,4 +1,4 @@
-"""`slipstream consolidate`: one ordinary file from a sharded checkpoint."""
+"""`slipstream consolidate`: convert a sharded checkpoint into a single file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the file, beside the folder unless it is named, and print where it lies."""
+    """Write the file and print its path. The default path is next to the checkpoint folder."""
     from slipstream.checkpoint import consolidate
 
     folder = Path(args.folder)

@@ -1,4 +1,4 @@
-"""`slipstream data`: look at the data of a recipe, and decode it once."""
+"""`slipstream data`: inspect and cache the data of a recipe."""
 
 from __future__ import annotations
 

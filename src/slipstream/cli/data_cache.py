@@ -1,4 +1,4 @@
-"""`slipstream data cache`: decode all samples of a recipe into a cache on disk, and verify it."""
+"""`slipstream data cache`: decode all samples of a recipe into a verified cache on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import Part, each, parts_of, split_names
+from slipstream.cli.data_parts import Part, map_samples, parts_of, split_names
 from slipstream.cli.data_table import written_size
 from slipstream.config import Config
 from slipstream.dataset import DecodeCache, SegmentationDataset
@@ -21,39 +21,43 @@ from slipstream.recipes import find_recipe, is_composed
 
 __all__ = ["run"]
 
-_SAMPLED = 8  # samples from whose sizes the room is estimated
-_ROOTS = ("data_root", "root_dir", "root")  # what the data sets call their folder
+_SAMPLED = 8  # number of samples used to estimate the required disk space
+_ROOTS = ("data_root", "root_dir", "root")  # argument names of the data folder in supported datasets
 
 
 def run(args: argparse.Namespace) -> int:
-    """Fill the caches of all splits; return 1 if a sample cannot be read."""
+    """Fill the caches of all splits. Return 1 if a sample cannot be read."""
     if args.prune and args.split:
-        raise ConfigError("--prune removes what no split needs: it cannot go with --split")
+        raise ConfigError("`--prune` removes files that no split uses; it cannot be combined with `--split`")
     cfg = configure(args)
-    places = [
+    caches = [
         (part, DecodeCache(_folder(args.folder, part, cfg)))
         for split in split_names(cfg, args.split)
         for part in _cacheable(parts_of(cfg, split))
     ]
-    for folder in dict.fromkeys(cache.folder for _, cache in places):
-        _check_room(folder, [part for part, cache in places if cache.folder == folder])
+    for folder in dict.fromkeys(cache.folder for _, cache in caches):
+        _check_disk_space(folder, [part for part, cache in caches if cache.folder == folder])
     faults: list[str] = []
-    for part, cache in places:
+    for part, cache in caches:
         faults += _fill_all(part, cache, args.workers)
     if args.prune:
-        _prune(places)
+        _prune(caches)
     if faults:
         print(f"Not cached ({len(faults)}):", *faults, sep="\n  ")
-    if words := _missing_words(args, places):
-        print("To train with it, add to the command, or the same keys to the recipe:", *words, sep="\n  ")
+    if overrides := _missing_overrides(args, caches):
+        print(
+            "To train with the cache, add these overrides to the command or to the recipe:",
+            *overrides,
+            sep="\n  ",
+        )
     return 1 if faults else 0
 
 
-def _missing_words(args: argparse.Namespace, places: list[tuple[Part, DecodeCache]]) -> list[str]:
-    """Return the overrides that make the recipe use the caches, as far as it does not yet."""
+def _missing_overrides(args: argparse.Namespace, caches: list[tuple[Part, DecodeCache]]) -> list[str]:
+    """Return the overrides that enable the caches which the recipe does not use yet."""
     composed = is_composed(find_recipe(args.config, args.config_dir))
-    new = [(p, c) for p, c in places if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
-    key = "+dataset_params.{0.split}_dataset_params.cache" if composed else "{0.place}.cache"
+    new = [(p, c) for p, c in caches if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
+    key = "+dataset_params.{0.split}_dataset_params.cache" if composed else "{0.config_path}.cache"
     return list(dict.fromkeys(f"{key.format(part)}={cache.folder}" for part, cache in new))
 
 
@@ -62,70 +66,74 @@ def _cacheable(parts: list[Part]) -> Iterator[Part]:
         if isinstance(part.dataset, SegmentationDataset):
             yield part
         else:
-            print(f"{part.place}: {type(part.dataset).__name__} has nothing to cache: it decodes no files")
+            print(
+                f"{part.config_path}: {type(part.dataset).__name__} does not decode files; nothing to cache"
+            )
 
 
-def _folder(given: str | None, part: Part, cfg: Config) -> Path:
-    """Return where the cache of a data set shall be: as it is said, or beside the folder of the data."""
-    if given:
-        return Path(given)
+def _folder(option: str | None, part: Part, cfg: Config) -> Path:
+    """Return the cache folder of a dataset: `option`, the recipe's folder, or a folder next to the data."""
+    if option:
+        return Path(option)
     if part.dataset.cache is not None:
         return Path(part.dataset.cache.folder)
     node: Any = cfg
-    for word in part.place.split("."):
+    for word in part.config_path.split("."):
         node = node[int(word)] if isinstance(node, list) else node.get(word, {})
     for name in _ROOTS:
         if root := node.get(name):
             root = Path(root).expanduser().absolute()
             return root.with_name(f"{root.name}.cache")
     raise ConfigError(
-        f"{type(part.dataset).__name__} has no folder beside which the cache could be: give --folder",
-        part.place,
+        f"{type(part.dataset).__name__} has no data folder from which to derive the cache folder; set `--folder`",
+        part.config_path,
     )
 
 
-def _check_room(folder: Path, parts: list[Part]) -> None:
-    """Say what the samples that are missing need, and what is free.
+def _check_disk_space(folder: Path, parts: list[Part]) -> None:
+    """Print the disk space that the missing samples need and the free disk space.
 
     Raises:
-        DataError: it is not enough.
+        DataError: If the free disk space is not sufficient.
     """
     need = sum(_needed(part.dataset, DecodeCache(folder)) for part in parts)
-    there = next(place for place in (folder, *folder.parents) if place.exists())
-    free = shutil.disk_usage(there).free
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
     print(f"{folder}: needs about {written_size(need)} more; {written_size(free)} are free")
     if need > free:
-        raise DataError(f"'{there}' has not enough room for the cache: name another folder with --folder")
+        raise DataError(
+            f"not enough disk space in '{existing}' for the cache; use `--folder` to set another folder"
+        )
 
 
 def _needed(dataset: Any, cache: DecodeCache) -> float:
-    missing = [i for i, which in _known(dataset) if not cache.path(which).is_file()]
-    places = np.linspace(0, len(missing) - 1, min(_SAMPLED, len(missing))).astype(int)
-    sizes = [_size(dataset, missing[place]) for place in places]
+    missing = [i for i, key in _cache_keys(dataset) if not cache.path(key).is_file()]
+    positions = np.linspace(0, len(missing) - 1, min(_SAMPLED, len(missing))).astype(int)
+    sizes = [_size(dataset, missing[p]) for p in positions]
     known = [size for size in sizes if size is not None]
     return len(missing) * sum(known) / max(len(known), 1)
 
 
-def _known(dataset: Any) -> Iterator[tuple[int, str]]:
-    """Yield each sample with what the cache calls it, but those whose files are not there."""
+def _cache_keys(dataset: Any) -> Iterator[tuple[int, str]]:
+    """Yield the index and the cache key of each sample whose files exist."""
     for i in range(len(dataset)):
         try:
             yield i, dataset.cache_key(i)[0]
         except DataError:
-            continue  # it will be listed
+            continue  # reported by `_fill_all`
 
 
 def _size(dataset: Any, index: int) -> int | None:
     try:
         return DecodeCache.file_size(dataset.load(index)[1].shape)
     except DataError:
-        return None  # it will be listed
+        return None  # reported by `_fill_all`
 
 
 def _fill_all(part: Part, cache: DecodeCache, workers: int | None) -> list[str]:
-    """Fill the cache with a data set's samples, say how that went, and return what cannot be read."""
+    """Cache the samples of a dataset, print a summary, and return an error for each unreadable sample."""
     faults, sizes, made = [], [], 0
-    for result in each(partial(_fill, cache), part.dataset, workers, f"{part.title}: caching"):
+    for result in map_samples(partial(_fill, cache), part.dataset, workers, f"{part.title}: caching"):
         if isinstance(result, str):
             faults.append(result)
         else:
@@ -134,32 +142,34 @@ def _fill_all(part: Part, cache: DecodeCache, workers: int | None) -> list[str]:
             made += new
     print(
         f"{part.title}: {len(sizes):,} samples, {written_size(sum(sizes))}, verified; "
-        f"{made:,} decoded now, {len(sizes) - made:,} were there"
+        f"{made:,} decoded now, {len(sizes) - made:,} already cached"
     )
     return faults
 
 
 def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | str:
-    """Return the size of the sample's file and whether it was made now, or why it cannot be."""
+    """Return the size of the cached file and whether it is new, or the error message."""
     try:
         key = dataset.cache_key(index)
         if new := cache.read(key) is None:
             cache.write(key, *dataset.load(index))
             if cache.read(key) is None:
-                raise DataError(f"'{cache.path(key[0])}' is not what was written: is the disk sound?")
+                raise DataError(
+                    f"'{cache.path(key[0])}' differs from the data written; check the disk for errors"
+                )
         return cache.path(key[0]).stat().st_size, new
     except DataError as error:
         return str(error)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to '{cache.folder}' ({error.strerror or error}): name another folder with --folder"
+            f"cannot write to '{cache.folder}' ({error.strerror or error}); use `--folder` to set another folder"
         ) from error
 
 
-def _prune(places: list[tuple[Part, DecodeCache]]) -> None:
-    for folder in dict.fromkeys(cache.folder for _, cache in places):
+def _prune(caches: list[tuple[Part, DecodeCache]]) -> None:
+    for folder in dict.fromkeys(cache.folder for _, cache in caches):
         keep = [
-            which for part, cache in places if cache.folder == folder for _, which in _known(part.dataset)
+            key for part, cache in caches if cache.folder == folder for _, key in _cache_keys(part.dataset)
         ]
         count, size = DecodeCache(folder).prune(keep)
         print(f"{folder}: {count:,} files removed, {written_size(size)}")

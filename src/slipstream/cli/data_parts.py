@@ -1,4 +1,4 @@
-"""The data sets of a recipe, and work on all samples of one in several processes."""
+"""Datasets of a recipe, and parallel iteration over their samples."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slipstream.runner.user_config import add_config_path
 __all__ = [
     "Part",
     "check_numbered",
-    "each",
+    "config_context",
     "image_and_target",
     "loader_batch",
+    "map_samples",
     "parts_of",
-    "reading",
     "split_names",
 ]
 
@@ -35,24 +35,24 @@ _SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Part:
-    """A data set that reads samples itself, as opposed to one made of others."""
+    """A dataset that reads its samples itself, as opposed to a wrapper of other datasets."""
 
     split: str
-    place: str
-    """Where it stands in the configuration."""
+    config_path: str
+    """Its config path."""
     dataset: Any
 
     @property
     def title(self) -> str:
-        """Its split, and its place if that has several."""
-        return self.split if self.place.count(".") == 1 else self.place
+        """The split, or the config path if the split has several datasets."""
+        return self.split if self.config_path.count(".") == 1 else self.config_path
 
 
 def split_names(cfg: Config, only: str | None) -> list[str]:
-    """Return the splits that a recipe has, or the one that is asked for.
+    """Return all splits of a recipe, or only the requested one.
 
     Raises:
-        ConfigError: it has not.
+        ConfigError: If the recipe does not have the requested split.
     """
     found = [split for split in _SPLITS if cfg.get(f"{split}_dataloader") is not None]
     if only is None and found:
@@ -64,38 +64,39 @@ def split_names(cfg: Config, only: str | None) -> list[str]:
 
 
 def parts_of(cfg: Config, split: str) -> list[Part]:
-    """Return the data sets of a split.
+    """Return the datasets of a split.
 
     Raises:
-        SlipstreamError: a data set cannot be built, or is a stream; it says where.
+        SlipstreamError: If a dataset cannot be built or is iterable-style. The message contains its config path.
     """
     loader = cfg[f"{split}_dataloader"]
     dataset = loader.dataset if isinstance(loader, DataLoader) else loader.get("dataset")
     if dataset is None:
-        raise ConfigError("needs a 'dataset'", f"{split}_dataloader")
+        raise ConfigError("the key 'dataset' is missing", f"{split}_dataloader")
     if isinstance(dataset, Mapping):
-        with reading(cfg):
+        with config_context(cfg):
             dataset = DATASETS.build(dataset)
     return list(_leaves(split, f"{split}_dataloader.dataset", dataset))
 
 
-def check_numbered(dataset: Any, place: str) -> None:
-    """Raise ConfigError if the data set is a stream."""
+def check_numbered(dataset: Any, config_path: str) -> None:
+    """Raise ConfigError if the dataset is iterable-style."""
     if isinstance(dataset, IterableDataset):
         raise ConfigError(
-            f"{type(dataset).__name__} is a stream, of which no sample can be asked for by its number", place
+            f"{type(dataset).__name__} is an iterable-style dataset; a map-style dataset is required",
+            config_path,
         )
 
 
 @contextmanager
-def reading(cfg: Config) -> Iterator[None]:
-    """Look names up in the configuration's scope, and place errors in it."""
+def config_context(cfg: Config) -> Iterator[None]:
+    """Set the registry scope of the configuration, and add config paths to errors."""
     with add_config_path(cfg), default_scope(cfg.get("default_scope", "slipstream")):
         yield
 
 
 def loader_batch(cfg: Config, split: str) -> int | None:
-    """Return how many samples a batch of the split has, or None if only its own batch sampler knows."""
+    """Return the batch size of the split, or None if a custom batch sampler determines it."""
     loader = cfg[f"{split}_dataloader"]
     if isinstance(loader, DataLoader):
         return loader.batch_size
@@ -103,10 +104,10 @@ def loader_batch(cfg: Config, split: str) -> int | None:
 
 
 def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
-    """Return the image (C, H, W) and the class ids of a sample: `inputs` and `targets`, or the first two of a tuple.
+    """Return the image (C, H, W) and the class ids of a sample: `inputs` and `targets`, or the first two tuple items.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: If the sample has neither form.
     """
     if isinstance(sample, Mapping):
         pair: tuple[Any, ...] = (sample.get("inputs"), sample.get("targets"))
@@ -115,18 +116,20 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     image, target = pair if len(pair) == 2 else (None, None)
     if not isinstance(image, Tensor) or image.ndim != 3 or not isinstance(target, Tensor | int):
         raise ConfigError(
-            "'slipstream data' reads samples of images and class ids: {'inputs': tensor (C, H, W), "
-            f"'targets': tensor or int}}, or a tuple of the two, not {type(sample).__name__}"
+            "`slipstream data` requires samples {'inputs': tensor (C, H, W), 'targets': tensor or int} "
+            f"or a tuple of these two, not {type(sample).__name__}"
         )
     return image, torch.as_tensor(target)
 
 
-def each(function: Callable[[Any, int], T], dataset: Any, workers: int | None, title: str) -> Iterator[T]:
-    """Yield `function(dataset, i)` for all samples, in order, with a progress bar.
+def map_samples(
+    function: Callable[[Any, int], T], dataset: Any, workers: int | None, title: str
+) -> Iterator[T]:
+    """Yield `function(dataset, i)` for all samples in order, with a progress bar.
 
     Args:
-        function: of a module.
-        workers: processes; by default one for each core.
+        function: A module-level function, so that it can be pickled.
+        workers: Number of processes. Default: one per core.
     """
     from rich.console import Console
     from rich.progress import track
@@ -136,7 +139,7 @@ def each(function: Callable[[Any, int], T], dataset: Any, workers: int | None, t
         _Calls(function, dataset),
         batch_size=None,
         num_workers=workers if workers > 1 else 0,
-        collate_fn=_as_it_is,
+        collate_fn=_identity,
     )
     console = Console(stderr=True)
     hidden = not console.is_terminal
@@ -155,16 +158,16 @@ class _Calls(Dataset[Any]):
         return self.function(self.dataset, index)
 
 
-def _as_it_is(result: Any) -> Any:
+def _identity(result: Any) -> Any:
     return result
 
 
-def _leaves(split: str, place: str, dataset: Any) -> Iterator[Part]:
+def _leaves(split: str, config_path: str, dataset: Any) -> Iterator[Part]:
     if hasattr(dataset, "datasets"):
         for i, inner in enumerate(dataset.datasets):
-            yield from _leaves(split, f"{place}.datasets.{i}", inner)
+            yield from _leaves(split, f"{config_path}.datasets.{i}", inner)
     elif hasattr(dataset, "dataset"):
-        yield from _leaves(split, f"{place}.dataset", dataset.dataset)
+        yield from _leaves(split, f"{config_path}.dataset", dataset.dataset)
     else:
-        check_numbered(dataset, place)
-        yield Part(split, place, dataset)
+        check_numbered(dataset, config_path)
+        yield Part(split, config_path, dataset)

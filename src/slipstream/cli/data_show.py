@@ -1,4 +1,4 @@
-"""`slipstream data show`: draw samples as the network gets them."""
+"""`slipstream data show`: draw samples as the network receives them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import DataLoader
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import check_numbered, image_and_target, reading, split_names
+from slipstream.cli.data_parts import check_numbered, config_context, image_and_target, split_names
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
@@ -26,15 +26,15 @@ __all__ = ["run"]
 
 _ALPHA = 0.55
 _PALE = (228, 230, 234)
-_ACROSS = 3  # images in a row, where they have no masks
+_ACROSS = 3  # images per row if they have no masks
 
 RGB = NDArray[np.uint8]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write a contact sheet of the first samples of an epoch, in the order of training."""
+    """Write a contact sheet of the first samples of an epoch, in training order."""
     if args.epoch < 0:
-        raise ConfigError(f"--epoch must be 0 or more, not {args.epoch}")
+        raise ConfigError(f"`--epoch` must be at least 0, not {args.epoch}")
     cfg = configure(args)
     (split,) = split_names(cfg, args.split or "train")
     out = Path(args.out or f"{split}_epoch_{args.epoch}.png")
@@ -43,26 +43,26 @@ def run(args: argparse.Namespace) -> int:
     set_epoch(loader, args.epoch)
     indices = list(islice(chain.from_iterable(loader.batch_sampler or ()), args.count))
     if not indices:
-        raise ConfigError("gives no batches whose samples could be shown", f"{split}_dataloader")
+        raise ConfigError("the data loader returns no batches to show", f"{split}_dataloader")
     samples = [loader.dataset[index] for index in indices]
     captions = [f"sample {int(index)}, epoch {index.epoch}, seed {index.seed}" for index in indices]
     sheet = _sheet(samples, captions, getattr(loader.dataset, "metainfo", None) or {})
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         sheet.save(out)
-    except (OSError, ValueError) as error:  # ValueError: Pillow knows no such ending
+    except (OSError, ValueError) as error:  # ValueError: Pillow does not support the file extension
         raise ConfigError(f"cannot write '{out}': {error}", "--out") from error
-    print(f"{out}: {len(samples)} samples of {split}, as one process gets them in epoch {args.epoch}")
+    print(f"{out}: {len(samples)} samples of {split} as a single process loads them in epoch {args.epoch}")
     return 0
 
 
 def _loader(cfg: Config, split: str) -> DataLoader[Any]:
-    """Return the split's loader without worker processes: what it delivers does not depend on them."""
+    """Return the data loader of the split without worker processes, which do not affect the samples."""
     loader = cfg[f"{split}_dataloader"]
     if isinstance(loader, Mapping):
         loader = {**loader, "num_workers": 0, "multiprocessing_context": None}
     seed = (cfg.get("randomness") or {}).get("seed") or 0
-    with reading(cfg):
+    with config_context(cfg):
         return build_dataloader(loader, seed, f"{split}_dataloader", training=split == "train")
 
 
@@ -72,7 +72,7 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
         return _labelled(pairs, captions, classes)
-    # Of ignored pixels the network learns nothing: they must not look like a class that has their colour.
+    # Ignored pixels must not look like a class that has the same colour.
     blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
     rows = []
     for image, mask in pairs:
@@ -86,7 +86,7 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
 
 
 def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
-    """Return a sheet of images with the names of their classes below."""
+    """Return a contact sheet of images, each with its class name below."""
     blank = np.full_like(pairs[0][0], 255)
     images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _ACROSS)
     names = [
@@ -99,13 +99,13 @@ def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes
 
 
 def _finished(sample: Any) -> RGB:
-    """Return the image in the colours that the network sees, but not normalised, uint8 (H, W, 3)."""
+    """Return the image (uint8, H x W x 3) with the device colour transforms applied but not normalised."""
     image, program = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
         program = sample.get("finish")
     if program is not None and len(program) >= COLOURS:
         image = transform_images(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
-    if image.dtype.is_floating_point:  # normalised in the data set: from its darkest value to its brightest
+    if image.dtype.is_floating_point:  # normalised by the dataset: rescale min..max to 0..255
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)
     if len(image) == 1:

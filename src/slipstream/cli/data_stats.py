@@ -1,4 +1,4 @@
-"""`slipstream data stats`: what the data of a recipe hold, which files are broken, and what a sample costs."""
+"""`slipstream data stats`: dataset statistics, broken files and loading times of a recipe."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from slipstream.cli.configure import configure
-from slipstream.cli.data_parts import Part, each, image_and_target, loader_batch, parts_of, split_names
+from slipstream.cli.data_parts import Part, image_and_target, loader_batch, map_samples, parts_of, split_names
 from slipstream.cli.data_table import print_statistics
 from slipstream.dataset import SampleIndex, SegmentationDataset, apply_transforms, sample_rng
 from slipstream.errors import DataError
@@ -26,32 +26,32 @@ with extra("images"):
 
 __all__ = ["run"]
 
-_TIMED = 16  # samples whose times are taken
+_TIMED = 16  # number of samples to time
 
 
 class _Sample(NamedTuple):
-    """What is counted in one sample."""
+    """Statistics of one sample."""
 
     size: tuple[int, int]
     ids: dict[int, int]
-    """Pixels of each class id; one, for the class of a whole image."""
+    """Pixel count of each class id. A single entry if the whole image has one class."""
     values: NDArray[np.int64] | None
-    """How often each channel has each value (C, 256); None where they are no bytes."""
+    """Histogram of each channel (C, 256), or None if the values are not uint8."""
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the statistics of each split; return 1 if anything in the data is broken."""
+    """Print the statistics of each split. Return 1 if any data is broken."""
     cfg = configure(args)
     found, splits, files = [], [], []
     for split in split_names(cfg, args.split):
         try:
             parts = parts_of(cfg, split)
-        except DataError as error:  # such as files without a partner; the other splits have their own
+        except DataError as error:  # for example, unpaired files; continue with the other splits
             splits.append(f"{split}: {error}")
             continue
         for part in parts:
             samples = []
-            for sample in each(_look_at, part.dataset, args.workers, f"{part.title}: reading"):
+            for sample in map_samples(_look_at, part.dataset, args.workers, f"{part.title}: reading"):
                 samples.append(sample) if isinstance(sample, _Sample) else files.extend(sample)
             found.append({**_content(part, samples), **_costs(part, loader_batch(cfg, split))})
             if not args.json:
@@ -59,14 +59,14 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"data": found, "faults": splits + files}, indent=1))
         return 1 if splits or files else 0
-    for title, faults in (("Splits that cannot be read", splits), ("Broken files", files)):
+    for title, faults in (("Unreadable splits", splits), ("Broken files", files)):
         if faults:
             print(f"{title} ({len(faults)}):", *faults, sep="\n  ")
     return 1 if splits or files else 0
 
 
 def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
-    """Return what is counted in a sample, or what is wrong with it."""
+    """Return the statistics of a sample, or a list of its errors."""
     try:
         if not isinstance(dataset, SegmentationDataset):
             return _look_at_tensors(*image_and_target(dataset[index]))
@@ -76,12 +76,12 @@ def _look_at(dataset: Any, index: int) -> _Sample | list[str]:
     ids = {i: n for i, n in enumerate(_histogram(mask).tolist()) if n}
     classes, ignored = len(dataset.metainfo["classes"]), dataset.metainfo["ignore_index"]
     if unknown := [i for i in ids if i >= classes and i != ignored]:
-        return [f"sample {index} of {type(dataset).__name__} has label ids that are no class: {unknown}"]
+        return [f"sample {index} of {type(dataset).__name__} has label ids without a class: {unknown}"]
     return _Sample((mask.shape[0], mask.shape[1]), ids, _histogram(image).reshape(3, 256))
 
 
 def _look_at_tensors(image: Tensor, target: Tensor) -> _Sample:
-    """Return what is counted in an image (C, H, W) with its class, or with the class of each pixel."""
+    """Return the statistics of an image (C, H, W) with a class label or a mask."""
     ids, counts = np.unique(target.numpy(), return_counts=True)
     values = None
     if not image.dtype.is_floating_point:
@@ -95,7 +95,7 @@ def _histogram(pixels: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
-    """Yield what is wrong with each of the two files of a sample: `load` stops at the first."""
+    """Yield an error for each broken file of a sample, because `load` stops at the first one."""
     for name in ("load_image", "load_mask"):
         try:
             if read := getattr(dataset, name, None):
@@ -105,7 +105,7 @@ def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
 
 
 def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
-    """Return what the data hold, as plain values."""
+    """Return the statistics of a dataset as plain values."""
     pixels, images = Counter[int](), Counter[int]()
     for sample in samples:
         pixels.update(sample.ids)
@@ -117,7 +117,7 @@ def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
     sizes = Counter(sample.size for sample in samples).most_common()
     return {
         "split": part.split,
-        "place": part.place,
+        "place": part.config_path,
         "dataset": type(part.dataset).__name__,
         "samples": len(part.dataset),
         "readable": len(samples),
@@ -133,7 +133,7 @@ def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
 
 
 def _moments(values: list[NDArray[np.int64]]) -> dict[str, list[float] | None]:
-    """Return mean and standard deviation of each channel over all pixels, 0 to 255."""
+    """Return the mean and standard deviation of each channel over all pixels, in the range 0 to 255."""
     if not values:
         return {"mean": None, "std": None}
     counts = np.sum(values, axis=0)
@@ -144,14 +144,14 @@ def _moments(values: list[NDArray[np.int64]]) -> dict[str, list[float] | None]:
 
 
 def _costs(part: Part, batch: int | None) -> dict[str, Any]:
-    """Return the seconds that a sample takes in one process (medians), and the bytes of a batch of tensors."""
+    """Return the median seconds per sample in one process, and the size of a batch of tensors in bytes."""
     dataset, sizes = part.dataset, []
     seconds = defaultdict[str, list[float]](list)
     for index in np.linspace(0, len(dataset) - 1, min(_TIMED, len(dataset))).astype(int).tolist():
         try:
             sample = _timed(dataset, index, seconds)
         except DataError:
-            continue  # it is listed
+            continue  # already reported
         tensors = sample.values() if isinstance(sample, Mapping) else sample
         sizes.append(sum(t.nbytes for t in tensors if isinstance(t, Tensor)))
     return {
@@ -164,7 +164,7 @@ def _costs(part: Part, batch: int | None) -> dict[str, Any]:
 
 
 def _timed(dataset: Any, index: int, seconds: Mapping[str, list[float]]) -> Any:
-    """Return a sample, and note how long its parts took."""
+    """Return a sample and append its loading times to `seconds`."""
     start = perf_counter()
     if not isinstance(dataset, SegmentationDataset):
         sample: Any = dataset[index]

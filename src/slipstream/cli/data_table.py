@@ -1,4 +1,4 @@
-"""The statistics of a data set, as people read them."""
+"""Tables for the statistics of a dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MOST_SIZES = 8
 
 
 def print_statistics(found: Mapping[str, Any]) -> None:
-    """Print what `slipstream data stats` found in one data set."""
+    """Print the statistics of one dataset."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -30,7 +30,7 @@ def print_statistics(found: Mapping[str, Any]) -> None:
 
 
 def written_size(size: float) -> str:
-    """Return a number of bytes in words: `25.3 MB`."""
+    """Return a number of bytes with its unit: `25.3 MB`."""
     unit, larger = "B", ["TB", "GB", "MB", "kB"]
     while size >= 1000 and larger:
         size, unit = size / 1000, larger.pop()
@@ -47,25 +47,25 @@ def _rows(found: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
 def _lines(found: Mapping[str, Any]) -> Iterator[str]:
     never = [entry["name"] for entry in found["classes"] if not entry["samples"]]
     if never and found["readable"]:
-        yield f"Warning: never occurs: {', '.join(never)}"
+        yield f"Warning: classes without pixels: {', '.join(never)}"
     if found["mean"] is not None:
         after = ", after the transforms" if found["augmented"] else ""
-        yield f"mean {_numbers(found['mean'])}  std {_numbers(found['std'])}  (of 0 to 255, each channel{after})"
+        yield f"mean {_numbers(found['mean'])}  std {_numbers(found['std'])}  (per channel, 0 to 255{after})"
     if times := [f"{name} {1e3 * seconds:.3g} ms" for name, seconds in found["seconds"].items()]:
-        yield f"a sample, on one core of this machine: {', '.join(times)}"
+        yield f"time per sample on one core of this machine: {', '.join(times)}"
     batch = found["batch"]
     if batch["bytes"] is not None:
-        yield f"a batch of {batch['samples']} on its way to the device: {written_size(batch['bytes'])}"
+        yield f"a batch of {batch['samples']} as copied to the device: {written_size(batch['bytes'])}"
 
 
 def _sizes(sizes: list[Mapping[str, int]]) -> str:
     if not sizes:
-        return "none of which can be read"
+        return "none readable"
     said = [f"{size['width']} x {size['height']}" for size in sizes[:_MOST_SIZES]]
     if len(sizes) == 1:
         return f"{said[0]} pixels (width x height)"
     said = [f"{text} ({size['samples']:,})" for text, size in zip(said, sizes, strict=False)]
-    more = f" and {len(sizes) - _MOST_SIZES:,} sizes more" if len(sizes) > _MOST_SIZES else ""
+    more = f" and {len(sizes) - _MOST_SIZES:,} more sizes" if len(sizes) > _MOST_SIZES else ""
     return f"pixels (width x height): {', '.join(said)}{more}"
 
 

@@ -1,4 +1,4 @@
-"""`slipstream doctor`: machine, versions, devices, options, and what is misconfigured."""
+"""`slipstream doctor`: machine, versions, devices, options and misconfigurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from slipstream.runner.environment import collect_env, default_device
 
 __all__ = ["run"]
 
-Row = tuple[str, str, str]  # mark, name, what about it
+Row = tuple[str, str, str]  # mark, name, description
 _OK, _NO, _WARN = "ok", "--", "!!"
 _EXTRAS = {
     "images": "PIL",
@@ -34,18 +34,18 @@ _EXTRAS = {
     "toml": "tomli_w",
     "png": "pywuffs",
 }
-_GAINS = {"png": ", which decodes PNGs in a third of the time"}
+_GAINS = {"png": ", which decodes PNGs three times as fast"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; the exit status is 1 if something is misconfigured."""
+    """Print the report. Return 1 if something is misconfigured."""
     device = default_device()
     sections = {
         "Machine": [(_OK, name, str(value)) for name, value in collect_env().items()],
         "Packages": list(_packages()),
         "Options": list(_options(device)),
         "Distributed": list(_distributed(device)),
-        "Configuration": list(_problems(device)) or [(_OK, "nothing wrong found", "")],
+        "Configuration": list(_problems(device)) or [(_OK, "no problems found", "")],
     }
     for title, rows in sections.items():
         print(title)
@@ -89,7 +89,7 @@ def _options(device: torch.device) -> Iterator[Row]:
     yield (
         (_OK if npu else _NO),
         "NpuFused* optimizers",
-        "torch_npu" if npu else "stand-ins of the same maths (no torch_npu)",
+        "torch_npu" if npu else "pure PyTorch implementation (torch_npu is not installed)",
     )
 
 
@@ -116,7 +116,7 @@ def _launcher() -> Row:
         return (
             _OK,
             "launcher",
-            "none started this process; launchers pytorch, slurm, mpi; train --nproc, submit",
+            "not started by a launcher; use train --nproc, submit, or --launcher pytorch, slurm, mpi",
         )
     try:
         here = placement(launcher, os.environ)
@@ -131,22 +131,26 @@ def _setting(name: str) -> str:
 
 
 def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Run one matrix product under autocast; return why it cannot be, or None."""
+    """Run one matrix product under autocast. Return the error message, or None on success."""
     try:
         with torch.autocast(device.type, dtype=dtype):
             a = torch.ones(8, 8, device=device)
             fits = (a @ a).dtype == dtype
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
-    return None if fits else f"autocast on {device.type} does not use it"
+    return None if fits else f"autocast on {device.type} does not support it"
 
 
 def _problems(device: torch.device) -> Iterator[Row]:
     if device.type == "cpu" and shutil.which("nvidia-smi"):
-        yield _WARN, "GPU not used", "this machine has an NVIDIA GPU, but this build of torch cannot use it"
+        yield (
+            _WARN,
+            "GPU not used",
+            "this machine has an NVIDIA GPU, but this build of torch does not support it",
+        )
     threads, alone = torch.get_num_threads(), infer_launcher() == "none"
     if device.type == "cpu" and alone and threads < cores() and "OMP_NUM_THREADS" in os.environ:
-        yield _WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {cores()} cores: unset it or raise it"
+        yield _WARN, "OMP_NUM_THREADS", f"torch uses {threads} of {cores()} cores: unset or increase it"
     if threads > cores():
         yield (
             _WARN,
@@ -158,10 +162,10 @@ def _problems(device: torch.device) -> Iterator[Row]:
         yield (
             _WARN,
             "/dev/shm",
-            f"has {shm // 2**20} MiB, too little for data workers: docker run --shm-size=8g",
+            f"{shm // 2**20} MiB is too little for data workers: use docker run --shm-size=8g",
         )
     if shutil.disk_usage(tempfile.gettempdir()).free < 2**30:
         yield _WARN, "disk", f"less than 1 GiB is free in {tempfile.gettempdir()}"
     for name in ("CUDA_LAUNCH_BLOCKING", "TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if os.environ.get(name) not in (None, "", "0"):
-            yield _WARN, name, "is set and makes training slower: unset it outside debugging"
+            yield _WARN, name, "is set and slows down training: unset it unless you are debugging"

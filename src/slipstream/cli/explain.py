@@ -1,4 +1,4 @@
-"""`slipstream explain`: the options of a run, where each was set, and what this machine cannot do."""
+"""`slipstream explain`: the options of a run, their sources, and the options this machine does not support."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MACHINE_BOUND = (
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan as a table, and below it what this machine cannot do."""
+    """Print the speed plan as a table, followed by the options that this machine does not support."""
     from slipstream.registry import default_scope
     from slipstream.runner.planning import capabilities_of, read_plan
 
@@ -42,12 +42,12 @@ def run(args: argparse.Namespace) -> int:
     said = {**plan.sources, **plan.notes}
     print("Off: " + ", ".join(option for option in plan.options() if option not in said))
     if limits := [f"  {word}: {why}" for word, why in _limits(capabilities)]:
-        print(f"Without effect or impossible on this machine ({capabilities.device}):", *limits, sep="\n")
+        print(f"No effect or not supported on this machine ({capabilities.device}):", *limits, sep="\n")
     return 0
 
 
 def _model(cfg: Config) -> nn.Module:
-    """Return the model without memory for its weights, or with, if it cannot be built so."""
+    """Return the model on the meta device, or on the CPU if it cannot be built there."""
     import torch
 
     from slipstream.errors import SlipstreamError
@@ -89,7 +89,7 @@ def _rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, st
 
 
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
-    """Yield what no plan can have on this machine, and why."""
+    """Yield each option that this machine does not support, with the reason."""
     from slipstream.speed import SpeedPlan
     from slipstream.speed.refused import REFUSED, idle
 
@@ -102,11 +102,11 @@ def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
 
 
 def _describe(value: Any) -> str:
-    """Return the value of an option in few words: of options the first if it is a must, and those that were changed."""
+    """Return the value of an option as short text. For a dataclass, return required fields and non-default fields."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if value is None:
-        return "where it can be"
+        return "where supported"
     if not is_dataclass(value):
         return str(value)
     said = []
@@ -120,5 +120,5 @@ def _describe(value: Any) -> str:
 
 
 def _default(field: Any) -> Any:
-    """Return the default of a field, MISSING if it must be given."""
+    """Return the default of a field, or MISSING if the field is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()

@@ -1,4 +1,4 @@
-"""The command `slipstream`: parse the words, run the command, say errors in one line."""
+"""The `slipstream` command: parse the arguments, run the command, and print errors in one line."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ import sys
 from collections.abc import Sequence
 
 from slipstream.cli.parser import parse
-from slipstream.cli.processes import announce, enter_process, in_launch, speaking
+from slipstream.cli.processes import announce, enter_process, first_failure, in_launch
 from slipstream.errors import ConfigError, SlipstreamError
 
 __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` and return the exit status: 2 for a wrong word, 1 for a failed run."""
+    """Run the command line `argv` and return the exit status: 2 for an invalid argument, 1 for a failed run."""
     args = parse(argv)
-    # Before torch loads OpenMP: threads that wait in sleep cost nothing on an idle machine, and a training that
-    # shares its cores with another program is several times faster than with threads that wait by spinning.
+    # Must be set before torch loads OpenMP. Sleeping threads cost nothing on an idle machine. If another program
+    # uses the same cores, training is several times faster than with spinning threads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     enter_process()
     command = importlib.import_module(f"slipstream.cli.{args.command.replace('-', '_')}")
@@ -32,12 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         announce("interrupted")
         if not in_launch():
-            print("interrupted; what was written so far is complete", file=sys.stderr)
+            print("interrupted; all files written so far are complete", file=sys.stderr)
         return 130
     except Exception as error:
         if not in_launch():
             raise
-        with speaking() as first:
+        with first_failure() as first:
             if first:
                 sys.excepthook(type(error), error, error.__traceback__)
         return 1
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _fail(error: SlipstreamError, status: int) -> int:
     announce(f"{type(error).__name__}: {error}")
     notes = " ".join(getattr(error, "__notes__", ()))
-    with speaking() as first:
+    with first_failure() as first:
         if first:
             print(f"slipstream: error: {error}{' ' + notes if notes else ''}", file=sys.stderr)
     return status

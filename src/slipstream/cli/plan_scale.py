@@ -1,4 +1,4 @@
-"""`slipstream plan-scale`: what a training step should take on more GPUs than one has."""
+"""`slipstream plan-scale`: predict the time of a training step on many GPUs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMULAS = {"segformer_1b": segformer_1b}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print a prediction for each number of GPUs, and what it assumes."""
+    """Print a prediction for each number of GPUs, followed by the assumptions."""
     model, size, batch = _model(args.model, args.size, args.batch_per_gpu)
     gpu, network = _preset("gpu", args.gpu, GPUS), _preset("network", args.network, NETWORKS)
     clusters = [make_cluster(gpu, network, n, args.gpus_per_node) for n in args.gpus]
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[Model, tuple[int, int], int]:
-    """Return a recipe's or a network's blocks, the height and width of its images, and the samples of a GPU."""
+    """Return the model of a recipe or network, the image height and width, and the batch size per GPU."""
     if name in _FORMULAS:
         size = size or _SIZE
         return _FORMULAS[name](*size), size, batch or _BATCH
@@ -65,7 +65,7 @@ def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[
         network = {"type": name}
     else:
         known = [*recipes(), *MODELS.module_dict, *_FORMULAS]
-        raise UnknownNameError(f"there is no recipe or network '{name}'{did_you_mean(name, known)}")
+        raise UnknownNameError(f"no recipe or network is named '{name}'{did_you_mean(name, known)}")
     with torch.device("meta"):
         module = MODELS.build(network)
     size = size or _SIZE
@@ -78,13 +78,13 @@ def _of_recipe(name: str) -> tuple[Any, tuple[int, int] | None, int | None]:
     cfg = load_config(name).cfg
     network = (cfg.get("model") or {}).get("network")
     if network is None:
-        raise ConfigError(f"{find_recipe(name)} has no 'model.network'; name a network instead")
+        raise ConfigError(f"{find_recipe(name)} has no 'model.network'; use the name of a network instead")
     loader = cfg.get("train_dataloader") or {}
     return network, _image_size(loader.get("dataset") or {}), loader.get("batch_size")
 
 
 def _image_size(dataset: Any) -> tuple[int, int] | None:
-    """Return height and width of what the last transform that crops leaves, else of the data set's images."""
+    """Return the crop size (height, width) of the last cropping transform, or the dataset's image size."""
     for transform in reversed(dataset.get("transforms") or []):
         if crop := transform.get("crop_size"):
             width, height = (crop, crop) if isinstance(crop, int) else crop
@@ -95,7 +95,7 @@ def _image_size(dataset: Any) -> tuple[int, int] | None:
 def _preset(kind: str, name: str, presets: dict[str, Any]) -> Any:
     if name not in presets:
         hint = did_you_mean(name, presets)
-        raise UnknownNameError(f"there is no {kind} '{name}'{hint} (one of {', '.join(presets)})")
+        raise UnknownNameError(f"unknown {kind} '{name}'{hint} (choose from {', '.join(presets)})")
     return presets[name]
 
 
@@ -103,7 +103,7 @@ def _predict(model: Model, cluster: Cluster, batch: int, args: argparse.Namespac
     return [
         predict(model, cluster, Strategy(kind, sync_bn=not args.no_sync_bn), batch, args.step_time)
         for kind in ("ddp", "hsdp", "fsdp2")
-        if kind != "hsdp" or 1 < cluster.local < cluster.gpus  # else it is one of the others
+        if kind != "hsdp" or 1 < cluster.local < cluster.gpus  # otherwise HSDP equals DDP or FSDP2
     ]
 
 
@@ -166,7 +166,7 @@ def _as_json(predictions: list[Prediction]) -> dict[str, Any]:
 
 def _assumptions(args: argparse.Namespace) -> str:
     gpu, network = GPUS[args.gpu], NETWORKS[args.network]
-    cards = "for each GPU" if network.per_gpu else "for each machine"
+    cards = "per GPU" if network.per_gpu else "per node"
     computing = (
         f"the measured {args.step_time * 1e3:g} ms on one GPU"
         if args.step_time
@@ -175,9 +175,10 @@ def _assumptions(args: argparse.Namespace) -> str:
     )
     noise = Strategy("ddp").noise
     return (
-        f"Computing: {computing}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s inside a machine "
-        f"of {args.gpus_per_node},\nand of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} between machines. "
+        f"Compute: {computing}. Links: {SUSTAINED_LINK:.0%} of {gpu.link_bandwidth / 1e9:g} GB/s within a node "
+        f"of {args.gpus_per_node} GPUs,\nand of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} between nodes. "
         f"bf16 activations and gathered parameters, float32 sums,\nAdam; "
-        f"BatchNorm {'of each GPU' if args.no_sync_bn else 'over all GPUs'}; step times of a GPU vary by {noise:.0%}. "
-        f"The input pipeline keeps up.\nNot measured: see docs/scaling.md for where this is likely wrong."
+        f"BatchNorm {'per GPU' if args.no_sync_bn else 'over all GPUs'}; the step time of each GPU varies by "
+        f"{noise:.0%}. The input pipeline keeps up.\n"
+        f"These are predictions, not measurements: docs/scaling.md lists likely errors."
     )

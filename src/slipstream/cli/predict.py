@@ -1,4 +1,4 @@
-"""`slipstream predict`: write coloured masks of images."""
+"""`slipstream predict`: write colour masks for images."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write `NAME_mask.png` and `NAME_overlay.png` of each image into the folder `--out`."""
+    """Write `NAME_mask.png` and `NAME_overlay.png` for each image to the folder `--out`."""
     path = Path(args.checkpoint) if args.checkpoint else _newest_checkpoint()
     checkpoint = load_checkpoint(path)
     meta = checkpoint.get("meta", {})
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     palette = (meta.get("dataset_meta") or {}).get("palette")
     if palette is None:
         raise CheckpointError(
-            f"{path} does not say its classes' colours: it was not trained on a segmentation set"
+            f"{path} does not contain a class palette; `slipstream predict` requires a segmentation checkpoint"
         )
     _check_stems(args.images)
     predict = _predictor(cfg, checkpoint, path)
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"no folder can be made there: {error}", "--out") from error
+        raise ConfigError(f"cannot create the folder: {error}", "--out") from error
     for name in args.images:
         image = _read(Path(name))
         mask = predict(image)
@@ -62,7 +62,7 @@ def _check_stems(images: Sequence[str]) -> None:
         first = by_stem.setdefault(Path(name).stem, name)
         if Path(first) != Path(name):
             raise DataError(
-                f"{first} and {name} would be written to the same files: predict them into two folders (--out)"
+                f"{first} and {name} would overwrite each other's output; run them with different `--out` folders"
             )
 
 
@@ -70,17 +70,19 @@ def _newest_checkpoint() -> Path:
     folders = sorted(Path("work_dirs").glob("*/last_checkpoint"), key=lambda p: p.stat().st_mtime)
     found = find_latest_checkpoint(folders[-1].parent) if folders else None
     if found is None:
-        raise CheckpointError("there is no checkpoint under work_dirs/: train first, or give --checkpoint")
+        raise CheckpointError("no checkpoint found in work_dirs/; train first or set `--checkpoint`")
     return found
 
 
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
     try:
-        cfg = Config(yaml.safe_load(meta["cfg"]) or {})  # data: no _base_ is followed, nothing imported
+        cfg = Config(
+            yaml.safe_load(meta["cfg"]) or {}
+        )  # plain data: `_base_` is not followed, nothing is imported
     except (KeyError, ConfigError, TypeError, ValueError, yaml.YAMLError):
         cfg = Config({})
     if "model" not in cfg:
-        raise CheckpointError(f"{path} does not hold its configuration: give it with --config")
+        raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
     return cfg
 
 
@@ -89,18 +91,17 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
     model = MODELS.build(cfg.model).to(device).eval()
     load_weights(model, checkpoint["state_dict"], strict=True, source=str(path))
     dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
-    while inner := dataset.get("dataset") or dataset.get(
-        "datasets"
-    ):  # a set made of others has their transforms
+    # A wrapper dataset uses the transforms of its inner datasets.
+    while inner := dataset.get("dataset") or dataset.get("datasets"):
         dataset = inner[0] if isinstance(inner, list) else inner
     transforms = [TRANSFORMS.build(t) for t in dataset.get("transforms", ())]
 
     @torch.no_grad()
     def predict(image: np.ndarray) -> np.ndarray:
-        no_mask = np.zeros(image.shape[:2], np.uint8)  # as targets it cuts off what the model pads
+        no_mask = np.zeros(image.shape[:2], np.uint8)  # serves as target, so the model crops its padding
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
-        left, top, right, bottom = composed.region.image_box  # without what the transforms pad
+        left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms
         mask = model.val_step(batch)["preds"][0, top:bottom, left:right].to(torch.uint8).cpu().numpy()
         size = (image.shape[1], image.shape[0])
         return np.asarray(Image.fromarray(mask).resize(size, Image.Resampling.NEAREST))
@@ -113,6 +114,6 @@ def _read(path: Path) -> np.ndarray:
         with Image.open(path) as image:
             return np.asarray(image.convert("RGB"))
     except FileNotFoundError as error:
-        raise DataError(f"there is no image {path}") from error
+        raise DataError(f"image file not found: {path}") from error
     except (UnidentifiedImageError, OSError) as error:
-        raise DataError(f"{path} is no readable image: {error}") from error
+        raise DataError(f"cannot read {path} as an image: {error}") from error

@@ -1,4 +1,4 @@
-"""Several processes of one command on this machine, under torch's elastic launcher."""
+"""Run one command in several processes on this machine with torch's elastic launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from slipstream.cli.configure import command_words
+from slipstream.cli.configure import command_args
 from slipstream.cores import cores
 from slipstream.errors import ConfigError
 
@@ -23,35 +23,37 @@ if TYPE_CHECKING:
 __all__ = [
     "announce",
     "enter_process",
+    "first_failure",
     "in_launch",
     "launch",
+    "needs_launch",
     "restarted_with_progress",
-    "speaking",
-    "wants_processes",
 ]
 
-# Names, to the processes of one launch, a folder that they share.
+# Environment variable with the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# The file in it that says how far the work_dir had come when the launch began.
+# File in this folder that stores the progress of the work_dir when the launch began.
 _PROGRESS = "progress"
 
 
-def wants_processes(args: argparse.Namespace) -> bool:
-    """Say whether the command shall be launched in processes of its own.
+def needs_launch(args: argparse.Namespace) -> bool:
+    """Return whether the command must be launched in separate processes.
 
     Raises:
-        ConfigError: `--max-restarts` without them.
+        ConfigError: If `--max-restarts` is set without `--nproc`.
     """
     if args.nproc is None and args.max_restarts:
-        raise ConfigError("--max-restarts needs --nproc: it is who starts processes that restarts them")
+        raise ConfigError(
+            "`--max-restarts` requires `--nproc`; other launchers have their own restart option"
+        )
     return args.nproc is not None
 
 
 def launch(args: argparse.Namespace, work_dir: str) -> int:
-    """Run the command in `args.nproc` processes, and return the exit status of the first that failed, or 0.
+    """Run the command in `args.nproc` processes. Return the exit status of the first that failed, or 0.
 
-    Their output goes where this process's goes; Ctrl-C and SIGTERM reach all of them, and a failure of one ends
-    the others.
+    The processes inherit stdout and stderr. Ctrl-C and SIGTERM reach all of them, and a failure of one
+    terminates the others.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -60,19 +62,19 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
     config = _launch_config(_count(args.nproc), args.max_restarts)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // config.nproc_per_node)))
     _silence_launcher()
-    # The launcher replaces $local_rank in the words.
-    words = [word.replace("$", "$$") for word in command_words(args, launcher="pytorch")]
+    # The launcher replaces $local_rank in the arguments.
+    argv = [word.replace("$", "$$") for word in command_args(args, launcher="pytorch")]
     with _shared_folder(work_dir) as folder:
         config.logs_specs = DefaultLogsSpecs(folder)
         try:
-            elastic_launch(config, sys.executable)("-m", "slipstream", *words)
+            elastic_launch(config, sys.executable)("-m", "slipstream", *argv)
         except ChildFailedError as error:
             speaker = Path(folder) / f"failed-{args.max_restarts}"
             return _report(error.failures, said=speaker.is_file() and bool(speaker.read_text()))
         except SignalException as stopped:
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            print(f"stopped by {stopped.sigval.name}; what was written so far is complete", file=sys.stderr)
+            print(f"stopped by {stopped.sigval.name}; all files written so far are complete", file=sys.stderr)
             return 128 + stopped.sigval
     return 0
 
@@ -88,7 +90,7 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
         run_id="slipstream",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",  # whatever the machine's name resolves to
+        local_addr="127.0.0.1",  # do not depend on how the host name resolves
     )
 
 
@@ -109,22 +111,22 @@ def _count(text: str) -> int:
     try:
         count: int = determine_local_world_size(text)
     except ValueError as error:
-        raise ConfigError(f"--nproc is a number, gpu, auto or cpu, not '{text}': {error}") from None
+        raise ConfigError(f"`--nproc` must be a number, gpu, auto or cpu, not '{text}': {error}") from None
     if count < 1:
-        raise ConfigError(f"--nproc must be 1 or more, not {text}")
+        raise ConfigError(f"`--nproc` must be at least 1, not {text}")
     return count
 
 
 def _silence_launcher() -> None:
-    """The launcher calls each of its steps a warning; what a user needs is said by the processes and here."""
+    """Disable the launcher's log, which reports each of its steps as a warning."""
     logger = logging.getLogger("torch.distributed.elastic")
     logger.addHandler(logging.NullHandler())
     logger.propagate = False
 
 
 def _report(failures: Mapping[int, Any], said: bool) -> int:
-    """Return the exit status of the first process that failed, and say so if no process could say why."""
-    # Those that SIGTERM ended were ended by the launcher, since another had failed.
+    """Return the exit status of the first process that failed. Print an error if no process printed one."""
+    # The launcher terminates the remaining processes with SIGTERM after a failure.
     rank, first = min(
         failures.items(),
         key=lambda item: (item[1].exitcode == -signal.SIGTERM, item[1].timestamp, item[1].exitcode > 0),
@@ -133,29 +135,29 @@ def _report(failures: Mapping[int, Any], said: bool) -> int:
     if status < 0:
         name = signal.Signals(-status).name
         hint = "; did the machine run out of memory?" if name == "SIGKILL" else ""
-        print(f"slipstream: error: rank {rank} (pid {first.pid}) was ended by {name}{hint}", file=sys.stderr)
+        print(f"slipstream: error: rank {rank} (pid {first.pid}) was killed by {name}{hint}", file=sys.stderr)
         return 128 - status
-    if not said or status not in (1, 2):  # those of `main`
-        print(f"slipstream: error: rank {rank} ended with exit status {status}", file=sys.stderr)
+    if not said or status not in (1, 2):  # exit statuses of `main`
+        print(f"slipstream: error: rank {rank} exited with status {status}", file=sys.stderr)
     return status
 
 
-# ---- in each of the processes ----------------------------------------------------------------------------------
+# ---- in each launched process ----------------------------------------------------------------------------------
 
 
 def in_launch() -> bool:
-    """Say whether `launch` started this process."""
+    """Return whether `launch` started this process."""
     return _FOLDER in os.environ
 
 
 def enter_process() -> None:
-    """Bind this process to the one that launched it, if one did: it must not outlive it."""
+    """Ensure that this process does not outlive the process that launched it, if any."""
     if not in_launch():
         return
     if sys.platform == "linux":
         import ctypes
 
-        # Each process has a session of its own: neither a closed terminal nor the launcher's death would reach it.
+        # Each process has its own session, so a closed terminal or a dead launcher does not signal it.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if (attempt := _attempt()) and os.environ["LOCAL_RANK"] == "0":
@@ -166,16 +168,16 @@ def enter_process() -> None:
 
 
 def announce(text: str) -> None:
-    """Tell the other processes of this run, if there are any, that this one failed."""
-    if "slipstream.dist" in sys.modules:  # no other knows of this one before
+    """Report the failure of this process to the other processes of the run, if any."""
+    if "slipstream.dist" in sys.modules:  # otherwise no process group exists
         from slipstream.dist import announce_failure
 
         announce_failure(text)
 
 
 @contextmanager
-def speaking() -> Iterator[bool]:
-    """Give whether this process's failure is the first of its launch: the only one to be shown, in the block."""
+def first_failure() -> Iterator[bool]:
+    """Yield whether this process is the first of its launch to fail. Only the first prints its error."""
     if not in_launch():
         yield True
         return
@@ -190,9 +192,9 @@ def speaking() -> Iterator[bool]:
 
 
 def restarted_with_progress(work_dir: str) -> bool:
-    """Say whether the launcher restarted this process after a failure, and a checkpoint was written before.
+    """Return whether the launcher restarted this process after a failure and this launch wrote a checkpoint.
 
-    A checkpoint that an earlier run left in the work_dir is none of this one.
+    Checkpoints that earlier runs left in the work_dir do not count.
     """
     if not _attempt():
         return False
@@ -205,6 +207,6 @@ def _attempt() -> int:
 
 
 def _progress(work_dir: str) -> str:
-    """Return what changes whenever a checkpoint is written."""
+    """Return a string that changes whenever a checkpoint is written."""
     pointer = Path(work_dir) / "last_checkpoint"
     return str(pointer.stat().st_mtime_ns) if pointer.is_file() else ""

@@ -10,7 +10,7 @@ __all__ = ["run"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print each recipe's name and what it does."""
+    """Print the name and description of each recipe."""
     found = recipes()
     width = max(map(len, found))
     for name, purpose in found.items():

@@ -1,4 +1,4 @@
-"""`slipstream submit`: train on a Slurm cluster, by a batch file that a user can read and keep."""
+"""`slipstream submit`: train on a Slurm cluster with a readable, reusable batch script."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from slipstream.cli.configure import command_words, configure
+from slipstream.cli.configure import command_args, configure
 from slipstream.errors import ConfigError, DistributedError
 
 __all__ = ["batch_file", "run"]
@@ -17,7 +17,7 @@ _FILE = "submit.sbatch"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write the batch file into the work_dir, hand it to sbatch, and print the job's number."""
+    """Write the batch script to the work_dir, submit it with sbatch, and print the job id."""
     cfg = configure(args)
     work_dir = Path(cfg.work_dir).absolute()
     text = batch_file(args, work_dir)
@@ -29,22 +29,22 @@ def run(args: argparse.Namespace) -> int:
     path = work_dir / _FILE
     path.write_text(text)
     job = _sbatch(path)
-    print(f"Submitted job {job}, which {start}. It is written in {path}; logs in {work_dir}/slurm-{job}.log")
+    print(f"Submitted job {job}, which {start}. Batch script: {path}; log: {work_dir}/slurm-{job}.log")
     return 0
 
 
 def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
-    """Return the text of the batch file: a bash script whose options for sbatch stand at its top."""
+    """Return the text of the batch script, a bash script with sbatch options at the top."""
     for path in (work_dir, Path.cwd()):
         if not str(path).isprintable():
             raise ConfigError(
-                f"a folder's name with a line break cannot stand in a batch file: {str(path)!r}"
+                f"folder names in a batch script must not contain line breaks or control characters: {str(path)!r}"
             )
-    words = command_words(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
+    argv = command_args(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
     srun = ["srun", "--kill-on-bad-exit=1"]
     if args.cpus_per_task:
-        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not take it from the job
-    command = shlex.join([*srun, sys.executable, "-m", "slipstream", *words])
+        srun.append(f"--cpus-per-task={args.cpus_per_task}")  # srun does not inherit it from the job
+    command = shlex.join([*srun, sys.executable, "-m", "slipstream", *argv])
     options = "\n".join(f"#SBATCH {option}" for option in _options(args, work_dir))
     return _TEMPLATE.format(
         file=shlex.quote(str(work_dir / _FILE)),
@@ -56,26 +56,26 @@ def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
 
 _TEMPLATE = """\
 #!/bin/bash
-# Written by `slipstream submit`. It can be changed, kept, and submitted again: sbatch {file}
-# Every run of it goes on from the last checkpoint in its --work-dir, or starts anew if there is none.
+# Written by `slipstream submit`. You can edit this file and submit it again: sbatch {file}
+# Each run resumes from the last checkpoint in its --work-dir, or starts from scratch if there is none.
 {options}
 
 set -eu
 
-# Each process has the cores that Slurm gave to its task.
+# Each process uses the cores that Slurm assigns to its task.
 export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 {requeue}
-# One process for each task; if one fails, all end.
+# One process per task. If one fails, srun terminates all of them.
 {command}
 """
 
 _REQUEUE = """
-# Two minutes before its time limit the job queues itself again, and goes on from its last checkpoint: it must write one
-# within that time (default_hooks.checkpoint.interval), or it never gets any further.
+# Two minutes before its time limit the job requeues itself and resumes from its last checkpoint. Write a checkpoint at
+# least once per time limit (default_hooks.checkpoint.interval), otherwise the job makes no progress.
 trap 'scontrol requeue "$SLURM_JOB_ID" || true' USR1
 """
 
-_WAIT = "wait $! || wait $!  # the signal ends the first one, but not srun"
+_WAIT = "wait $! || wait $!  # the signal interrupts the first wait, but not srun"
 
 
 def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
@@ -93,7 +93,7 @@ def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:
         "mem": args.mem,
         "chdir": Path.cwd(),
         "output": f"{str(work_dir).replace('%', '%%')}/slurm-%j.log",
-        "open-mode": "append",  # a job that is queued again goes on with its log
+        "open-mode": "append",  # a requeued job continues its log
     }
     options = [f"--{name}={shlex.quote(str(value))}" for name, value in given.items() if value is not None]
     if args.requeue:
@@ -105,7 +105,7 @@ def _start(work_dir: Path) -> str:
     from slipstream.checkpoint import find_latest_checkpoint
 
     latest = find_latest_checkpoint(work_dir)
-    return f"goes on from {latest}" if latest else "starts anew"
+    return f"resumes from {latest}" if latest else "starts from scratch"
 
 
 def _sbatch(path: Path) -> str:
@@ -113,8 +113,8 @@ def _sbatch(path: Path) -> str:
         done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True, check=True)
     except FileNotFoundError:
         raise DistributedError(
-            f"there is no sbatch on this machine: submit {path} on a machine of the Slurm cluster"
+            f"sbatch not found on this machine; submit {path} on a node of the Slurm cluster"
         ) from None
     except subprocess.CalledProcessError as error:
-        raise DistributedError(f"sbatch refused {path}: {' '.join(error.stderr.split())}") from None
+        raise DistributedError(f"sbatch rejected {path}: {' '.join(error.stderr.split())}") from None
     return done.stdout.strip().partition(";")[0]  # JOB or JOB;CLUSTER

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slipstream.cli.configure import read_config
-from slipstream.cli.processes import launch, restarted_with_progress, wants_processes
+from slipstream.cli.processes import launch, needs_launch, restarted_with_progress
 
 if TYPE_CHECKING:
     from slipstream.config import Config
@@ -18,12 +18,12 @@ __all__ = ["run", "summary"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print where everything lies."""
+    """Train, and print a summary."""
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
 
     cfg, gpus = read_config(args)
-    if wants_processes(args):
+    if needs_launch(args):
         return launch(args, cfg.work_dir)
     if args.launcher is None and cfg.get("launcher", "none") == "none" and (count := _devices(cfg, gpus)) > 1:
         args.nproc = str(count)
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _devices(cfg: Config, wanted: int | None) -> int:
-    """Return on how many devices of this machine to train; if they are fewer than wanted, say what comes of it."""
+    """Return the number of devices to train on. Warn if this machine has fewer than the recipe expects."""
     if wanted == 1:
         return 1
     import torch
@@ -48,9 +48,9 @@ def _devices(cfg: Config, wanted: int | None) -> int:
         return wanted or count
     there, batch = max(count, 1), cfg.train_dataloader.batch_size
     print(
-        f"slipstream: warning: the recipe trains on {wanted} GPUs, and this machine has {count}: the batch is "
-        f"{there} x {batch}, not {wanted} x {batch}. training_params.batch_accumulate={-(-wanted // there)} makes up "
-        f"for it; num_gpus={there} says that it is meant",
+        f"slipstream: warning: the recipe expects {wanted} GPUs, but this machine has {count}; the batch size is "
+        f"{there} x {batch} instead of {wanted} x {batch}. Set training_params.batch_accumulate="
+        f"{-(-wanted // there)} to compensate, or num_gpus={there} to disable this warning",
         file=sys.stderr,
     )
     return there
@@ -62,13 +62,13 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
     if args.resume is not None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
-        # Not left at True, with which a Runner prefers `load_from` to the checkpoints of the run itself.
+        # With `resume=True`, a Runner would prefer `load_from` to the checkpoints of this run.
         latest = find_latest_checkpoint(cfg.work_dir)
         cfg.resume = str(latest) if latest is not None else not cfg.get("load_from")
 
 
 def summary(runner: Runner) -> str:
-    """Return one line: the last metrics, the speed, and where checkpoints, picture and logs lie."""
+    """Return one line with the last metrics, the speed, and the paths of checkpoints, plots and logs."""
     hub, folder = runner.message_hub, Path(runner.work_dir)
     metrics = [
         f"{name.removeprefix('val/')} {_shown(history.current())}"
@@ -83,4 +83,4 @@ def summary(runner: Runner) -> str:
 
 
 def _shown(value: float) -> str:
-    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a share, or percent
+    return f"{value:.4f}" if abs(value) < 1 else f"{value:.2f}"  # a fraction, or percent

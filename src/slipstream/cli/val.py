@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from slipstream.cli.configure import configure
-from slipstream.cli.processes import launch, wants_processes
+from slipstream.cli.processes import launch, needs_launch
 from slipstream.errors import CheckpointError
 
 __all__ = ["run"]
@@ -20,17 +20,17 @@ def run(args: argparse.Namespace) -> int:
     from slipstream.training.config_paths import at_user_paths
     from slipstream.training.recipe import pretrained_whole
 
-    several = wants_processes(args)
+    several = needs_launch(args)
     cfg = configure(args)
     checkpoint = args.checkpoint or cfg.get("load_from") or find_latest_checkpoint(cfg.work_dir)
     if checkpoint is None and not pretrained_whole(cfg):
-        raise CheckpointError(f"there is no checkpoint in {cfg.work_dir}: train first, or give --checkpoint")
+        raise CheckpointError(f"no checkpoint found in {cfg.work_dir}; train first or set `--checkpoint`")
     if several:
         return launch(args, cfg.work_dir)
     cfg.load_from, cfg.resume = checkpoint and str(checkpoint), False
     with at_user_paths(cfg):
         runner = Runner.from_cfg(cfg)
-        if checkpoint is None:  # the weights that the recipe names, of checkpoint_params
+        if checkpoint is None:  # use the pretrained weights of checkpoint_params
             model: Any = unwrap_model(runner.model)
             model.init_weights()
         metrics = runner.val()

@@ -1,4 +1,4 @@
-"""The recipes that come with the package: YAML files in the Runner's words, or composed by Hydra."""
+"""Built-in recipes: YAML files in the Runner's syntax, or in SuperGradients' syntax and composed by Hydra."""
 
 from slipstream.recipes.compose import compose
 from slipstream.recipes.find import find_recipe, is_composed, recipes

@@ -1,4 +1,4 @@
-"""Which recipes there are, where their files lie, and in whose words they are written."""
+"""Find recipes and read their files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 __all__ = ["FOLDER", "find_recipe", "is_composed", "read_yaml", "recipes"]
 
 FOLDER = Path(__file__).parent
-# What other recipes include to have their shortcuts; no recipe itself.
+# Included by other recipes for its shortcuts. Not a recipe itself.
 _INCLUDED = "variable_setup"
-_WORDS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
+_COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
-    """Return what each recipe does, the comment in its first line, by its name; those of `config_dir` first."""
+    """Return the names and descriptions (the comment in the first line) of all recipes, those in `config_dir` first."""
     found: dict[str, str] = {}
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for path in sorted(folder.glob("[a-z]*.yaml")):
@@ -31,57 +31,57 @@ def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
 
 
 def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
-    """Return the file of a recipe, given by its name or as a configuration file of the user's.
+    """Return the file of a recipe, given its name or the path of a configuration file.
 
     Args:
-        name: a recipe's name, or a path with its ending.
-        config_dir: a folder of the user's own recipes, which comes before those of the package.
+        name: Name of a recipe, or a path with its extension.
+        config_dir: Folder of your own recipes, which take precedence over the built-in ones.
 
     Raises:
-        UnknownNameError: there is neither.
-        ConfigError: `config_dir` is no folder.
+        UnknownNameError: If no such recipe or file exists.
+        ConfigError: If `config_dir` is not a folder.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
-        raise ConfigError(f"there is no folder {config_dir}", "--config-dir")
+        raise ConfigError(f"folder not found: {config_dir}", "--config-dir")
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for ending in (".yaml", ""):
             own = folder / f"{name}{ending}"
             if "/" not in name and own.suffix == ".yaml" and own.is_file():
                 return own
     if Path(name).suffix in (".py", ".yaml", ".yml", ".json", ".toml"):
-        return Path(name)  # Config.fromfile says what is wrong with it
+        return Path(name)  # Config.fromfile reports errors in the file
     raise UnknownNameError(
-        f"there is no recipe '{name}'{did_you_mean(name, recipes(config_dir))} "
-        "('slipstream recipes' lists them; a configuration file is given with its ending)"
+        f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
+        "(`slipstream recipes` lists them; a configuration file requires its extension)"
     )
 
 
 def is_composed(path: Path) -> bool:
-    """Say whether a recipe is written in SuperGradients' words, and composed by Hydra.
+    """Return whether a recipe is written in SuperGradients' syntax and composed by Hydra.
 
     Raises:
-        ConfigError: the file cannot be read, or not by Hydra.
+        ConfigError: If the file cannot be read.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
     values = read_yaml(path)
-    if "_base_" in values or not any(word in values for word in _WORDS):
+    if "_base_" in values or not any(key in values for key in _COMPOSED_KEYS):
         return False
     if path.suffix != ".yaml":
-        raise ConfigError("Hydra reads files that end in .yaml: rename it", str(path))
+        raise ConfigError("Hydra requires the extension .yaml; rename the file", str(path))
     return True
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """Return what one file says, nothing filled in; an empty dict if it is no mapping.
+    """Return the values of one file without resolving anything, or an empty dict if it is not a mapping.
 
     Raises:
-        ConfigError: naming file and line.
+        ConfigError: If the file cannot be read or parsed. The message contains the file and the line.
     """
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     return values if isinstance(values, dict) else {}

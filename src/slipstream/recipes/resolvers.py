@@ -1,4 +1,4 @@
-"""The functions that recipes may call in `${...}`."""
+"""Functions that recipes may call in `${...}`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["output_dir", "register_resolvers"]
 
 
 def output_dir(ckpt_root_dir: str | None, experiment_name: str) -> str:
-    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`, by default under `work_dirs`."""
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
     return str(Path(ckpt_root_dir or "work_dirs") / experiment_name)
 
 
 def register_resolvers() -> None:
-    """Make SuperGradients' functions known to OmegaConf; a second call changes nothing."""
+    """Register SuperGradients' functions with OmegaConf. Repeated calls have no effect."""
     from omegaconf import OmegaConf
 
     functions: dict[str, Callable[..., Any]] = {
@@ -27,7 +27,7 @@ def register_resolvers() -> None:
         "getitem": lambda container, key: container[key],
         "first": lambda items: items[0],
         "last": lambda items: items[-1],
-        "class": lambda path: path,  # a name: whoever builds the part looks it up
+        "class": lambda path: path,  # a name, resolved by the registry when the component is built
         "roboflow_dataset_num_classes": _no_roboflow,
     }
     for name, function in functions.items():
@@ -35,4 +35,4 @@ def register_resolvers() -> None:
 
 
 def _no_roboflow(*_: Any) -> Any:
-    raise ConfigError("there are no Roboflow data sets here: write num_classes as a number")
+    raise ConfigError("Roboflow datasets are not supported; set num_classes to a number")

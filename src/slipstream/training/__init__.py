@@ -1,4 +1,4 @@
-"""SuperGradients' front end: its `Trainer`, models, loaders and callbacks, over the Runner."""
+"""SuperGradients' front end: its `Trainer`, models, data loaders and callbacks, implemented with the Runner."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from slipstream.training.callbacks import PhaseContext as PhaseContext
     from slipstream.training.trainer import Trainer as Trainer
 
-_HOMES = {
+_MODULE_OF = {
     "Callback": "slipstream.training.callbacks",
     "EarlyStop": "slipstream.training.callbacks",
     "Phase": "slipstream.training.callbacks",
@@ -23,7 +23,7 @@ _HOMES = {
     "PhaseContext": "slipstream.training.callbacks",
     "Trainer": "slipstream.training.trainer",
 }
-_MODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.apps.zoo.models"}
+_SUBMODULES = {"dataloaders": "slipstream.training.dataloaders", "models": "slipstream.apps.zoo.models"}
 
 __all__ = [
     "Callback",
@@ -38,10 +38,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in _MODULES:
-        return importlib.import_module(_MODULES[name])
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(_MODULE_OF[name]), name)
+    if name in _SUBMODULES:
+        return importlib.import_module(_SUBMODULES[name])
     raise AttributeError(f"module 'slipstream.training' has no attribute '{name}'")
 
 

@@ -60,25 +60,25 @@ _EVENTS_AT = {
 
 _STEPPED = "on_train_batch_gradient_step_end"
 _AROUND_VALIDATIONS = ("on_validation_loader_start", "on_validation_loader_end")
-"""SuperGradients does not call them for the mean of the best, which has events of its own."""
+"""SuperGradients does not call these events for the average of the best models, which has its own events."""
 _INSIDE_THE_STEP = ("on_train_batch_backward_end", "on_train_batch_gradient_step_start")
 
 
 def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
-    """Return `phase_callbacks` as hooks: objects as hooks, and what is named as the configurations of hooks.
+    """Return `phase_callbacks` as hooks: objects as hook objects, and names as hook configurations.
 
     Args:
         entries: `Callback` and `Hook` objects, or names of such classes registered in HOOKS, in the forms of
             SuperGradients' factories.
 
     Raises:
-        UnknownNameError: nobody registered that name.
-        ConfigError: an entry is no callback.
+        UnknownNameError: If a name is not registered.
+        ConfigError: If an entry is not a callback.
     """
     return [_hook(entry, f"training_params.phase_callbacks[{i}]") for i, entry in enumerate(entries)]
 
 
-def _hook(entry: Any, place: str) -> Hook | dict[str, Any]:
+def _hook(entry: Any, config_path: str) -> Hook | dict[str, Any]:
     if isinstance(entry, Hook):
         return entry
     try:
@@ -87,7 +87,7 @@ def _hook(entry: Any, place: str) -> Hook | dict[str, Any]:
         name, arguments = read_factory(entry, "")
         kind, cfg = HOOKS.resolve(name), {"type": name, **arguments}
     except ConfigError as error:
-        error.path = place + (f".{error.path}" if error.path else "")
+        error.path = config_path + (f".{error.path}" if error.path else "")
         raise
     if isclass(kind) and issubclass(kind, Hook):
         return cfg
@@ -96,27 +96,29 @@ def _hook(entry: Any, place: str) -> Hook | dict[str, Any]:
 
 @HOOKS.register_module()
 class CallbackHook(Hook):
-    """Call a callback at its events, and stages at which it has none not at all.
+    """Call the methods of a callback at their events.
 
     Args:
-        callback: a `Callback`, or the configuration of one whose class is registered in HOOKS.
+        callback: A `Callback`, or the configuration of one whose class is registered in HOOKS.
 
     Raises:
-        ConfigError: it is no callback, or wants to be called in the middle of a step.
+        ConfigError: If it is not a callback, or defines an event inside the training step.
     """
 
-    priority = "ABOVE_NORMAL"  # after a validation, before an EMAHook takes the average out of the model
+    priority = "ABOVE_NORMAL"  # after validation, before EMAHook restores the trained weights
 
     def __init__(self, callback: Callback | Mapping[str, Any]) -> None:
         built: Any = HOOKS.build(callback) if isinstance(callback, Mapping) else callback
         if not isinstance(built, Callback):
-            raise ConfigError(f"a phase callback is a Callback, a PhaseCallback or a Hook, not {built!r}")
+            raise ConfigError(
+                f"a phase callback must be a Callback, a PhaseCallback or a Hook, not {built!r}"
+            )
         for event in _INSIDE_THE_STEP:
             if hasattr(built, event):
                 raise ConfigError(
-                    f"{type(built).__name__}.{event} would never be called, since a training step is one call: clip "
-                    "gradients with clip_grad_norm, and for the rest override a hook of slipstream.step or the "
-                    "optimizer wrapper"
+                    f"{type(built).__name__}.{event} cannot be called because a training step is a single call. Use "
+                    "clip_grad_norm to clip gradients; for other changes override a method of slipstream.step or of "
+                    "the optimizer wrapper"
                 )
         self.callback = built
         events = [event for at_stage in _EVENTS_AT.values() for event in at_stage]
@@ -125,25 +127,25 @@ class CallbackHook(Hook):
         self._of_average = False
 
     def method_at(self, stage: str) -> Callable[..., None] | None:
-        """Return what calls the callback's events of that stage, None if it has none."""
+        """Return a function that calls the callback's events of that stage, or None if there are none."""
         events = [event for event in _EVENTS_AT.get(stage, ()) if event in self._handlers]
         averages = stage in ("before_average_val", "after_average_val")
         if averages and (events or any(event in self._handlers for event in _AROUND_VALIDATIONS)):
             return partial(self._around_average, stage, events)
         return partial(self._call, events) if events else None
 
-    def _around_average(self, stage: str, events: Sequence[str], runner: Runner, **given: Any) -> None:
+    def _around_average(self, stage: str, events: Sequence[str], runner: Runner, **values: Any) -> None:
         self._of_average = stage == "before_average_val"
-        self._call(events, runner, **given)
+        self._call(events, runner, **values)
 
-    def _call(self, events: Sequence[str], runner: Runner, **given: Any) -> None:
+    def _call(self, events: Sequence[str], runner: Runner, **values: Any) -> None:
         if self._context is None or self._context.runner is not runner:
             self._context = PhaseContext(runner)
         for event in events:
             if self._of_average and event in _AROUND_VALIDATIONS:
                 continue
             if event != _STEPPED or _has_stepped(runner):
-                self._context.enter(event, _values(event, **given))
+                self._context.enter(event, _values(event, **values))
                 self._handlers[event](self._context)
         if self._context.stop_training and runner.is_training:
             runner.train_loop.stop_training = True
@@ -157,8 +159,8 @@ def _handler(callback: Callback, event: str) -> Callable[[PhaseContext], None] |
 
 
 def _has_stepped(runner: Runner) -> bool:
-    """Say whether the batch that has just been trained on moved the weights."""
-    assert runner.optim_wrapper is not None, "a training has one"
+    """Return whether the last training batch updated the weights."""
+    assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
     step = runner.iter + 1
     return step % runner.optim_wrapper.accumulative_counts == 0 or step == runner.max_iters
 
@@ -170,7 +172,7 @@ def _values(
     outputs: Any = None,
     metrics: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Return what is known at an event alone, by SuperGradients' names."""
+    """Return the values available only at this event, by SuperGradients' names."""
     values: dict[str, Any] = {} if metrics is None else {"metrics_dict": metrics}
     if batch_idx is not None:
         named = isinstance(data_batch, Mapping)
@@ -183,23 +185,23 @@ def _values(
     return values
 
 
-# ---- SuperGradients' own callbacks --------------------------------------------------------------------
+# ---- SuperGradients' built-in callbacks -----------------------------------------------------------------
 
 
 @HOOKS.register_module()
 class EarlyStop(EarlyStoppingHook):
-    """End the training when a metric of the validation has not improved for a while, in SuperGradients' words.
+    """Stop training when a validation metric stops improving.
 
     Args:
-        phase: `VALIDATION_EPOCH_END`; there is no other.
-        monitor: the metric's name.
-        mode: `min` or `max`, whichever is better.
-        min_delta: what counts as an improvement.
-        patience: validations without improvement before the end.
-        check_finite: stop as soon as the metric is NaN or infinite.
-        threshold: stop as soon as the metric is this good.
-        verbose: log each validation how long the metric has not improved.
-        strict: whether a missing metric is an error, or else a warning.
+        phase: Must be `VALIDATION_EPOCH_END`.
+        monitor: Name of the metric.
+        mode: `min` if lower values are better, or `max`.
+        min_delta: Minimum change that counts as an improvement.
+        patience: Number of validations without improvement before training stops.
+        check_finite: Whether to stop when the metric is NaN or infinite.
+        threshold: Stop as soon as the metric reaches this value.
+        verbose: Whether to log the best value after each validation.
+        strict: Whether a missing metric is an error. If False, it is a warning.
     """
 
     def __init__(
@@ -215,7 +217,7 @@ class EarlyStop(EarlyStoppingHook):
         strict: bool = True,
     ) -> None:
         if phase not in (Phase.VALIDATION_EPOCH_END, Phase.VALIDATION_EPOCH_END.value):
-            raise ConfigError(f"EarlyStop watches validations: VALIDATION_EPOCH_END, not {phase}", "phase")
+            raise ConfigError(f"EarlyStop only supports VALIDATION_EPOCH_END, not {phase}", "phase")
         if mode not in ("min", "max"):
             raise ConfigError(f"must be 'min' or 'max', not {mode!r}", "mode")
         rule = "less" if mode == "min" else "greater"
@@ -223,26 +225,24 @@ class EarlyStop(EarlyStoppingHook):
         self.verbose = verbose
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Compare the metric with the best so far."""
+        """Compare the metric with its best value."""
         super().after_val_epoch(runner, metrics)
         if self.verbose and runner.is_training:
             best = self._sign * self._best
-            runner.logger.info(
-                f"EarlyStop: the best {self.monitor} is {best:.4g}, {self._waited} validations ago"
-            )
+            runner.logger.info(f"EarlyStop: best {self.monitor} {best:.4g}, {self._waited} validations ago")
 
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
-    """Validate whole images by sliding windows: after the last epoch of a training, and outside of trainings.
+    """Validate whole images with a sliding window, after the last training epoch and outside of training.
 
-    Earlier validations are the data set's own, since windows take a multiple of their time. This one runs eagerly: it
-    would not earn the compilation of its own that it needs.
+    Earlier validations use the dataset's own transforms, because sliding windows take several times longer. The model
+    runs eagerly with sliding windows: a single validation does not amortise compilation.
 
     Args:
-        transforms_for_sliding_window: what is done with the validation's images then; if empty, only what its own
-            transforms end in (SegStandardize, SegNormalize, SegConvertToTensor), so that whole images come.
-        crop_size, stride: those of `SlidingWindow`; by default as SuperGradients' SegFormer has them.
+        transforms_for_sliding_window: Transforms of the validation images. If empty, only the final transforms of the
+            dataset are kept (SegStandardize, SegNormalize, SegConvertToTensor), so images keep their full size.
+        crop_size, stride: See `SlidingWindow`. Defaults: those of SuperGradients' SegFormer.
     """
 
     def __init__(
@@ -258,13 +258,13 @@ class SlidingWindowValidationCallback(Hook):
         self._undo = ExitStack()
 
     def before_val(self, runner: Runner) -> None:
-        """Bring in windows and whole images, if it is time."""
+        """Enable sliding windows and full-size images, if due."""
         if runner.is_training and runner.iter < runner.max_iters:
             return
         model, loop = unwrap_model(runner.model), runner.val_loop
         if not hasattr(model, "sliding_window"):
             raise ConfigError(
-                f"SlidingWindowValidationCallback needs a SupervisedModel, not {type(model).__name__}"
+                f"SlidingWindowValidationCallback requires a SupervisedModel, not {type(model).__name__}"
             )
         for owner, name, value in (
             (model, "sliding_window", self.window),
@@ -275,17 +275,17 @@ class SlidingWindowValidationCallback(Hook):
             setattr(owner, name, value)
 
     def after_val(self, runner: Runner) -> None:
-        """Put back what there was."""
+        """Restore the previous state."""
         self._undo.close()
 
 
-def _transform(entry: Any, place: str) -> Any:
-    cfg = configuration(entry, place)
+def _transform(entry: Any, config_path: str) -> Any:
+    cfg = configuration(entry, config_path)
     return TRANSFORMS.build(cfg) if isinstance(cfg, Mapping) else cfg
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a loader like `loader` whose data set has other transforms: workers keep those they started with."""
+    """Return a copy of `loader` with other transforms. Running workers would keep their transforms."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,
@@ -305,8 +305,8 @@ def _transformed(dataset: Any, transforms: Sequence[Any]) -> Any:
         return changed
     if not isinstance(dataset, SegmentationDataset):
         raise ConfigError(
-            f"SlidingWindowValidationCallback knows no transforms of {type(dataset).__name__}: derive the "
-            "validation's data set from slipstream.dataset.SegmentationDataset"
+            f"SlidingWindowValidationCallback cannot replace the transforms of {type(dataset).__name__}; derive the "
+            "validation dataset from slipstream.dataset.SegmentationDataset"
         )
     own = [t for t in dataset.transforms if isinstance(t, Affine | SegConvertToTensor)]
     changed.transforms = list(transforms) or own

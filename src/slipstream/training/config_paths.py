@@ -1,4 +1,4 @@
-"""Where an error's thing stands in SuperGradients' words, when the Runner has found it in its own."""
+"""Map config paths in errors of the Runner to the keys of SuperGradients' configuration."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["at_user_paths"]
 
 _OWN_HOOKS = ("LrPlotHook", "TrainMetricsHook", "NewOptimizerHook", "PrePredictionHook", "PreciseBNHook",
               "AverageBestHook")  # fmt: skip
-"""What a translation puts before `phase_callbacks`."""
+"""Hooks that the translation inserts before `phase_callbacks`."""
 
-_PLACES = (
+_PATHS = (
     (r"training_params\.ema\.type", "training_params.ema_params.decay_type"),
     (r"training_params\.ema\.", "training_params.ema_params."),
     (r"training_params\.torch_compile\.", "training_params.torch_compile_options."),
@@ -38,25 +38,25 @@ _NAMED = {
     "model.loss": ("training_params.loss", "training_params.criterion_params"),
     "model.network": ("architecture", "arch_params"),
 }
-"""Where a part's name stands, and where its arguments."""
+"""Config path of a component's name, and of its arguments."""
 
 
 @contextmanager
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Place configuration errors of a Runner where the words stood of which `cfg` is the translation.
+    """Rewrite the config paths of a Runner's errors to the user's paths in the configuration translated to `cfg`.
 
-    A configuration in the Runner's own words is left alone.
+    Errors of configurations in the Runner's own syntax are unchanged.
     """
     try:
         yield
     except ConfigError as error:
         model = cfg.get("model")
         if "training_params" in cfg and isinstance(model, Mapping) and model.get("type") == "SupervisedModel":
-            error.path = _place(error, cfg)
+            error.path = _user_path(error, cfg)
         raise
 
 
-def _place(error: ConfigError, cfg: Mapping[str, Any]) -> str:
+def _user_path(error: ConfigError, cfg: Mapping[str, Any]) -> str:
     path = error.path
     if path == "training_params.torch_compile.mode" and "torch_compile_mode" in cfg["training_params"]:
         return "training_params.torch_compile_mode"
@@ -69,9 +69,9 @@ def _place(error: ConfigError, cfg: Mapping[str, Any]) -> str:
         own = len(list(takewhile(_is_own, cfg.get("custom_hooks") or ())))
         if (index := int(found[1]) - own) >= 0:
             return f"training_params.phase_callbacks[{index}]{path[found.end() :]}"
-    for pattern, place in _PLACES:
+    for pattern, user_path in _PATHS:
         if found := re.match(pattern, path):
-            return place + path[found.end() :]
+            return user_path + path[found.end() :]
     return path
 
 

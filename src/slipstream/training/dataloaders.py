@@ -1,6 +1,6 @@
-"""Data loaders by SuperGradients' names: `cityscapes_train`, `cifar10_val`, ..., and in its words.
+"""Data loaders with SuperGradients' names (`cityscapes_train`, `cifar10_val`, ...) and arguments.
 
-Each name stands for a data set and for defaults, those of `recipes/dataset_params`; what is given goes before them.
+Each name selects a dataset and its defaults in `recipes/dataset_params`. Arguments override these defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slipstream.training.params import plain
 
 __all__ = ["config", "get"]
 
-# The data set of each name; its defaults lie in NAME_dataset_params.yaml.
+# Dataset class of each name. Its defaults are in NAME_dataset_params.yaml.
 _DATASETS = {
     "cifar10": "CIFAR10",
     "cityscapes": "CityscapesDataset",
@@ -31,7 +31,7 @@ _DATASETS = {
     "cityscapes_stdc_seg75": "CityscapesDataset",
     "street_scenes": "StreetScenes",
 }
-# Names of transforms in older recipes. What makes a tensor there divides by 255 too.
+# Transform names in older recipes. The tensor conversion also divides by 255.
 _OLD_TRANSFORMS = {
     "ColorJitterSeg": "SegColorJitter",
     "CropImageAndMaskSeg": "SegCropImageAndMask",
@@ -45,7 +45,7 @@ _OLD_TRANSFORMS = {
 }
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
 _DEFAULTS = Path(__file__).parents[1] / "recipes" / "dataset_params"
-_WORDS = {*inspect.signature(DataLoader).parameters, "min_samples"}
+_LOADER_KEYS = {*inspect.signature(DataLoader).parameters, "min_samples"}
 
 
 def config(
@@ -56,37 +56,36 @@ def config(
 ) -> dict[str, Any]:
     """Return the Runner's configuration of a data loader.
 
-    The data set is the one that `name` stands for, `dataloader_params.dataset` (a class in the registry), or
-    `dataset`. Loaders whose name ends in `_train` shuffle and leave out the last, smaller batch, unless something else
-    is said.
+    Exactly one of `name`, `dataloader_params.dataset` (a registered class) and `dataset` selects the dataset. By
+    default, loaders whose name ends in `_train` shuffle and drop the last incomplete batch.
 
     Args:
-        name: one of the names, or None.
-        dataset_params: arguments of the data set; in `transforms`, each is a name, `{Name: {arguments}}`, a
-            configuration with `type`, or an object. None counts as not given.
-        dataloader_params: arguments of `torch.utils.data.DataLoader`; `sampler` and `collate_fn` may be names or
-            `{Name: {arguments}}`; `min_samples` repeats a data set that is smaller.
-        dataset: a ready data set.
+        name: A data loader name, or None.
+        dataset_params: Arguments of the dataset. Each entry of `transforms` is a name, `{Name: {arguments}}`, a
+            configuration with `type`, or an object. None values are ignored.
+        dataloader_params: Arguments of `torch.utils.data.DataLoader`. `sampler` and `collate_fn` may be names or
+            `{Name: {arguments}}`. `min_samples` repeats a smaller dataset up to this size.
+        dataset: A dataset object.
 
     Raises:
-        UnknownNameError: nothing is called `name`, or a key of `dataloader_params` is no loader's.
-        ConfigError: no data set is named, or more than one.
+        UnknownNameError: If `name` or a key of `dataloader_params` does not exist.
+        ConfigError: If no dataset or more than one dataset is set.
     """
-    data, loader = _given(dataset_params), _given(dataloader_params)
+    data, loader = _without_none(dataset_params), _without_none(dataloader_params)
     named = loader.pop("dataset", None)
     if sum(value is not None for value in (name, named, dataset)) != 1:
         raise ConfigError(
-            "a data loader needs one of a name, dataloader_params.dataset and a ready dataset; "
+            "exactly one of name, dataloader_params.dataset and dataset is required; "
             f"got {name!r}, {named!r} and {type(dataset).__name__ if dataset is not None else None}"
         )
     if name is not None:
         named, data, loader = _completed(name, data, loader)
-    _check_words(loader)
+    _check_keys(loader)
     if dataset is None:
         kind, arguments = read_factory(named, "dataloader_params.dataset")
         dataset_config: Any = {"type": kind, **_transforms({**arguments, **data})}
     elif data:
-        raise ConfigError("a ready dataset has its parameters already; leave them out", "dataset_params")
+        raise ConfigError("a dataset object does not accept parameters; remove them", "dataset_params")
     else:
         dataset_config = dataset
     if (least := loader.pop("min_samples", None)) is not None:
@@ -102,21 +101,21 @@ def get(
     dataset: Dataset[Any] | None = None,
     dataloader: DataLoader[Any] | None = None,
 ) -> DataLoader[Any]:
-    """Return a data loader, or `dataloader` if that is given; for the arguments and errors see `config`.
+    """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors see `config`.
 
-    In a job of several processes, and for its order of samples, the Trainer makes its own of it.
+    The Trainer rebuilds the loader with its own sampler for a reproducible order and for distributed training.
     """
     if dataloader is not None:
         if any(value is not None for value in (name, dataset_params, dataloader_params, dataset)):
             raise ConfigError(
-                "a ready dataloader has its parameters already; leave the others out", "dataloader"
+                "`dataloader` cannot be combined with other arguments; remove them", "dataloader"
             )
         return dataloader
     options = config(name, dataset_params, dataloader_params, dataset)
     data, sampler = options.pop("dataset"), options.pop("sampler")
     data = DATASETS.build(data) if isinstance(data, Mapping) else data
     if isinstance(sampler, Mapping) and sampler["type"] == "DefaultSampler":
-        # Torch's own, which the Runner shares out when the processes have found each other.
+        # Use torch's own sampler. The Runner replaces it after the process group is initialised.
         options["shuffle"] = sampler.get("shuffle", True)
     elif isinstance(sampler, Mapping):
         arguments = {key: value for key, value in sampler.items() if key != "type"}
@@ -128,8 +127,8 @@ def get(
         options["collate_fn"] = partial(FUNCTIONS.resolve(collate["type"]), **arguments)
     if "auto" in (options["num_workers"], options.get("prefetch_factor")):
         raise ConfigError(
-            "'auto' is measured when the Runner builds a loader: give a number here, or pass the Trainer "
-            "dataloaders.config(...) in place of dataloaders.get(...)",
+            "'auto' requires a Runner, which measures the best value; use a number, or pass "
+            "dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
             "dataloader_params.num_workers",
         )
     if not options["num_workers"]:
@@ -137,18 +136,18 @@ def get(
     return DataLoader(data, **options)
 
 
-def _given(params: Mapping[str, Any] | None) -> dict[str, Any]:
+def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (plain(params) or {}).items() if value is not None}
 
 
 def _completed(
     name: str, data: dict[str, Any], loader: dict[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the data set of `name`, and both parameters with its defaults."""
+    """Return the dataset class of `name`, and both parameter dicts completed with its defaults."""
     if name not in _NAMES:
         raise UnknownNameError(
-            f"there is no data loader '{name}'{did_you_mean(name, _NAMES)} (there are: {', '.join(_NAMES)}; for a data "
-            "set of your own, name its class in dataloader_params.dataset)"
+            f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {', '.join(_NAMES)}; for "
+            "your own dataset, set its class in dataloader_params.dataset)"
         )
     variant, _, split = name.rpartition("_")
     defaults = _read_defaults(f"{variant}_dataset_params")
@@ -159,7 +158,7 @@ def _completed(
 
 
 def _read_defaults(name: str) -> dict[str, Any]:
-    """Return a file of `recipes/dataset_params` on top of those that its `defaults` name, as plain values."""
+    """Return a file of `recipes/dataset_params` merged over the files in its `defaults`, as plain values."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 
@@ -169,24 +168,25 @@ def _read_defaults(name: str) -> dict[str, Any]:
     return dict(plain(merged))
 
 
-def _check_words(loader: Mapping[str, Any]) -> None:
+def _check_keys(loader: Mapping[str, Any]) -> None:
     for key in loader:
-        if key not in _WORDS:
+        if key not in _LOADER_KEYS:
             raise UnknownNameError(
-                f"a data loader has no such option{did_you_mean(key, _WORDS)}", f"dataloader_params.{key}"
+                f"a data loader has no such argument{did_you_mean(key, _LOADER_KEYS)}",
+                f"dataloader_params.{key}",
             )
 
 
 def _transforms(data: dict[str, Any]) -> dict[str, Any]:
     if isinstance(transforms := data.get("transforms"), list | tuple):
         data["transforms"] = [
-            _in_new_words(configuration(entry, f"dataset_params.transforms[{i}]"))
+            _with_current_names(configuration(entry, f"dataset_params.transforms[{i}]"))
             for i, entry in enumerate(transforms)
         ]
     return data
 
 
-def _in_new_words(transform: Any) -> Any:
+def _with_current_names(transform: Any) -> Any:
     if not isinstance(transform, Mapping):
         return transform
     kind = transform.get("type")
@@ -196,9 +196,11 @@ def _in_new_words(transform: Any) -> Any:
 def _loader_options(loader: dict[str, Any], training: bool) -> dict[str, Any]:
     shuffle, sampler = loader.pop("shuffle", None), loader.pop("sampler", None)
     if isinstance(loader.get("batch_sampler"), bool):
-        del loader["batch_sampler"]  # SuperGradients' word for torch's BatchSampler, the usual one here
+        del loader[
+            "batch_sampler"
+        ]  # SuperGradients' flag for torch's BatchSampler, which is the default here
     if loader.get("pin_memory") is True:
-        del loader["pin_memory"]  # done anyway where there is a device to pin for
+        del loader["pin_memory"]  # enabled automatically if a device needs it
     if "collate_fn" in loader:
         loader["collate_fn"] = configuration(loader["collate_fn"], "dataloader_params.collate_fn")
     return {
@@ -217,7 +219,7 @@ def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
     cfg = configuration(sampler, "dataloader_params.sampler")
     if not isinstance(cfg, Mapping):
         return cfg
-    # Torch's needs several processes; ours parts the samples among as many as there are.
+    # torch's DistributedSampler requires a process group. DefaultSampler works for any world size.
     kind = "DefaultSampler" if cfg["type"] == "DistributedSampler" else cfg["type"]
     if shuffle is not None and "shuffle" in inspect.signature(DATA_SAMPLERS.resolve(kind)).parameters:
         return {"shuffle": shuffle, **cfg, "type": kind}
@@ -225,7 +227,7 @@ def _sampler(sampler: Any, shuffles: bool, shuffle: bool | None) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `get` of a name: `dataloaders.cityscapes_train(dataset_params={...})`."""
+    """Return `get` bound to a name: `dataloaders.cityscapes_train(dataset_params={...})`."""
     if name in _NAMES:
         return partial(get, name)
     raise AttributeError(f"module '{__name__}' has no attribute '{name}'{did_you_mean(name, _NAMES)}")

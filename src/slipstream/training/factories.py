@@ -1,4 +1,4 @@
-"""The ways in which SuperGradients' recipes name a part: `Name`, `{Name: {...}}`, `{_target_: path.to.Name, ...}`."""
+"""Factory syntax of SuperGradients' recipes: `Name`, `{Name: {...}}`, `{_target_: path.to.Name, ...}`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["configuration", "read_factory"]
 _FOR_HYDRA = ("_convert_", "_partial_", "_recursive_")
 
 
-def read_factory(entry: str | Mapping[str, Any], place: str) -> tuple[str, dict[str, Any]]:
-    """Return the name of a part and its arguments.
+def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a component.
 
-    Of `_target_` the last part is the name: nothing is imported from it.
+    The name is the last part of `_target_`. Nothing is imported.
 
     Args:
-        entry: a name, or a dict in one of the two forms.
-        place: where the entry stands, for errors.
+        entry: A name, or a dict in one of the two forms.
+        config_path: Config path of the entry, for errors.
 
     Raises:
-        ConfigError: `entry` has none of the forms.
+        ConfigError: If `entry` has none of these forms.
     """
     if isinstance(entry, str):
         return entry, {}
@@ -37,17 +37,17 @@ def read_factory(entry: str | Mapping[str, Any], place: str) -> tuple[str, dict[
                 return name, dict(arguments or {})
     raise ConfigError(
         f"must be a name, {{Name: {{arguments}}}} or {{_target_: path.to.Name, arguments}}, not {entry!r}",
-        place,
+        config_path,
     )
 
 
-def configuration(entry: Any, place: str) -> Any:
-    """Return an entry as a configuration with `type`; what is one already, or an object, as it is.
+def configuration(entry: Any, config_path: str) -> Any:
+    """Return an entry as a configuration with `type`. Configurations and objects are returned unchanged.
 
     Raises:
-        ConfigError: see `read_factory`.
+        ConfigError: See `read_factory`.
     """
     if not isinstance(entry, str | Mapping) or (isinstance(entry, Mapping) and "type" in entry):
         return entry
-    name, arguments = read_factory(entry, place)
+    name, arguments = read_factory(entry, config_path)
     return {"type": name, **arguments}

@@ -1,4 +1,4 @@
-"""Hooks of SuperGradients' ways: a callback on the batch, test sets during training, what resuming leaves out."""
+"""Hooks for SuperGradients' features: a batch callback, test sets during training, and optimizer reset on resume."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ __all__ = ["HistoryHook", "NewOptimizerHook", "PrePredictionHook", "TestLoadersH
 
 @HOOKS.register_module()
 class NewOptimizerHook(Hook):
-    """Let a resumed run go on with its weights, epoch and learning rates, but with an optimizer that begins anew."""
+    """Resume weights, epoch and learning rates, but start with a new optimizer state."""
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Put what the optimizer is at the start in the place of its state, at the learning rates of the schedule."""
+        """Replace the saved optimizer state by the initial state, with the learning rates of the schedule."""
         if not runner.resuming or "optimizer" not in checkpoint:
             return
-        assert runner.optim_wrapper is not None, "a training has one"
-        anew = runner.optim_wrapper.state_dict()
+        assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
+        fresh = runner.optim_wrapper.state_dict()
         groups = checkpoint["optimizer"]["param_groups"]
-        for own, saved in zip(anew["param_groups"], groups, strict=False):  # schedules compare how many
+        for own, saved in zip(
+            fresh["param_groups"], groups, strict=False
+        ):  # the schedulers check the number of groups
             own["lr"] = saved["lr"]
-        checkpoint["optimizer"] = anew
+        checkpoint["optimizer"] = fresh
 
 
 class PrePredictionHook(Hook):
-    """Let a function of SuperGradients change each batch of the training on the device, right before the step.
+    """Call a function on each training batch on the device, right before the step.
 
     Args:
         callback: `callback(inputs, targets, batch_idx)` returns the new inputs and targets.
@@ -45,7 +47,7 @@ class PrePredictionHook(Hook):
         self.callback = callback
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Put what the function returns in the place of the batch's inputs and targets."""
+        """Replace the inputs and targets of the batch by the function's results."""
         model: Any = unwrap_model(runner.model)
         ready = model.data_preprocessor(data_batch, True)
         if isinstance(data_batch, dict):
@@ -56,35 +58,35 @@ class PrePredictionHook(Hook):
             data_batch[:] = [*self.callback(ready[0], ready[1], batch_idx), *ready[2:]]
         else:
             raise DataError(
-                f"pre_prediction_callback needs batches that are dicts or lists, not {type(data_batch).__name__}: "
-                "let collate_fn return one"
+                f"pre_prediction_callback requires batches that are dicts or lists, not {type(data_batch).__name__}; "
+                "change collate_fn to return one"
             )
 
 
 class TestLoadersHook(Hook):
-    """Evaluate further data sets during a training, one after the other, as the Runner's test.
+    """Evaluate further datasets during training with the Runner's test loop.
 
-    The Runner needs a test of its own: its metrics are taken, and their names get the data set's before them.
+    The Runner requires a test loop. This hook uses its metrics, with the dataset's name as prefix.
 
     Args:
-        loaders: a data loader for each name.
-        interval: epochs between two evaluations.
+        loaders: Data loaders by name.
+        interval: Number of epochs between two evaluations.
     """
 
-    __test__ = False  # no test of pytest's
-    priority = "LOWEST"  # after the checkpoint, which must not wait
+    __test__ = False  # not a pytest class
+    priority = "LOWEST"  # after the checkpoint is written
 
     def __init__(self, loaders: Mapping[str, Any], interval: int = 1) -> None:
         self.loaders = dict(loaders)
         self.interval = interval
 
     def before_train(self, runner: Runner) -> None:
-        """Bring the loaders under the run's seed."""
+        """Rebuild the loaders with the seed of the run."""
         for name, loader in self.loaders.items():
             self.loaders[name] = build_dataloader(loader, runner.seed, f"test_loaders.{name}", training=False)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Evaluate, if this epoch is due."""
+        """Evaluate all loaders, if this epoch is due."""
         if not self.every_n_epochs(runner, self.interval):
             return
         loop = runner.test_loop
@@ -100,13 +102,13 @@ class TestLoadersHook(Hook):
             metric.prefix = prefix
 
     def after_train(self, runner: Runner) -> None:
-        """End the loaders' processes."""
+        """Terminate the loaders' worker processes."""
         for loader in self.loaders.values():
             end_workers(loader)
 
 
 class HistoryHook(Hook):
-    """Keep the metrics of every validation of a training."""
+    """Record the metrics of each validation during training."""
 
     priority = "LOWEST"
 
@@ -114,6 +116,6 @@ class HistoryHook(Hook):
         self.history: list[dict[str, float]] = []
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Append the metrics, with the number of epochs that are done."""
+        """Append the metrics and the number of completed epochs."""
         if runner.is_training:
             self.history.append({"epoch": runner.epoch, **(metrics or {})})

@@ -1,4 +1,4 @@
-"""`training_params.loss` and `criterion_params`: SuperGradients' losses by its names."""
+"""`training_params.loss` and `criterion_params`: SuperGradients' losses by name."""
 
 from __future__ import annotations
 
@@ -21,38 +21,41 @@ _NAMES = {
     "mse": "MSELoss",
 }
 
-_PLACE = "training_params.loss"
+_CONFIG_PATH = "training_params.loss"
 
 
 def loss_config(
     loss: Any, criterion_params: Mapping[str, Any] | None = None
 ) -> dict[str, Any] | Callable[..., Any]:
-    """Return the configuration of a loss for `MODELS`; a module or function is returned as it is.
+    """Return the configuration of a loss for `MODELS`. A module or function is returned unchanged.
 
     Args:
-        loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are
-            SuperGradients', old and new, those of `slipstream.apps.zoo` and of `torch.nn`.
-        criterion_params: arguments of the loss; those that stand beside its name prevail.
+        loss: A module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are those
+            of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
+        criterion_params: Arguments of the loss. Arguments in `loss` override them.
 
     Raises:
-        ConfigError: there is no loss; or an argument that cannot be honoured.
-        UnknownNameError: no loss has that name.
+        ConfigError: If no loss is set, or an argument is not supported.
+        UnknownNameError: If no loss has that name.
     """
     if loss is None:
-        raise ConfigError(f"a loss is needed: one of {', '.join(sorted(_NAMES))}, or a module", _PLACE)
+        raise ConfigError(
+            f"a loss is required: one of {', '.join(sorted(_NAMES))}, or a module", _CONFIG_PATH
+        )
     if not isinstance(loss, str | Mapping):
         if not callable(loss):
-            raise ConfigError(f"must be a name, a dict, a module or a function, not {loss!r}", _PLACE)
+            raise ConfigError(f"must be a name, a dict, a module or a function, not {loss!r}", _CONFIG_PATH)
         if criterion_params:
             raise ConfigError(
-                "belong to a loss that is named, and this one is made already", "criterion_params"
+                "only applies to a loss given by name; pass the arguments to the loss object",
+                "criterion_params",
             )
-        made: Callable[..., Any] = loss
-        return made
-    name, own = read_factory(loss, _PLACE)
+        built: Callable[..., Any] = loss
+        return built
+    name, own = read_factory(loss, _CONFIG_PATH)
     kind = _NAMES.get(name, name)
     if kind not in MODELS:
-        raise UnknownNameError(f"there is no loss '{name}'{did_you_mean(name, _NAMES)}", _PLACE)
+        raise UnknownNameError(f"no loss is named '{name}'{did_you_mean(name, _NAMES)}", _CONFIG_PATH)
     arguments = {**(criterion_params or {}), **own}
     translate = {"CrossEntropy": _cross_entropy, "STDCLoss": _stdc}.get(kind, dict)
     return {"type": kind, **translate(arguments)}
@@ -68,9 +71,9 @@ def _cross_entropy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of our loss, with SuperGradients' defaults where they differ from ours."""
+    """Return the arguments of our loss, with SuperGradients' defaults where they differ."""
     kept = dict(arguments)
-    # No gradient reaches the kernel, so that whether it is trained makes no difference.
+    # The kernel receives no gradient, so the value of this argument has no effect.
     kept.pop("learnable_fusing_kernel", None)
     _accept(kept, "ohem_criteria", None)
     auxiliary, details = kept.pop("num_aux_heads", 2), kept.setdefault("num_detail_heads", 1)
@@ -78,9 +81,9 @@ def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
     weights = kept.setdefault("weights", (1.0,) * heads)
     if len(weights) != heads:
         raise ConfigError(
-            f"must be {heads} numbers, for the main output, {auxiliary} auxiliary ones and {details} details, not "
-            f"{list(weights)}",
-            f"{_PLACE}.weights",
+            f"must be {heads} numbers, for the main output, {auxiliary} auxiliary outputs and {details} detail "
+            f"outputs, not {list(weights)}",
+            f"{_CONFIG_PATH}.weights",
         )
     kept.setdefault("mining_percent", 0.1)
     if kept.setdefault("ignore_index", None) is None:
@@ -89,8 +92,8 @@ def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accept(arguments: dict[str, Any], key: str, only: Any) -> None:
-    """Take away an argument that may only have one value."""
+    """Remove an argument that supports a single value only."""
     if (value := arguments.pop(key, only)) != only:
         raise ConfigError(
-            f"can only be {only!r} here, not {value!r}: give a loss of your own", f"{_PLACE}.{key}"
+            f"must be {only!r}, not {value!r}; use your own loss for other values", f"{_CONFIG_PATH}.{key}"
         )

@@ -1,4 +1,4 @@
-"""The learning rate of every iteration in SuperGradients' modes, in closed form."""
+"""Closed-form learning rate of each iteration for SuperGradients' schedules."""
 
 from __future__ import annotations
 
@@ -14,33 +14,34 @@ from slipstream.optim.scheduler.checks import check_int
 __all__ = ["MODES", "WARMUPS", "LRSchedule", "check_known"]
 
 WARMUPS = {"LinearEpochLRWarmup": "lr_warmup_epochs", "LinearBatchLRWarmup": "lr_warmup_steps"}
-"""The warm-ups, and the key that says how long each is."""
+"""Warm-up modes, and the key that sets the length of each."""
 
 
 @dataclass(frozen=True)
 class LRSchedule:
-    """The learning rate at iteration t, from the initial one and t alone, as SuperGradients 3.7 has it.
+    """The learning rate at iteration t as a function of t and the initial rate, as in SuperGradients 3.7.
 
-    It moves the rate after an optimizer step, by the number of the batch that ended the step:
-    b = A floor(t / A) - 1 with A = `batch_accumulate`, and no more in the epochs of the cool-down. With L batches an
-    epoch, W epochs of warm-up, C of cool-down, the initial rate i, s = b - W L and S = (max_epochs - W - C) L:
+    The rate changes after each optimizer step, as a function of the last batch of that step:
+    b = A floor(t / A) - 1 with A = `batch_accumulate`. It is constant during the cool-down. With L batches per
+    epoch, W warm-up epochs, C cool-down epochs, initial rate i, s = b - W L and S = (max_epochs - W - C) L:
 
     - `PolyLRScheduler`: i (1 - s / S)^0.9
-    - `CosineLRScheduler`: i (r + (1 - r) (1 + cos(pi s / (S + 1))) / 2) with r = `cosine_final_lr_ratio`; s and S
-      are less by the steps of a warm-up by batches
+    - `CosineLRScheduler`: i (r + (1 - r) (1 + cos(pi s / (S + 1))) / 2) with r = `cosine_final_lr_ratio`. A warm-up
+      by batches reduces s and S by its steps.
     - `ExponentialLRScheduler`: i `lr_decay_factor`^(s / L)
-    - `StepLRScheduler`: i `lr_decay_factor`^n, n of `lr_updates` not being above the last finished epoch (counted
-      from 0); with `step_lr_update_freq` f these are ceil(f k), k = 1, 2, ..., from the warm-up to the cool-down
+    - `StepLRScheduler`: i `lr_decay_factor`^n, where n is the number of `lr_updates` not greater than the last
+      completed epoch (counted from 0). `step_lr_update_freq` f sets them to ceil(f k), k = 1, 2, ..., between
+      warm-up and cool-down.
     - `FunctionLRScheduler`: `lr_schedule_function(initial_lr=i, epoch=b // L - W, iter=b % L, max_epoch=S / L,
       iters_per_epoch=L)`
 
-    `LinearEpochLRWarmup` climbs by epochs from `warmup_initial_lr`, by default i / (W + 1), to i in epoch W;
-    `LinearBatchLRWarmup` by batches (by default from 0), the last of min(`lr_warmup_steps`, L) having i. A rate that
-    is 0 at first stays 0. In one thing the original is not followed: there a cosine after a warm-up by batches rises
-    in the cool-down.
+    `LinearEpochLRWarmup` increases the rate per epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch W.
+    `LinearBatchLRWarmup` increases it per batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
+    batches. An initial rate of 0 stays 0. One behaviour differs from the original: there, a cosine schedule after a
+    warm-up by batches rises again during the cool-down.
 
     Raises:
-        ConfigError, UnknownNameError: a key is wrong, is missing, or contradicts another.
+        ConfigError, UnknownNameError: If a key is invalid, missing, or contradicts another key.
     """
 
     epoch_length: int
@@ -67,74 +68,74 @@ class LRSchedule:
         check_known(self.warmup_mode, WARMUPS, "warmup_mode")
         if self.lr_warmup_steps and self.warmup_mode != "LinearBatchLRWarmup":
             raise ConfigError(
-                f"belongs to warmup_mode 'LinearBatchLRWarmup', not {self.warmup_mode!r}", "lr_warmup_steps"
+                f"requires warmup_mode 'LinearBatchLRWarmup', not {self.warmup_mode!r}", "lr_warmup_steps"
             )
         for either in MODES[self.lr_mode].needs if self.lr_mode else ():
-            given = [key for key in either if getattr(self, key)]
-            if not given:
-                raise ConfigError(f"needed by lr_mode '{self.lr_mode}'", " or ".join(either))
-            if len(given) > 1:
-                raise ConfigError(f"says the same as {given[0]}: give one of them", given[1])
+            found = [key for key in either if getattr(self, key)]
+            if not found:
+                raise ConfigError(f"is required by lr_mode '{self.lr_mode}'", " or ".join(either))
+            if len(found) > 1:
+                raise ConfigError(f"cannot be combined with {found[0]}; remove one of them", found[1])
 
     def rate(self, step: int, initial: float, start: float | None = None) -> float:
-        """Return the rate at iteration `step`; `start`: where the warm-up starts, if not where all do."""
+        """Return the rate at iteration `step`. `start` overrides `warmup_initial_lr`."""
         start = self.warmup_initial_lr if start is None else start
         if initial == 0:
             return 0.0
-        if step < self.climbing_steps:
-            return _between(start or 0.0, initial, step, self.climbing_steps - 1)
+        if step < self.warmup_batches:
+            return _between(start or 0.0, initial, step, self.warmup_batches - 1)
         batch = self._last_update(step)
-        first = max(self.lr_warmup_epochs * self.epoch_length, self.climbing_steps - 1)
+        first = max(self.lr_warmup_epochs * self.epoch_length, self.warmup_batches - 1)
         if self.lr_mode is not None and batch >= first:
             return MODES[self.lr_mode].rate(self, batch, initial)
-        if self.climbing_epochs:
-            start = initial / (self.climbing_epochs + 1) if start is None else start
-            return _between(start, initial, step // self.epoch_length, self.climbing_epochs)
+        if self.warmup_epochs:
+            start = initial / (self.warmup_epochs + 1) if start is None else start
+            return _between(start, initial, step // self.epoch_length, self.warmup_epochs)
         return initial
 
     @property
-    def climbing_epochs(self) -> int:
-        """Epochs of a warm-up by epochs."""
+    def warmup_epochs(self) -> int:
+        """Number of epochs of a warm-up by epochs."""
         return self.lr_warmup_epochs if self.warmup_mode == "LinearEpochLRWarmup" else 0
 
     @property
-    def climbing_steps(self) -> int:
-        """Batches of a warm-up by batches."""
+    def warmup_batches(self) -> int:
+        """Number of batches of a warm-up by batches."""
         return min(self.lr_warmup_steps, self.epoch_length)
 
     @property
-    def climbing(self) -> int:
-        """Iterations of the warm-up."""
-        return max(self.climbing_epochs * self.epoch_length, self.climbing_steps)
+    def warmup_iters(self) -> int:
+        """Number of warm-up iterations."""
+        return max(self.warmup_epochs * self.epoch_length, self.warmup_batches)
 
     @property
-    def only_climbs(self) -> bool:
-        """Whether a warm-up and the cool-down leave no iteration of the run to `lr_mode`."""
-        between = self.end_epoch * self.epoch_length - self.climbing
-        return self.climbing > 0 and between <= 0
+    def is_warmup_only(self) -> bool:
+        """Whether warm-up and cool-down fill the whole run."""
+        between = self.end_epoch * self.epoch_length - self.warmup_iters
+        return self.warmup_iters > 0 and between <= 0
 
     @property
     def end_epoch(self) -> int:
-        """The first epoch of the cool-down."""
+        """First epoch of the cool-down."""
         return self.max_epochs - self.lr_cooldown_epochs
 
     @cached_property
     def updates(self) -> list[Any]:
-        """After which epochs a `StepLRScheduler` moves the rate."""
+        """Epochs after which `StepLRScheduler` changes the rate."""
         if not self.step_lr_update_freq:
             return self.lr_updates
         epochs = (math.ceil(self.step_lr_update_freq * k) for k in range(1, self.end_epoch))
         return [epoch for epoch in epochs if self.lr_warmup_epochs <= epoch < self.end_epoch]
 
     def _last_update(self, step: int) -> int:
-        """Return the number of the batch after which the rate was moved last; below 0 for none."""
+        """Return the index of the batch after which the rate last changed, or a negative number if there is none."""
         if self.lr_mode == "StepLRScheduler":
             return step // self.epoch_length * self.epoch_length - 1
         step = min(step, self.end_epoch * self.epoch_length)
         return step // self.batch_accumulate * self.batch_accumulate - 1
 
     def _decay(self, batch: int, skip: int = 0) -> tuple[int, int]:
-        """Return how many batches of the decay are done at `batch`, and how many it has."""
+        """Return the number of completed decay batches at `batch`, and their total number."""
         total = (self.end_epoch - self.lr_warmup_epochs) * self.epoch_length
         return batch - self.lr_warmup_epochs * self.epoch_length - skip, total - skip
 
@@ -146,8 +147,8 @@ class LRSchedule:
         done, total = self._decay(batch, skip=self.lr_warmup_steps)
         if done <= 0:
             return initial
-        share = (1 + math.cos(math.pi * done / (total + 1))) / 2
-        return initial * (self.cosine_final_lr_ratio + (1 - self.cosine_final_lr_ratio) * share)
+        factor = (1 + math.cos(math.pi * done / (total + 1))) / 2
+        return initial * (self.cosine_final_lr_ratio + (1 - self.cosine_final_lr_ratio) * factor)
 
     def _exponential(self, batch: int, initial: float) -> float:
         assert self.lr_decay_factor is not None
@@ -174,11 +175,11 @@ class LRSchedule:
 @dataclass(frozen=True)
 class _Mode:
     rate: Callable[[LRSchedule, int, float], float]
-    """From the batch after which the rate was moved last, and the initial rate."""
+    """Function of the schedule, the batch after which the rate last changed, and the initial rate."""
     needs: tuple[tuple[str, ...], ...] = ()
-    """Of each of these, one key."""
+    """Required keys: exactly one key of each tuple."""
     keys: tuple[str, ...] = ()
-    """Further keys that belong to it."""
+    """Optional keys of the mode."""
 
 
 MODES: Mapping[str, _Mode] = {
@@ -192,15 +193,15 @@ MODES: Mapping[str, _Mode] = {
 }
 
 
-def check_known(word: str | None, known: Iterable[str], key: str) -> None:
-    """Raise an `UnknownNameError` at `key`, unless `word` is None or known."""
+def check_known(name: str | None, known: Iterable[str], key: str) -> None:
+    """Raise `UnknownNameError` at `key` unless `name` is None or in `known`."""
     names = list(known)
-    if word is not None and word not in names:
+    if name is not None and name not in names:
         raise UnknownNameError(
-            f"there is no '{word}'{did_you_mean(word, names)} (there are: {', '.join(names)})", key
+            f"'{name}' does not exist{did_you_mean(name, names)} (available: {', '.join(names)})", key
         )
 
 
 def _between(start: float, end: float, step: int, steps: int) -> float:
-    """Return where a line from `start` to `end` in `steps` steps is; it does not go on behind its end."""
+    """Interpolate linearly from `start` to `end` over `steps` steps. The result is `end` after the last step."""
     return end if step >= steps > 0 else start + (end - start) * step / max(steps, 1)

@@ -1,4 +1,4 @@
-"""`train_metrics_list` and `valid_metrics_list`: SuperGradients' metrics by its names, with values from 0 to 1."""
+"""`train_metrics_list` and `valid_metrics_list`: SuperGradients' metrics by name, with values from 0 to 1."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NAMES = {"IoU": "IoU", "Dice": "Dice", "PixelAccuracy": "PixelAccuracy", "Accur
 
 
 class _Overlap(IoUMetric):
-    """The mean over the classes of a share of their pixels, `part / whole` of `shares`.
+    """The mean over classes of the ratio that `ratio` returns.
 
-    A class that is neither in the truth nor in the prediction counts in no mean, and neither does the ignored one.
-    Therefore it makes no difference how many classes beyond those of the data `num_classes` announces.
+    Classes that occur neither in the targets nor in the predictions do not count, and neither does the ignored class.
+    Therefore `num_classes` may be larger than the number of classes in the data.
 
     Args:
-        num_classes: above every class id, of truth and prediction; it may count the ignored one.
-        ignore_index: the target id of pixels that do not count; by default the data set's.
+        num_classes: Number of classes, greater than each class id. It may include the ignored class.
+        ignore_index: Target id of ignored pixels. Default: the dataset's.
 
     Raises:
-        ConfigError: fewer than two classes.
+        ConfigError: If `num_classes` is less than 2.
     """
 
     def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
@@ -41,51 +41,56 @@ class _Overlap(IoUMetric):
         super().__init__(num_classes=num_classes, ignore_index=ignore_index)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the mean, NaN without a single class, from the counts.
+        """Return the mean from the counts, or NaN if no class occurs.
 
         Raises:
-            DataError: targets or predictions out of range were counted.
+            DataError: If targets or predictions were out of range.
         """
         matrix = self.matrix(results)
         hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
-        part, whole = self.shares(hit, truth + guess)
-        counts = whole > 0
+        numerator, denominator = self.ratio(hit, truth + guess)
+        counts = denominator > 0
         if self.ignore_index is not None and 0 <= self.ignore_index < self.num_classes:
             counts[self.ignore_index] = False
-        mean = float((part[counts] / whole[counts]).mean()) if counts.any() else float("nan")
+        mean = float((numerator[counts] / denominator[counts]).mean()) if counts.any() else float("nan")
         return {type(self).__name__: mean}
 
-    def shares(self, hit: Any, both: Any) -> tuple[Any, Any]:
-        """Return numerator and denominator of each class, given its right pixels, and its pixels in truth and guess."""
+    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
+        """Return numerator and denominator per class.
+
+        Args:
+            hit: Number of correct pixels per class.
+            both: Number of target pixels plus number of predicted pixels per class.
+        """
         raise NotImplementedError
 
 
 @METRICS.register_module()
 class IoU(_Overlap):
-    """The mean intersection over union of the classes, from 0 to 1; see `_Overlap`."""
+    """Mean intersection over union of the classes, from 0 to 1. See `_Overlap`."""
 
-    def shares(self, hit: Any, both: Any) -> tuple[Any, Any]:
+    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
         """Return intersection and union."""
         return hit, both - hit
 
 
 @METRICS.register_module()
 class Dice(_Overlap):
-    """The mean Dice coefficient of the classes, from 0 to 1; see `_Overlap`."""
+    """Mean Dice coefficient of the classes, from 0 to 1. See `_Overlap`."""
 
-    def shares(self, hit: Any, both: Any) -> tuple[Any, Any]:
+    def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
         """Return twice the intersection, and the sum of both areas."""
         return 2 * hit, both
 
 
 @METRICS.register_module()
 class PixelAccuracy(CountingMetric):
-    """The share of pixels whose class is right, from 0 to 1, over all pixels of the data set; NaN without a pixel.
+    """The fraction of correctly classified pixels in the dataset, from 0 to 1, or NaN if there are none.
 
     Predictions are class ids (N, H, W) or scores (N, classes, H, W).
 
     Args:
-        ignore_label: the target id of pixels that do not count.
+        ignore_label: Target id of ignored pixels.
     """
 
     def __init__(self, ignore_label: int = -100) -> None:
@@ -93,7 +98,7 @@ class PixelAccuracy(CountingMetric):
         self.ignore_label = ignore_label
 
     def num_counts(self) -> int:
-        """Return two: right pixels, and pixels that count."""
+        """Return 2: correct pixels and counted pixels."""
         return 2
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
@@ -101,21 +106,21 @@ class PixelAccuracy(CountingMetric):
         ids = preds.argmax(dim=1) if preds.ndim == targets.ndim + 1 else preds
         if ids.shape != targets.shape:
             raise DataError(
-                f"PixelAccuracy got {describe(preds)} as preds for {describe(targets)} as targets; it needs class ids "
-                "(N, H, W) or scores (N, classes, H, W), resized to the targets"
+                f"PixelAccuracy requires preds of class ids (N, H, W) or scores (N, classes, H, W) in the size of the "
+                f"targets, but got {describe(preds)} as preds for {describe(targets)} as targets"
             )
         counted = targets != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the share from the counts."""
+        """Return the fraction from the counts."""
         right, counted = results
         return {"PixelAccuracy": right / counted if counted else float("nan")}
 
 
 @METRICS.register_module()
 class Top1(evaluator.Accuracy):
-    """SuperGradients' `Accuracy`: the share of samples whose likeliest class is right, from 0 to 1."""
+    """SuperGradients' `Accuracy`: the fraction of samples whose most likely class is correct, from 0 to 1."""
 
     default_prefix = None
     k: ClassVar[int] = 1
@@ -125,73 +130,75 @@ class Top1(evaluator.Accuracy):
         super().__init__(topk=self.k)
 
     def compute_metrics(self, results: list[Any]) -> dict[str, float]:
-        """Return the share from the counts; NaN without any sample.
+        """Return the fraction from the counts, or NaN if there are no samples.
 
         Raises:
-            DataError: targets out of range were counted.
+            DataError: If targets were out of range.
         """
         (percent,) = super().compute_metrics(results).values()
         return {self.label: percent / 100}
 
 
 Accuracy = Top1
-"""By the name that scripts import. In METRICS that name is MMEngine's, which counts in percent."""
+"""Alias for scripts. In METRICS, `Accuracy` is MMEngine's metric, which returns percent."""
 
 
 @METRICS.register_module()
 class Top5(Top1):
-    """The share of samples whose class is among the five likeliest, from 0 to 1."""
+    """The fraction of samples whose class is among the five most likely ones, from 0 to 1."""
 
     k = 5
     label = "Top5"
 
 
 def metric_config(
-    entries: Sequence[Any] | None, place: str = "valid_metrics_list"
+    entries: Sequence[Any] | None, key: str = "valid_metrics_list"
 ) -> list[dict[str, Any] | BaseMetric]:
-    """Return the configurations of metrics for `METRICS`; metrics that are made already are returned as they are.
+    """Return the configurations of metrics for `METRICS`. Metric objects are returned unchanged.
 
-    `dist_sync_on_step` has no effect: counts are added over the ranks when they are read.
+    `dist_sync_on_step` has no effect: counts are summed over all ranks when they are read.
 
     Args:
-        entries: objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
-            `{_target_: ..., arguments}`. Names are SuperGradients', or those of torchmetrics' classes.
-        place: the list's own name, for errors.
+        entries: Objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
+            `{_target_: ..., arguments}`. Names are those of SuperGradients or torchmetrics.
+        key: Name of the list, for errors.
 
     Raises:
-        ConfigError: an entry is none of these, or has an argument that cannot be honoured.
-        UnknownNameError: no metric has that name.
+        ConfigError: If an entry has none of these forms, or an argument is not supported.
+        UnknownNameError: If no metric has that name.
     """
     configs = []
     for index, entry in enumerate(entries or ()):
-        where = f"training_params.{place}[{index}]"
-        configs.append(_metric(entry, where) if isinstance(entry, str | Mapping) else _made(entry, where))
+        config_path = f"training_params.{key}[{index}]"
+        configs.append(
+            _metric(entry, config_path) if isinstance(entry, str | Mapping) else _checked(entry, config_path)
+        )
     return configs
 
 
 def known_name(entry: Any) -> str | None:
-    """Return what a validation calls the value of an entry; None of an object that decides it by itself."""
+    """Return the name of the metric's value, or None if the object determines the name itself."""
     if isinstance(entry, str | Mapping):
         return read_factory(entry, "training_params.valid_metrics_list")[0]
     kind = type(entry)
     return getattr(kind, "label", kind.__name__) if kind in (IoU, Dice, PixelAccuracy, Top1, Top5) else None
 
 
-def _metric(entry: str | Mapping[str, Any], where: str) -> dict[str, Any]:
-    name, arguments = read_factory(entry, where)
+def _metric(entry: str | Mapping[str, Any], config_path: str) -> dict[str, Any]:
+    name, arguments = read_factory(entry, config_path)
     kind = _NAMES.get(name, name)
     if kind not in METRICS:
-        raise UnknownNameError(f"there is no metric '{name}'{did_you_mean(name, _NAMES)}", where)
+        raise UnknownNameError(f"no metric is named '{name}'{did_you_mean(name, _NAMES)}", config_path)
     if kind not in _NAMES.values():
         return {"type": kind, **arguments}
     arguments.pop("dist_sync_on_step", None)
     for key, only in (("metrics_args_prep_fn", None), ("reduction", "elementwise_mean"), ("threshold", 0.5)):
         if (value := arguments.pop(key, only)) != only:
-            raise ConfigError(f"can only be {only!r} here, not {value!r}", f"{where}.{key}")
+            raise ConfigError(f"must be {only!r}, not {value!r}", f"{config_path}.{key}")
     return {"type": kind, **arguments}
 
 
-def _made(entry: Any, where: str) -> Any:
+def _checked(entry: Any, config_path: str) -> Any:
     if not isinstance(entry, BaseMetric) and not is_torchmetrics(entry):
-        raise ConfigError(f"must be a metric, a name or a dict, not {entry!r}", where)
+        raise ConfigError(f"must be a metric, a name or a dict, not {entry!r}", config_path)
     return entry

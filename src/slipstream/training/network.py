@@ -1,4 +1,4 @@
-"""A network of any kind, with its loss and its metrics of training, as the Runner takes it."""
+"""A network with its loss and training metrics, as a model for the Runner."""
 
 from __future__ import annotations
 
@@ -29,37 +29,35 @@ __all__ = ["SupervisedModel", "TrainMetricsHook"]
 Configured = nn.Module | Mapping[str, Any]
 
 _OF_CLASSES = (nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEEdgeLoss, STDCLoss)
-"""The losses that are known to compare scores of classes with class ids or shares."""
+"""Losses that compare class scores with class ids or class probabilities."""
 
 
 @MODELS.register_module()
 class SupervisedModel(Segmentor):
-    """A network that learns from pairs of inputs and targets: classifies images, or their pixels.
+    """A network for supervised classification of images or pixels.
 
-    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...) as SuperGradients' loaders give
-    them; what follows is not looked at.
+    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Further tuple items are ignored.
 
     Args:
-        network: a module or its configuration. It returns logits (N, classes) or (N, classes, H, W); in training,
-            auxiliary outputs may follow them in a tuple.
-        loss: `loss(outputs, targets)`, a module, its configuration or a function, gives a scalar, a dict of scalars,
-            or SuperGradients' pair (scalar, what to log). By default cross-entropy.
-        data_preprocessor: by default one that brings batches to the device and finishes them there.
-        pretrained: the arguments of `zoo.models.load`; `init_weights` loads the weights, so that a run that is
-            resumed does not.
-        train_metrics: `CountingMetric`s or their configurations, which count during training; `TrainMetricsHook`
-            reads them.
-        num_classes: classes of the data set; the main output must have as many channels.
-        paramwise_cfg: of a `PrefixOptimWrapperConstructor`; what has the learning rate 0 in it is frozen.
+        network: A module or its configuration. It returns logits (N, classes) or (N, classes, H, W). In training,
+            it may return a tuple of the logits and auxiliary outputs.
+        loss: `loss(outputs, targets)`, given as a module, its configuration or a function. It returns a scalar, a dict
+            of scalars, or SuperGradients' pair (scalar, values to log). Default: cross-entropy.
+        data_preprocessor: By default, moves batches to the device and applies the device transforms.
+        pretrained: Arguments of `zoo.models.load`. `init_weights` loads these weights; a resumed run does not.
+        train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
+            them.
+        num_classes: Number of classes of the dataset. The main output must have the same number of channels.
+        paramwise_cfg: Of `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
 
     Raises:
-        ConfigError: a metric of training does not count on the device; or `paramwise_cfg` does not fit the network.
-        ModelError: in forward: the network has not as many classes as the data set.
-        DataError: in forward, from a loss of classes: the targets do not fit the output, or hold a class too many.
+        ConfigError: If a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
+        ModelError: In forward, if the number of output channels is not `num_classes`.
+        DataError: In forward with a classification loss, if the targets do not match the output or are out of range.
     """
 
     sliding_window: SlidingWindow | None = None
-    """If set, images of an evaluation pass the network window by window."""
+    """If set, evaluation images are processed in sliding windows."""
 
     def __init__(
         self,
@@ -76,14 +74,14 @@ class SupervisedModel(Segmentor):
             freeze(self, paramwise_cfg)
         self.pretrained = dict(pretrained or {})
         self.num_classes = num_classes
-        self.train_metrics = [_counting(metric, place) for place, metric in enumerate(train_metrics or ())]
-        for place, metric in enumerate(self.train_metrics):
+        self.train_metrics = [_counting(metric, index) for index, metric in enumerate(train_metrics or ())]
+        for index, metric in enumerate(self.train_metrics):
             counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
-            # A buffer, so that a compiled step changes it in place; no part of checkpoints.
-            self.register_buffer(f"train_counts{place}", counts, persistent=False)
+            # A buffer, so a compiled step can update it in index. It is not saved in checkpoints.
+            self.register_buffer(f"train_counts{index}", counts, persistent=False)
 
     def init_weights(self) -> None:
-        """Initialise the weights, and load those of `pretrained`; once only."""
+        """Initialise the weights and load `pretrained`. Later calls have no effect."""
         if self.is_init:
             return
         super().init_weights()
@@ -93,15 +91,15 @@ class SupervisedModel(Segmentor):
     def forward(
         self, inputs: Tensor, targets: Tensor | None = None, *others: Any, mode: str = "tensor"
     ) -> Any:
-        """Return losses, `{"preds", "targets"}` or the network's output.
+        """Return the losses, `{"preds", "targets"}` or the network's output.
 
         Args:
-            inputs: images (N, C, H, W), float or uint8, which is taken as float 0 to 255.
-            targets: class ids (N,) or (N, H, W) of any integer type, or shares of the classes (N, classes).
-            others: what else the batch holds.
+            inputs: Images (N, C, H, W), float, or uint8, which is converted to float 0 to 255.
+            targets: Class ids (N,) or (N, H, W) of any integer dtype, or class probabilities (N, classes).
+            others: Other items of the batch; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
-        if inputs.dtype == torch.uint8:  # pixels that no transform normalises
+        if inputs.dtype == torch.uint8:  # pixels without a normalising transform
             inputs = inputs.float()
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)
@@ -121,22 +119,23 @@ class SupervisedModel(Segmentor):
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the losses by name; of SuperGradients' pair, only the first is one."""
+        """Return the losses by name. Of SuperGradients' pair, only the first item is a loss."""
         try:
             losses: dict[str, Any] = super().losses(outputs, targets)
-        except IndexError as error:  # on the CPU only: a device does not wait to see it
+        except IndexError as error:  # raised on the CPU only, because other devices run asynchronously
             if "out of bounds" not in str(error):
                 raise
             raise DataError(
-                f"a target is no class of the network, which has 0 to {main_output(outputs).shape[1] - 1}: {error} "
-                "Give the network more classes (num_classes), or the loss the ignore_index of the targets"
+                f"a target is not a class of the network, which has classes 0 to "
+                f"{main_output(outputs).shape[1] - 1}: {error} "
+                "Increase num_classes, or set the loss's ignore_index to the ignored target value"
             ) from error
         if isinstance(pair := losses.get("loss"), tuple):
             return {"loss": pair[0]}
         return losses
 
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return class ids of pixels, or logits of images, and the class ids of the targets if there are any."""
+        """Return class ids of pixels or logits of images, and the class ids of the targets, if any."""
         scores = main_output(outputs)
         if scores.ndim == 4:
             return super().predictions(outputs, inputs, targets)
@@ -146,7 +145,7 @@ class SupervisedModel(Segmentor):
         return {"preds": scores, "targets": targets.argmax(1) if mixed else targets}
 
     def read_train_metrics(self) -> dict[str, Any]:
-        """Return what the metrics have counted, over all ranks, by name, and count from zero; waits for the device."""
+        """Return the metrics over all ranks by name, and reset the counts. Synchronises with the device."""
         values: dict[str, Any] = {}
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
             values.update(metric.read(counts))
@@ -162,59 +161,63 @@ class SupervisedModel(Segmentor):
             metric.count(counts, found["preds"].detach(), found["targets"])
 
     def _counts(self) -> list[Tensor]:
-        return [getattr(self, f"train_counts{place}") for place in range(len(self.train_metrics))]
+        return [getattr(self, f"train_counts{index}") for index in range(len(self.train_metrics))]
 
 
 def _check_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raise a `DataError` unless the targets are class ids or shares of classes; reads no device."""
-    shares = targets.is_floating_point()
-    if targets.shape == scores.shape if shares else targets.ndim == scores.ndim - 1:
+    """Raise `DataError` unless the targets are class ids or class probabilities, without device synchronisation."""
+    is_float = targets.is_floating_point()
+    if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
         return
     ids = "(N,)" if scores.ndim == 2 else "(N, H, W)"
-    one = not shares and targets.ndim == scores.ndim and targets.shape[1] == 1
+    one = not is_float and targets.ndim == scores.ndim and targets.shape[1] == 1
     remedy = (
-        "squeeze(1) them" if one else "convert class ids with .long()" if shares else "check the data set"
+        "remove the channel dimension with squeeze(1)"
+        if one
+        else "convert class ids with .long()"
+        if is_float
+        else "check the dataset"
     )
     raise DataError(
-        f"targets {tuple(targets.shape)} of {targets.dtype} do not fit the network's output {tuple(scores.shape)}: "
-        f"they must be class ids {ids} of an integer dtype, or floating-point shares in the output's shape; {remedy}"
+        f"targets {tuple(targets.shape)} of {targets.dtype} do not match the network's output {tuple(scores.shape)}: "
+        f"they must be class ids {ids} of an integer dtype, or probabilities in the output's shape; {remedy}"
     )
 
 
 def _check_size(scores: Tensor, targets: Tensor) -> None:
-    """Raise a `DataError` unless the targets are as many, high and wide as the output; reads no device."""
+    """Raise `DataError` unless targets and output have the same N, H and W, without device synchronisation."""
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
-            f"targets {tuple(targets.shape)} do not fit the network's output {tuple(scores.shape)}: they must be of "
-            "its size; check the data set's transforms, which must change images and masks alike"
+            f"targets {tuple(targets.shape)} do not match the size of the network's output {tuple(scores.shape)}; "
+            "check that the dataset's transforms change images and masks alike"
         )
 
 
-def _counting(metric: CountingMetric | Mapping[str, Any], place: int) -> CountingMetric:
+def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> CountingMetric:
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot count during training without waiting for the device: take IoU, "
+            f"{type(built).__name__} cannot count during training without device synchronisation; use IoU, "
             "PixelAccuracy, Dice, Accuracy or Top5, or move it to valid_metrics_list",
-            f"train_metrics[{place}]",
+            f"train_metrics[{index}]",
         )
     return built
 
 
 @HOOKS.register_module()
 class TrainMetricsHook(Hook):
-    """At the end of each epoch read what a `SupervisedModel` has counted, and log it as `train/IoU` and so on.
+    """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    It is also left in the message hub, as an info. A resumed epoch counts from where it was resumed.
+    The values are also stored as info in the message hub. A resumed epoch counts from the batch where it resumed.
 
     Raises:
-        ModelError: before the training: the model counts nothing.
+        ModelError: Before training, if the model has no training metrics.
     """
 
     priority = "ABOVE_NORMAL"
 
     def before_train(self, runner: Runner) -> None:
-        """Tell the metrics what the data set is."""
+        """Pass the dataset's meta information to the metrics."""
         meta = getattr(runner.train_dataloader.dataset, "metainfo", None) or {}
         for metric in self._model(runner).train_metrics:
             metric.dataset_meta = meta
@@ -222,7 +225,7 @@ class TrainMetricsHook(Hook):
     def after_train_epoch(self, runner: Runner) -> None:
         """Read, log and reset the metrics."""
         values = {f"train/{name}": value for name, value in self._model(runner).read_train_metrics().items()}
-        # No scalar of the hub: the log lines of the next epoch would show it as their own, and plot it as val's.
+        # Not stored as hub scalars: the log lines and plots of the next epoch would include them.
         runner.message_hub.update_info_dict(values)
         text = "  ".join(f"{name}: {value:.4f}" for name, value in values.items())
         runner.logger.info(f"Epoch(train) [{runner.epoch + 1}]  {text}")
@@ -233,6 +236,6 @@ class TrainMetricsHook(Hook):
         model = unwrap_model(runner.model)
         if not isinstance(model, SupervisedModel) or not model.train_metrics:
             raise ModelError(
-                f"TrainMetricsHook reads what a SupervisedModel counts, and {type(model).__name__} has no train_metrics"
+                f"TrainMetricsHook requires a SupervisedModel with train_metrics; {type(model).__name__} has none"
             )
         return model

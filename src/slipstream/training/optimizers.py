@@ -1,4 +1,4 @@
-"""SuperGradients' optimizer keys: learning rates by the prefixes of names, no weight decay where none is wanted."""
+"""SuperGradients' optimizer keys: learning rates by name prefix, and no weight decay for biases and norm layers."""
 
 from __future__ import annotations
 
@@ -25,23 +25,24 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "RMSprop": {"weight_decay": 1e-4, "momentum": 0.9},
     "RMSpropTF": {"weight_decay": 1e-4, "momentum": 0.9},
 }
-"""What SuperGradients gives an optimizer unless `optimizer_params` say otherwise."""
+"""SuperGradients' default arguments of optimizers. `optimizer_params` overrides them."""
 
-_SPARED = "zero_weight_decay_on_bias_and_bn"
+_NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 
 
 def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
-    """Return the `optim_wrapper` configuration; precision, accumulation and clipping are the plan's affair.
+    """Return the `optim_wrapper` configuration, without precision, accumulation and clipping, which the plan sets.
 
     Raises:
-        ConfigError: no `initial_lr`, or one that is no learning rate; a key that an optimizer which is made already
-            leaves no room for.
+        ConfigError: If `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
     """
     optimizer = params.optimizer
     if isinstance(optimizer, Optimizer):
         for key in ("initial_lr", "optimizer_params", "zero_weight_decay_on_bias_and_bn", "finetune"):
-            if key in params.given():
-                raise ConfigError("the optimizer is made already: leave this out", f"training_params.{key}")
+            if key in params.changed():
+                raise ConfigError(
+                    "does not apply to an optimizer object; remove it", f"training_params.{key}"
+                )
         return {"optimizer": optimizer}
     if not isinstance(optimizer, str | type):
         raise ConfigError(
@@ -56,7 +57,7 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
         _check_finetune(params)
         rules["finetune"] = True
     if params.zero_weight_decay_on_bias_and_bn:
-        rules[_SPARED] = True
+        rules[_NO_DECAY] = True
     name = optimizer if isinstance(optimizer, str) else optimizer.__name__
     own = {**_DEFAULTS.get(name, {}), **params.optimizer_params}
     return {
@@ -68,31 +69,31 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
-    """Give each parameter the learning rate of the longest prefix that its name begins with.
+    """Set the learning rate of each parameter by the longest matching prefix of its name.
 
-    Names are those inside the model's `network`, if it has one; of the others, the model's own. Parameters of one
-    learning rate and one decay share a group, whose `name` tells their prefixes. A rate of 0 keeps them as they are;
-    `freeze` sees to it that they cost nothing.
+    Names are relative to the model's `network`, if it has one. Parameters with equal learning rate and weight decay
+    share a group, whose `name` lists their prefixes. Parameters with a rate of 0 stay constant; `freeze` also
+    disables their gradients.
 
-    `paramwise_cfg` holds `initial_lr`, the learning rate of each prefix, and of `default`, for the rest;
-    `warmup_initial_lr` alike, which the groups keep for the schedule; `finetune`, with which the network itself gives
-    the rates: its `get_finetune_lr_dict(lr)`, lr being that of `default`; and `zero_weight_decay_on_bias_and_bn`,
-    which takes the weight decay from all biases and all norm layers.
+    Keys of `paramwise_cfg`: `initial_lr` maps each prefix, and `default` for the rest, to its learning rate.
+    `warmup_initial_lr` has the same form and is stored in the groups for the schedule. With `finetune`, the network's
+    method `get_finetune_lr_dict(lr)` returns the rates, where lr is the rate of `default`.
+    `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
 
     Raises:
-        ConfigError: when called: no name begins with a prefix, or a trainable parameter has none, and there is no
-            `default`; or `finetune`, and the network has no such method.
+        ConfigError: When called: if a prefix matches no parameter, if a trainable parameter matches no prefix and
+            there is no `default`, or if `finetune` is set and the network lacks the method.
     """
 
     def add_params(
         self, params: list[dict[str, Any]], module: nn.Module, prefix: str = "", is_dcn_module: bool = False
     ) -> None:
-        """Append `{"params": [parameter], **its options}` for every parameter of the model."""
+        """Append `{"params": [parameter], **options}` for each parameter of the model."""
         rates = _rates_of(module, self.paramwise_cfg)
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
-        spared = _biases_and_norms(module) if self.paramwise_cfg.get(_SPARED) else set()
+        no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
-        if "finetune" not in self.paramwise_cfg:  # a network may name heads that it was built without
+        if "finetune" not in self.paramwise_cfg:  # a network may list heads that it was built without
             _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
         for key, rate in rates.items():
@@ -103,29 +104,30 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             key = _prefix(name, rates)
             if key not in rates:
                 raise ConfigError(
-                    f"needs a 'default': no prefix is meant for '{name}'", "training_params.initial_lr"
+                    f"add a 'default' rate: no prefix matches the parameter '{name}'",
+                    "training_params.initial_lr",
                 )
             rate, start = rates[key], starts.get(key)
             options: dict[str, Any] = {"lr": rate, "name": ", ".join(labels[rate, start])}
             if start is not None:
                 options["warmup_initial_lr"] = start
-            if id(parameter) in spared:
+            if id(parameter) in no_decay:
                 options["weight_decay"] = 0.0
             params.append({"params": [parameter], **options})
 
 
 def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
-    """Take the gradient from all parameters to which a `PrefixOptimWrapperConstructor` would give the rate 0.
+    """Disable gradients of all parameters to which `PrefixOptimWrapperConstructor` assigns a rate of 0.
 
-    To be called before the model is wrapped for several processes. As in SuperGradients, the frozen parts' BatchNorm
-    statistics go on following the data.
+    Call this before the model is wrapped for distributed training. As in SuperGradients, BatchNorm statistics of
+    frozen layers are still updated.
 
     Args:
-        model: holds the user's network as `network`.
-        paramwise_cfg: that of the constructor.
+        model: A model with the user's network as `network`.
+        paramwise_cfg: That of the constructor.
 
     Raises:
-        ConfigError: see the constructor.
+        ConfigError: See the constructor.
     """
     rates = _rates_of(model, paramwise_cfg)
     for name, parameter in _named_parameters(model).items():
@@ -134,15 +136,15 @@ def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
 
 
 def _rates_of(model: nn.Module, rules: Mapping[str, Any]) -> Mapping[str, float]:
-    """Return the learning rates by prefix: those that are given, or those by which the network is fine-tuned."""
+    """Return the learning rates by prefix: `initial_lr`, or the network's rates for fine-tuning."""
     rates: Mapping[str, float] = rules["initial_lr"]
     if not rules.get("finetune"):
         return rates
     network: Any = getattr(model, "network", model)
     if not hasattr(network, "get_finetune_lr_dict"):
         raise ConfigError(
-            f"{type(network).__name__} does not say what to fine-tune: give it a method get_finetune_lr_dict(lr) that "
-            "returns {'head': lr, 'default': 0}, or give initial_lr as such a map",
+            f"{type(network).__name__} does not support finetune; add a method get_finetune_lr_dict(lr) that returns "
+            "{'head': lr, 'default': 0}, or set initial_lr to such a dict",
             "training_params.finetune",
         )
     return _rates(network.get_finetune_lr_dict(rates["default"]), "finetune")
@@ -152,26 +154,26 @@ def _check_finetune(params: TrainingParams) -> None:
     for key in ("initial_lr", "warmup_initial_lr"):
         if isinstance(getattr(params, key), Mapping):
             raise ConfigError(
-                "must be a number with finetune, which lets the network say what learns",
+                "must be a number if finetune is set; the network sets the learning rate of each part",
                 f"training_params.{key}",
             )
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by the names that they have in the user's network; each once, by its first name."""
+    """Return the parameters by their names in the user's network. Shared parameters occur once, by their first name."""
     network = getattr(model, "network", None)
     inside = "network." if isinstance(network, nn.Module) else ""
     return {name.removeprefix(inside): parameter for name, parameter in model.named_parameters()}
 
 
 def _biases_and_norms(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that SuperGradients lets go without weight decay."""
+    """Return the ids of the parameters that SuperGradients excludes from weight decay."""
     parts = ((part, part.named_parameters(recurse=False)) for part in model.modules())
     return {id(p) for part, named in parts for name, p in named if name == "bias" or isinstance(part, NORMS)}
 
 
 def _prefix(name: str, rates: Iterable[str]) -> str:
-    """Return the longest prefix of `name` among the keys, else `default`."""
+    """Return the longest key that is a prefix of `name`, or `default`."""
     return max(
         (key for key in rates if key != "default" and name.startswith(key)), key=len, default="default"
     )
@@ -183,28 +185,30 @@ def _check_prefixes(rates: Iterable[str], names: Iterable[str]) -> None:
         if key != "default" and not any(name.startswith(key) for name in names):
             known = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
             raise ConfigError(
-                f"no parameter's name begins with '{key}'{did_you_mean(key, known)}",
+                f"no parameter name begins with '{key}'{did_you_mean(key, known)}",
                 "training_params.initial_lr",
             )
 
 
 def _check_same_prefixes(starts: Iterable[str], rates: Iterable[str]) -> None:
-    place = "training_params.warmup_initial_lr"
+    config_path = "training_params.warmup_initial_lr"
     for key in starts:
         if key not in rates:
-            raise ConfigError(f"'{key}' is not in initial_lr{did_you_mean(key, rates)}", place)
+            raise ConfigError(f"'{key}' is not in initial_lr{did_you_mean(key, rates)}", config_path)
     for key in rates:
         if key not in starts:
-            raise ConfigError(f"does not say where '{key}' starts", place)
+            raise ConfigError(f"has no entry for '{key}', which initial_lr contains", config_path)
 
 
-def _rates(given: Any, key: str) -> dict[str, float]:
-    """Return the learning rates by prefix; a number is for all."""
-    place = f"training_params.{key}"
-    if given is None or given == {}:
-        raise ConfigError("is needed: a number, or a map of name prefixes and 'default'", place)
-    rates = dict(given) if isinstance(given, Mapping) else {"default": given}
+def _rates(value: Any, key: str) -> dict[str, float]:
+    """Return the learning rates by prefix. A number applies to all parameters."""
+    config_path = f"training_params.{key}"
+    if value is None or value == {}:
+        raise ConfigError("is required: a number, or a dict of name prefixes and 'default'", config_path)
+    rates = dict(value) if isinstance(value, Mapping) else {"default": value}
     for prefix, rate in rates.items():
         if not matches(rate, float) or not 0 <= rate < math.inf:
-            raise ConfigError(f"must be a number of at least 0, not {rate!r}", f"{place}.{prefix}")
+            raise ConfigError(
+                f"must be a finite number of at least 0, not {rate!r}", f"{config_path}.{prefix}"
+            )
     return rates

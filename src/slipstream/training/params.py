@@ -1,4 +1,4 @@
-"""The `training_params` of SuperGradients: every key, its type, its default, and what becomes of it here."""
+"""The `training_params` of SuperGradients: type, default and translation of each key."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _OLD_WARMUPS = {
     "linear_batch_step": "LinearBatchLRWarmup",
 }
 _DROPPED = ("_convert_",)
-"""What Hydra's own `instantiate` reads."""
+"""Keys that only Hydra's `instantiate` uses."""
 
 
 @dataclass(frozen=True)
 class Refused:
-    """Why anything but the default of a key is an error."""
+    """Why a key only supports its default."""
 
     why: str
 
 
-_REMOTE = Refused("nothing is uploaded: copy the run's folder, or take sg_logger 'wandb_sg_logger'")
-_BOARD = Refused("no TensorBoard is started: run `tensorboard --logdir` on the run's folder")
+_REMOTE = Refused("uploads are not supported; copy the run's folder, or use sg_logger 'wandb_sg_logger'")
+_BOARD = Refused("TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder")
 _PLAN = "SpeedPlan"
 
 
@@ -44,31 +44,32 @@ _PLAN = "SpeedPlan"
 class TrainingParams:
     """A field for each key, with SuperGradients' default.
 
-    The text beside a field's type says what the key becomes: an argument of the `Runner`, a hook, an option.
-    A `Refused` key is known, and nothing but its default can be honoured.
+    The annotation of a field describes its translation: an argument of the `Runner`, a hook, or an option.
+    A `Refused` key only supports its default.
     """
 
-    # How long, and from where.
+    # Duration, validation and resuming.
     max_epochs: Annotated[int | None, "train_cfg.max_epochs"] = None
     max_train_batches: Annotated[int | None, "train_dataloader.num_batch_per_epoch"] = None
     max_valid_batches: Annotated[int | None, "val_dataloader.num_batch_per_epoch"] = None
     run_validation_freq: Annotated[int, "train_cfg.val_interval"] = 1
-    run_test_freq: Annotated[int, "how often test_loaders are evaluated (a hook)"] = 1
+    run_test_freq: Annotated[int, "epochs between evaluations of test_loaders (a hook)"] = 1
     seed: Annotated[int | None, "randomness.seed"] = 42
     resume: Annotated[bool, "resume"] = False
     resume_path: Annotated[str | None, "resume"] = None
-    ckpt_name: Annotated[str, "resume: the file to go on from in the run's folder"] = "ckpt_latest.pth"
+    ckpt_name: Annotated[str, "resume: file name in the run's folder"] = "ckpt_latest.pth"
     run_id: Annotated[
         str | int | None,
-        Refused("an experiment has one folder: name another experiment, or give resume_path"),
+        Refused("an experiment has a single folder; use another experiment_name, or set resume_path"),
     ] = None
     resume_from_remote_sg_logger: Annotated[
-        bool, Refused("nothing is downloaded: fetch the checkpoint and give resume_path")
+        bool, Refused("downloads are not supported; download the checkpoint and set resume_path")
     ] = False
-    resume_strict_load: Annotated[bool, "nothing: a resumed run always needs all of its weights"] = False
-    load_opt_params: Annotated[bool, "a hook: False lets a resumed run's optimizer begin anew"] = True
+    resume_strict_load: Annotated[bool, "no effect: a resumed run always requires all of its weights"] = False
+    load_opt_params: Annotated[bool, "a hook: False resets the optimizer state of a resumed run"] = True
     finetune: Annotated[
-        bool, "initial_lr, by the network's get_finetune_lr_dict: its heads learn, the rest is frozen"
+        bool,
+        "initial_lr: get_finetune_lr_dict of the network sets the rates; all parts but the heads are frozen",
     ] = False
 
     # Learning rates.
@@ -85,7 +86,7 @@ class TrainingParams:
     step_lr_update_freq: Annotated[float | None, "param_scheduler"] = None
     cosine_final_lr_ratio: Annotated[float, "param_scheduler"] = 0.01
     multiply_head_lr: Annotated[
-        float, Refused("no network reads it since SuperGradients 3.4: give initial_lr by name prefixes")
+        float, Refused("unused since SuperGradients 3.4; set initial_lr by name prefixes instead")
     ] = 1
 
     # Optimizer, loss, metrics.
@@ -95,7 +96,7 @@ class TrainingParams:
     loss: Annotated[Any, "model.loss"] = None
     criterion_params: Annotated[dict[str, Any], "model.loss"] = field(default_factory=dict)
     loss_logging_items_names: Annotated[
-        list[str] | None, "nothing: losses are logged by the names that the loss itself gives them"
+        list[str] | None, "no effect: losses are logged under the names that the loss returns"
     ] = None
     train_metrics_list: Annotated[list[Any], "model.train_metrics"] = field(default_factory=list)
     valid_metrics_list: Annotated[list[Any], "val_evaluator"] = field(default_factory=list)
@@ -115,10 +116,10 @@ class TrainingParams:
     multi_gpu: Annotated[Any, _PLAN] = None
     batch_accumulate: Annotated[int, _PLAN] = 1
     clip_grad_norm: Annotated[float | None, _PLAN] = None
-    enable_qat: Annotated[bool, Refused("quantisation-aware training is not available")] = False
-    kill_ddp_pgroup_on_end: Annotated[bool, "nothing: the processes end with whoever started them"] = True
+    enable_qat: Annotated[bool, Refused("quantisation-aware training is not supported")] = False
+    kill_ddp_pgroup_on_end: Annotated[bool, "no effect: the launcher terminates the processes"] = True
 
-    # What is kept and shown.
+    # Checkpoints, callbacks and logging.
     save_model: Annotated[bool, "default_hooks.checkpoint"] = True
     save_ckpt_epoch_list: Annotated[list[int], "default_hooks.checkpoint"] = field(default_factory=list)
     ckpt_best_name: Annotated[str, "default_hooks.checkpoint"] = "ckpt_best.pth"
@@ -132,43 +133,45 @@ class TrainingParams:
     sg_logger_params: Annotated[dict[str, Any], "visualizer"] = field(default_factory=dict)
     launch_tensorboard: Annotated[bool, _BOARD] = False
     tensorboard_port: Annotated[int | None, _BOARD] = None
-    tb_files_user_prompt: Annotated[bool, Refused("nothing is asked while it runs")] = False
+    tb_files_user_prompt: Annotated[bool, Refused("training is not interactive")] = False
     save_tensorboard_to_s3: Annotated[bool, _REMOTE] = False
     save_tensorboard_remote: Annotated[bool, _REMOTE] = False
-    dataset_statistics: Annotated[bool, Refused("run `slipstream data stats` on the data set")] = False
-    log_installed_packages: Annotated[bool, "nothing: the log begins with the versions that matter"] = True
-    save_full_train_log: Annotated[bool, "nothing: the log file holds everything, errors too"] = False
+    dataset_statistics: Annotated[bool, Refused("use `slipstream data stats` instead")] = False
+    log_installed_packages: Annotated[bool, "no effect: the log begins with the relevant versions"] = True
+    save_full_train_log: Annotated[bool, "no effect: the log file is always complete, including errors"] = (
+        False
+    )
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> TrainingParams:
-        """Return the parameters; a key with no value (None) means its default.
+        """Return the parameters. A value of None stands for the default.
 
         Raises:
-            UnknownNameError: a key that does not exist.
-            ConfigError: a value of a wrong type, or one that cannot be honoured.
+            UnknownNameError: If a key does not exist.
+            ConfigError: If a value has the wrong type or is not supported.
         """
-        if not isinstance(given := plain(mapping), Mapping):
+        if not isinstance(plain_values := plain(mapping), Mapping):
             raise ConfigError(f"must be a dict, not {mapping!r}", "training_params")
-        values = {key: value for key, value in given.items() if key not in _DROPPED}
+        values = {key: value for key, value in plain_values.items() if key not in _DROPPED}
         hints, known = get_type_hints(cls), [f.name for f in fields(cls)]
         for key, value in values.items():
             if key not in known:
                 hint = did_you_mean(str(key), known)
-                raise UnknownNameError(f"there is no such key{hint}", f"training_params.{key}")
+                raise UnknownNameError(f"unknown key{hint}", f"training_params.{key}")
             if value is not None and not matches(value, hints[key]):
                 raise ConfigError(f"must be {describe(hints[key])}, not {value!r}", f"training_params.{key}")
         kept = {key: v for key, v in values.items() if v is not None or _may_be_none(hints[key])}
-        params = cls(**_in_new_words(kept))
+        params = cls(**_with_current_names(kept))
         params._check()
         return params
 
     @classmethod
     def table(cls) -> dict[str, str | Refused]:
-        """Return for each key what it becomes, or why nothing but its default is accepted."""
+        """Return the translation of each key, or why it only supports its default."""
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: hints[f.name].__metadata__[0] for f in fields(cls)}
 
-    def given(self) -> dict[str, Any]:
+    def changed(self) -> dict[str, Any]:
         """Return the keys that differ from their defaults."""
         default = type(self)()
         names = [f.name for f in fields(self)]
@@ -176,7 +179,7 @@ class TrainingParams:
 
     def _check(self) -> None:
         table = self.table()
-        for key in self.given():
+        for key in self.changed():
             if isinstance(refused := table[key], Refused):
                 raise ConfigError(refused.why, f"training_params.{key}")
         for key in (
@@ -194,7 +197,7 @@ class TrainingParams:
 
 
 def plain(value: Any) -> Any:
-    """Return an OmegaConf container as dicts and lists, with its interpolations resolved; others as they are."""
+    """Return an OmegaConf container as resolved dicts and lists. Other values are returned unchanged."""
     if type(value).__module__.partition(".")[0] != "omegaconf":
         return value
     from omegaconf import OmegaConf
@@ -206,9 +209,9 @@ def _may_be_none(hint: Any) -> bool:
     return hint is Any or (get_origin(hint) is UnionType and type(None) in get_args(hint))
 
 
-def _in_new_words(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the spellings of SuperGradients 3 in place of older ones."""
-    for key, words in (("lr_mode", _OLD_SCHEDULES), ("warmup_mode", _OLD_WARMUPS)):
-        if isinstance(word := values.get(key), str):
-            values[key] = words.get(word, word)
+def _with_current_names(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with the names of SuperGradients 3 instead of older ones."""
+    for key, current in (("lr_mode", _OLD_SCHEDULES), ("warmup_mode", _OLD_WARMUPS)):
+        if isinstance(name := values.get(key), str):
+            values[key] = current.get(name, name)
     return values

@@ -1,4 +1,4 @@
-"""The phases of a training at which SuperGradients' callbacks are called, and what they may ask about it."""
+"""Phases of SuperGradients' callbacks, and the context passed to them."""
 
 from __future__ import annotations
 
@@ -48,20 +48,20 @@ EVENT_OF = {
 
 
 class ContextError(SlipstreamError, AttributeError):
-    """A `PhaseContext` does not have this attribute, at this phase or at all."""
+    """Raised when a `PhaseContext` does not have an attribute, at this event or at all."""
 
 
 class PhaseContext:
-    """What a callback may ask about the run, looked up when it is asked for.
+    """Attributes of the run for callbacks, evaluated on access.
 
-    Always: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`, `stop_training`,
-    `ddp_silent_mode`, `architecture`, `ema_model`, and of a training `optimizer`, `criterion`, `train_loader`,
-    `valid_loader`, `metric_to_watch`. At batches `batch_idx`, `inputs` and
-    `target` (as the loader gives them), after a training step `loss_log_items`: 0-dim tensors by name, which stay on
-    the device until somebody reads them; after a batch of an evaluation `preds`. When an epoch ends, `metrics_dict`.
+    Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
+    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`. In training also: `optimizer`, `criterion`,
+    `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and `target` as the
+    data loader returns them. After a training step: `loss_log_items`, 0-dim tensors by name, still on the device.
+    After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
 
-    Set `stop_training` to True to end the training after the epoch and its validation. Attributes of one's own may
-    be set, and stay.
+    Set `stop_training` to True to stop training after the current epoch and its validation. Callbacks may set
+    attributes of their own, which are kept.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -75,24 +75,24 @@ class PhaseContext:
             raise AttributeError(name)
         if name in self._values:
             return self._values[name]
-        reason = _WHY_NOT.get(name) or _NEVER.get(name, "")
-        if name in _FACTS:
+        reason = _ELSEWHERE.get(name) or _UNSUPPORTED.get(name, "")
+        if name in _ATTRIBUTES:
             try:
-                return _FACTS[name](self.runner)
+                return _ATTRIBUTES[name](self.runner)
             except (AttributeError, StopIteration):
-                reason = "the run has none"
+                reason = "not available in this run"
         elif name == "metrics_dict" and self._event == "on_train_loader_end":
             return _train_metrics(self.runner)
-        hint = reason or did_you_mean(name, [*_FACTS, *self._values, *_WHY_NOT]).removeprefix("; ")
-        raise ContextError(f"context.{name} is not there at {self._event}{hint and ': ' + hint}")
+        hint = reason or did_you_mean(name, [*_ATTRIBUTES, *self._values, *_ELSEWHERE]).removeprefix("; ")
+        raise ContextError(f"context.{name} is not available at {self._event}{hint and ': ' + hint}")
 
     def enter(self, event: str, values: dict[str, Any]) -> None:
-        """Go on to an event, with what is known there alone."""
+        """Set the current event, and the values available only there."""
         self._event, self._values = event, values
 
     @property
     def epoch(self) -> int:
-        """The epoch that is trained, or that has just been when it is validated; the first is 0."""
+        """Current epoch, counted from 0. During validation, the last trained epoch."""
         training = self._event.startswith(("on_train_", "on_training_start"))
         return self.runner.epoch if training else max(self.runner.epoch - 1, 0)
 
@@ -102,13 +102,13 @@ class PhaseContext:
             setattr(self, name, value)
 
 
-_FACTS: dict[str, Callable[[Any], Any]] = {
+_ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "net": lambda runner: getattr(unwrap_model(runner.model), "network", unwrap_model(runner.model)),
     "device": lambda runner: runner.device,
     "experiment_name": lambda runner: runner.experiment_name,
     "ckpt_dir": lambda runner: runner.work_dir,
     "ddp_silent_mode": lambda runner: runner.rank > 0,
-    "architecture": lambda runner: type(_FACTS["net"](runner)).__name__,
+    "architecture": lambda runner: type(_ATTRIBUTES["net"](runner)).__name__,
     "ema_model": lambda runner: next((h.ema_model for h in runner.hooks if isinstance(h, EMAHook)), None),
     "optimizer": lambda runner: runner.optim_wrapper.optimizer,
     "criterion": lambda runner: unwrap_model(runner.model).loss,
@@ -121,31 +121,31 @@ _FACTS: dict[str, Callable[[Any], Any]] = {
     ),
 }
 
-_WHY_NOT = {
-    "preds": "a training step gives its losses only; predictions are there after batches of an evaluation",
-    "metrics_dict": "metrics are computed when an epoch or a validation ends",
-    "loss_log_items": "losses are there after a training step",
-    "batch_idx": "there is no batch",
-    "inputs": "there is no batch",
-    "target": "there is no batch",
+_ELSEWHERE = {
+    "preds": "a training step only returns losses; predictions are available after evaluation batches",
+    "metrics_dict": "metrics are available when an epoch or a validation ends",
+    "loss_log_items": "losses are available after a training step",
+    "batch_idx": "only available at batch events",
+    "inputs": "only available at batch events",
+    "target": "only available at batch events",
 }
-"""What is there at other events."""
+"""Attributes that are available at other events only."""
 
-_PARAMS = "what became of them is read off context.runner (max_epochs, cfg, optim_wrapper)"
-_NEVER = {
-    "loss_avg_meter": "losses are averaged at log intervals; metrics_dict has their means when an epoch ends",
-    "metrics_compute_fn": "the metrics are those of context.runner.val_loop.evaluator",
-    "valid_metrics": "the metrics are those of context.runner.val_loop.evaluator",
-    "sg_logger": "pictures and numbers go to context.runner.visualizer",
+_PARAMS = "use context.runner instead (max_epochs, cfg, optim_wrapper)"
+_UNSUPPORTED = {
+    "loss_avg_meter": "losses are averaged at log intervals; metrics_dict contains their means when an epoch ends",
+    "metrics_compute_fn": "use context.runner.val_loop.evaluator instead",
+    "valid_metrics": "use context.runner.val_loop.evaluator instead",
+    "sg_logger": "use context.runner.visualizer instead",
     "training_params": _PARAMS,
     "lr_warmup_epochs": _PARAMS,
-    "arch_params": "the network was made before: ask context.net",
-    "checkpoint_params": "the network was made before: ask context.net",
+    "arch_params": "the network is already built; use context.net instead",
+    "checkpoint_params": "the network is already built; use context.net instead",
 }
 
 
 def _train_metrics(runner: Runner) -> dict[str, Any]:
-    """Return the epoch's mean losses, and the metrics that were counted in it, by name."""
+    """Return the mean losses and the training metrics of the epoch by name."""
     runner.read_logs()
     hub, length, prefix = runner.message_hub, runner.train_loop.epoch_length, "train/"
     no_metrics = ("time", "lr", "momentum")
@@ -156,10 +156,10 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 
 
 class Callback:
-    """Override the events in which something shall happen; the others cost nothing.
+    """Base class of callbacks: override the methods of the events you need. Other events cost nothing.
 
-    A training step is one call, or one graph: what SuperGradients calls between its parts is called after it,
-    and `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` do not exist.
+    A training step is a single call or CUDA graph. Events inside the step are called after it.
+    `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
     """
 
     def on_training_start(self, context: PhaseContext) -> None:
@@ -175,7 +175,7 @@ class Callback:
         """After a training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """After a training step that moved the weights: with accumulation, after the last of its batches."""
+        """After a training step that updated the weights. With accumulation, after its last batch."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
         """After a training step."""
@@ -196,13 +196,13 @@ class Callback:
         """After a validation, with its metrics."""
 
     def on_validation_end_best_epoch(self, context: PhaseContext) -> None:
-        """After a validation that was the best so far by the watched metric, once its checkpoint is written."""
+        """After a validation with a new best value of the watched metric, once its checkpoint is saved."""
 
     def on_average_best_models_validation_start(self, context: PhaseContext) -> None:
-        """Before the validation of the mean of the best."""
+        """Before the validation of the average of the best models."""
 
     def on_average_best_models_validation_end(self, context: PhaseContext) -> None:
-        """After the validation of the mean of the best."""
+        """After the validation of the average of the best models."""
 
     def on_test_loader_start(self, context: PhaseContext) -> None:
         """Before a test."""
@@ -224,15 +224,15 @@ class PhaseCallback(Callback):
     """A callback for one phase: define `__call__(context)`.
 
     Args:
-        phase: a `Phase`, or its name.
+        phase: A `Phase`, or its name.
     """
 
     def __init__(self, phase: Phase | str) -> None:
         names = [known.value for known in Phase]
         if not isinstance(phase, Phase) and phase not in names:
-            raise ConfigError(f"there is no phase {phase!r}{did_you_mean(str(phase), names)}", "phase")
+            raise ConfigError(f"no phase is named {phase!r}{did_you_mean(str(phase), names)}", "phase")
         self.phase = Phase(phase)
 
     def __call__(self, context: PhaseContext) -> None:
-        """Act."""
+        """Called at the phase of this callback."""
         raise NotImplementedError(f"{type(self).__name__} must define __call__(context)")

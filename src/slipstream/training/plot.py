@@ -1,4 +1,4 @@
-"""The learning rates of a whole run as a picture, when the run begins."""
+"""Plot the learning rates of a whole run when it begins."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ __all__ = ["LrPlotHook"]
 
 _POINTS = 2000
 _SECONDS = 3.0
-"""How long schedules may be walked through, of which each step follows from the one before: time of this thread."""
+"""Maximum thread time in seconds for simulating schedules that have no closed form."""
 
 
 @HOOKS.register_module()
 class LrPlotHook(Hook):
-    """Write `lr_schedule.png` into the run's folder when a training starts: the learning rates of all its steps.
+    """Save a plot of the learning rates of all steps as `lr_schedule.png` when training starts.
 
-    Each distinct curve of the parameter groups is drawn once; where a resumed run goes on is marked. The schedules
-    are built a second time, from their configurations, and walked through; where that cannot be (a schedule that is an
-    object, or follows a metric; several optimizers; three seconds of computing do not suffice) the log says so.
+    Identical curves of parameter groups are drawn once. The plot marks the iteration where a run resumed. The hook
+    rebuilds the schedules from their configurations and simulates all steps. It logs the reason if this is not
+    possible: a schedule is an object or follows a metric, there are several optimizers, or it takes over 3 seconds.
     """
 
     filename = "lr_schedule.png"
 
     def before_train(self, runner: Runner) -> None:
-        """Draw, on the main process; warn of a warm-up that never ends."""
+        """Draw the plot on the main process. Warn if the warm-up fills the whole run."""
         if not is_main_process():
             return
-        _warn_of_climbs(runner)
+        _warn_if_warmup_only(runner)
         if not is_installed("matplotlib"):
             runner.logger.info(
                 f"No {self.filename}: matplotlib is not installed; run: pip install 'slipstream[plots]'"
@@ -52,7 +52,7 @@ class LrPlotHook(Hook):
             return
         steps = runner.max_iters
         points = sorted({round(i * (steps - 1) / (_POINTS - 1)) for i in range(_POINTS)})
-        rates = _rates_ahead(runner, points)
+        rates = _simulated_rates(runner, points)
         if isinstance(rates, str):
             runner.logger.info(f"No {self.filename}: {rates}")
             return
@@ -60,36 +60,36 @@ class LrPlotHook(Hook):
         draw(
             Path(runner.work_dir) / self.filename,
             [point / unit for point in [*points, steps]],
-            # The last rate holds until the end of its step.
+            # The last rate applies until the end of its step.
             {label: [*curve, curve[-1]] for label, curve in rates.items()},
             "epoch" if runner.by_epoch else "iteration",
             runner.iter / unit if runner.iter else None,
         )
 
 
-def _warn_of_climbs(runner: Runner) -> None:
-    courses = [s.course for s in runner.all_param_schedulers if isinstance(s, RecipeLR)]
-    for course in courses:
-        if course.only_climbs:
-            epochs, steps = course.climbing_epochs, course.climbing_steps
+def _warn_if_warmup_only(runner: Runner) -> None:
+    schedules = [s.schedule for s in runner.all_param_schedulers if isinstance(s, RecipeLR)]
+    for schedule in schedules:
+        if schedule.is_warmup_only:
+            epochs, steps = schedule.warmup_epochs, schedule.warmup_batches
             runner.logger.warning(
-                f"The warm-up of the learning rate ({f'{epochs} epochs' if epochs else f'{steps} iterations'}) and its "
-                f"cool-down ({course.lr_cooldown_epochs} epochs) take the whole run of {course.max_epochs} epochs: "
-                f"set {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}=0, or fewer, for so short a run"
+                f"The learning rate warm-up ({f'{epochs} epochs' if epochs else f'{steps} iterations'}) and "
+                f"cool-down ({schedule.lr_cooldown_epochs} epochs) fill the whole run of {schedule.max_epochs} epochs; "
+                f"reduce {'lr_warmup_epochs' if epochs else 'lr_warmup_steps'}, or set it to 0"
             )
 
 
 def draw(
     path: Path, at: Sequence[float], rates: Mapping[str, Sequence[float]], unit: str, resumed: float | None
 ) -> None:
-    """Write a PNG of the curves `rates`, by label, over the positions `at`, with a mark at `resumed`."""
+    """Write a PNG of the curves `rates` (by label) over the x positions `at`, with a mark at `resumed`."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for label, curve in rates.items():
-        # After a space, since matplotlib takes a label that begins with an underscore for none.
+        # The leading space is needed because matplotlib hides labels that begin with an underscore.
         shown = f" {label}" if len(rates) > 1 else None
         axes.plot(at, curve, drawstyle="steps-post", linewidth=1.8, label=shown)
     if resumed is not None:
@@ -117,18 +117,18 @@ def draw(
         figure.savefig(temporary, format="png")
 
 
-def _rates_ahead(runner: Runner, points: Sequence[int]) -> dict[str, list[float]] | str:
-    """Return the learning rates at iterations `points` for each distinct curve, or why they are not known."""
+def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[float]] | str:
+    """Return the learning rates of each distinct curve at iterations `points`, or why they are not available."""
     if isinstance(runner.optim_wrapper, OptimWrapperDict):
-        return "there are several optimizers"
-    given = runner._training["param_scheduler"]
-    configured = given if isinstance(given, Sequence) else [] if given is None else [given]
+        return "several optimizers are not supported"
+    schedules = runner._training["param_scheduler"]
+    configured = schedules if isinstance(schedules, Sequence) else [] if schedules is None else [schedules]
     if not all(isinstance(cfg, Mapping) for cfg in configured):
-        return "a schedule that is an object cannot be built a second time"
+        return "schedule objects cannot be rebuilt"
     if any(getattr(scheduler, "need_val_args", False) for scheduler in runner.all_param_schedulers):
         return "a schedule follows a metric"
     assert runner.optim_wrapper is not None
-    optimizer, loop = _StandIn(runner.optim_wrapper.optimizer), runner.train_loop
+    optimizer, loop = _OptimizerStub(runner.optim_wrapper.optimizer), runner.train_loop
     schedulers = [
         build_param_scheduler(
             cfg,
@@ -141,12 +141,12 @@ def _rates_ahead(runner: Runner, points: Sequence[int]) -> dict[str, list[float]
     ]
     found = _values(schedulers, optimizer, points, loop.epoch_length if runner.by_epoch else loop.max_iters)
     if found is None:
-        return f"to walk through the schedules takes more than {_SECONDS:g} s"
+        return f"simulating the schedules takes more than {_SECONDS:g} s"
     return _distinct(optimizer.param_groups, list(zip(*found, strict=True)))
 
 
-class _StandIn(torch.optim.Optimizer):
-    """An optimizer's parameter groups as they were at first, and its defaults, without its parameters."""
+class _OptimizerStub(torch.optim.Optimizer):
+    """An optimizer with the initial parameter groups and defaults of another, but dummy parameters."""
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         plain = []
@@ -158,9 +158,9 @@ class _StandIn(torch.optim.Optimizer):
 
 
 def _values(
-    schedulers: Sequence[Any], optimizer: _StandIn, points: Sequence[int], epoch_length: int
+    schedulers: Sequence[Any], optimizer: _OptimizerStub, points: Sequence[int], epoch_length: int
 ) -> list[list[float]] | None:
-    """Return the learning rates of the groups at each of the points; None if it takes too long."""
+    """Return the learning rates of the groups at each of the points, or None if it takes too long."""
     if len(schedulers) == 1 and isinstance(schedulers[0], RecipeLR):
         return [schedulers[0].rates(point) for point in points]
     by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]
@@ -183,7 +183,7 @@ def _values(
 def _distinct(
     groups: Sequence[Mapping[str, Any]], curves: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
-    """Return each curve once, under the names of its groups or their learning rate at first."""
+    """Return distinct curves, labelled with the names of their groups or their initial learning rates."""
     names: dict[tuple[float, ...], list[str]] = {}
     for group, curve in zip(groups, curves, strict=True):
         named = names.setdefault(tuple(curve), [])
@@ -194,15 +194,15 @@ def _distinct(
 
 
 def _shortened(label: str) -> str:
-    """Return a label of prefixes with no more than three of them."""
-    words = label.split(", ")
-    return label if len(words) <= 3 else f"{', '.join(words[:2])} and {len(words) - 2} more"
+    """Return a label with at most three prefixes."""
+    prefixes = label.split(", ")
+    return label if len(prefixes) <= 3 else f"{', '.join(prefixes[:2])} and {len(prefixes) - 2} more"
 
 
 def _spans_decades(curves: Sequence[Sequence[float]]) -> bool:
-    """Say whether a curve passes through two decades, or two curves lie further apart than that.
+    """Return whether a curve spans two decades, or two curves differ by more than a factor of 30.
 
-    The lowest tenth of a curve does not count: a decay to zero looks best on a linear axis.
+    The lowest tenth of each curve is ignored, because a decay to zero looks best on a linear axis.
     """
     positive = [sorted(rate for rate in curve if rate > 0) for curve in curves]
     lows = [curve[len(curve) // 10] for curve in positive if curve]

@@ -1,4 +1,4 @@
-"""A whole recipe in SuperGradients' words as the configuration of a Runner."""
+"""Translate a SuperGradients recipe to the configuration of a Runner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _KEYS = (
     "experiment_name", "load_checkpoint", "multi_gpu", "num_classes", "num_gpus", "resume", "test_dataloaders",
     "train_dataloader", "training_hyperparams", "training_params", "val_dataloader",
 )  # fmt: skip
-# SuperGradients' recipes have them, and a run does not depend on them.
+# Keys of SuperGradients' recipes that do not affect a run.
 _UNUSED = (
     "data_loader_num_workers", "dataset_name", "dataset_interface", "device", "model_checkpoints_location",
     "multi_gpu_mode", "project_name", "sg_logger",
@@ -25,17 +25,20 @@ _CHECKPOINT_KEYS = (
     "checkpoint_path", "load_backbone", "load_checkpoint", "load_weights_only", "num_workers",
     "pretrained_weights", "strict_load",
 )  # fmt: skip
-# Of SuperGradients 2 and 3: what each may say, and what to write for the rest.
+# Checkpoint keys of SuperGradients 2 and 3: the accepted value, and the replacement for other values.
 _OLD_CHECKPOINT_KEYS = {
-    "ckpt_name": ("ckpt_latest.pth", "give the file's path as checkpoint_path"),
-    "external_checkpoint_path": (None, "write checkpoint_path"),
-    "load_ema_as_net": (False, "leave it out: a checkpoint's state_dict is the average where there is one"),
-    "source_ckpt_folder_name": (None, "give the file's path as checkpoint_path"),
+    "ckpt_name": ("ckpt_latest.pth", "set checkpoint_path to the file"),
+    "external_checkpoint_path": (None, "use checkpoint_path"),
+    "load_ema_as_net": (
+        False,
+        "remove it; state_dict in a checkpoint already contains the EMA weights, if any",
+    ),
+    "source_ckpt_folder_name": (None, "set checkpoint_path to the file"),
 }
-# What older recipes wrote among a network's options, though no network reads it.
+# Network options in older recipes that no network reads.
 _NO_OPTIONS = ("schema", "strict_load", "sync_bn")
 _MISSPELT = 0.92
-"""A section this like a known one is meant to be that: training_parms, and not my_dataset_params."""
+"""Similarity above which an unknown section counts as a typo: training_parms, but not my_dataset_params."""
 _ONE_PROCESS = (None, False, "off", "none", "cpu")
 _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
@@ -44,16 +47,16 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     """Return the keyword arguments of a `Runner` for a composed recipe, as plain values.
 
     Args:
-        recipe: what `slipstream.recipes.compose` returns, or any mapping with the same keys.
-        launcher: what started the processes, as for `Runner`.
+        recipe: Result of `slipstream.recipes.compose`, or any mapping with the same keys.
+        launcher: Launcher of the processes, as for `Runner`.
 
     Raises:
-        ConfigError: a key is missing, has a wrong value, or asks for what cannot be had; it names the key.
+        ConfigError: If a key is missing, invalid or not supported. The message contains the key.
     """
     from slipstream.training.translate import runner_config
 
     _check_keys(recipe)
-    gpus(recipe)  # refuses wrong words; what wraps the model in several processes is left to the plan
+    gpus(recipe)  # validates multi_gpu and num_gpus; the speed plan sets the parallel wrapper
     network = _network(recipe)
     return runner_config(
         experiment_name=_required(recipe, "experiment_name", str),
@@ -70,16 +73,16 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
 
 
 def gpus(recipe: Mapping[str, Any]) -> int | None:
-    """Return on how many devices a recipe trains: 1 without data parallelism, None for all that there are.
+    """Return the number of devices of a recipe: 1 without data parallelism, or None for all available devices.
 
     Raises:
-        ConfigError: `multi_gpu` or `num_gpus` has a value that it cannot have.
+        ConfigError: If `multi_gpu` or `num_gpus` is invalid.
     """
     mode, count = recipe.get("multi_gpu"), recipe.get("num_gpus")
-    word = mode.lower() if isinstance(mode, str) else mode
-    if word in _ONE_PROCESS:
+    mode_name = mode.lower() if isinstance(mode, str) else mode
+    if mode_name in _ONE_PROCESS:
         return 1
-    if word not in _DDP:
+    if mode_name not in _DDP:
         raise ConfigError(f"must be DDP, AUTO or Off, not {mode!r}", "multi_gpu")
     if count in (None, -1):
         return None
@@ -89,9 +92,9 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
 
 
 def pretrained_whole(cfg: Mapping[str, Any]) -> bool:
-    """Return whether the network of a run's configuration starts from all weights of a file, not a backbone's."""
-    given = cfg.get("model", {}).get("pretrained") or {}
-    return bool(given.get("checkpoint_path")) and not given.get("load_backbone")
+    """Return whether the network starts from a checkpoint of the whole network rather than a backbone."""
+    params = cfg.get("model", {}).get("pretrained") or {}
+    return bool(params.get("checkpoint_path")) and not params.get("load_backbone")
 
 
 def _check_keys(recipe: Mapping[str, Any]) -> None:
@@ -99,11 +102,9 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
         if key in (*_KEYS, *_UNUSED) or not (hint := did_you_mean(str(key), _KEYS)):
             continue
         if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
-            raise UnknownNameError(f"there is no such section{hint}", str(key))
-        # Recipes keep variables of their own beside the known keys, so that this is no error.
-        logging.getLogger("slipstream").warning(
-            "the recipe's key '%s' has no meaning of its own%s", key, hint
-        )
+            raise UnknownNameError(f"unknown section{hint}", str(key))
+        # Recipes may define variables next to the known keys, so this is not an error.
+        logging.getLogger("slipstream").warning("the recipe's key '%s' is not a known key%s", key, hint)
 
 
 def _required(recipe: Mapping[str, Any], key: str, kind: type) -> Any:
@@ -140,25 +141,25 @@ def _training_params(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pretrained(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
-    given = _section(recipe, "checkpoint_params")
+    params = _section(recipe, "checkpoint_params")
     for key, (default, remedy) in _OLD_CHECKPOINT_KEYS.items():
-        if given.pop(key, None) not in (None, "", default):
-            raise ConfigError(f"is a word of older SuperGradients: {remedy}", f"checkpoint_params.{key}")
-    for key in given:
+        if params.pop(key, None) not in (None, "", default):
+            raise ConfigError(f"is an old SuperGradients key: {remedy}", f"checkpoint_params.{key}")
+    for key in params:
         if key not in _CHECKPOINT_KEYS:
             hint = did_you_mean(str(key), _CHECKPOINT_KEYS)
-            raise UnknownNameError(f"there is no such key{hint}", f"checkpoint_params.{key}")
-    if given.get("pretrained_weights"):
+            raise UnknownNameError(f"unknown key{hint}", f"checkpoint_params.{key}")
+    if params.get("pretrained_weights"):
         raise ConfigError(
-            "nothing is downloaded: fetch the file, and give checkpoint_params.checkpoint_path",
+            "downloads are not supported; download the file and set checkpoint_params.checkpoint_path",
             "checkpoint_params.pretrained_weights",
         )
-    if not given.get("checkpoint_path"):
+    if not params.get("checkpoint_path"):
         return None
     return {
-        "checkpoint_path": given["checkpoint_path"],
-        "strict_load": given.get("strict_load", True),
-        "load_backbone": given.get("load_backbone") or False,
+        "checkpoint_path": params["checkpoint_path"],
+        "strict_load": params.get("strict_load", True),
+        "load_backbone": params.get("load_backbone") or False,
     }
 
 
@@ -168,7 +169,7 @@ def _loader(recipe: Mapping[str, Any], split: str, name: str | None) -> dict[str
     params = _section(recipe, "dataset_params")
     dataset = _section(params, f"{split}_dataset_params")
     if dataset.get("list_file"):
-        dataset.pop("split", None)  # of the group that the recipe builds upon
+        dataset.pop("split", None)  # from the config group that the recipe extends
     try:
         return dataloaders.config(name, dataset, _section(params, f"{split}_dataloader_params"))
     except ConfigError as error:
@@ -177,13 +178,11 @@ def _loader(recipe: Mapping[str, Any], split: str, name: str | None) -> dict[str
 
 
 def _test_loader(recipe: Mapping[str, Any]) -> dict[str, Any] | None:
-    given = recipe.get("test_dataloaders")
-    if not given:
+    loaders = recipe.get("test_dataloaders")
+    if not loaders:
         return None
-    several = given.values() if isinstance(given, Mapping) else given
-    names = [given] if isinstance(given, str) else list(several)
+    several = loaders.values() if isinstance(loaders, Mapping) else loaders
+    names = [loaders] if isinstance(loaders, str) else list(several)
     if len(names) != 1:
-        raise ConfigError(
-            f"one data set is evaluated as the test set, not {len(names)}: {names}", "test_dataloaders"
-        )
+        raise ConfigError(f"must name one test dataset, not {len(names)}: {names}", "test_dataloaders")
     return _loader(recipe, "test", names[0])

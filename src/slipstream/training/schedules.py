@@ -1,4 +1,4 @@
-"""SuperGradients' learning-rate keys as schedules of a Runner."""
+"""Translate SuperGradients' learning-rate keys to schedules of a Runner."""
 
 from __future__ import annotations
 
@@ -19,45 +19,45 @@ from slipstream.training.params import TrainingParams
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
 
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
-"""The phases in which a scheduler of torch may step, and whether it then counts epochs."""
+"""Phases at which a torch scheduler may step, and whether it then counts epochs."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
-"""Our words for the arguments of torch's `ReduceLROnPlateau`, where they differ."""
+"""Argument names of torch's `ReduceLROnPlateau` that differ from ours."""
 
 
 @PARAM_SCHEDULERS.register_module()
 class RecipeLR(_ParamScheduler):
     """The learning rates of a `LRSchedule`, stepped by iteration.
 
-    Without an `lr_mode` it acts during the warm-up only, and leaves the rates to others afterwards.
+    Without `lr_mode`, it only acts during the warm-up and leaves the rates to other schedulers afterwards.
 
     Args:
-        optimizer: see `_ParamScheduler`; a group's own `warmup_initial_lr` goes before that of the course.
-        course: a `LRSchedule` or its fields.
+        optimizer: See `_ParamScheduler`. `warmup_initial_lr` of a group overrides that of the schedule.
+        schedule: An `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: naming the field that is wrong.
+        ConfigError, UnknownNameError: If a field is invalid. The message names it.
     """
 
-    def __init__(self, optimizer: Any, course: LRSchedule | Mapping[str, Any]) -> None:
-        self.course = options(LRSchedule, course, "course")
-        end = INF if self.course.lr_mode else self.course.climbing + 1
+    def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:
+        self.schedule = options(LRSchedule, schedule, "schedule")
+        end = INF if self.schedule.lr_mode else self.schedule.warmup_iters + 1
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
     @classmethod
-    def build_iter_from_epoch(  # type: ignore[override]  # a course knows where it begins
-        cls, optimizer: Any, *, epoch_length: int | None = None, end: int = INF, **course: Any
+    def build_iter_from_epoch(  # type: ignore[override]  # the LR schedule determines the begin
+        cls, optimizer: Any, *, epoch_length: int | None = None, end: int = INF, **schedule: Any
     ) -> RecipeLR:
         """Return the schedule of a run of `end` epochs of `epoch_length` iterations."""
         if epoch_length is None or end == INF:
-            raise ConfigError("RecipeLR needs a run of a known number of epochs, of a known length")
-        return cls(optimizer, {"epoch_length": epoch_length, "max_epochs": end, **course})
+            raise ConfigError("RecipeLR requires a known number of epochs and a known epoch length")
+        return cls(optimizer, {"epoch_length": epoch_length, "max_epochs": end, **schedule})
 
     def rates(self, step: int) -> list[float]:
-        """Return the learning rate of every group at iteration `step` of the run; nothing moves."""
+        """Return the learning rate of each group at iteration `step`, without changing any state."""
         starts = [group.get("warmup_initial_lr") for group in self._values.groups]
         pairs = zip(self.base_values, starts, strict=True)
-        return [self.course.rate(step, base, start) for base, start in pairs]
+        return [self.schedule.rate(step, base, start) for base, start in pairs]
 
     def _get_value(self) -> list[float]:
         return self.rates(self.last_step)
@@ -65,15 +65,15 @@ class RecipeLR(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class TorchLR(TorchSchedulerAdapter):
-    """A scheduler of `torch.optim.lr_scheduler` that waits for the end of a warm-up.
+    """A scheduler of `torch.optim.lr_scheduler` that starts after the warm-up.
 
     Args:
-        optimizer: a torch optimizer.
-        scheduler: the name of the class.
-        arguments: those of the class, without the optimizer.
-        begin: epochs, or iterations, at whose ends it does not step.
-        by_epoch: whether a step is an epoch or an iteration.
-        end: first step that it no longer takes.
+        optimizer: A torch optimizer.
+        scheduler: Name of the scheduler class.
+        arguments: Arguments of the class, without the optimizer.
+        begin: Number of initial epochs or iterations without a step.
+        by_epoch: Whether a step is an epoch or an iteration.
+        end: First epoch or iteration without a further step.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TorchLR(TorchSchedulerAdapter):
         return cls(optimizer, **others, begin=begin * epoch_length, end=last, by_epoch=False)
 
     def step(self) -> None:
-        """Take one step, unless it is too early."""
+        """Take one step, unless the warm-up is still running."""
         if self._global_step < self.begin:
             self._global_step += 1
         else:
@@ -107,75 +107,77 @@ class TorchLR(TorchSchedulerAdapter):
 
 
 def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
-    """Return the `param_scheduler` configurations of `lr_mode`, its warm-up and its cool-down.
+    """Return the `param_scheduler` configurations of `lr_mode`, warm-up and cool-down.
 
     Raises:
-        UnknownNameError: no such mode, warm-up, or scheduler of torch.
-        ConfigError: a key that the mode needs is missing, or contradicts another.
+        UnknownNameError: If the mode, the warm-up or the torch scheduler does not exist.
+        ConfigError: If a required key is missing, or a key contradicts another.
     """
     lr_mode = params.lr_mode
     if isinstance(lr_mode, Mapping):
-        # The warm-up comes last: it has the last word on what a scheduler writes when it is made.
+        # The warm-up comes last, so it overrides the rates that the torch scheduler sets when it is built.
         return [_of_torch(params, lr_mode), *_recipe(params, None)]
     if lr_mode in torch.optim.lr_scheduler.__all__:
         raise ConfigError(
-            f"{lr_mode} is torch's and needs its arguments: {{'{lr_mode}': {{'phase': 'TRAIN_EPOCH_END', ...}}}}",
+            f"{lr_mode} is a torch scheduler and requires arguments: "
+            f"{{'{lr_mode}': {{'phase': 'TRAIN_EPOCH_END', ...}}}}",
             "training_params.lr_mode",
         )
     return _recipe(params, lr_mode)
 
 
 def _recipe(params: TrainingParams, lr_mode: str | None) -> list[dict[str, Any]]:
-    """Return the configuration of the schedule of our own, in a list; an empty one if it has nothing to do."""
+    """Return the configuration of our own schedule in a list, which is empty if there is nothing to schedule."""
     keys = ["lr_warmup_epochs", "lr_warmup_steps", "warmup_initial_lr"]
     mode = MODES.get(lr_mode or "")
     if mode is not None:
         keys += [*chain(*mode.needs), *mode.keys, "lr_cooldown_epochs", "batch_accumulate"]
     warms_up = bool(params.warmup_mode) and any(getattr(params, key) for key in WARMUPS.values())
-    words = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
-    words |= {key: getattr(params, key) for key in keys}
+    fields = {"lr_mode": lr_mode, "warmup_mode": params.warmup_mode if warms_up else None}
+    fields |= {key: getattr(params, key) for key in keys}
     if isinstance(params.warmup_initial_lr, Mapping) or not warms_up:
-        del words["warmup_initial_lr"]  # a map of them stands in the parameter groups
+        del fields["warmup_initial_lr"]  # per-prefix values are stored in the parameter groups
     check_known(params.warmup_mode, WARMUPS, "training_params.warmup_mode")
-    course = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **words}, "training_params")
+    schedule = options(LRSchedule, {"epoch_length": 1, "max_epochs": 1, **fields}, "training_params")
     if lr_mode is None and not warms_up:
         return []
     default = LRSchedule(1, 1)
-    changed = {key: value for key in words if (value := getattr(course, key)) != getattr(default, key)}
+    changed = {key: value for key in fields if (value := getattr(schedule, key)) != getattr(default, key)}
     return [{"type": "RecipeLR", "convert_to_iter_based": True, **changed}]
 
 
 def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the configuration of `{a class of torch's: {its arguments, phase, metric_name}}`."""
-    name, given = next(iter(lr_mode.items()), (None, None))
-    if len(lr_mode) != 1 or not isinstance(given, Mapping):
+    """Return the configuration of `{torch scheduler class: {arguments, phase, metric_name}}`."""
+    name, own_keys = next(iter(lr_mode.items()), (None, None))
+    if len(lr_mode) != 1 or not isinstance(own_keys, Mapping):
         raise ConfigError(
-            f"must be {{a scheduler of torch: its arguments}}, not {lr_mode!r}", "training_params.lr_mode"
+            f"must be {{torch scheduler: {{arguments}}}}, not {lr_mode!r}", "training_params.lr_mode"
         )
     check_known(name, torch.optim.lr_scheduler.__all__, "training_params.lr_mode")
-    place = f"training_params.lr_mode.{name}"
-    arguments = {key: value for key, value in given.items() if key not in ("phase", "metric_name")}
+    config_path = f"training_params.lr_mode.{name}"
+    arguments = {key: value for key, value in own_keys.items() if key not in ("phase", "metric_name")}
     if name == "ReduceLROnPlateau":
-        return _plateau(given.get("metric_name"), arguments, params.lr_warmup_epochs, place)
-    phase = given.get("phase")
-    word = str(getattr(phase, "name", phase)).rpartition(".")[-1].upper()
-    if word not in _BY_EPOCH:
-        raise ConfigError(f"must be one of {', '.join(_BY_EPOCH)}, not {phase!r}", f"{place}.phase")
-    if word == "TRAIN_BATCH_STEP" and params.batch_accumulate > 1:
+        return _plateau(own_keys.get("metric_name"), arguments, params.lr_warmup_epochs, config_path)
+    phase = own_keys.get("phase")
+    phase_name = str(getattr(phase, "name", phase)).rpartition(".")[-1].upper()
+    if phase_name not in _BY_EPOCH:
+        raise ConfigError(f"must be one of {', '.join(_BY_EPOCH)}, not {phase!r}", f"{config_path}.phase")
+    if phase_name == "TRAIN_BATCH_STEP" and params.batch_accumulate > 1:
         raise ConfigError(
-            "with batch_accumulate give TRAIN_BATCH_END, and count batches in the arguments", f"{place}.phase"
+            "does not support batch_accumulate; use TRAIN_BATCH_END and count batches in the arguments",
+            f"{config_path}.phase",
         )
     own = {"scheduler": name, "arguments": arguments, "begin": params.lr_warmup_epochs}
-    return {"type": "TorchLR", **own, **({} if _BY_EPOCH[word] else {"convert_to_iter_based": True})}
+    return {"type": "TorchLR", **own, **({} if _BY_EPOCH[phase_name] else {"convert_to_iter_based": True})}
 
 
-def _plateau(metric: Any, arguments: Mapping[str, Any], warmup: int, place: str) -> dict[str, Any]:
-    """Return our own schedule, which looks at validations, with the arguments of torch's."""
+def _plateau(metric: Any, arguments: Mapping[str, Any], warmup: int, config_path: str) -> dict[str, Any]:
+    """Return our own plateau schedule, which follows validations, with the arguments of torch's."""
     if not isinstance(metric, str):
-        raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{place}.metric_name")
+        raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     own = {_PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"}
     rule = "greater" if arguments.get("mode") == "max" else "less"
-    # The validation of epoch e comes when e + 1 epochs are counted.
+    # The validation of epoch e runs after e + 1 epochs are counted.
     return {
         "type": "ReduceOnPlateauLR",
         "monitor": metric,

@@ -12,26 +12,26 @@ from slipstream.visualization import default_backends
 __all__ = ["visualizer"]
 
 _WANDB = {"project_name": "project", "entity": "entity", "wandb_id": "id"}
-"""Words of `wandb.init` for those of `sg_logger_params`."""
+"""Arguments of `wandb.init` for keys of `sg_logger_params`."""
 _UNNEEDED = ("project_name", "monitor_system", "model_name")
 _REFUSED = {
-    "save_checkpoints_remote": "checkpoints stay in the run's folder: copy them from there",
-    "save_tensorboard_remote": "TensorBoard's files stay in the run's folder: copy them from there",
-    "save_logs_remote": "logs stay in the run's folder: copy them from there",
-    "launch_tensorboard": "no TensorBoard is started: run `tensorboard --logdir` on the run's folder",
-    "tensorboard_port": "no TensorBoard is started: run `tensorboard --logdir` on the run's folder",
-    "tb_files_user_prompt": "nothing is asked while it runs",
-    "save_code": "code is not uploaded",
-    "api_server": "set the environment variable WANDB_BASE_URL",
+    "save_checkpoints_remote": "checkpoints are only saved in the run's folder; copy them from there",
+    "save_tensorboard_remote": "TensorBoard files are only saved in the run's folder; copy them from there",
+    "save_logs_remote": "logs are only saved in the run's folder; copy them from there",
+    "launch_tensorboard": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
+    "tensorboard_port": "TensorBoard is not started automatically; run `tensorboard --logdir` on the run's folder",
+    "tb_files_user_prompt": "training is not interactive",
+    "save_code": "uploading code is not supported",
+    "api_server": "set the environment variable WANDB_BASE_URL instead",
 }
 
 
 def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
-    """Return the configuration of the visualizer: files, TensorBoard, and the tracker that `sg_logger` names.
+    """Return the configuration of the visualizer: files, TensorBoard, and the tracker in `sg_logger`.
 
     Raises:
-        UnknownNameError: no such logger, or no such key in `sg_logger_params`.
-        ConfigError: a key that asks for what does not happen.
+        UnknownNameError: If the logger or a key of `sg_logger_params` does not exist.
+        ConfigError: If a key is not supported.
     """
     backends: list[Any] = [*default_backends()]
     if not isinstance(params.sg_logger, str):
@@ -41,24 +41,24 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
     elif params.sg_logger != "base_sg_logger":
         known = ("base_sg_logger", "wandb_sg_logger")
         raise UnknownNameError(
-            f"there is no logger '{params.sg_logger}'{did_you_mean(params.sg_logger, known)}; "
-            f"there are {' and '.join(known)}, and any visualization backend ({{'type': 'MLflowVisBackend'}})",
+            f"no logger is named '{params.sg_logger}'{did_you_mean(params.sg_logger, known)}; "
+            f"use {' or '.join(known)}, or any visualization backend ({{'type': 'MLflowVisBackend'}})",
             "training_params.sg_logger",
         )
     _check(params.sg_logger_params)
     return {"type": "Visualizer", "vis_backends": backends}
 
 
-def _wandb(given: Mapping[str, Any], experiment_name: str) -> dict[str, Any]:
-    words = {_WANDB[key]: value for key, value in given.items() if key in _WANDB and value}
-    return {"type": "WandbVisBackend", "init_kwargs": {"name": experiment_name, **words}}
+def _wandb(options: Mapping[str, Any], experiment_name: str) -> dict[str, Any]:
+    renamed = {_WANDB[key]: value for key, value in options.items() if key in _WANDB and value}
+    return {"type": "WandbVisBackend", "init_kwargs": {"name": experiment_name, **renamed}}
 
 
-def _check(given: Mapping[str, Any]) -> None:
+def _check(options: Mapping[str, Any]) -> None:
     known = [*_WANDB, *_UNNEEDED, *_REFUSED]
-    for key, value in given.items():
-        place = f"training_params.sg_logger_params.{key}"
+    for key, value in options.items():
+        config_path = f"training_params.sg_logger_params.{key}"
         if key not in known:
-            raise UnknownNameError(f"there is no such key{did_you_mean(key, known)}", place)
+            raise UnknownNameError(f"unknown key{did_you_mean(key, known)}", config_path)
         if key in _REFUSED and value:
-            raise ConfigError(_REFUSED[key], place)
+            raise ConfigError(_REFUSED[key], config_path)

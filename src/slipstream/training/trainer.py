@@ -1,4 +1,4 @@
-"""SuperGradients' `Trainer`: its words in, a Runner's work out."""
+"""SuperGradients' `Trainer`, implemented with the Runner."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Trains and tests networks by SuperGradients' words; the `Runner` it makes does all the work.
+    """Train and test networks with SuperGradients' interface. A `Runner` does the work.
 
-    Under a launcher (torchrun, Slurm, MPI) the processes train together.
+    Under a launcher (torchrun, Slurm, MPI), all processes train together.
 
     Args:
-        experiment_name: names the run and its folder.
-        ckpt_root_dir: where that folder is made; by default `work_dirs`.
-        training_params: for every `train`, which may change some of them.
+        experiment_name: Name of the run and its folder.
+        ckpt_root_dir: Parent folder of the run's folder. Default: `work_dirs`.
+        training_params: Defaults for `train`, which may override them.
     """
 
     def __init__(
@@ -47,14 +47,14 @@ class Trainer:
         self.ckpt_root_dir = ckpt_root_dir
         self.training_params = dict(plain(training_params or {}))
         self.net: nn.Module | None = None
-        """The network that was trained last."""
+        """Network of the last training."""
         self.runner: Runner | None = None
-        """The Runner of the last training."""
+        """Runner of the last training."""
         self._test_needs: tuple[str, ...] = ()
 
     @property
     def checkpoints_dir_path(self) -> str:
-        """The folder of checkpoints and logs."""
+        """Absolute path of the run's folder with checkpoints and logs."""
         return str(Path(work_dir(self.experiment_name, self.ckpt_root_dir)).absolute())
 
     def train(
@@ -66,23 +66,24 @@ class Trainer:
         test_loaders: Mapping[str, Any] | None = None,
         additional_configs_to_log: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model`, which holds the trained weights afterwards; what the training froze is free again.
+        """Train `model` in place. Parameters frozen for this training are trainable again afterwards.
 
         Args:
-            model: a module that returns logits, or a tuple that begins with them.
-            training_params: by the keys of `TrainingParams`.
-            train_loader, valid_loader: of pairs (images, targets), or of dicts with `inputs` and `targets`.
-            test_loaders: further data sets, by name, to evaluate every `run_test_freq` epochs.
-            additional_configs_to_log: is written down with the run's configuration.
+            model: A module that returns logits, or a tuple that begins with them.
+            training_params: Keys of `TrainingParams`.
+            train_loader, valid_loader: Data loaders of pairs (images, targets), or of dicts with `inputs` and
+                `targets`.
+            test_loaders: Further data loaders by name, evaluated every `run_test_freq` epochs.
+            additional_configs_to_log: Saved with the configuration of the run.
 
         Returns:
-            The metrics of every validation, and the `epoch` after which it was.
+            The metrics of each validation, and the number of completed `epoch`s.
 
         Raises:
-            UnknownNameError, ConfigError: a key or value that cannot be honoured.
+            UnknownNameError, ConfigError: If a key or value is invalid or not supported.
         """
         if train_loader is None:
-            raise ConfigError("is needed: a DataLoader of (images, targets)", "train_loader")
+            raise ConfigError("is required: a DataLoader of (images, targets)", "train_loader")
         params = {**self.training_params, **plain(training_params or {})}
         tests = dict(test_loaders or {})
         unseen = next(iter(tests.values()), valid_loader)
@@ -93,7 +94,7 @@ class Trainer:
             training_params=params,
             train_dataloader=train_loader,
             val_dataloader=valid_loader,
-            # The Runner of a training that has no data to test on can still be given some.
+            # A Runner requires a test loader now so that `test` can set another one later.
             test_dataloader=train_loader if unseen is None else unseen,
             launcher=infer_launcher(),
         )
@@ -104,11 +105,11 @@ class Trainer:
         self.net = model
         needs = {"test_loader": unseen is None, "test_metrics_list": not params.get("valid_metrics_list")}
         self._test_needs = tuple(name for name, missing in needs.items() if missing)
-        learns = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+        trainable = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
         try:
             return self._run(cfg)
         finally:
-            for parameter, flag in learns:
+            for parameter, flag in trainable:
                 parameter.requires_grad_(flag)
 
     def _run(self, cfg: Mapping[str, Any]) -> list[dict[str, float]]:
@@ -127,30 +128,32 @@ class Trainer:
         silent_mode: bool = False,
         use_ema_net: bool = True,
     ) -> dict[str, float]:
-        """Return the metrics of a network on a data set.
+        """Return the metrics of a network on a dataset.
 
         Args:
-            model: by default the network of the last training.
-            test_loader: the data; by default the validation's of the last training.
-            test_metrics_list: as `valid_metrics_list`, which it is by default.
-            silent_mode: log warnings alone.
-            use_ema_net: of a training with `ema`, test the average.
+            model: Default: the network of the last training.
+            test_loader: Default: the first test loader of the last training, else its validation loader.
+            test_metrics_list: In the form of `valid_metrics_list`, which is the default.
+            silent_mode: Whether to log warnings only.
+            use_ema_net: Whether to test the EMA weights after a training with `ema`.
         """
         own = self.runner is not None and use_ema_net and model in (None, self.net)
         needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
-        given = {
+        arguments = {
             "model": self.net if model is None else model,
             "test_loader": test_loader,
             "test_metrics_list": test_metrics_list,
         }
-        if missing := [name for name in needs if given[name] is None]:
-            raise ConfigError(f"needs {' and '.join(missing)}: no training has left any", "test")
+        if missing := [name for name in needs if arguments[name] is None]:
+            raise ConfigError(
+                f"requires {' and '.join(missing)}: no previous training provides a default", "test"
+            )
         if own:
             return self._test_trained(test_loader, test_metrics_list)
         left = None if self.runner is None else self.runner.test_loop
         metrics: Any = metric_config(test_metrics_list, "test_metrics_list")
         runner = Runner(
-            model={"type": "SupervisedModel", "network": given["model"]},
+            model={"type": "SupervisedModel", "network": arguments["model"]},
             work_dir=self.checkpoints_dir_path,
             test_dataloader=left.dataloader if left is not None and test_loader is None else test_loader,
             test_cfg={},
@@ -162,7 +165,7 @@ class Trainer:
         return runner.test()
 
     def _test_trained(self, test_loader: Any, metrics: list[Any] | None) -> dict[str, float]:
-        """Let the training's own Runner test: it has the average, and the model wherever it is."""
+        """Test with the training's own Runner, which has the EMA weights and the model on its device."""
         assert self.runner is not None
         loop = self.runner.test_loop
         before = loop.dataloader, loop.evaluator
@@ -181,7 +184,7 @@ class Trainer:
 
     @classmethod
     def train_from_config(cls, cfg: Any) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Train by a composed recipe; return the network and the metrics of every validation."""
+        """Train a composed recipe. Return the network and the metrics of each validation."""
         recipe = plain(cfg)
         trainer = cls(recipe["experiment_name"], recipe.get("ckpt_root_dir"))
         return trainer._train_config(recipe_config(recipe, infer_launcher()))
@@ -195,13 +198,13 @@ class Trainer:
 
     @classmethod
     def evaluate_from_recipe(cls, cfg: Any) -> tuple[nn.Module, dict[str, float]]:
-        """Validate the network of a composed recipe; return it and its metrics.
+        """Validate the network of a composed recipe. Return the network and its metrics.
 
-        Its weights are those of `checkpoint_params.checkpoint_path`, or, if there is none or it holds a backbone only,
-        those of the experiment's folder.
+        The weights are those of `checkpoint_params.checkpoint_path`. If it is not set or contains a backbone only,
+        they are those of the experiment's folder.
 
         Raises:
-            CheckpointError: there are neither.
+            CheckpointError: If neither exists.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}
@@ -222,22 +225,24 @@ class Trainer:
     def resume_experiment(
         cls, experiment_name: str, ckpt_root_dir: str | Path | None = None
     ) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Go on with an experiment of a recipe from its newest checkpoint, by the configuration in it.
+        """Resume an experiment from its latest checkpoint, with the configuration stored in it.
 
         Raises:
-            CheckpointError: there is none, or the experiment was made of objects that no file holds.
+            CheckpointError: If there is no checkpoint, or the configuration contained objects that cannot be stored.
         """
         trainer = cls(experiment_name, ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
-            raise CheckpointError(f"there is no checkpoint in {trainer.checkpoints_dir_path} to go on from")
+            raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")
         cfg = Config.fromstring(read_meta(path).get("cfg", ""), "yaml")
         if "model" not in cfg:
-            raise CheckpointError(f"{path} was made of Python objects: make them and train with resume=True")
+            raise CheckpointError(
+                f"the configuration of {path} contains Python objects; rebuild them and train with resume=True"
+            )
         return trainer._train_config({**cfg, "resume": str(path), "launcher": infer_launcher()})
 
 
 def _existing(path: Path) -> str:
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist: give checkpoint_params.checkpoint_path")
+        raise CheckpointError(f"{path} does not exist; set checkpoint_params.checkpoint_path")
     return str(path)

@@ -1,4 +1,4 @@
-"""SuperGradients' `training_params`, network and loaders as the configuration of a Runner."""
+"""Translate SuperGradients' `training_params`, network and loaders to the configuration of a Runner."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from slipstream.training.trackers import visualizer
 __all__ = ["runner_config", "work_dir"]
 
 _PRECISE = 1024
-"""Samples for precise BatchNorm statistics, unless `precise_bn_batch_size` says otherwise."""
+"""Default of `precise_bn_batch_size`: number of samples for precise BatchNorm statistics."""
 
 
 def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
-    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`, by default in `work_dirs`."""
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
 
 
@@ -43,29 +43,30 @@ def runner_config(
     num_classes: int | None = None,
     launcher: str = "none",
 ) -> dict[str, Any]:
-    """Return the configuration for `Runner.from_cfg`: plain data, but for the objects that were given.
+    """Return the configuration for `Runner.from_cfg`: plain data, except for objects passed as arguments.
 
     Args:
-        experiment_name, ckpt_root_dir: the folder of the run, see `work_dir`.
-        network: a module, or its configuration.
-        training_params: by SuperGradients' keys (`TrainingParams`).
-        train_dataloader, val_dataloader, test_dataloader: loaders, or their configurations.
-        pretrained: the weights that the network starts from: arguments of `zoo.models.load`.
-        num_classes: what the network is made for, if that is known.
-        launcher: as of a Runner.
+        experiment_name, ckpt_root_dir: Folder of the run, see `work_dir`.
+        network: A module or its configuration.
+        training_params: SuperGradients' keys (`TrainingParams`).
+        train_dataloader, val_dataloader, test_dataloader: Data loaders or their configurations.
+        pretrained: Initial weights: arguments of `zoo.models.load`.
+        num_classes: Number of classes of the network, if known.
+        launcher: As for `Runner`.
 
     Raises:
-        UnknownNameError, ConfigError: a key or value that cannot be honoured, at its place in `training_params`.
+        UnknownNameError, ConfigError: If a key or value is invalid or not supported. The message contains its path
+            in `training_params`.
     """
     params = TrainingParams.read(training_params)
     if params.max_epochs is None:
-        raise ConfigError("is needed: how many epochs to train", "training_params.max_epochs")
+        raise ConfigError("is required", "training_params.max_epochs")
     optim = optim_wrapper(params)
     return {
         "experiment_name": experiment_name,
         "work_dir": work_dir(experiment_name, ckpt_root_dir),
         "model": _model(params, network, pretrained, num_classes, optim.get("paramwise_cfg", {})),
-        "train_dataloader": _cut(train_dataloader, params.max_train_batches),
+        "train_dataloader": _limit_batches(train_dataloader, params.max_train_batches),
         "train_cfg": {
             "by_epoch": True,
             "max_epochs": params.max_epochs,
@@ -73,7 +74,7 @@ def runner_config(
         },
         "optim_wrapper": optim,
         "param_scheduler": lr_schedules(params),
-        **_evaluation("val", _cut(val_dataloader, params.max_valid_batches), params),
+        **_evaluation("val", _limit_batches(val_dataloader, params.max_valid_batches), params),
         **_evaluation("test", test_dataloader, params),
         "default_hooks": {"checkpoint": _checkpoint(params)},
         "custom_hooks": _hooks(params),
@@ -94,7 +95,7 @@ def _model(
     rules: Mapping[str, Any],
 ) -> dict[str, Any]:
     freezes = params.finetune or 0 in rules.get("initial_lr", {}).values()
-    given = {
+    optional = {
         "pretrained": dict(pretrained) if pretrained else None,
         "train_metrics": metric_config(params.train_metrics_list, "train_metrics_list"),
         "num_classes": num_classes,
@@ -104,12 +105,12 @@ def _model(
         "type": "SupervisedModel",
         "network": network,
         "loss": loss_config(params.loss, params.criterion_params),
-        **{key: value for key, value in given.items() if value},
+        **{key: value for key, value in optional.items() if value},
     }
 
 
-def _cut(loader: Any, batches: int | None) -> Any:
-    """Return the loader, or its configuration, with no more than so many batches an epoch."""
+def _limit_batches(loader: Any, batches: int | None) -> Any:
+    """Return the loader, or its configuration, limited to `batches` batches per epoch."""
     if batches is None or loader is None:
         return loader
     if isinstance(loader, Mapping):
@@ -125,8 +126,8 @@ def _evaluation(mode: str, loader: Any, params: TrainingParams) -> dict[str, Any
 
 
 def _options(params: TrainingParams) -> dict[str, Any]:
-    """Return what the plan reads. A default says nothing, since recipes write all of them down."""
-    return {key: value for key, value in params.given().items() if key in PARAMS_OPTIONS}
+    """Return the options for the speed plan. Defaults are left out, because recipes list all of them."""
+    return {key: value for key, value in params.changed().items() if key in PARAMS_OPTIONS}
 
 
 def _resume(params: TrainingParams, folder: str) -> bool | str:
@@ -175,10 +176,10 @@ def _rule(params: TrainingParams) -> str:
 
 
 def _watched(params: TrainingParams) -> str | None:
-    """Return the name of the metric to watch as its metric spells it, None without metrics.
+    """Return the spelling of the metric to watch that the metric itself uses, or None without metrics.
 
     Raises:
-        UnknownNameError: no metric of the validation has that name.
+        UnknownNameError: If no validation metric has that name.
     """
     entries, wanted = params.valid_metrics_list, params.metric_to_watch
     if wanted is None or not entries:
@@ -189,14 +190,14 @@ def _watched(params: TrainingParams) -> str | None:
         if _letters(name) == _letters(wanted):
             return name
     if len(names) < len(found):
-        return wanted  # the names that other ready metrics give are known after the first validation
+        return wanted  # the names of other metric objects are unknown until the first validation
     raise UnknownNameError(
-        f"no metric of valid_metrics_list is called '{wanted}'{did_you_mean(wanted, names)} "
-        f"(there are: {', '.join(names)})",
+        f"no metric of valid_metrics_list is named '{wanted}'{did_you_mean(wanted, names)} "
+        f"(available: {', '.join(names)})",
         "training_params.metric_to_watch",
     )
 
 
 def _letters(name: str) -> str:
-    """Return the name as SuperGradients compares it: `pixel_accuracy` is `PixelAccuracy`."""
+    """Return the name in lower case without punctuation: SuperGradients treats `pixel_accuracy` as `PixelAccuracy`."""
     return "".join(filter(str.isalnum, name)).lower()

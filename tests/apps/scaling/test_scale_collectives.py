@@ -1,4 +1,4 @@
-"""Costs of collectives against the formulas written out, and what must hold whatever the numbers."""
+"""Costs of collectives: comparison with explicit formulas, and general properties."""
 
 import math
 
@@ -31,41 +31,41 @@ def cluster(machines=1, local=8, intra=FAST, inter=SLOW, **more):
     )
 
 
-def test_a_ring_in_one_machine_takes_p_minus_1_latencies_and_sends_all_but_its_own_part():
+def test_ring_in_one_node_takes_p_minus_1_latencies():
     assert ring(8e6, LINKS, 1, 8) == pytest.approx(7 * 1e-6 + 7 / 8 * 8e6 * 1e-11)
 
 
-def test_a_ring_over_machines_is_as_fast_as_its_slowest_link():
+def test_ring_over_nodes_is_as_fast_as_its_slowest_link():
     expected = 12 * 1e-6 + 3 * 5e-6 + 15 / 16 * 1e6 * 4e-11
     assert ring(1e6, LINKS, 4, 4) == pytest.approx(expected)
 
 
-def test_a_hierarchical_gather_pays_both_levels_once():
+def test_hierarchical_gather_adds_the_cost_of_both_levels():
     inside = 3 * 1e-6 + 3 / 4 * 1e6 * 1e-11
     between = 3 * 5e-6 + 3 / 4 * 1e6 * 4e-11
     assert hierarchical(1e6, LINKS, 4, 4) == pytest.approx(inside + between)
 
 
-def test_a_tree_has_logarithmically_many_hops_between_machines():
+def test_tree_has_a_logarithmic_number_of_hops_between_nodes():
     assert tree(0, LINKS, 512, 8) == pytest.approx(2 * (7 * 1e-6 + 9 * 5e-6))
     assert tree(1e6, LINKS, 2, 1) == pytest.approx(2 * (5e-6 + 1e6 * 4e-11))
 
 
-def test_one_gpu_communicates_for_nothing():
+def test_communication_of_one_gpu_takes_no_time():
     alone = cluster(1, 1, launch=1e-3, gamma=Gamma(1, 1, 1))
     assert (
         all_reduce(1e9, alone, 1, 1) == all_gather(1e9, alone, 1, 1) == reduce_scatter(1e9, alone, 1, 1) == 0
     )
 
 
-def test_small_messages_take_the_quick_protocol_and_large_ones_the_other():
+def test_small_messages_use_the_quick_protocol():
     links = (Link(4e-6, 1e-11, quick_alpha=1e-6), Link(1, 1))
     c = cluster(1, 2, *links)
     assert all_gather(100, c, 1, 2) == pytest.approx(1e-6 + 50 * 2e-11)
     assert all_gather(1e9, c, 1, 2) == pytest.approx(4e-6 + 0.5e9 * 1e-11)
 
 
-def test_launch_and_local_work_are_added_to_every_collective():
+def test_launch_and_local_work_are_added_to_each_collective():
     c = cluster(1, 2, launch=1e-3, gamma=Gamma(1e-10, 2e-10, 3e-10))
     wire = ring(1e6, LINKS, 1, 2)
     assert all_gather(1e6, c, 1, 2) == pytest.approx(1e-3 + wire + 2e-4)
@@ -74,7 +74,7 @@ def test_launch_and_local_work_are_added_to_every_collective():
 
 
 @given(sizes, links, links, counts, counts)
-def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_or_faster(n, intra, inter, machines, local):
+def test_all_reduce_is_not_slower_than_reduce_scatter_plus_all_gather(n, intra, inter, machines, local):
     c = cluster(machines, local, intra, inter)
     both = reduce_scatter(n, c, machines, local) + all_gather(n, c, machines, local)
     whole = all_reduce(n, c, machines, local)
@@ -84,7 +84,7 @@ def test_an_all_reduce_is_a_reduce_scatter_and_an_all_gather_or_faster(n, intra,
 
 
 @given(sizes, links, links, counts, counts, st.floats(1, 1000))
-def test_more_bandwidth_or_less_latency_is_never_slower(n, intra, inter, machines, local, factor):
+def test_higher_bandwidth_or_lower_latency_is_never_slower(n, intra, inter, machines, local, factor):
     base = cluster(machines, local, intra, inter)
     for better in (
         cluster(machines, local, Link(intra.alpha, intra.beta / factor), inter),
@@ -98,8 +98,8 @@ def test_more_bandwidth_or_less_latency_is_never_slower(n, intra, inter, machine
 
 
 @given(sizes, links, counts)
-def test_no_all_reduce_beats_the_lower_bounds_of_bandwidth_and_latency(n, link, p):
-    # Each of p GPUs must send 2 (p - 1) / p n bytes, and no value crosses p GPUs in fewer than log2(p) steps.
+def test_all_reduce_respects_lower_bounds_of_bandwidth_and_latency(n, link, p):
+    # Each of p GPUs must send 2 (p - 1) / p n bytes, and reaching p GPUs takes at least log2(p) steps.
     c = cluster(p, 1, link, link)
     took = all_reduce(n, c, p, 1)
     assert took >= 2 * volume(n, p) * link.beta * (1 - 1e-9)

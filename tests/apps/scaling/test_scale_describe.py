@@ -1,4 +1,4 @@
-"""What is read off a real network, against counts made by hand and by running it."""
+"""Blocks of a network: comparison with counts made by hand and by running the network."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def small():
                          nn.Conv2d(8, 4, 1))  # fmt: skip
 
 
-def test_blocks_are_the_modules_with_parameters_in_the_order_they_run():
+def test_blocks_are_modules_with_parameters_in_execution_order():
     model = describe(small(), (3, 10, 12), "small")
     assert model.name == "small"
     assert [(b.name, b.parameters, b.norm_channels) for b in model.blocks] == [
@@ -24,14 +24,14 @@ def test_blocks_are_the_modules_with_parameters_in_the_order_they_run():
     ]
 
 
-def test_flops_count_a_multiplication_and_an_addition_as_two():
+def test_multiply_add_counts_as_two_flops():
     model = describe(small(), (3, 10, 12))
     assert [b.flops for b in model.blocks] == [2 * 120 * 3 * 9 * 8, 0, 2 * 120 * 8 * 4]
 
 
-def test_activations_are_what_autograd_keeps_once_each():
-    # The image and the first convolution's output (for BatchNorm's backward), and ReLU's in-place result,
-    # kept once although ReLU and the next convolution both save it; BatchNorm saves a mean and a scale.
+def test_activations_are_storages_saved_by_autograd():
+    # The image, the first convolution's output (for BatchNorm's backward) and ReLU's in-place result, which is
+    # counted once although ReLU and the next convolution both save it. BatchNorm saves a mean and a scale.
     model = describe(small(), (3, 10, 12))
     assert model.activations == pytest.approx(120 * (3 + 8 + 8), rel=0.01)
 
@@ -39,13 +39,13 @@ def test_activations_are_what_autograd_keeps_once_each():
 @pytest.mark.parametrize(
     ("build", "parameters"), [(pp_lite_t_seg, 8_197_056), (pp_lite_b_seg, 12_412_704), (resnet18, 11_689_512)]
 )
-def test_all_parameters_of_the_zoo_are_found(build, parameters):
+def test_all_parameters_of_zoo_networks_are_counted(build, parameters):
     with torch.device("meta"):
         network = build(num_classes=1000 if build is resnet18 else 19)
     assert describe(network, (3, 128, 256)).parameters == parameters
 
 
-def test_the_network_is_left_as_it_was():
+def test_network_is_not_modified():
     network = small().eval()
     before = {name: value.clone() for name, value in network.state_dict().items()}
     describe(network, (3, 8, 8))
@@ -56,18 +56,18 @@ def test_the_network_is_left_as_it_was():
         assert torch.equal(value, before[name])
 
 
-def test_tied_and_frozen_weights_count_once_and_not_at_all():
+def test_shared_weights_count_once_and_frozen_weights_do_not_count():
     network = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6))
     network[1].weight = network[0].weight
     network[2].requires_grad_(False)
     assert describe(network, (6,)).parameters == 36 + 6 + 6
 
 
-def test_an_input_that_does_not_fit_is_named():
-    with pytest.raises(ModelError, match="Sequential cannot take an input of 4 x 8 x 8"):
+def test_invalid_input_shape_raises_error():
+    with pytest.raises(ModelError, match="Sequential does not accept an input of 4 x 8 x 8"):
         describe(small(), (4, 8, 8))
 
 
-def test_a_network_without_parameters_is_refused():
+def test_network_without_parameters_raises_error():
     with pytest.raises(ModelError, match="ReLU has no parameters"):
         describe(nn.ReLU(), (3,))

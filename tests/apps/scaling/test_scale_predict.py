@@ -1,4 +1,4 @@
-"""Predictions: what must hold whatever the numbers, and parts against independent computations."""
+"""Predictions: general properties, and comparison with independent computations."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def clusters(draw):
 
 @settings(deadline=None)
 @given(models, clusters(), kinds, st.floats(1, 100))
-def test_more_bandwidth_is_never_slower(model, cluster, kind, factor):
+def test_higher_bandwidth_is_never_slower(model, cluster, kind, factor):
     before = predict(model, cluster, Strategy(kind), 4).step_time
     for level in ("intra", "inter"):
         link = getattr(cluster, level)
@@ -65,7 +65,7 @@ def test_more_bandwidth_is_never_slower(model, cluster, kind, factor):
 
 @settings(deadline=None)
 @given(models, clusters(), kinds, st.integers(1, 64))
-def test_efficiency_is_at_most_1_and_the_parts_of_a_step_are_not_negative(model, cluster, kind, batch):
+def test_efficiency_is_at_most_1_and_times_are_not_negative(model, cluster, kind, batch):
     said = predict(model, cluster, Strategy(kind), batch)
     assert 0 < said.efficiency <= 1
     assert min(said.exposed, said.waiting, said.sent) >= 0
@@ -73,7 +73,7 @@ def test_efficiency_is_at_most_1_and_the_parts_of_a_step_are_not_negative(model,
 
 
 @given(models, st.integers(0, 9))
-def test_sharded_memory_falls_with_the_number_of_gpus_and_ddps_stays(model, doublings):
+def test_memory_decreases_with_gpus_if_sharded_and_is_constant_for_ddp(model, doublings):
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 8 * 2**doublings, 8)
     more = replace(cluster, gpus=2 * cluster.gpus)
     sizes = {k: [memory_per_gpu(model, c, Strategy(k), 4) for c in (cluster, more)] for k in KINDS}
@@ -82,8 +82,8 @@ def test_sharded_memory_falls_with_the_number_of_gpus_and_ddps_stays(model, doub
     assert sizes["ddp"][1] == sizes["ddp"][0]
 
 
-def test_memory_is_that_of_the_zero_paper():
-    # Mixed-precision Adam keeps 18 bytes a parameter here: float32 weights, gradients and two states, bf16 copy.
+def test_memory_equals_the_zero_paper():
+    # Mixed-precision Adam needs 18 bytes per parameter: float32 weights, gradients and two states, and a bf16 copy.
     model = Model("m", (Block("a", 10**9, 0, 1000), Block("b", 10**9, 0, 500)))
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 64, 8)
     assert memory_per_gpu(model, cluster, Strategy("ddp"), 10) == 2e9 * 18 + 10 * 1500 * 2
@@ -91,7 +91,7 @@ def test_memory_is_that_of_the_zero_paper():
     assert sharded == 2e9 * 16 / 64 + 2e9 * (2 + 4) + 10 * 1500 * 2
 
 
-def test_a_block_takes_the_longer_of_its_flops_and_its_traffic():
+def test_block_time_is_the_maximum_of_flop_time_and_memory_time():
     cluster = replace(make_cluster(GPUS["h100"], NETWORKS["ib400"], 1, 8), flops=1e12, memory_bandwidth=1e10)
     model = Model("m", (Block("computes", 0, 1e9, 1), Block("moves", 0, 1, 1e6)))
     work = work_of(model, cluster, Strategy("ddp"), 8)
@@ -100,25 +100,25 @@ def test_a_block_takes_the_longer_of_its_flops_and_its_traffic():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_one_gpu_the_measured_step_time_comes_back(kind):
+def test_prediction_for_one_gpu_equals_the_measured_step_time(kind):
     cluster = make_cluster(GPUS["a100"], NETWORKS["eth25"], 1, 1)
     said = predict(segformer_1b(256, 256), cluster, Strategy(kind), 2, step_time=0.125)
     assert said.step_time == pytest.approx(0.125)
 
 
-def test_a_measured_step_time_must_be_positive():
+def test_measured_step_time_must_be_positive():
     cluster = make_cluster(GPUS["a100"], NETWORKS["eth25"], 8, 8)
     with pytest.raises(ConfigError, match="positive number of seconds, not 0"):
         predict(segformer_1b(64, 64), cluster, Strategy("ddp"), 2, step_time=0)
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 64, 512])
-def test_the_slowest_of_n_agrees_with_drawn_numbers(n):
+def test_slowest_of_n_agrees_with_random_samples(n):
     drawn = np.random.default_rng(0).standard_normal((20_000, n)).max(axis=1).mean()
     assert slowest_of(n) == pytest.approx(drawn, abs=0.03)
 
 
-def test_the_best_is_the_fastest_that_fits():
+def test_best_is_the_fastest_that_fits():
     model = segformer_1b(512, 512)
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 64, 8)
     found = [predict(model, cluster, Strategy(kind), 2) for kind in KINDS]
@@ -141,22 +141,22 @@ def test_slow_networks_favour_hsdp_over_fsdp2_for_a_large_model():
 
 
 @pytest.mark.parametrize("gpus", [12, 20])
-def test_gpus_that_do_not_fill_machines_are_refused(gpus):
-    with pytest.raises(ConfigError, match=f"{gpus} GPUs do not fill machines of 8"):
+def test_gpus_must_be_a_multiple_of_gpus_per_node(gpus):
+    with pytest.raises(ConfigError, match=f"{gpus} GPUs do not fill nodes of 8"):
         make_cluster(GPUS["h100"], NETWORKS["ib400"], gpus, 8)
 
 
-def test_no_gpus_are_refused():
+def test_number_of_gpus_must_be_positive():
     with pytest.raises(ConfigError, match="at least 1"):
         make_cluster(GPUS["h100"], NETWORKS["ib400"], 0, 8)
 
 
-def test_part_of_one_machine_needs_no_network_between():
+def test_part_of_one_node_does_not_use_the_network():
     four = make_cluster(GPUS["h100"], NETWORKS["eth25"], 4, 8)
     assert (four.local, four.machines) == (4, 1)
 
 
-def test_segformer_1b_has_a_billion_parameters_most_of_them_in_the_third_stage():
+def test_segformer_1b_has_a_billion_parameters_mostly_in_the_third_stage():
     model = segformer_1b(1024, 1024)
     assert model.parameters == pytest.approx(1.035e9, rel=0.001)
     third = sum(b.parameters for b in model.blocks if b.name.startswith("block3."))

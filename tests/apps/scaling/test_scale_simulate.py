@@ -1,4 +1,4 @@
-"""The simulator against schedules worked out by hand, and bytes that must not be lost."""
+"""The simulator: comparison with timelines computed by hand, and total bytes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from slipstream.apps.scaling import Block, Cluster, Link, Model, Strategy, simul
 from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_ONE_MESSAGE, Work, units
 
 MIB = 2**20
-# Two GPUs: an all-reduce of n bytes takes n beta, an all-gather or reduce-scatter half of it; beta makes 1 MiB 1 s.
+# Two GPUs: an all-reduce of n bytes takes n beta, an all-gather or reduce-scatter half of it. 1 MiB takes 1 s.
 UNIT = Link(0.0, 1 / MIB)
 
 
@@ -15,7 +15,7 @@ def cluster(gpus=2, local=2, intra=UNIT, inter=UNIT, **more):
 
 
 def model(*mebibytes, norm=0):
-    """Blocks of so many MiB of float32 parameters."""
+    """Return a model whose blocks have the given sizes in MiB of float32 parameters."""
     return Model("m", tuple(Block(str(i), round(m * MIB / 4), 0, 0, norm) for i, m in enumerate(mebibytes)))
 
 
@@ -27,36 +27,36 @@ def spans(schedule, name):
     return [(e.start, e.end) for e in schedule.events if e.name == name]
 
 
-def test_ddp_sums_a_bucket_while_the_backward_pass_goes_on():
-    # Forward 0-3; backward of block 2: 3-5, 1: 5-7, 0: 7-9. Each bucket is one block of 3 MiB, summed in 3 s.
+def test_ddp_reduces_buckets_during_the_backward_pass():
+    # Forward 0-3; backward of block 2: 3-5, 1: 5-7, 0: 7-9. Each bucket is one block of 3 MiB, reduced in 3 s.
     schedule = simulate(
         model(3, 3, 3), cluster(), plain("ddp", bucket_bytes=2 * MIB), Work([1] * 3, [2] * 3, 10)
     )
     assert spans(schedule, "all-reduce") == [(5, 8), (8, 11), (11, 14)]
-    assert schedule.now == 24  # the optimizer waits for the last sum
+    assert schedule.now == 24  # the optimizer waits for the last bucket
 
 
-def test_communication_that_is_faster_than_the_backward_pass_shows_only_its_tail():
+def test_fast_communication_exposes_only_its_last_bucket():
     schedule = simulate(model(1, 1), cluster(), plain("ddp", bucket_bytes=MIB), Work([1, 1], [5, 5], 0))
     assert spans(schedule, "all-reduce") == [(7, 8), (12, 13)]
     assert schedule.now == 13
 
 
-def test_ddps_first_bucket_is_1_mib_and_the_others_are_filled_to_the_limit():
+def test_first_ddp_bucket_has_1_mib_and_others_have_the_limit():
     many = model(*[0.5] * 20)
     schedule = simulate(many, cluster(), plain("ddp", bucket_bytes=4 * MIB), Work([0] * 20, [0] * 20, 0))
     assert [event.sent for event in schedule.events] == [FIRST_BUCKET_BYTES, 4 * MIB, 4 * MIB, MIB]
 
 
-def test_without_overlap_every_collective_stops_the_computation():
+def test_collectives_block_computation_without_overlap():
     schedule = simulate(
         model(3, 3), cluster(overlap=0.0), plain("ddp", bucket_bytes=MIB), Work([1, 1], [2, 2], 0)
     )
     assert schedule.now == 2 + 4 + 6
 
 
-def test_fsdp2_gathers_one_unit_ahead_and_scatters_behind():
-    # Units of 2 MiB: a gather or a scatter takes 1 s; forward 2 s, backward 3 s a unit.
+def test_fsdp2_gathers_one_unit_ahead_and_reduce_scatters_gradients():
+    # Units of 2 MiB: a gather or a scatter takes 1 s. Forward takes 2 s per unit, backward 3 s.
     schedule = simulate(model(2, 2, 2), cluster(), plain("fsdp2"), Work([2] * 3, [3] * 3, 0))
     # Forward: gather 0-1; unit 0 runs 1-3 with the next gather 1-2; unit 1 3-5, gather 3-4; unit 2 5-7.
     # Backward: gather 7-8; unit 2 runs 8-11 with gather 8-9; unit 1 11-14; unit 0 14-17.
@@ -66,23 +66,23 @@ def test_fsdp2_gathers_one_unit_ahead_and_scatters_behind():
     assert schedule.now == 18
 
 
-def test_hsdp_sums_its_shares_between_machines_after_the_scatter():
+def test_hsdp_all_reduces_its_partitions_between_nodes():
     fast, slow = Link(0, 0.5 / MIB), UNIT
     schedule = simulate(model(2), cluster(4, 2, fast, slow), plain("hsdp"), Work([1], [1], 0))
-    # Gathers inside: 2 MiB * 1/2 * 0.5 = 0.5 s; between two machines an all-reduce of the machine's 2 MiB: 2 s.
+    # Gather within a node: 2 MiB * 1/2 * 0.5 = 0.5 s. All-reduce of the node's 2 MiB between two nodes: 2 s.
     assert spans(schedule, "all-gather") == [(0, 0.5), (1.5, 2)]
     assert spans(schedule, "reduce-scatter") == [(3, 3.5)]
     assert spans(schedule, "all-reduce") == [(3.5, 5.5)]
 
 
 @pytest.mark.parametrize("channels", [8, SYNC_BN_ONE_MESSAGE])
-def test_sync_bn_waits_for_its_messages_in_each_layer_and_queues_behind_buckets(channels):
-    few = channels == 8  # their moments on two GPUs fit into one message of 2 s, else there are two of 1 s
-    lone = Link(1.0 if few else 0.5, 0.0)  # an all-reduce of two takes twice that, whatever its size
+def test_sync_bn_waits_for_its_messages_and_for_earlier_buckets(channels):
+    few = channels == 8  # the moments of two GPUs fit in one message of 2 s; otherwise, there are two of 1 s
+    lone = Link(1.0 if few else 0.5, 0.0)  # an all-reduce of two GPUs takes twice this time for any size
     net = model(1, 1, norm=channels)
     schedule = simulate(net, cluster(intra=lone), plain("ddp", bucket_bytes=MIB), Work([1, 1], [1, 1], 0))
-    # Forward: (2 + 1) twice = 6; backward of block 1: 2 + 1, its bucket from 9 on; then block 0's messages queue
-    # behind the bucket, and its own bucket behind its computing.
+    # Forward: (2 + 1) twice = 6. Backward of block 1: 2 + 1, its bucket starts at 9. The messages of block 0 queue
+    # behind this bucket, and its own bucket starts after its backward pass.
     bucket = 2 if few else 1
     assert len(spans(schedule, "SyncBN")) == (4 if few else 8)
     assert spans(schedule, "all-reduce") == [(9, 9 + bucket), (12 + bucket, 12 + 2 * bucket)]
@@ -94,8 +94,8 @@ def test_sync_bn_waits_for_its_messages_in_each_layer_and_queues_behind_buckets(
 
 
 @pytest.mark.parametrize(("gpus", "local"), [(8, 8), (64, 8), (1, 8), (16, 1)])
-def test_bytes_are_those_of_the_zero_paper(gpus, local):
-    # Rajbhandari et al. 2020, section 7: DDP moves 2 Psi, full sharding 3 Psi, less each GPU's own part.
+def test_bytes_equal_the_zero_paper(gpus, local):
+    # Rajbhandari et al. 2020, section 7: DDP moves 2 Psi, full sharding 3 Psi, minus each GPU's own partition.
     net, work = model(3, 30, 7), Work([1] * 3, [1] * 3, 1)
     n = 40 * MIB * (gpus - 1) / gpus
     c = cluster(gpus, local)
@@ -105,14 +105,14 @@ def test_bytes_are_those_of_the_zero_paper(gpus, local):
     assert sent == {"ddp": pytest.approx(2 * n), "fsdp2": pytest.approx(3 * n)}
 
 
-def test_hsdp_sends_the_gathers_inside_and_only_its_share_between():
+def test_hsdp_sends_gathers_within_nodes_and_partitions_between_nodes():
     net, work = model(8, 8), Work([1] * 2, [1] * 2, 1)
     schedule = simulate(net, cluster(16, 4), plain("hsdp"), work)
     assert sum(e.sent for e in schedule.events if e.name == "all-reduce") == 2 * 3 / 4 * 16 * MIB / 4
     assert sum(e.sent for e in schedule.events if e.name != "all-reduce") == 3 * 3 / 4 * 16 * MIB
 
 
-def test_units_are_consecutive_complete_and_large_enough():
+def test_units_are_consecutive_complete_and_have_the_minimum_size():
     blocks = model(1, 2, 3, 1, 1).blocks
     assert units(blocks, MIB // 4 * 3) == [range(2), range(2, 3), range(3, 5)]
     assert units(blocks, 0) == [range(i, i + 1) for i in range(5)]

@@ -30,7 +30,7 @@ def by_place(dataset):
     return {path.name: sample for path, sample in zip(dataset.image_paths, dataset, strict=True)}
 
 
-def test_the_folder_holds_the_scenes_in_cityscapes_layout(tmp_path):
+def test_folder_has_the_scenes_in_the_cityscapes_layout(tmp_path):
     write_street_folder(tmp_path, train=5, val=2, size=SIZE, seed=3)
     for split, count, seed in (("train", 5, 3), ("val", 2, 4)):
         scenes = StreetScenes(SIZE, count, seed)
@@ -48,7 +48,7 @@ def test_the_folder_holds_the_scenes_in_cityscapes_layout(tmp_path):
     assert (tmp_path / "gtFine/train/aachen/aachen_000001_000019_gtFine_labelIds.png").is_file()
 
 
-def test_the_label_table_reads_as_supergradients_reads_it(tmp_path):
+def test_label_table_has_the_format_of_supergradients(tmp_path):
     write_street_folder(tmp_path, train=1, val=1, size=SIZE)
     table = np.genfromtxt(
         tmp_path / "lists/labels.csv",
@@ -68,7 +68,7 @@ def test_the_label_table_reads_as_supergradients_reads_it(tmp_path):
     ).metainfo["palette"]
 
 
-def test_processes_write_what_one_alone_writes(tmp_path, monkeypatch):
+def test_several_processes_write_the_same_files_as_one(tmp_path, monkeypatch):
     write_street_folder(tmp_path / "one", train=3, val=2, size=SIZE)
     monkeypatch.setattr(street_folder, "_FEWEST", 2)
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -76,7 +76,7 @@ def test_processes_write_what_one_alone_writes(tmp_path, monkeypatch):
     assert digests(tmp_path / "one") == digests(tmp_path / "two")
 
 
-def test_the_command_writes_the_same_folder(tmp_path):
+def test_command_writes_the_same_folder(tmp_path):
     write_street_folder(tmp_path / "python", train=2, val=1, size=SIZE)
     words = [str(tmp_path / "command"), "--train", "2", "--val", "1", "--size", "32x64"]
     command = [sys.executable, "-m", "slipstream.apps.street_scenes.folder", *words]
@@ -88,7 +88,7 @@ def test_the_command_writes_the_same_folder(tmp_path):
     assert digests(tmp_path / "python") == digests(tmp_path / "command")
 
 
-def test_a_wrong_size_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
+def test_wrong_size_raises_error_in_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["street_folder", str(tmp_path / "a"), "--size", "32"])
     with pytest.raises(SystemExit):
         street_folder._main()
@@ -99,7 +99,7 @@ def test_a_wrong_size_is_refused_in_one_line(tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "b").exists()
 
 
-def test_a_folder_without_scenes_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match="length of 1 or more"):
+def test_folder_without_scenes_raises_error(tmp_path):
+    with pytest.raises(ConfigError, match="length of StreetScenes must be at least 1"):
         write_street_folder(tmp_path / "none", val=0)
     assert not (tmp_path / "none").exists()

@@ -29,7 +29,7 @@ def digest(index: int) -> str:
     return hashlib.sha256(image.tobytes() + mask.tobytes()).hexdigest()
 
 
-def test_image_and_mask_have_the_asked_shape_and_type():
+def test_image_and_mask_have_the_requested_shape_and_dtype():
     for size in (SMALL, (96, 96), (33, 50)):
         image, mask = draw_street_scene(0, 0, size)
         assert image.shape == (*size, 3)
@@ -38,7 +38,7 @@ def test_image_and_mask_have_the_asked_shape_and_type():
         assert mask.dtype == np.uint8
 
 
-def test_a_scene_is_the_same_bytes_in_another_process_and_in_another_order():
+def test_scene_is_bit_identical_in_another_process_and_order():
     code = (
         "import hashlib; from slipstream.apps.street_scenes.dataset import draw_street_scene as draw\n"
         "for i in (2, 1): a, b = draw(3, i, (64, 128)); "
@@ -49,7 +49,7 @@ def test_a_scene_is_the_same_bytes_in_another_process_and_in_another_order():
     assert [digest(1), digest(2)] == done.stdout.split()[::-1]
 
 
-def test_seeds_and_indices_give_different_scenes():
+def test_different_seeds_and_indices_give_different_scenes():
     assert len({draw_street_scene(s, i, SMALL)[1].tobytes() for s in range(2) for i in range(4)}) == 8
 
 
@@ -62,7 +62,7 @@ def test_a_larger_size_shows_the_same_scene():
     assert np.mean(agreement) > 0.95
 
 
-def test_every_class_occurs_in_enough_scenes_and_the_large_ones_dominate():
+def test_each_class_occurs_often_enough_and_large_classes_dominate():
     masks = [mask for _, mask in scenes(200, SMALL)]
     counts = np.array([np.bincount(mask.ravel(), minlength=256) for mask in masks])
     present = (counts[:, :19] > 0).mean(0)
@@ -74,7 +74,7 @@ def test_every_class_occurs_in_enough_scenes_and_the_large_ones_dominate():
     assert share[19:255].sum() == 0
 
 
-def test_colour_alone_does_not_give_the_class():
+def test_colour_does_not_determine_the_class():
     def quantised(image):
         return (image.astype(np.int64) >> 4) @ np.array([256, 16, 1])
 
@@ -88,7 +88,7 @@ def test_colour_alone_does_not_give_the_class():
         np.add.at(confusion, (mask[mask < 19], guess[mask < 19]), 1)
     hit = np.diag(confusion)
     iou = hit / np.maximum(confusion.sum(0) + confusion.sum(1) - hit, 1)
-    # Measured 0.11; a data set whose colours gave the classes away would be near 1.
+    # Measured: 0.11. If colours determined the classes, it would be close to 1.
     assert iou.mean() < 0.2
 
 
@@ -100,7 +100,7 @@ def test_images_have_texture_and_a_range_of_brightness():
     assert np.median(steps) > 5
 
 
-def test_the_set_loads_scenes_and_describes_its_classes():
+def test_dataset_loads_scenes_and_has_class_metainfo():
     data = StreetScenes(size=SMALL, length=5, seed=3)
     image, mask = data.load(4)
     expected = draw_street_scene(3, 4, SMALL)
@@ -114,20 +114,20 @@ def test_the_set_loads_scenes_and_describes_its_classes():
 
 
 @pytest.mark.parametrize("length", [0, -3, 2.0, True])
-def test_a_wrong_length_is_refused_by_name(length):
+def test_wrong_length_raises_error(length):
     with pytest.raises(ConfigError, match=f"length.*{length}"):
         StreetScenes(size=SMALL, length=length)
 
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 0), 64, (64,), (64.0, 128), None])
-def test_a_wrong_size_is_refused_by_name(size):
+def test_wrong_size_raises_error(size):
     with pytest.raises(ConfigError, match="size"):
         StreetScenes(size=size, length=1)
     with pytest.raises(ConfigError, match="size"):
         draw_street_scene(0, 0, size)
 
 
-def test_an_index_outside_the_set_or_a_negative_seed_is_refused():
+def test_index_out_of_range_or_negative_seed_raises_error():
     data = StreetScenes(size=SMALL, length=5)
     for index in (-1, 5):
         with pytest.raises(IndexError, match=f"0 to 4, got index {index}"):
@@ -138,7 +138,7 @@ def test_an_index_outside_the_set_or_a_negative_seed_is_refused():
         draw_street_scene(0, -1, SMALL)
 
 
-def test_the_cache_key_names_series_scene_and_size():
+def test_cache_key_contains_version_scene_and_size():
     keys = {
         StreetScenes(size, 9, seed).cache_key(i)
         for size in (SMALL, (96, 96))
@@ -149,7 +149,7 @@ def test_the_cache_key_names_series_scene_and_size():
     assert StreetScenes(SMALL, 9, 1).cache_key(3) == StreetScenes(SMALL, 5, 1).cache_key(3) in keys
 
 
-def test_other_drawing_code_has_another_version(tmp_path, monkeypatch):
+def test_changed_drawing_code_changes_the_version(tmp_path, monkeypatch):
     version = StreetScenes(SMALL, 1).cache_key(0)[1]
     for module in Path(street_scenes.__file__).parent.glob("street_*.py"):
         shutil.copy(module, tmp_path)

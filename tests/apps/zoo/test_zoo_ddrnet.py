@@ -26,9 +26,9 @@ def randomise_norms(network):
 
 
 class Reference:
-    """The network of the paper in evaluation mode, as functions of a SuperGradients state dict.
+    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    For images whose sides are multiples of 64; interpolation by torch's own function.
+    Image sides must be multiples of 64. Interpolation uses torch's function.
     """
 
     def __init__(self, name, state):
@@ -105,7 +105,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forward_computes_what_super_gradients_weights_mean(name):
+def test_forward_equals_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5).double().eval()
     randomise_norms(network)
@@ -113,11 +113,11 @@ def test_forward_computes_what_super_gradients_weights_mean(name):
     with torch.no_grad():
         expected = Reference(name, network.state_dict())(x)
         torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
-        network.training = True  # the modules inside stay in evaluation mode
+        network.training = True  # the submodules stay in evaluation mode
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_prefixes_of_the_recipes_learning_rates_name_its_parts():
+def test_learning_rate_prefixes_of_the_recipes_match_parameters():
     with torch.device("meta"):
         names = [n for n, _ in ddrnet_39().named_parameters()]
     prefixes = [
@@ -134,14 +134,14 @@ def test_prefixes_of_the_recipes_learning_rates_name_its_parts():
 
 
 @pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
-def test_logits_have_the_size_of_the_input_whatever_it_is(size):
+def test_logits_have_the_size_of_the_input(size):
     network = ddrnet_23_slim(num_classes=4)
     x = torch.randn(2, 3, *size)
     assert [out.shape for out in network(x)] == [(2, 4, *size)] * 2
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_without_the_auxiliary_head_training_returns_the_main_logits_alone():
+def test_training_without_auxiliary_head_returns_main_logits():
     network = ddrnet_23_slim(num_classes=4, use_aux_heads=False)
     assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
 
@@ -162,7 +162,7 @@ def test_gradient_reaches_every_parameter_in_training():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4)
     sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
-    # A bias before BatchNorm moves nothing.
+    # A bias before BatchNorm has no effect.
     inert = {"_backbone.stem.0.0.bias", "_backbone.stem.1.0.bias"}
     grads = {n: p.grad for n, p in network.named_parameters() if n not in inert}
     assert [n for n, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
@@ -183,17 +183,17 @@ def test_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
-def test_exports_for_inference_to_the_same_numbers():
+def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).eval()
-    # At this height no scale of the pyramid is one pixel high, which would make a constant of it.
+    # At this height, no pyramid scale has a height of 1 pixel, which export would specialise to a constant.
     shapes = {"x": {2: torch.export.Dim.AUTO}}
     exported = torch.export.export(network, (torch.zeros(2, 3, 640, 64),), dynamic_shapes=shapes).module()
     x = torch.randn(2, 3, 576, 64)
     torch.testing.assert_close(exported(x), network(x))
 
 
-def test_channels_last_computes_the_same():
+def test_channels_last_gives_equal_outputs():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -209,11 +209,11 @@ def test_runs_under_autocast():
     assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="use_aux_heads"):
         MODELS.build({"type": "ddrnet_23_slim", "use_aux_head": False})
 
 
-def test_fewer_than_one_class_is_refused():
+def test_num_classes_below_1_raises_error():
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         ddrnet_23_slim(num_classes=0)

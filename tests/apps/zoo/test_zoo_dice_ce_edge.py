@@ -15,7 +15,7 @@ CLASSES, IGNORE = 4, 9
 
 
 def reference_edges(targets, kernel):
-    """One map for each class, replicated at the border; an edge is where a window is neither all 0 nor all 1."""
+    """Use one map per class, replicated at the border. Edges are where a neighbourhood is neither all 0 nor all 1."""
     radius = kernel // 2
     edges = torch.zeros(targets.shape, dtype=torch.bool)
     for c in range(CLASSES):
@@ -30,7 +30,7 @@ def reference_dice(p, truth):
 
 
 def reference(logits, targets, kernel, dice_ce, ce_edge):
-    """The loss of one head in float64, with boolean masks and one class after the other."""
+    """Compute the loss of one head in float64, with boolean masks and a loop over classes."""
     logits, valid = logits.detach().double(), targets != IGNORE
     edges = reference_edges(targets, kernel)
     if logits.shape[1] == 1:
@@ -47,7 +47,7 @@ def reference(logits, targets, kernel, dice_ce, ce_edge):
 
 
 def batch(seed=0, heads=2, blob=3, size=(8, 11), dtype=torch.float32):
-    """Logits, and targets of constant blobs of `blob` x `blob` pixels, some of them ignored."""
+    """Return logits, and targets of uniform blocks of `blob` x `blob` pixels, some of them ignored."""
     torch.manual_seed(seed)
     outputs = tuple(torch.randn(2, CLASSES, *size, dtype=dtype, requires_grad=True) for _ in range(heads))
     coarse = torch.randint(0, CLASSES + 1, (2, size[0] // blob + 1, size[1] // blob + 1))
@@ -94,13 +94,13 @@ def ignored_border():
     [torch.full((2, 8, 11), 2), ignored_border(), torch.full((2, 8, 11), 0)],
     ids=["one class", "ignored border", "the first class"],
 )
-def test_equals_the_reference_where_labels_are_uniform(targets):
+def test_equals_the_reference_for_uniform_labels(targets):
     (logits,), _ = batch(heads=1)
     value = loss_of(aux=0)(logits, targets)["loss_main"]
     assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
 
 
-def test_a_batch_without_a_valid_pixel_gives_a_finite_loss_and_zero_gradient():
+def test_batch_of_ignored_pixels_has_finite_loss_and_zero_gradient():
     outputs, targets = batch()
     losses = loss_of()(outputs, torch.full_like(targets, IGNORE))
     # Dice is then (1 - 1 / (1 + 1e-5)) for each class.
@@ -109,14 +109,14 @@ def test_a_batch_without_a_valid_pixel_gives_a_finite_loss_and_zero_gradient():
     assert all((logits.grad == 0).all() for logits in outputs)
 
 
-def test_gradient_is_that_of_the_formula():
+def test_gradient_equals_the_formula():
     torch.manual_seed(0)
     (logits,), targets = batch(heads=1, size=(4, 5), blob=2, dtype=torch.float64)
     loss = loss_of(aux=0, edge_kernel=3)
     assert torch.autograd.gradcheck(lambda x: loss(x, targets)["loss_main"], (logits,))
 
 
-def test_edges_reach_half_the_kernel_to_either_side():
+def test_edges_extend_half_the_kernel_to_both_sides():
     targets = torch.zeros(1, 9, 9, dtype=torch.int64)
     targets[:, :, 5:] = 1
     logits = torch.zeros(1, CLASSES, 9, 9, requires_grad=True)
@@ -125,7 +125,7 @@ def test_edges_reach_half_the_kernel_to_either_side():
     assert logits.grad.abs().sum((0, 1, 2)).gt(0).nonzero().flatten().tolist() == [3, 4, 5, 6]
 
 
-def test_detail_heads_learn_the_edges():
+def test_detail_heads_are_trained_on_edges():
     outputs, targets = batch(heads=2)
     detail = torch.randn(2, 1, 8, 11)
     losses = loss_of(aux=1, detail=1, dice_ce_weights=(0.7, 1.3))((*outputs, detail), targets)
@@ -134,7 +134,7 @@ def test_detail_heads_learn_the_edges():
     assert losses["loss_detail0"].item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_lone_output_is_the_main_one():
+def test_single_output_is_the_main_output():
     outputs, targets = batch(heads=2)
     assert loss_of()(outputs[0], targets) == {"loss_main": loss_of()(outputs, targets)["loss_main"]}
 
@@ -150,7 +150,7 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
     assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
 
 
-def test_reads_no_value_back_and_keeps_no_wide_integers():
+def test_loss_does_not_synchronise_or_allocate_large_int64_tensors():
     seen = set()
 
     class Record(TorchDispatchMode):
@@ -188,7 +188,7 @@ def test_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(run(compiled), run(loss))
 
 
-def test_another_number_of_outputs_is_refused():
+def test_wrong_number_of_outputs_raises_error():
     outputs, targets = batch(heads=3)
     with pytest.raises(
         ModelError, match=r"expects 2 outputs \(loss_main, loss_aux0\), but the network has 3"
@@ -196,9 +196,9 @@ def test_another_number_of_outputs_is_refused():
         loss_of()(outputs, targets)
 
 
-def test_another_number_of_classes_is_refused():
+def test_wrong_number_of_classes_raises_error():
     outputs, targets = batch()
-    with pytest.raises(ModelError, match="expects 20 channels for loss_main, but the network gives 4"):
+    with pytest.raises(ModelError, match="expects 20 channels for loss_main, but the network returns 4"):
         DiceCEEdgeLoss(20, 1, 0, weights=(1, 1))(outputs, targets)
 
 
@@ -212,12 +212,12 @@ def test_another_number_of_classes_is_refused():
         ({"edge_kernel": -1}, "edge_kernel must be odd and positive"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(options, message):
+def test_invalid_options_raise_errors(options, message):
     with pytest.raises(ModelError, match=message):
         DiceCEEdgeLoss(CLASSES, **options)
 
 
-def test_is_built_with_the_words_of_the_recipe():
+def test_loss_is_built_from_the_recipe_syntax():
     loss = MODELS.build(
         {
             "type": "DiceCEEdgeLoss",

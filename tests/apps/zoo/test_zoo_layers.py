@@ -25,7 +25,7 @@ def test_resize_equals_bilinear_interpolation_and_its_gradient(source, target, a
     torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-9, atol=1e-9)
 
 
-def test_resize_keeps_half_precision_and_loses_only_its_rounding():
+def test_resize_in_half_precision_only_adds_rounding_error():
     x = torch.randn(2, 3, 4, 8).bfloat16()
     out = resize(x, torch.empty(2, 1, 32, 64))
     assert out.dtype == torch.bfloat16

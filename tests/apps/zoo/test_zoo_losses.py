@@ -15,7 +15,7 @@ IGNORE = 255
 
 
 def reference(logits, targets, ignore_index=IGNORE):
-    """Mean of -log softmax over the pixels that count, in float64 numpy; 0 where there are none."""
+    """Return the mean of -log softmax over pixels that are not ignored in float64 numpy, or 0 if there are none."""
     z = logits.detach().double().numpy()
     t = targets.numpy().astype(np.int64)
     z = np.moveaxis(z, 1, -1).reshape(-1, z.shape[1])
@@ -50,7 +50,7 @@ def test_equals_the_float64_reference(seed, ignored, dtype, weights):
         assert loss.item() == pytest.approx(weight * reference(logits, targets), rel=1e-5, abs=1e-6)
 
 
-def test_equals_torch_on_the_gradient_too():
+def test_loss_and_gradient_equal_torch():
     (logits,), targets = batch(heads=1)
     (loss,) = MultiHeadCrossEntropy((1.0,))(logits, targets).values()
     (gradient,) = torch.autograd.grad(loss, logits)
@@ -59,7 +59,7 @@ def test_equals_torch_on_the_gradient_too():
     torch.testing.assert_close(gradient, torch.autograd.grad(theirs, logits)[0])
 
 
-def test_a_batch_without_a_valid_pixel_gives_zero_loss_and_zero_gradient():
+def test_batch_of_ignored_pixels_has_zero_loss_and_zero_gradient():
     outputs, targets = batch(ignored=1.1)
     assert (targets == IGNORE).all()
     total = sum(MultiHeadCrossEntropy()(outputs, targets).values())
@@ -68,14 +68,14 @@ def test_a_batch_without_a_valid_pixel_gives_zero_loss_and_zero_gradient():
     assert all((logits.grad == 0).all() for logits in outputs)
 
 
-def test_a_single_output_is_weighted_by_the_first_weight():
+def test_single_output_uses_the_first_weight():
     (logits,), targets = batch(heads=1)
     losses = MultiHeadCrossEntropy((2.0, 0.4))(logits, targets)
     assert list(losses) == ["loss_main"]
     assert losses["loss_main"].item() == pytest.approx(2 * reference(logits, targets), rel=1e-5)
 
 
-def test_another_ignore_index_leaves_other_pixels_alone():
+def test_custom_ignore_index_ignores_only_its_pixels():
     (logits,), targets = batch(heads=1, ignored=0)
     loss = MultiHeadCrossEntropy((1.0,), ignore_index=3)(logits, targets)["loss_main"]
     assert loss.item() == pytest.approx(reference(logits, targets, ignore_index=3), rel=1e-5)
@@ -92,21 +92,21 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
     assert loss.item() == pytest.approx(reference(logits, targets), rel=1e-5)
 
 
-def test_classification_logits_are_served_too():
+def test_loss_accepts_classification_logits():
     torch.manual_seed(0)
     logits, targets = torch.randn(6, 10), torch.randint(0, 10, (6,))
     loss = MultiHeadCrossEntropy((1.0,))(logits, targets)["loss_main"]
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets))
 
 
-def test_reads_no_value_back_to_the_host():
+def test_loss_does_not_synchronise_with_the_device():
     class NoSync(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             assert func.overloadpacket not in (
                 torch.ops.aten._local_scalar_dense,
                 torch.ops.aten.nonzero,
                 torch.ops.aten.masked_select,
-            ), f"{func} waits for the device"
+            ), f"{func} synchronises with the device"
             return func(*args, **(kwargs or {}))
 
     outputs, targets = batch()
@@ -114,20 +114,20 @@ def test_reads_no_value_back_to_the_host():
         sum(MultiHeadCrossEntropy()(outputs, targets).values()).backward()
 
 
-def test_compiles_without_graph_breaks_to_the_same_numbers():
+def test_compiles_without_graph_breaks_to_equal_outputs():
     outputs, targets = batch()
     loss = MultiHeadCrossEntropy()
     compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend="eager")
     torch.testing.assert_close(compiled(outputs, targets), loss(outputs, targets))
 
 
-def test_more_outputs_than_weights_are_refused():
+def test_more_outputs_than_weights_raise_error():
     outputs, targets = batch(heads=3)
-    with pytest.raises(ModelError, match="2 weights for the network's 3 outputs"):
+    with pytest.raises(ModelError, match="2 weights, but the network has 3 outputs"):
         MultiHeadCrossEntropy((1.0, 0.4))(outputs, targets)
 
 
-def test_is_built_by_name_from_lists():
+def test_loss_is_built_by_name_from_lists():
     loss = MODELS.build({"type": "MultiHeadCrossEntropy", "weights": [1, 0.5], "ignore_index": 19})
     assert loss.weights == (1, 0.5)
     assert loss.ignore_index == 19

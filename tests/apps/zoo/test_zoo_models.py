@@ -40,7 +40,7 @@ COUNTS = {
     "segformer_b4": (64_007_635, 64_007_635),
     "segformer_b5": (84_607_955, 84_607_955),
 }
-"""Parameters in training and in inference, for 19 classes, as SuperGradients' networks have them."""
+"""Number of parameters of SuperGradients' networks in training and in inference, for 19 classes."""
 
 BACKBONES = {
     "pp_lite_t_seg": "encoder.backbone",
@@ -53,7 +53,7 @@ BACKBONES = {
 
 @pytest.fixture
 def trained(tmp_path):
-    """A network and a function that writes a checkpoint of what is made of its weights."""
+    """Return a network and a function that saves a checkpoint of its transformed weights."""
     network = models.get("ddrnet_23_slim", 5)
     for parameter in network.parameters():
         torch.nn.init.uniform_(parameter)
@@ -70,20 +70,20 @@ def same(network, other):
     return {key: torch.equal(value, state[key]) for key, value in network.state_dict().items()}
 
 
-def test_every_promised_name_is_known_here_and_to_configurations():
+def test_each_name_is_known_to_get_and_to_the_registry():
     assert models.names() == sorted(PROMISED)
     assert all(name in MODELS for name in PROMISED)
 
 
 @pytest.mark.parametrize("name", PROMISED)
-def test_every_name_builds_a_network_for_so_many_classes(name):
+def test_each_name_builds_a_network_with_num_classes(name):
     with torch.device("meta"):
         network = models.get(name, num_classes=7).eval()
         assert network(torch.empty(1, 3, 64, 64)).shape == ((1, 7) if "resnet" in name else (1, 7, 64, 64))
 
 
 @pytest.mark.parametrize(("name", "counts"), COUNTS.items())
-def test_parameters_are_as_many_as_in_the_original_with_and_without_auxiliary_heads(name, counts):
+def test_parameter_count_equals_the_original_with_and_without_auxiliary_heads(name, counts):
     def parameters(**options):
         with torch.device("meta"):
             return sum(p.numel() for p in models.get(name, 19, **options).parameters())
@@ -93,7 +93,7 @@ def test_parameters_are_as_many_as_in_the_original_with_and_without_auxiliary_he
     assert parameters(**({"use_aux_heads": False} if has_heads else {})) == counts[1]
 
 
-def test_the_resnet_of_the_cifar10_recipe_has_as_many_parameters_as_the_original():
+def test_parameter_count_of_the_cifar10_resnet_equals_the_original():
     with torch.device("meta"):
         network = models.get("resnet18_cifar", arch_params={"num_classes": 10})
         assert network.layer1(network.maxpool(network.conv1(torch.empty(1, 3, 32, 32)))).shape[-1] == 32
@@ -104,7 +104,7 @@ def test_the_resnet_of_the_cifar10_recipe_has_as_many_parameters_as_the_original
 @pytest.mark.parametrize(
     "name", ["pp_lite_b_seg", "stdc2_seg", "ddrnet_39", "segformer_b1", "resnet18_cifar"]
 )
-def test_sizes_that_their_own_tests_leave_out_are_one_graph_in_training_and_export(name):
+def test_larger_networks_compile_as_one_graph_and_export(name):
     with torch.device("meta"):
         network, x = models.get(name, 19), torch.empty(2, 3, 128, 64)
     outputs = torch.compile(network, fullgraph=True, dynamic=False, backend="eager")(x)
@@ -113,7 +113,7 @@ def test_sizes_that_their_own_tests_leave_out_are_one_graph_in_training_and_expo
     assert exported(x).shape == main.shape == ((2, 19) if "resnet" in name else (2, 19, 128, 64))
 
 
-def test_options_reach_the_network():
+def test_options_are_passed_to_the_network():
     with torch.device("meta"):
         network = models.get("pp_lite_t_seg75", 4, use_aux_heads=False)
         same = models.get("pp_lite_t_seg75", arch_params={"num_classes": 4, "use_aux_heads": False})
@@ -121,37 +121,37 @@ def test_options_reach_the_network():
 
 
 @pytest.mark.parametrize(
-    ("word", "place"), [("aux_head", "use_aux_heads"), ("sync_bn", "training_params.sync_bn")]
+    ("key", "replacement"), [("aux_head", "use_aux_heads"), ("sync_bn", "training_params.sync_bn")]
 )
-def test_a_word_of_older_recipes_is_answered_with_todays(word, place):
-    with pytest.raises(ConfigError, match=f"is {place} here") as error:
-        models.get("ddrnet_23_slim", 19, **{word: True})
-    assert error.value.path == f"arch_params.{word}"
+def test_old_option_raises_error_with_the_current_name(key, replacement):
+    with pytest.raises(ConfigError, match=f"use {replacement} instead") as error:
+        models.get("ddrnet_23_slim", 19, **{key: True})
+    assert error.value.path == f"arch_params.{key}"
 
 
-def test_the_number_of_classes_must_be_given_and_only_once():
-    with pytest.raises(ConfigError, match="needs a number of classes"):
+def test_number_of_classes_is_required_exactly_once():
+    with pytest.raises(ConfigError, match="requires a number of classes"):
         models.get("resnet18")
-    with pytest.raises(ConfigError, match="is 10, and 19 in arch_params"):
+    with pytest.raises(ConfigError, match="is 10, but 19 in arch_params"):
         models.get("resnet18", 10, arch_params={"num_classes": 19})
 
 
-def test_weights_that_would_be_downloaded_are_refused_with_what_to_do():
-    with pytest.raises(ConfigError, match=r"nothing is downloaded: .* 'imagenet' .* checkpoint_path"):
+def test_pretrained_weights_raise_error_with_remedy():
+    with pytest.raises(ConfigError, match=r"downloads are not supported.* 'imagenet' .* checkpoint_path"):
         models.get("resnet18", 10, pretrained_weights="imagenet")
 
 
-def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(UnknownNameError, match="no network 'ddrnet23'; did you mean 'ddrnet_23'"):
+def test_unknown_name_suggests_the_nearest():
+    with pytest.raises(UnknownNameError, match="no network is named 'ddrnet23'; did you mean 'ddrnet_23'"):
         models.get("ddrnet23", 19)
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="use_aux_heads"):
         models.get("ddrnet_23_slim", 19, use_aux_head=False)
 
 
-def test_fewer_than_one_class_is_refused():
+def test_num_classes_below_1_raises_error():
     with pytest.raises(ModelError, match="num_classes"):
         models.get("segformer_b0", 0)
 
@@ -176,20 +176,20 @@ def test_fewer_than_one_class_is_refused():
     ids=[
         "tensors",
         "MMEngine",
-        "SuperGradients with an average",
+        "SuperGradients with EMA",
         "SuperGradients under DDP",
         "SuperGradients compiled",
         "SuperGradients compiled under DDP",
         "SupervisedModel",
     ],
 )
-def test_weights_are_found_in_checkpoints_of_every_kind(trained, wrap):
+def test_weights_load_from_each_kind_of_checkpoint(trained, wrap):
     network, write = trained
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=write(wrap))
     assert all(same(loaded, network).values())
 
 
-def test_strict_loading_refuses_another_number_of_classes(trained):
+def test_strict_loading_rejects_another_number_of_classes(trained):
     _, write = trained
     with pytest.raises(
         CheckpointError, match=r"final_layer\.conv2\.weight is \(5, 64, 1, 1\) there and \(7, 64"
@@ -197,7 +197,7 @@ def test_strict_loading_refuses_another_number_of_classes(trained):
         models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict))
 
 
-def test_loose_loading_skips_what_does_not_match_and_says_which(trained, capsys):
+def test_loose_loading_skips_and_logs_mismatches(trained, capsys):
     network, write = trained
     path = write(lambda state: {**{k: v for k, v in state.items() if "spp" not in k}, "odd": torch.ones(1)})
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=False)
@@ -208,7 +208,7 @@ def test_loose_loading_skips_what_does_not_match_and_says_which(trained, capsys)
 
 
 @pytest.mark.parametrize("prefix", ["backbone.", "module.backbone.", ""])
-def test_a_backbone_is_loaded_without_its_classifier_which_is_named(tmp_path, capsys, prefix):
+def test_backbone_loads_and_logs_its_unused_classifier(tmp_path, capsys, prefix):
     source = models.get("pp_lite_t_seg", 5)
     backbone = {
         f"{prefix}{key}": torch.rand(v.shape) for key, v in source.encoder.backbone.state_dict().items()
@@ -227,14 +227,14 @@ STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value":
 @pytest.mark.parametrize(
     "strict", [True, None, STRICT, {"value": "no_key_matching"}, SimpleNamespace(value=True)]
 )
-def test_every_strict_way_refuses_another_networks_weights(trained, strict):
+def test_each_strict_mode_rejects_weights_of_another_network(trained, strict):
     _, write = trained
     path = write(lambda state: dict(list(state.items())[:-1]))
     with pytest.raises(CheckpointError, match="belongs to another model"):
         models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=strict)
 
 
-def test_loading_without_names_goes_by_the_order_and_the_shapes(trained):
+def test_no_key_matching_matches_by_order_and_shape(trained):
     network, write = trained
     path = write(lambda state: {f"layer{number}": value for number, value in enumerate(state.values())})
     with pytest.raises(CheckpointError):
@@ -242,12 +242,12 @@ def test_loading_without_names_goes_by_the_order_and_the_shapes(trained):
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
     assert all(same(loaded, network).values())
     with pytest.raises(
-        CheckpointError, match=r"by their order, layer\d+ is .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)"
+        CheckpointError, match=r"matched by order, layer\d+ is .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)"
     ):
         models.get("ddrnet_23_slim", 7, checkpoint_path=path, strict_load="no_key_matching")
 
 
-def test_matching_names_prevail_over_the_order(trained):
+def test_matching_names_take_precedence_over_order(trained):
     network, write = trained
     path = write(lambda state: dict(reversed(state.items())))
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
@@ -255,7 +255,7 @@ def test_matching_names_prevail_over_the_order(trained):
 
 
 @pytest.mark.parametrize("way", [{"strict_load": "key_matching"}, {"checkpoint_num_classes": 5}])
-def test_a_head_for_other_classes_is_left_out_and_named(trained, capsys, way):
+def test_head_with_other_classes_is_skipped_and_logged(trained, capsys, way):
     network, write = trained
     loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
     assert (
@@ -267,7 +267,7 @@ def test_a_head_for_other_classes_is_left_out_and_named(trained, capsys, way):
     )
 
 
-def test_an_unknown_way_to_be_strict_is_refused(trained):
+def test_unknown_strict_load_raises_error(trained):
     _, write = trained
     with pytest.raises(
         ConfigError, match="must be True, False, 'no_key_matching' or 'key_matching', not 'loose'"
@@ -276,26 +276,24 @@ def test_an_unknown_way_to_be_strict_is_refused(trained):
 
 
 @pytest.mark.parametrize("prefix", ["", "backbone.", "module.backbone.", "network.{}"])
-@pytest.mark.parametrize(("name", "place"), BACKBONES.items())
-def test_every_familys_backbone_is_loaded_and_what_does_not_match_is_named(
-    tmp_path, capsys, name, place, prefix
-):
+@pytest.mark.parametrize(("name", "path"), BACKBONES.items())
+def test_backbone_of_each_family_loads_and_logs_mismatches(tmp_path, capsys, name, path, prefix):
     source = models.get(name, 5)
     for parameter in source.parameters():
         torch.nn.init.uniform_(parameter)
-    weights = source.get_submodule(place).state_dict()
-    prefix = prefix.format(f"{place}." if place else "")
+    weights = source.get_submodule(path).state_dict()
+    prefix = prefix.format(f"{path}." if path else "")
     classifier = {f"{prefix}head.weight": torch.rand(1000, 256), f"{prefix}head.bias": torch.rand(1000)}
     torch.save(
         {"net": {**{prefix + key: v for key, v in weights.items()}, **classifier}}, tmp_path / "weights.pth"
     )
     network = models.get(name, 5, checkpoint_path=tmp_path / "weights.pth", load_backbone=True)
-    loaded = network.get_submodule(place).state_dict()
+    loaded = network.get_submodule(path).state_dict()
     assert all(torch.equal(loaded[key], value) for key, value in weights.items())
     assert "unexpected keys: head.weight, head.bias" in capsys.readouterr().err
 
 
-def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tmp_path, capsys):
+def test_backbone_loads_by_order_and_logs_its_unused_classifier(tmp_path, capsys):
     source = models.get("stdc1_seg", 5).cp.backbone
     state = {
         f"features.{number}": torch.rand(v.shape).to(v.dtype)
@@ -309,24 +307,24 @@ def test_a_backbone_without_names_is_loaded_in_order_and_its_classifier_named(tm
     assert "unexpected keys: fc.weight" in capsys.readouterr().err
 
 
-def test_a_network_without_a_backbone_has_nowhere_to_load_one(tmp_path):
+def test_load_backbone_requires_a_backbone(tmp_path):
     torch.save({"weight": torch.ones(1, 1)}, tmp_path / "weights.pth")
-    with pytest.raises(ModelError, match="Linear has no part named 'backbone'"):
+    with pytest.raises(ModelError, match="'backbone', which Linear does not have"):
         models.load(torch.nn.Linear(1, 1), tmp_path / "weights.pth", load_backbone=True)
 
 
-def test_a_file_of_another_network_is_refused_even_when_loose(trained):
+def test_loose_loading_rejects_a_file_of_another_network(trained):
     _, write = trained
     with pytest.raises(CheckpointError, match="contains no tensor of this model"):
         models.get("segformer_b0", 5, checkpoint_path=write(dict), strict_load=False)
 
 
-def test_a_file_without_weights_is_refused(tmp_path):
+def test_file_without_weights_raises_error(tmp_path):
     torch.save({"epoch": 3}, tmp_path / "empty.pth")
-    with pytest.raises(CheckpointError, match=r"holds no weights: none of its keys \['epoch'\]"):
+    with pytest.raises(CheckpointError, match=r"contains no weights: none of its keys \['epoch'\]"):
         models.get("resnet18", 10, checkpoint_path=tmp_path / "empty.pth")
 
 
-def test_a_missing_file_is_refused(tmp_path):
+def test_missing_file_raises_error(tmp_path):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         models.get("resnet18", 10, checkpoint_path=tmp_path / "none.pth")

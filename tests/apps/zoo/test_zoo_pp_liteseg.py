@@ -23,9 +23,9 @@ def randomise_norms(network):
 
 
 class Reference:
-    """The network of the papers in evaluation mode, as functions of a SuperGradients state dict.
+    """Reference of the papers' network in evaluation mode, computed from a SuperGradients state dict.
 
-    Convolutions are told apart by the names of their weights alone; upsampling is by integer factors.
+    Convolutions are identified by the names of their weights. Upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -93,7 +93,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forward_computes_what_super_gradients_weights_mean(name):
+def test_forward_equals_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5).double().eval()
     randomise_norms(network)
@@ -109,14 +109,14 @@ def test_forward_computes_what_super_gradients_weights_mean(name):
 
 
 @pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
-def test_logits_have_the_size_of_the_input_whatever_it_is(size):
+def test_logits_have_the_size_of_the_input(size):
     network = pp_lite_t_seg(num_classes=4)
     x = torch.randn(2, 3, *size)
     assert [out.shape for out in network(x)] == [(2, 4, *size)] * 4
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_without_auxiliary_heads_training_returns_the_main_logits_alone():
+def test_training_without_auxiliary_heads_returns_main_logits():
     assert pp_lite_t_seg(num_classes=4, use_aux_heads=False)(torch.randn(2, 3, 32, 32)).shape == (
         2,
         4,
@@ -136,7 +136,7 @@ def test_evaluation_does_not_run_the_auxiliary_heads():
     network.eval()(torch.randn(1, 3, 32, 32))
 
 
-def test_norm_statistics_move_in_training_and_stay_in_evaluation():
+def test_norm_statistics_are_updated_in_training_only():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4)
     x = torch.randn(2, 3, 64, 64)
@@ -195,8 +195,8 @@ def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(step), rtol=1e-9, atol=1e-12)
 
 
-def test_no_scatter_is_left_for_inductor_to_drop():
-    """See `resize`: with F.interpolate, the network compiled for CPU had gradients of zero."""
+def test_network_uses_no_scatter():
+    """With F.interpolate, gradients of the network compiled for CPU were zero. See `resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):
@@ -210,7 +210,7 @@ def test_no_scatter_is_left_for_inductor_to_drop():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exports_for_inference_to_the_same_numbers():
+def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4).eval()
     x = torch.randn(2, 3, 64, 96)
@@ -228,22 +228,22 @@ def test_runs_under_autocast():
     assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
 
 
-def test_is_built_by_name():
+def test_network_is_built_by_name():
     network = MODELS.build({"type": "pp_lite_t_seg", "num_classes": 3, "use_aux_heads": False})
     assert network.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3, 32, 32)
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="use_aux_heads"):
         MODELS.build({"type": "pp_lite_t_seg", "use_aux_head": False})
 
 
 @pytest.mark.parametrize("num_classes", [0, -3])
-def test_fewer_than_one_class_is_refused(num_classes):
+def test_num_classes_below_1_raises_error(num_classes):
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         MODELS.build({"type": "pp_lite_b_seg", "num_classes": num_classes})
 
 
-def test_images_with_the_wrong_number_of_channels_are_refused():
+def test_wrong_number_of_image_channels_raises_error():
     with pytest.raises(RuntimeError, match="channels"):
         pp_lite_t_seg()(torch.randn(2, 4, 32, 32))

@@ -12,7 +12,7 @@ from slipstream.apps.zoo import models, regseg48
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
 
-# The paper's backbone at 1/16, as dilations; all blocks but the last are 256 wide.
+# Dilations of the paper's backbone at 1/16. All blocks except for the last have 256 channels.
 DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
 STAGES = [[[1]], [[1]] * 3, DEEP]
 WIDTHS = [[48], [128] * 3, [256] * 13 + [320]]
@@ -28,7 +28,7 @@ def randomise_norms(network):
 
 
 def super_gradients_names(state):
-    """Write the keys as SuperGradients' checkpoints do, which spell a block's options out in its name."""
+    """Rename the keys as in SuperGradients' checkpoints, which include a block's options in its name."""
     names = {}
     for key in state:
         parts = key.split(".")
@@ -47,7 +47,7 @@ def super_gradients_names(state):
 
 
 class Reference:
-    """The paper's network in evaluation mode, as functions of a state dict; upsampling by integer factors."""
+    """Reference of the paper's network in evaluation mode, computed from a state dict."""
 
     def __init__(self, state):
         self.state = state
@@ -102,7 +102,7 @@ class Reference:
         return F.interpolate(x4, scale_factor=4, mode="bilinear", align_corners=False)
 
 
-def test_forward_computes_the_network_of_the_paper():
+def test_forward_equals_reference_of_the_paper():
     torch.manual_seed(0)
     network = regseg48(num_classes=5).double().eval()
     randomise_norms(network)
@@ -111,7 +111,7 @@ def test_forward_computes_the_network_of_the_paper():
         torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
 
 
-def test_weights_under_super_gradients_names_load():
+def test_weights_with_supergradients_names_load():
     torch.manual_seed(0)
     state = regseg48(num_classes=5).state_dict()
     named = super_gradients_names(state)
@@ -124,12 +124,12 @@ def test_weights_under_super_gradients_names_load():
     network = copy.deepcopy(regseg48(num_classes=5))
     network.load_state_dict(named, strict=True)
     torch.testing.assert_close(dict(network.state_dict()), dict(state), rtol=0, atol=0)
-    assert named == before  # the caller's dict is left as it was
+    assert named == before  # the caller's dict is not modified
     torch.nn.ModuleDict({"network": network}).load_state_dict({f"network.{k}": v for k, v in named.items()})
 
 
 @pytest.mark.parametrize("backbone", [False, True])
-def test_a_checkpoint_of_supergradients_is_loaded_by_name(tmp_path, backbone):
+def test_supergradients_checkpoint_loads_by_name(tmp_path, backbone):
     torch.manual_seed(0)
     trained = regseg48(num_classes=5)
     randomise_norms(trained)
@@ -144,7 +144,7 @@ def test_a_checkpoint_of_supergradients_is_loaded_by_name(tmp_path, backbone):
 
 
 @pytest.mark.parametrize("size", [(64, 64), (48, 80), (33, 65), (50, 47)])
-def test_logits_have_the_size_of_the_input_whatever_it_is(size):
+def test_logits_have_the_size_of_the_input(size):
     network = regseg48(num_classes=4)
     x = torch.randn(2, 3, *size)
     assert network(x).shape == (2, 4, *size)
@@ -176,7 +176,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(network(x), network(x))
 
 
-def test_channels_last_computes_the_same():
+def test_channels_last_gives_equal_outputs():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -198,7 +198,7 @@ def test_training_is_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-12)
 
 
-def test_no_scatter_is_left_for_inductor_to_drop():
+def test_network_uses_no_scatter():
     """See `layers.resize`."""
     seen = set()
 
@@ -213,7 +213,7 @@ def test_no_scatter_is_left_for_inductor_to_drop():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exports_for_inference_to_the_same_numbers():
+def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).eval()
     auto = torch.export.Dim.AUTO
@@ -233,17 +233,17 @@ def test_runs_under_autocast():
     assert out.isfinite().all()
 
 
-def test_is_built_by_name():
+def test_network_is_built_by_name():
     network = MODELS.build({"type": "regseg48", "num_classes": 3})
     assert network.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 3, 32, 32)
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="use_aux_heads"):
         MODELS.build({"type": "regseg48", "use_aux_heads": True})
 
 
 @pytest.mark.parametrize("num_classes", [0, -3])
-def test_fewer_than_one_class_is_refused(num_classes):
+def test_num_classes_below_1_raises_error(num_classes):
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         MODELS.build({"type": "regseg48", "num_classes": num_classes})

@@ -14,7 +14,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvision_keys(name):
-    """torchvision's rule: a projection wherever a stage changes the width or the resolution."""
+    """Return torchvision's keys: there is a projection where a stage changes the width or the resolution."""
     convs = 3 if name == "resnet50" else 2
     keys = {"conv1.weight", *(f"bn1.{n}" for n in NORM), "fc.weight", "fc.bias"}
     for stage, depth in enumerate(DEPTHS[name], start=1):
@@ -28,7 +28,7 @@ def torchvision_keys(name):
 
 
 def reference_forward(name, state, x):
-    """The network in evaluation mode, as a function of a state dict with torchvision's names."""
+    """Compute the network in evaluation mode from a state dict with torchvision's names."""
 
     def norm(key, x):
         statistics = (state[f"{key}.{n}"] for n in ("running_mean", "running_var", "weight", "bias"))
@@ -66,7 +66,7 @@ def randomise_norms(network):
 @pytest.mark.parametrize(
     ("name", "count"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
 )
-def test_parameter_count_is_that_of_torchvision(name, count):
+def test_parameter_count_equals_torchvision(name, count):
     with torch.device("meta"):
         network = BUILDERS[name]()
     assert sum(p.numel() for p in network.parameters()) == count
@@ -80,7 +80,7 @@ def test_state_dict_has_the_names_of_torchvision(name):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_forward_computes_what_torchvision_weights_mean(name):
+def test_forward_equals_reference_with_torchvision_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=7).double().eval()
     randomise_norms(network)
@@ -90,7 +90,7 @@ def test_forward_computes_what_torchvision_weights_mean(name):
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_small_input_keeps_the_resolution_of_cifar_images_into_the_first_stage():
+def test_small_input_keeps_the_resolution_up_to_the_first_stage():
     network = resnet18(num_classes=10, in_channels=1, small_input=True)
     seen = {}
     network.layer1.register_forward_hook(lambda m, args, out: seen.update(shape=out.shape))
@@ -115,7 +115,7 @@ def test_initial_weights_follow_he_and_norms_start_as_identity():
     assert (network.layer1[0].bn2.bias == 0).all()
 
 
-def test_compiles_without_graph_breaks_to_the_same_numbers():
+def test_compiles_without_graph_breaks_to_equal_outputs():
     torch.manual_seed(0)
     network = resnet18(num_classes=5, small_input=True).eval()
     x = torch.randn(2, 3, 16, 16)
@@ -123,17 +123,17 @@ def test_compiles_without_graph_breaks_to_the_same_numbers():
     torch.testing.assert_close(compiled(x), network(x))
 
 
-def test_is_built_by_name():
+def test_network_is_built_by_name():
     network = MODELS.build({"type": "resnet18", "num_classes": 3, "small_input": True})
     assert network.fc.out_features == 3
 
 
 @pytest.mark.parametrize("num_classes", [0, -1])
-def test_fewer_than_one_class_is_refused(num_classes):
+def test_num_classes_below_1_raises_error(num_classes):
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         resnet18(num_classes=num_classes)
 
 
-def test_images_with_the_wrong_number_of_channels_are_refused():
+def test_wrong_number_of_image_channels_raises_error():
     with pytest.raises(RuntimeError, match="channels"):
         resnet18(small_input=True)(torch.randn(2, 1, 32, 32))

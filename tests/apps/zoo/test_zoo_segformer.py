@@ -16,9 +16,9 @@ def tiny(depths=(2, 1, 3, 1), **options):
 
 
 class Reference:
-    """The network of the paper in evaluation mode, as functions of a SuperGradients state dict.
+    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    Sequences (N, tokens, C), attention written out, and the decoder in the paper's own order: project, enlarge,
+    Uses sequences (N, tokens, C), explicit attention, and the decoder in the order of the paper: project, resize,
     concatenate, fuse.
     """
 
@@ -88,7 +88,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("size", [(64, 96), (45, 67)])
-def test_forward_computes_what_super_gradients_weights_mean(size):
+def test_forward_equals_reference_with_supergradients_weights(size):
     torch.manual_seed(0)
     network = tiny().double().eval()
     for parameter in network.parameters():
@@ -121,9 +121,9 @@ def test_logits_have_the_size_of_the_input(size):
 
 
 @pytest.mark.parametrize("size", [(31, 64), (64, 31)])
-def test_images_too_small_for_the_first_reduction_are_refused(size):
+def test_too_small_images_raise_error(size):
     with pytest.raises(
-        ModelError, match=f"at least 32 x 32 pixels, not {size[0]} x {size[1]}: enlarge or pad"
+        ModelError, match=f"at least 32 x 32 pixels, not {size[0]} x {size[1]}; enlarge or pad"
     ):
         tiny()(torch.randn(1, 3, *size))
 
@@ -135,7 +135,7 @@ def test_gradient_reaches_every_parameter_in_training():
     assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_drop_path_leaves_whole_branches_out_and_keeps_the_mean():
+def test_drop_path_drops_whole_branches_and_preserves_the_mean():
     torch.manual_seed(0)
     block = EncoderBlock(16, 1, 1, drop_path=0.25)
     x = torch.randn(1, 4, 4, 16)
@@ -152,7 +152,7 @@ def test_drop_path_leaves_whole_branches_out_and_keeps_the_mean():
     torch.testing.assert_close(outs[kept], whole, rtol=1e-4, atol=1e-5)
 
 
-def test_drop_path_grows_linearly_and_the_seed_decides():
+def test_drop_path_increases_linearly_and_follows_the_seed():
     blocks = [m for m in tiny(drop_path=0.3).modules() if isinstance(m, EncoderBlock)]
     assert [b.drop_path for b in blocks] == pytest.approx([0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3])
     network, x = tiny(drop_path=0.5), torch.randn(8, 3, 32, 32)
@@ -171,12 +171,12 @@ def test_evaluation_is_deterministic():
     assert torch.equal(network(x), network(x))
 
 
-def test_initial_weights_have_the_deviations_of_the_paper():
+def test_initial_weights_have_the_standard_deviations_of_the_paper():
     torch.manual_seed(0)
     network = segformer_b0()
     block = network._backbone.block4[0]
     assert block.mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    # Fan-out of a depthwise convolution counts its one channel.
+    # The fan-out of a depthwise convolution is that of one channel.
     assert block.mlp.dwconv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.03)
     assert all((m.bias == 0).all() for m in network.modules() if getattr(m, "bias", None) is not None)
 
@@ -197,7 +197,7 @@ def test_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
-def test_exports_for_inference_to_the_same_numbers():
+def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = tiny(depths=(1, 1, 1, 1)).eval()
     shapes = {"x": {2: torch.export.Dim.AUTO}}
@@ -206,7 +206,7 @@ def test_exports_for_inference_to_the_same_numbers():
     torch.testing.assert_close(exported(x), network(x))
 
 
-def test_channels_last_computes_the_same():
+def test_channels_last_gives_equal_outputs():
     torch.manual_seed(0)
     network = tiny().double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -222,11 +222,11 @@ def test_runs_under_autocast():
     assert out.isfinite().all()
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="drop_path"):
         MODELS.build({"type": "segformer_b0", "drop_paths": 0.1})
 
 
-def test_fewer_than_one_class_is_refused():
+def test_num_classes_below_1_raises_error():
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         segformer_b0(num_classes=0)

@@ -16,12 +16,12 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
 IGNORE = 19
-# Shares of the pixels that are exact in binary, so that the number to keep has no rounding of its own.
+# Fractions of pixels that are exact in binary, so the number of pixels to keep has no rounding error.
 SHARES = [0.0, 1 / 16, 0.25, 0.5, 1.0]
 
 
 def reference_ohem(logits, targets, threshold=0.7, share=1 / 16):
-    """Sort the losses of the pixels that count, gathered by a mask, and average the hard ones: float64."""
+    """Select the losses of pixels that are not ignored, sort them, and average the hard ones in float64."""
     z = np.moveaxis(logits.detach().double().numpy(), 1, -1).reshape(-1, logits.shape[1])
     t = targets.numpy().astype(np.int64).reshape(-1)
     z, t = z[t != IGNORE], t[t != IGNORE]
@@ -36,7 +36,7 @@ def reference_ohem(logits, targets, threshold=0.7, share=1 / 16):
 
 
 def reference_details(targets, classes, threshold=1):
-    """The paper's pyramid, step by step: one-hot masks, Laplacians with three strides, fused with weights."""
+    """Compute the paper's pyramid: one-hot masks, and Laplacians with three strides fused with weights."""
     t = targets.long()
     kernel = -torch.ones(classes, 1, 3, 3, dtype=torch.float64)
     kernel[:, :, 1, 1] = 8
@@ -56,7 +56,7 @@ def reference_detail_loss(logits, details):
 
 
 def labels(seed, size=(2, 8, 12), classes=5, ignored=0.3, blocks=1, dtype=torch.uint8):
-    """Class ids in blocks of equal ones, a share of them ignored."""
+    """Return class ids in uniform blocks, a fraction of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     n, height, width = size
     coarse = torch.randint(0, classes, (n, height // blocks, width // blocks), generator=generator)
@@ -86,9 +86,11 @@ class NoSync(TorchDispatchMode):
     )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in self.waiting, f"{func} waits for the device"
+        assert func.overloadpacket not in self.waiting, f"{func} synchronises with the device"
         if func.overloadpacket is torch.ops.aten.index:
-            assert not any(i is not None and i.dtype is torch.bool for i in args[1]), "a mask gathers"
+            assert not any(i is not None and i.dtype is torch.bool for i in args[1]), (
+                "indexing with a mask synchronises"
+            )
         return func(*args, **(kwargs or {}))
 
 
@@ -98,16 +100,16 @@ class NoSync(TorchDispatchMode):
     st.floats(0, 1.1),
     st.sampled_from(SHARES),
     st.sampled_from([0.05, 0.5, 0.7, 1.0]),
-    st.sampled_from([0.0, 0.1, 1.0, 8.0]),  # 0: all pixels tie; 8: few are hard
+    st.sampled_from([0.0, 0.1, 1.0, 8.0]),  # 0: all pixels tie; 8: few pixels are hard
     st.booleans(),
     st.sampled_from([torch.uint8, torch.int32, torch.int64]),
 )
-def test_hard_pixel_loss_equals_a_sorted_and_masked_reference(
+def test_ohem_loss_equals_a_sorted_and_masked_reference(
     seed, ignored, share, threshold, scale, rounded, dtype
 ):
     targets = labels(seed, ignored=ignored, dtype=dtype)
     logits = scores(seed, scale=scale, dtype=torch.float64).detach()
-    logits = logits.round() if rounded else logits  # some pixels tie
+    logits = logits.round() if rounded else logits  # creates ties
     loss = OhemCELoss(threshold, share, IGNORE)(logits, targets)
     assert loss.shape == ()
     assert loss.item() == pytest.approx(
@@ -119,7 +121,7 @@ def test_hard_pixel_loss_equals_a_sorted_and_masked_reference(
 @given(
     st.integers(0, 2**31), st.sampled_from([0.0, 0.3]), st.sampled_from([0.2, 0.7]), st.sampled_from([0.5, 4])
 )
-def test_gradient_is_that_of_the_mean_over_the_hard_pixels(seed, ignored, threshold, scale):
+def test_gradient_equals_that_of_the_mean_over_hard_pixels(seed, ignored, threshold, scale):
     targets, logits = labels(seed, ignored=ignored), scores(seed, scale=scale, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(OhemCELoss(threshold, 0.25, IGNORE)(logits, targets), logits)
     losses = F.cross_entropy(logits, targets.long(), ignore_index=IGNORE, reduction="none")
@@ -129,20 +131,20 @@ def test_gradient_is_that_of_the_mean_over_the_hard_pixels(seed, ignored, thresh
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, logits)[0], rtol=1e-9, atol=1e-12)
 
 
-def test_few_hard_pixels_are_filled_up_with_the_next_hardest():
+def test_next_hardest_pixels_are_added_to_few_hard_pixels():
     logits = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
     logits[0, 0] = torch.tensor([-1.0, 1, 2, 3, 4, 5, 6, 7])
     loss = OhemCELoss(0.5, 0.25, IGNORE)(logits, torch.zeros(1, 1, 8, dtype=torch.long))
-    expected = (math.log(1 + math.exp(1)) + math.log(1 + math.exp(-1))) / 2  # one is hard, two are kept
+    expected = (math.log(1 + math.exp(1)) + math.log(1 + math.exp(-1))) / 2  # one pixel is hard, two are kept
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_pixels_that_tie_for_the_last_places_share_them():
+def test_tied_pixels_are_weighted_equally():
     logits = torch.zeros(1, 2, 1, 16, dtype=torch.float64)
     logits[0, 0, 0] = torch.tensor([-1.0] + [0.0] * 6 + [3.0] * 9)
     logits.requires_grad_()
     loss = OhemCELoss(0.1, 0.25, IGNORE)(logits, torch.zeros(1, 1, 16, dtype=torch.long))
-    # Four are kept: the hardest one, and three of the six that follow.
+    # Four pixels are kept: the hardest one, and three of the next six, which tie.
     assert loss.item() == pytest.approx((math.log(1 + math.e) + 3 * math.log(2)) / 4, rel=1e-12)
     loss.backward()
     hardest = -1 / (1 + math.exp(-1)) / 4
@@ -150,7 +152,7 @@ def test_pixels_that_tie_for_the_last_places_share_them():
     torch.testing.assert_close(logits.grad[0, 0, 0], expected, rtol=1e-9, atol=1e-12)
 
 
-def test_ignored_pixels_are_never_kept_however_few_count():
+def test_ignored_pixels_are_never_kept():
     targets = torch.full((1, 4, 4), IGNORE)
     targets[0, 1, 2] = 1
     logits = scores(0, size=(1, 4, 4))
@@ -173,17 +175,17 @@ def test_details_equal_the_pyramid_of_laplacians(seed, size, blocks, ignored, dt
     assert torch.equal(detail_target(targets, IGNORE, threshold), reference_details(targets, 5, threshold))
 
 
-def test_details_of_an_odd_size_are_edges_and_blocks_cut_at_the_border():
+def test_details_of_odd_sizes_are_clipped_at_the_border():
     targets = torch.zeros(1, 7, 9, dtype=torch.uint8)
     targets[0, 4, 4] = 3
     inside = detail_target(targets, IGNORE)[0, 0, 2:6, 2:7]
-    # Around the dot: its neighbourhood, and the last row and column of the block that begins at (4, 4).
+    # The neighbourhood of the dot, and the last row and column of the block that begins at (4, 4).
     expected = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0]])
     assert torch.equal(inside, expected.bool())
     assert detail_target(targets, IGNORE).shape == (1, 1, 7, 9)
 
 
-def test_a_single_class_has_details_at_the_border_of_the_image_only():
+def test_single_class_has_details_only_at_the_image_border():
     found = detail_target(torch.zeros(1, 8, 8, dtype=torch.long), IGNORE)[0, 0]
     expected = torch.ones(8, 8, dtype=torch.bool)
     expected[2:7, 2:7] = False
@@ -202,24 +204,24 @@ def test_stdc_loss_equals_its_float64_reference(seed, ignored, weights):
         assert loss.item() == pytest.approx(weight * value, rel=1e-5, abs=1e-6)
 
 
-def test_a_batch_without_a_pixel_that_counts_leaves_the_classifiers_alone():
+def test_batch_of_ignored_pixels_gives_classifiers_no_gradient():
     outputs, targets = stdc_batch(ignored=1.1)
     assert (targets == IGNORE).all()
     losses = STDCLoss(ignore_index=IGNORE)(outputs, targets)
     assert [losses[name].item() for name in ("loss_main", "loss_aux0", "loss_aux1")] == [0, 0, 0]
     sum(losses.values()).backward()
     assert all((logits.grad == 0).all() for logits in outputs[:3])
-    assert (outputs[3].grad > 0).all()  # where nothing is labelled, no detail should be found
+    assert (outputs[3].grad > 0).all()  # without labels, the detail target is 0
 
 
-def test_the_recipe_weights_are_the_default():
+def test_default_weights_equal_the_recipe():
     outputs, targets = stdc_batch()
     default, even = (STDCLoss(ignore_index=IGNORE, **o) for o in ({}, {"weights": (1, 1, 1, 1)}))
     default, even = default(outputs, targets), even(outputs, targets)
     assert [(default[name] / even[name]).item() for name in even] == pytest.approx([1, 0.6, 0.4, 1])
 
 
-def test_several_detail_heads_have_each_their_weighted_cross_entropy_and_dice():
+def test_each_detail_head_has_a_weighted_loss():
     outputs, targets = stdc_batch()
     outputs = (*outputs, scores(9, 1))
     weights, parts = (1.0, 0.6, 0.4, 1.0, 0.5), {}
@@ -234,7 +236,7 @@ def test_several_detail_heads_have_each_their_weighted_cross_entropy_and_dice():
         torch.testing.assert_close(parts[2.0, 3.0][name], mixed)
 
 
-def test_without_a_detail_head_there_are_classifiers_alone():
+def test_loss_without_detail_heads_has_classifier_losses_only():
     outputs, targets = stdc_batch()
     found = STDCLoss(5, (1.0, 0.6, 0.4), ignore_index=IGNORE, num_detail_heads=0)(outputs[:3], targets)
     assert list(found) == ["loss_main", "loss_aux0", "loss_aux1"]
@@ -243,13 +245,13 @@ def test_without_a_detail_head_there_are_classifiers_alone():
 @pytest.mark.parametrize(
     "options", [{"weights": ()}, {"detail_weights": (1.0,)}, {"detail_threshold": 0}, {"detail_threshold": 9}]
 )
-def test_options_of_the_details_that_cannot_be_are_refused_by_name(options):
+def test_invalid_detail_options_raise_errors_with_their_names(options):
     with pytest.raises(ConfigError) as error:
         STDCLoss(**options)
     assert error.value.path == next(iter(options))
 
 
-def test_main_logits_alone_have_the_main_loss_alone():
+def test_main_logits_have_only_the_main_loss():
     outputs, targets = stdc_batch()
     loss = STDCLoss(ignore_index=IGNORE)
     assert list(loss(outputs[0], targets)) == ["loss_main"]
@@ -268,15 +270,15 @@ def test_half_precision_outputs_are_summed_in_float32(dtype):
         assert loss.item() == pytest.approx(expected[name].item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("place", [(0, 0, 0, 0), (1, 4, 7, 11)])
-def test_a_nan_is_not_hidden_by_the_choice_of_pixels(place):
+@pytest.mark.parametrize("index", [(0, 0, 0, 0), (1, 4, 7, 11)])
+def test_nan_logits_give_a_nan_loss(index):
     targets = labels(0, ignored=0)
     logits = scores(0).detach()
-    logits[place] = math.nan
+    logits[index] = math.nan
     assert OhemCELoss(ignore_index=IGNORE)(logits, targets).isnan()
 
 
-def test_reads_no_value_back_to_the_host():
+def test_loss_does_not_synchronise_with_the_device():
     outputs, targets = stdc_batch()
     with NoSync():
         sum(STDCLoss(ignore_index=IGNORE)(outputs, targets).values()).backward()
@@ -295,8 +297,8 @@ def test_compiles_without_graph_breaks_to_the_same_loss_and_gradient(dynamic):
     torch.testing.assert_close(result(compiled), result(loss))
 
 
-def test_inductor_keeps_every_gradient():
-    """See `layers.resize`: gradients that inductor makes scatters of have been lost on CPU."""
+def test_inductor_keeps_all_gradients():
+    """On CPU, inductor dropped gradients that it converted to scatters. See `layers.resize`."""
     outputs, targets = stdc_batch()
     loss = STDCLoss(ignore_index=IGNORE)
 
@@ -307,20 +309,20 @@ def test_inductor_keeps_every_gradient():
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_another_number_of_outputs_than_weights_is_refused(count):
+def test_number_of_outputs_must_equal_number_of_weights(count):
     outputs, targets = stdc_batch()
-    with pytest.raises(ModelError, match=f"4 weights for the network's {count} outputs"):
+    with pytest.raises(ModelError, match=f"4 weights, but the network has {count} outputs"):
         STDCLoss(ignore_index=IGNORE)((outputs * 2)[:count], targets)
 
 
-def test_another_number_of_classes_than_the_head_has_is_refused():
+def test_number_of_classes_must_equal_the_heads_channels():
     outputs, targets = stdc_batch()
-    with pytest.raises(ModelError, match="expects 19 classes, and the network puts out 5"):
+    with pytest.raises(ModelError, match="expects 19 classes, but the network returns 5"):
         STDCLoss(19, ignore_index=IGNORE)(outputs, targets)
 
 
 @pytest.mark.parametrize(
-    ("options", "place"),
+    ("options", "name"),
     [
         ({"threshold": 0}, "threshold"),
         ({"threshold": 1.5}, "threshold"),
@@ -330,12 +332,12 @@ def test_another_number_of_classes_than_the_head_has_is_refused():
         ({"weights": (1.0,)}, "weights"),
     ],
 )
-def test_options_out_of_range_are_refused_by_name(options, place):
-    with pytest.raises(ConfigError, match=place):
+def test_options_out_of_range_raise_errors_with_their_names(options, name):
+    with pytest.raises(ConfigError, match=name):
         STDCLoss(**options)
 
 
-def test_is_built_by_name_as_the_recipe_writes_it():
+def test_loss_is_built_from_the_recipe_syntax():
     loss = MODELS.build(
         {
             "type": "STDCLoss",

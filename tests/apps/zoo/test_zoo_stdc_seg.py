@@ -25,9 +25,9 @@ def randomise_norms(network):
 
 
 class Reference:
-    """The paper's network in evaluation mode, as functions of a SuperGradients state dict.
+    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    Convolutions are told apart by the names of their weights alone; upsampling is by integer factors.
+    Convolutions are identified by the names of their weights. Upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -99,7 +99,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forward_computes_what_super_gradients_weights_mean(name):
+def test_forward_equals_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5, dropout=0).double().eval()
     randomise_norms(network)
@@ -115,14 +115,14 @@ def test_forward_computes_what_super_gradients_weights_mean(name):
 
 
 @pytest.mark.parametrize("size", [(32, 32), (64, 96), (33, 65), (50, 47)])
-def test_logits_have_the_size_of_the_input_whatever_it_is(size):
+def test_logits_have_the_size_of_the_input(size):
     network = stdc1_seg(num_classes=4)
     x = torch.randn(2, 3, *size)
     assert [out.shape for out in network(x)] == [(2, 4, *size)] * 3 + [(2, 1, *size)]
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_without_auxiliary_heads_training_returns_the_main_logits_alone():
+def test_training_without_auxiliary_heads_returns_main_logits():
     network = stdc1_seg(num_classes=4, use_aux_heads=False)
     assert network(torch.randn(2, 3, 32, 32)).shape == (2, 4, 32, 32)
 
@@ -162,7 +162,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(network(x), network(x))
 
 
-def test_channels_last_computes_the_same():
+def test_channels_last_gives_equal_outputs():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -191,7 +191,7 @@ def test_network_and_loss_are_one_graph_with_the_same_gradients():
 
 
 def test_inductor_keeps_the_gradient_of_the_doubled_context():
-    """The one interpolation that `layers.resize` does not do; see there why it matters."""
+    """This is the only interpolation without `layers.resize`, which documents the problem."""
     torch.manual_seed(0)
     layers = torch.nn.Sequential(torch.nn.Upsample(scale_factor=2), ConvBNReLU(3, 4)).double()
     x = torch.randn(2, 3, 5, 6, dtype=torch.float64, requires_grad=True)
@@ -203,7 +203,7 @@ def test_inductor_keeps_the_gradient_of_the_doubled_context():
     torch.testing.assert_close(gradients(compiled), gradients(layers), rtol=1e-9, atol=1e-9)
 
 
-def test_no_scatter_is_left_for_inductor_to_drop():
+def test_network_uses_no_scatter():
     """See `layers.resize`."""
     seen = set()
 
@@ -218,7 +218,7 @@ def test_no_scatter_is_left_for_inductor_to_drop():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exports_for_inference_to_the_same_numbers():
+def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4).eval()
     auto = torch.export.Dim.AUTO
@@ -238,7 +238,7 @@ def test_runs_under_autocast():
     assert all(out.dtype == torch.bfloat16 and out.isfinite().all() for out in outputs)
 
 
-def test_a_segmentor_learns_from_its_four_outputs():
+def test_segmentor_trains_with_four_outputs():
     torch.manual_seed(0)
     network = dict(type="stdc1_seg", num_classes=3, dropout=0.0)
     loss = dict(type="STDCLoss", num_classes=3, ignore_index=19)
@@ -258,17 +258,17 @@ def test_a_segmentor_learns_from_its_four_outputs():
     assert all(values[-1][name] < 0.8 * values[0][name] for name in ("loss_main", "loss_aux0", "loss_detail"))
 
 
-def test_an_unknown_option_is_refused_by_name():
+def test_unknown_option_raises_error_with_its_name():
     with pytest.raises(BuildError, match="use_aux_heads"):
         MODELS.build({"type": "stdc2_seg", "use_aux_head": False})
 
 
 @pytest.mark.parametrize("num_classes", [0, -3])
-def test_fewer_than_one_class_is_refused(num_classes):
+def test_num_classes_below_1_raises_error(num_classes):
     with pytest.raises(ModelError, match="num_classes must be at least 1"):
         MODELS.build({"type": "stdc1_seg", "num_classes": num_classes})
 
 
-def test_images_with_the_wrong_number_of_channels_are_refused():
+def test_wrong_number_of_image_channels_raises_error():
     with pytest.raises(RuntimeError, match="channels"):
         stdc1_seg()(torch.randn(2, 4, 32, 32))

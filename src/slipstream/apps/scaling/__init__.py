@@ -1,4 +1,4 @@
-"""Scale on paper: what a training step takes on 8 to 4,096 GPUs, before anyone rents them (docs/scaling.md)."""
+"""Performance model of distributed training: predict step times on 8 to 4,096 GPUs (docs/scaling.md)."""
 
 from slipstream.apps.scaling.describe import describe
 from slipstream.apps.scaling.model_profile import (

@@ -1,9 +1,9 @@
-"""How long collectives take: alpha-beta costs on machines of several GPUs.
+"""Duration of collectives in the alpha-beta cost model, on nodes with several GPUs.
 
-A collective of `n` bytes among `machines` x `local` GPUs; for reduce-scatter and all-gather `n` is the whole
-buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005 (ring); Sanders, Speck and
-Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain inside the machine, trees between machines,
-latencies by the kind of each hop).
+Functions take a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather, `n` is the
+size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005 (ring); Sanders,
+Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees between nodes,
+latencies by kind of hop).
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from slipstream.apps.scaling.model_profile import Cluster, Link
 __all__ = ["all_gather", "all_reduce", "hierarchical", "reduce_scatter", "ring", "tree", "volume"]
 
 Links = tuple[Link, Link]
-"""Inside a machine, and between machines."""
+"""Links within a node and between nodes."""
 
 
 def ring(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather around one ring.
+    """Return the seconds of a reduce-scatter or an all-gather on a single ring.
 
-    Each of the p - 1 hops passes n / p bytes on, over all network cards of a machine:
+    Each of the p - 1 hops transfers n / p bytes over all network cards of a node:
     `latencies + (p - 1) / p * n * max(beta_intra, beta_inter)`.
     """
     p, (intra, inter) = machines * local, links
@@ -31,24 +31,24 @@ def ring(n: float, links: Links, machines: int, local: int) -> float:
 
 
 def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather, first in one level, then in the other.
+    """Return the seconds of a hierarchical reduce-scatter or all-gather, within nodes and between nodes.
 
-    Between machines each of the `local` GPUs moves its own n / local bytes, all through the machine's cards.
+    Between nodes, each of the `local` GPUs transfers n / local bytes, all through the node's cards.
     """
     return ring(n, links, 1, local) + ring(n, links, machines, 1)
 
 
 def tree(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of an all-reduce on two binary trees: few latencies, 2 n beta."""
+    """Return the seconds of an all-reduce on two binary trees, which has few latencies and takes 2 n beta."""
     intra, inter = links
     latency = (local - 1) * intra.alpha + math.ceil(math.log2(machines)) * inter.alpha
     return 2 * (latency + n * _slowest(links, machines, local))
 
 
 def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of an all-reduce by the fastest algorithm and protocol; 0 for one GPU.
+    """Return the seconds of an all-reduce with the fastest algorithm and protocol, or 0 for one GPU.
 
-    On rings it is a reduce-scatter and an all-gather.
+    On rings, an all-reduce is a reduce-scatter followed by an all-gather.
     """
     fastest = min(
         min(2 * _half(n, links, machines, local), tree(n, links, machines, local))
@@ -58,19 +58,19 @@ def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
 
 
 def all_gather(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of an all-gather by the fastest algorithm and protocol; 0 for one GPU."""
+    """Return the seconds of an all-gather with the fastest algorithm and protocol, or 0 for one GPU."""
     fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
     return _whole(fastest + n * cluster.gamma.all_gather, cluster, machines * local)
 
 
 def reduce_scatter(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of a reduce-scatter by the fastest algorithm and protocol; 0 for one GPU."""
+    """Return the seconds of a reduce-scatter with the fastest algorithm and protocol, or 0 for one GPU."""
     fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
     return _whole(fastest + n * cluster.gamma.reduce_scatter, cluster, machines * local)
 
 
 def volume(n: float, gpus: int) -> float:
-    """Return the bytes that each GPU sends in a reduce-scatter or an all-gather; an all-reduce sends twice that."""
+    """Return the bytes that each GPU sends in a reduce-scatter or an all-gather. An all-reduce sends twice as many."""
     return (gpus - 1) / gpus * n
 
 

@@ -1,4 +1,4 @@
-"""From a real network to the numbers of its blocks, without running it: everything happens on the meta device."""
+"""Derive the blocks of a network and their costs on the meta device, without computing anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe"]
 
-_BATCH = 2  # BatchNorm refuses one value per channel, which pooling to 1 x 1 would leave
+_BATCH = 2  # BatchNorm rejects a single value per channel, which pooling to 1 x 1 would produce
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class _Observer:
-    """Charges FLOPs and saved tensors to the module with parameters that was entered last."""
+    """Assigns FLOPs and saved tensors to the module with parameters that ran last."""
 
     count_flops: Any
     seen: set[int]
@@ -49,7 +49,7 @@ class _Observer:
             self.counted = total
 
     def save(self, tensor: Tensor) -> Tensor:
-        # Two tensors may share a storage, which is kept once; meta storages have no address to compare.
+        # Tensors may share a storage, which is counted once. Meta storages have no address to compare.
         storage = tensor.untyped_storage()
         if self.current is not None and storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
@@ -59,19 +59,19 @@ class _Observer:
 
 
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
-    """Return the blocks of a network in training: one for each module that has parameters of its own.
+    """Return the blocks of a network in training, one for each module with its own parameters.
 
-    What happens between two of them (activations, pooling, resizing) is charged to the one before.
-    FLOPs are those of matrix products and convolutions (`torch.utils.flop_counter`); activations are
-    the storages that autograd keeps, counted in float32.
+    Operations without parameters (activations, pooling, resizing) belong to the preceding block. FLOPs are those of
+    matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd saves,
+    counted as float32.
 
     Args:
-        network: left as it is; a copy is examined.
-        input_shape: of one sample, without the batch.
-        name: by default that of the class.
+        network: The network. A copy is analysed, so it is not changed.
+        input_shape: Shape of one sample, without the batch dimension.
+        name: Name of the model. Default: the class name.
 
     Raises:
-        ModelError: the network has no parameters, or does not take such an input.
+        ModelError: If the network has no parameters or does not accept such an input.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -80,7 +80,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
     tensors = [*copy.parameters(), *copy.buffers()]
     flops = FlopCounterMode(display=False)
     observer = _Observer(flops.get_total_flops, {t.untyped_storage()._cdata for t in tensors})
-    _watch(network, copy, observer)
+    _observe(network, copy, observer)
     with ExitStack() as stack:
         stack.enter_context(flops)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(observer.save, lambda tensor: tensor))
@@ -88,11 +88,13 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
             kept = copy(torch.empty(_BATCH, *input_shape, device="meta"))
         except (RuntimeError, TypeError, ValueError) as error:
             shape = " x ".join(map(str, input_shape))
-            raise ModelError(f"{type(network).__name__} cannot take an input of {shape}: {error}") from error
+            raise ModelError(
+                f"{type(network).__name__} does not accept an input of {shape}: {error}"
+            ) from error
         observer.settle()
     del kept
     if not observer.parts:
-        raise ModelError(f"{type(network).__name__} has no parameters: there is nothing to train")
+        raise ModelError(f"{type(network).__name__} has no parameters to train")
     blocks = tuple(
         Block(p.name, p.parameters, p.flops / _BATCH, p.saved_bytes / 4 / _BATCH, p.norm_channels)
         for p in observer.parts.values()
@@ -100,15 +102,17 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
     return Model(name or type(network).__name__, blocks)
 
 
-def _watch(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
+def _observe(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
     from torch.nn.modules.batchnorm import _BatchNorm
 
     owned: set[int] = set()
     for (name, module), copied in zip(network.named_modules(), copy.modules(), strict=True):
-        # Tied weights belong to the first module that has them; on the meta device they are no longer tied.
+        # Shared parameters belong to the first module. The copy on the meta device no longer shares them.
         new = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in owned]
         owned.update(map(id, new))
         if new:
             channels = module.num_features if isinstance(module, _BatchNorm) else 0
-            facts = (name, sum(p.numel() for p in new), channels)
-            copied.register_forward_pre_hook(lambda _m, _x, facts=facts: observer.enter(*facts))
+            attributes = (name, sum(p.numel() for p in new), channels)
+            copied.register_forward_pre_hook(
+                lambda _m, _x, attributes=attributes: observer.enter(*attributes)
+            )

@@ -1,4 +1,4 @@
-"""From a network and a cluster to step times, memory and the best strategy."""
+"""Predict step times, memory and the best strategy from a network and a cluster."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["best", "memory_per_gpu", "predict", "slowest_of", "work_of"]
 def predict(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Prediction:
-    """Return what a step should take.
+    """Return the predicted time and memory of a step.
 
     Args:
-        model: what is trained.
-        cluster: where.
-        strategy: how.
-        batch: samples per GPU.
-        step_time: measured seconds of a step on one GPU with this batch; computing then takes that long in
-            all, divided among the blocks in the estimated proportions.
+        model: The network.
+        cluster: The hardware.
+        strategy: The parallel strategy.
+        batch: Samples per GPU.
+        step_time: Measured seconds of a step on one GPU with this batch. The estimated computing times of the blocks
+            are scaled to this total.
     """
     work = work_of(model, cluster, strategy, batch, step_time)
     schedule = simulate(model, cluster, strategy, work)
@@ -39,7 +39,7 @@ def predict(
 
 
 def best(predictions: list[Prediction]) -> Prediction:
-    """Return the fastest that fits, the first of equals; if none fits, the one that needs least memory."""
+    """Return the fastest prediction that fits in memory. If none fits, return the one with the least memory."""
     fitting = [p for p in predictions if p.fits]
     return min(fitting, key=lambda p: p.step_time) if fitting else min(predictions, key=lambda p: p.memory)
 
@@ -47,14 +47,14 @@ def best(predictions: list[Prediction]) -> Prediction:
 def work_of(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
-    """Return the seconds of computing: of each block the longer of its FLOPs and its memory traffic.
+    """Return the computing time of each block, the maximum of its FLOP time and its memory time.
 
-    A roofline (Williams, Waterman and Patterson 2009). In the forward pass each kept value is written and read
-    once; the backward pass takes twice the FLOPs and twice the traffic. The optimizer is memory traffic:
-    parameters and state are read and written, gradients read.
+    This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved value
+    once. The backward pass takes twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads
+    and writes parameters and state, and reads gradients.
 
     Raises:
-        ConfigError: the step time is no positive number.
+        ConfigError: If the step time is not a positive number.
     """
     forward = []
     for block in model.blocks:
@@ -74,10 +74,10 @@ def work_of(
 
 
 def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
-    """Return the bytes of a GPU (Rajbhandari et al. 2020): float32 parameters, gradients, state, activations.
+    """Return the memory of a GPU in bytes (Rajbhandari et al. 2020): float32 parameters, gradients, state, activations.
 
-    Sharded strategies divide the first three and hold the two largest units whole, as gathered and as summed;
-    DDP holds the parameters cast for the forward pass, if they are.
+    Sharded strategies divide the first three and hold the two largest units unsharded, for gathering and reduction.
+    DDP also holds the parameters cast for the forward pass, if any.
     """
     activations = batch * model.activations * strategy.activation_bytes
     kept = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)
@@ -93,7 +93,7 @@ def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: in
 
 
 def slowest_of(n: int) -> float:
-    """Return by how many standard deviations the slowest of `n` normal times is expected to exceed the mean.
+    """Return by how many standard deviations the expected maximum of `n` normal times exceeds the mean.
 
     Blom's approximation (1958) of the expected largest order statistic: the quantile (n - 3/8) / (n + 1/4).
     """

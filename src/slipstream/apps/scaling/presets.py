@@ -1,4 +1,4 @@
-"""Hardware as data, and networks that are formulas."""
+"""Presets for hardware, and networks described by formulas."""
 
 from __future__ import annotations
 
@@ -18,41 +18,41 @@ __all__ = [
 ]
 
 SUSTAINED_FLOPS = 0.4
-"""Of the peak: what large models reach (PaLM 46 %, Chowdhery et al. 2022; MegaScale 55 %, Jiang et al. 2024),
-less a little for convolutions."""
+"""Fraction of peak FLOP/s: the value of large models (PaLM 46 %, Chowdhery et al. 2022; MegaScale 55 %,
+Jiang et al. 2024), reduced for convolutions."""
 SUSTAINED_LINK = 0.8
-"""Of a link's nominal bandwidth, as for memory: protocols and imperfect access."""
+"""Fraction of nominal bandwidth of links and memory: protocol overhead and imperfect access."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """From the vendor's data sheet."""
+    """Specification from the vendor's data sheet."""
 
     flops: float
-    """bf16 (V100: fp16) with float32 sums, dense, per second."""
+    """Dense bf16 (V100: fp16) FLOP/s with float32 accumulation."""
     memory_bandwidth: float
     memory: float
     link_bandwidth: float
-    """To the other GPUs of the machine, bytes per second in each direction."""
+    """Bandwidth to the other GPUs of the node, bytes per second and direction."""
     link_alpha: tuple[float, float] = (1.9e-6, 0.6e-6)
-    """For large and for small messages."""
+    """Alpha for large and for small messages."""
 
 
 @dataclass(frozen=True)
 class Network:
-    """Between machines."""
+    """Network between nodes."""
 
     bandwidth: float
-    """Of one card, bytes per second in each direction."""
+    """Bandwidth of one card, bytes per second and direction."""
     per_gpu: bool
-    """One card for each GPU, or one for the machine."""
+    """Whether each GPU has a card. If False, each node has one."""
     alpha: tuple[float, float]
-    """For large and for small messages."""
+    """Alpha for large and for small messages."""
 
 
 # NVIDIA's data sheets "V100 Tensor Core GPU" (2020, SXM2 32GB), "A100" (2022, SXM 80GB), "H100" (2023, SXM),
-# "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). NVLink figures there are both directions together.
-# Latencies of a hop: NCCL's own table (src/graph/tuning.cc) for rings by its protocols LL128 and LL: NVLink 1.9
+# "H200" (2024, SXM), and the Ada whitepaper (RTX 4090). Their NVLink figures add up both directions.
+# Latencies per hop: NCCL's table (src/graph/tuning.cc) for rings with its protocols LL128 and LL: NVLink 1.9
 # and 0.6 us, PCI 2.5 and 1.0 us, network 4.0 and 2.7 us. TCP over Ethernet: 30 us, an assumption.
 GPUS = {
     "v100": Gpu(125e12, 0.9e12, 32e9, 150e9),
@@ -71,15 +71,14 @@ _LAUNCH = 8e-6  # NCCL's base latency of a ring (src/graph/tuning.cc: 6.6 us LL,
 
 
 def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> Cluster:
-    """Return a cluster of `gpus` GPUs at the sustained rates.
+    """Return a cluster of `gpus` GPUs with sustained rates.
 
     Raises:
-        ConfigError: the GPUs do not fill the machines.
+        ConfigError: If the number of GPUs is not a multiple of the GPUs per node.
     """
     cards = gpus_per_node if network.per_gpu else 1
-    copy = 2 / (
-        SUSTAINED_LINK * gpu.memory_bandwidth
-    )  # FSDP2 copies out of a gathered and into a summed buffer
+    # FSDP2 copies out of gathered buffers and into reduced buffers.
+    copy = 2 / (SUSTAINED_LINK * gpu.memory_bandwidth)
     return Cluster(
         gpus,
         gpus_per_node,
@@ -99,12 +98,12 @@ def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
 
 
 def segformer_1b(height: int, width: int) -> Model:
-    """Return a SegFormer (arXiv 2105.15203) of one billion parameters, from formulas.
+    """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
 
-    Four times B5's widths (256, 512, 1280, 2048), depths 3, 6, 30, 3, attention over keys reduced 8, 4, 2 and 1
-    times per side, feed-forward parts four times as wide with a 3x3 depthwise convolution, an all-MLP decoder
-    of 768 channels for 19 classes. Per token, a block of width C that reduces R times has
-    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and keeps `20 C` values.
+    Widths are four times those of B5 (256, 512, 1280, 2048), depths 3, 6, 30, 3. Attention reduces keys by 8, 4, 2 and
+    1 per side. The feed-forward layers are four times as wide, with a 3x3 depthwise convolution. The all-MLP decoder
+    has 768 channels and 19 classes. Per token, a block of width C with reduction R has `12 C^2 + (R C)^2` weights (the
+    second term only if R > 1) and saves `20 C` values.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19
@@ -113,7 +112,7 @@ def segformer_1b(height: int, width: int) -> Model:
         patch = (7 if number == 1 else 3) ** 2 * before * c
         blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
         keys = tokens / reduction**2
-        # Queries, projection and feed-forward see every token; keys and values only the reduced ones.
+        # Queries, projection and feed-forward process all tokens. Keys and values process only the reduced ones.
         per_token = 2 * c * c + 8 * c * c + 36 * c
         per_key = 2 * c * c + ((reduction * c) ** 2 if reduction > 1 else 0)
         vectors = 19 * c if reduction > 1 else 16 * c  # biases and LayerNorms

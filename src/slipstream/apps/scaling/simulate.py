@@ -1,4 +1,4 @@
-"""One training step, event by event: a computing processor, and a network that serves one collective at a time."""
+"""Event simulation of one training step: a processor, and a network that runs one collective at a time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's first bucket is small, so that summing begins early (torch.nn.parallel.DistributedDataParallel)."""
+"""DDP's first bucket is small to start the reduction early (torch.nn.parallel.DistributedDataParallel)."""
 SYNC_BN_ONE_MESSAGE = 2**18
-"""Up to so many values `slipstream.model.SyncBatchNorm` sends one message instead of two."""
+"""Up to this number of values, `slipstream.model.SyncBatchNorm` sends one message instead of two."""
 _STATISTICS_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of computing of each block's forward and backward, in the order of the blocks, and of the optimizer."""
+    """Computing time in seconds: forward and backward of each block, in block order, and the optimizer."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -36,38 +36,38 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """All of it."""
+        """Total computing time."""
         return sum(self.forward) + sum(self.backward) + self.optimizer
 
 
 @dataclass(frozen=True)
 class Event:
-    """A collective and when it ran."""
+    """A collective and its time span."""
 
     name: str
     start: float
     end: float
     sent: float
-    """Bytes that each GPU sent."""
+    """Bytes sent by each GPU."""
 
 
 @dataclass
 class Schedule:
-    """What one GPU does in a step; all others do the same at the same time."""
+    """Timeline of one GPU in a step. All other GPUs have the same timeline."""
 
     cluster: Cluster
     now: float = 0.0
-    """Up to here the processor is busy."""
+    """Time until which the processor is busy."""
     network: float = 0.0
-    """Up to here the network is busy."""
+    """Time until which the network is busy."""
     events: list[Event] = field(default_factory=list)
 
     def compute(self, seconds: float) -> None:
-        """Keep the processor busy."""
+        """Occupy the processor."""
         self.now += seconds
 
     def send(self, name: str, seconds: float, sent: float) -> float:
-        """Queue a collective whose data are ready now; return when it ends."""
+        """Queue a collective whose data are ready now. Return its end time."""
         start = max(self.now, self.network)
         self.network = start + seconds
         self.now += (1 - self.cluster.overlap) * seconds
@@ -75,12 +75,12 @@ class Schedule:
         return self.network
 
     def wait(self, until: float) -> None:
-        """Let the processor idle."""
+        """Let the processor idle until a given time."""
         self.now = max(self.now, until)
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> Schedule:
-    """Return the schedule of one step; its `now` is the step's end."""
+    """Return the timeline of one step. Its `now` is the end of the step."""
     schedule = Schedule(cluster)
     run = _replicated if strategy.kind == "ddp" else _sharded
     run(model, cluster, strategy, work, schedule)
@@ -90,7 +90,7 @@ def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> 
 
 
 def units(blocks: Sequence[Block], least: int) -> list[range]:
-    """Return which consecutive blocks are gathered together: as few as have `least` parameters."""
+    """Return ranges of consecutive blocks to gather together, each with at least `least` parameters."""
     found, start, size = [], 0, 0
     for index, block in enumerate(blocks):
         size += block.parameters
@@ -101,7 +101,7 @@ def units(blocks: Sequence[Block], least: int) -> list[range]:
 
 
 def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
-    """DDP: all-reduce each bucket of gradients while the backward pass goes on (Li et al. 2020)."""
+    """DDP: all-reduce each bucket of gradients during the backward pass (Li et al. 2020)."""
     everywhere = (cluster, cluster.machines, cluster.local)
     for index, block in enumerate(model.blocks):
         _sync_norm(block, strategy, schedule, work.forward[index])
@@ -115,7 +115,7 @@ def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, 
 
 
 def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
-    """FSDP2 and HSDP: gather each unit before it runs, one ahead; scatter its gradients after it (Zhao et al. 2023)."""
+    """FSDP2 and HSDP: gather each unit one ahead, and reduce-scatter its gradients (Zhao et al. 2023)."""
     ranks = shards(cluster, strategy)
     group = (cluster, ranks // cluster.local, cluster.local)
     all_units = units(model.blocks, strategy.unit_parameters)
@@ -142,16 +142,16 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # The GPUs of a machine sum their own shares at once, through the cards they share: as n at once.
+            # The GPUs of a node reduce their partitions at the same time over shared cards: equal to n bytes at once.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 
 
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
-    """Compute a block; a SyncBN waits in each pass for one small all-reduce, or for two.
+    """Compute a block. A SyncBN waits in each pass for one or two small all-reduces.
 
-    In one each GPU has a row with its moments and count. Where that grows too large, the means with the counts are
-    summed first, then the squared deviations. In the backward pass the gradients of these go the same way.
+    With one message, each GPU has a row with its moments and count. If this is too large, the means and counts are
+    reduced first, then the squared deviations. The backward pass reduces the gradients of these values likewise.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:
@@ -165,7 +165,7 @@ def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: fl
 
 
 def shards(cluster: Cluster, strategy: Strategy) -> int:
-    """Return among how many GPUs parameters, gradients and optimizer state are divided."""
+    """Return the number of GPUs among which parameters, gradients and optimizer state are partitioned."""
     if strategy.kind == "ddp":
         return 1
     return cluster.local if strategy.kind == "hsdp" else cluster.gpus

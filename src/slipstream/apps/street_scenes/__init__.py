@@ -1,4 +1,4 @@
-"""StreetScenes: generated street photos with label maps, the 19 classes of Cityscapes."""
+"""StreetScenes: synthetic street photos with label maps of the 19 Cityscapes classes."""
 
 from slipstream.apps.street_scenes.dataset import StreetScenes, draw_street_scene
 

@@ -1,7 +1,7 @@
-"""The drawing list of a street scene: polygons in the world, projected to relative image coordinates.
+"""The drawing list of a street scene: polygons in world coordinates, projected to relative image coordinates.
 
-Nothing here knows the size of the image: a `Canvas` is the same for a thumbnail and for a full frame.
-World coordinates are metres: X right, Y up from the ground, Z ahead of the camera.
+A `Canvas` does not depend on the image size. World coordinates are in metres: X right, Y up from the ground, Z ahead of
+the camera.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Colour = tuple[float, float, float]
 Point = tuple[float, float]
 Four = tuple[float, float, float, float]
 
-# Materials: what the shading draws inside a polygon.
+# Materials: textures that the shading draws inside a polygon.
 PLAIN, GLASS, FACADE, BRICK, ASPHALT, PAVING, GRASS, FOLIAGE, BARS, SKY, SPOKES = range(11)
 
-# Layers are painted in this order; inside a layer the far is painted before the near.
+# Layers are painted in this order. Within a layer, distant shapes are painted first.
 BACKDROP, GROUND, SIDES, OBJECTS, EGO = range(5)
 
 NOTHING: Four = (0.0, 0.0, 0.0, 0.0)
@@ -27,7 +27,7 @@ _FAR = 1000.0
 
 
 class Camera(NamedTuple):
-    """A pinhole above the ground: focal length in image widths, vanishing point, height in metres."""
+    """A pinhole camera above the ground: focal length in image widths, vanishing point, height in metres."""
 
     focal: float
     vx: float
@@ -36,7 +36,7 @@ class Camera(NamedTuple):
 
 
 class Light(NamedTuple):
-    """The light of a scene; brightnesses are factors, colours RGB in 0..1, `reach` is metres of half haze."""
+    """The light of a scene: brightness factors, RGB colours in 0..1, and `reach`, the half-haze distance (m)."""
 
     sun_side: int
     left: float
@@ -50,7 +50,7 @@ class Light(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """One polygon; 1/Z of its plane is `a * dx + b * dy + c` in the image, the plane's three numbers."""
+    """One polygon. 1/Z of its plane is `a * dx + b * dy + c` in the image, where a, b and c describe the plane."""
 
     key: float
     points: list[Point]
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 class Canvas:
-    """Collects shapes; `place` sets the painting order of those that follow."""
+    """Collects shapes. `place` sets the painting order of subsequent shapes."""
 
     def __init__(self, camera: Camera, light: Light) -> None:
         self.camera = camera
@@ -70,7 +70,7 @@ class Canvas:
         self._depth = _FAR
 
     def place(self, layer: int, z: float) -> None:
-        """Paint what follows in `layer`, before everything nearer than `z` metres."""
+        """Paint subsequent shapes in `layer`, before all shapes nearer than `z` metres."""
         self._key = layer * _FAR * 2 - z
         self._depth = z
 
@@ -90,7 +90,7 @@ class Canvas:
         params: Four = NOTHING,
         plane: tuple[float, float, float] | None = None,
     ) -> None:
-        """Add a polygon of image points; without `plane` it stands upright at the placed depth."""
+        """Add a polygon of image points. Without `plane`, it is upright at the current depth."""
         plane = plane or (0.0, 0.0, 1.0 / self._depth)
         second = second or (colour[0] * 0.6, colour[1] * 0.58, colour[2] * 0.55)
         self.shapes.append(Shape(self._key, points, cls, material, plane + colour + second + params))
@@ -149,7 +149,7 @@ class Canvas:
         self.add(points, cls, colour, material, second, params, (0.0, 0.0, 1.0 / max(z, 0.4)))
 
     def limb(self, a: Point, b: Point, wa: float, wb: float, cls: int, colour: Colour) -> None:
-        """Add a bar from image point `a` to `b`, `wa` and `wb` wide at its ends (metres, at the depth)."""
+        """Add a bar from image point `a` to `b` with widths `wa` and `wb` (in metres at the current depth)."""
         scale = self.camera.focal / self._depth / 2
         ux, uy = b[0] - a[0], (b[1] - a[1]) / 2
         length = (ux * ux + uy * uy) ** 0.5 or 1e-9
@@ -165,7 +165,7 @@ class Canvas:
     def disc(
         self, centre: Point, radius: float, cls: int, colour: Colour, ring: Sequence[Point] | None = None
     ) -> None:
-        """Add a disc (or the outline `ring`) of `radius` metres around an image point at the depth."""
+        """Add a disc (or the outline `ring`) of `radius` metres around an image point at the current depth."""
         s = self.camera.focal / self._depth * radius
         cx, cy = centre
         self.add([(cx + u * s, cy + 2 * v * s) for u, v in ring or _OCTAGON], cls, colour)
@@ -175,7 +175,7 @@ _OCTAGON = [(1, 0.41), (0.41, 1), (-0.41, 1), (-1, 0.41), (-1, -0.41), (-0.41, -
 
 
 def tint(colour: Colour, factor: float) -> Colour:
-    """Return the colour made brighter or darker by `factor`."""
+    """Return the colour scaled in brightness by `factor`."""
     return colour[0] * factor, colour[1] * factor, colour[2] * factor
 
 
@@ -204,9 +204,9 @@ def _bright(r: Random) -> Colour:
 
 
 def some_colour(r: Random, grey: float, earth: float, green: float) -> Colour:
-    """Return a colour of a random family: grey, earth, green (by these shares), else a bright one.
+    """Return a colour of a random family with the given probabilities of grey, earth and green, else a bright one.
 
-    Every class draws from the same families, so that a colour says little about the class.
+    All classes use the same families, so colours provide little information about the class.
     """
     pick = r.random()
     if pick < grey:

@@ -1,4 +1,4 @@
-"""StreetScenes: drawn street photographs with exact Cityscapes label maps, for tests and benchmarks."""
+"""StreetScenes: synthetic street photographs with exact Cityscapes label maps, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -32,28 +32,27 @@ _SMALLEST = 32
 def draw_street_scene(
     seed: int, index: int, size: tuple[int, int] = (256, 512)
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scene `index` of the series `seed`, as seen from a car in a street.
+    """Draw scene `index` of the series `seed`, seen from a car in a street.
 
-    Returns the image, uint8 (H, W, 3) RGB, and the train ids of Cityscapes, uint8 (H, W), with 255 for
-    the camera car's own bonnet, bins and bus shelters. Labels are exact: a polygon paints both.
+    Returns the image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for the bonnet of the
+    camera car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
 
-    A pure function: the same bytes for the same arguments. Another size shows the same scene (the layout
-    knows no size; 2:1 is stretched to other shapes), with finer texture and other sensor noise. Between
-    platforms the last bit of a colour may differ where their floating-point libraries round differently.
+    The function is pure: equal arguments give equal bytes. Another size shows the same scene (2:1 is stretched to other
+    aspect ratios) with finer texture and other sensor noise. The last bit of a colour may differ between platforms with
+    different floating-point rounding.
 
-    Pixel shares over 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
-    truck 2, terrain 2, pole 2, bus 1, and under 1 each: person, sign, fence, train, wall, bicycle, light,
-    rider, motorcycle. The rarest in scenes are train (16 % of them), bus, motorcycle and rider (30-40 %).
-    The best colour-to-class table has a mean IoU of 0.10: shape and context are what tells.
+    Fraction of pixels over 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
+    truck 2, terrain 2, pole 2, bus 1, and less than 1 each: person, sign, fence, train, wall, bicycle, light, rider,
+    motorcycle. The rarest classes are train (in 16 % of the scenes), bus, motorcycle and rider (30-40 %). The best
+    mapping from colours to classes has a mean IoU of 0.10, so networks must use shape and context.
 
-    Takes, on one core, about 10 ms at 128 x 256, 15 at 192 x 384 and 320 at 1024 x 2048 (mean CPU time).
+    The mean CPU time on one core is about 10 ms at 128 x 256, 15 at 192 x 384 and 320 at 1024 x 2048.
 
-    Raises ConfigError for a size that is not two ints of at least 32, DataError for a negative seed or
-    index.
+    Raises ConfigError if the size is not two ints of at least 32, and DataError if seed or index is negative.
     """
     _check_size(size)
     if seed < 0 or index < 0:
-        raise DataError(f"seed and index of a street scene must not be negative, got {seed} and {index}")
+        raise DataError(f"seed and index of a street scene must not be negative, but are {seed} and {index}")
     rng = np.random.default_rng((seed, index))
     canvas = lay_out(Random(int(rng.integers(2**63))))
     return render(canvas, (size[0], size[1]), rng)
@@ -61,15 +60,15 @@ def draw_street_scene(
 
 @DATASETS.register_module()
 class StreetScenes(SegmentationDataset):
-    """A data set of `length` drawn street scenes with the 19 classes of Cityscapes.
+    """A dataset of `length` synthetic street scenes with the 19 classes of Cityscapes.
 
     Args:
-        size: height and width of the images in pixels, at least 32 each; scenes are made for 1:2.
-        length: how many scenes; scene i is the same in a longer or shorter set of the same seed.
-        seed: which series of scenes; take another one for validation.
-        transforms, cache_in_memory, cache: as in `SegmentationDataset`.
+        size: Height and width of the images in pixels, at least 32 each. Scenes are designed for 1:2.
+        length: Number of scenes. Scene i does not depend on the length.
+        seed: Series of scenes. Use another one for validation.
+        transforms, cache_in_memory, cache: See `SegmentationDataset`.
 
-    Raises ConfigError for a wrong size, length or seed.
+    Raises ConfigError if size, length or seed is invalid.
     """
 
     def __init__(
@@ -84,9 +83,9 @@ class StreetScenes(SegmentationDataset):
         super().__init__(transforms, cache_in_memory, cache)
         _check_size(size)
         if not matches(length, int) or length < 1:
-            raise ConfigError(f"a StreetScenes set needs a length of 1 or more, got {length!r}", "length")
+            raise ConfigError(f"the length of StreetScenes must be at least 1, not {length!r}", "length")
         if not matches(seed, int) or seed < 0:
-            raise ConfigError(f"the seed must be an int of 0 or more, got {seed!r}", "seed")
+            raise ConfigError(f"the seed must be a non-negative int, not {seed!r}", "seed")
         self.size = (size[0], size[1])
         self.length = length
         self.seed = seed
@@ -100,22 +99,22 @@ class StreetScenes(SegmentationDataset):
         return self.length
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-        """Return image `index`, uint8 (H, W, 3), and its mask, uint8 (H, W); IndexError outside the set."""
+        """Return image `index`, uint8 (H, W, 3), and its mask, uint8 (H, W). Raise IndexError if out of range."""
         if not 0 <= index < self.length:
             raise IndexError(
-                f"StreetScenes has scenes 0 to {self.length - 1}, got index {index}; raise length for more"
+                f"StreetScenes has scenes 0 to {self.length - 1}, got index {index}; increase length for more"
             )
         return draw_street_scene(self.seed, int(index), self.size)
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return the scene's series, number and size, and the version of the code that draws."""
+        """Return the scene's series, index and size, and the version of the drawing code."""
         height, width = self.size
         return f"street scene {self.seed}-{index} {height}x{width}", _drawing_version()
 
 
 @functools.cache
 def _drawing_version() -> str:
-    """Return a digest of the modules that draw, so that no change of theirs leaves old pictures in a cache."""
+    """Return a digest of the drawing modules, so changed code does not use outdated images from a cache."""
     digest = hashlib.blake2b(np.__version__.encode(), digest_size=8)
     for module in sorted(Path(__file__).parent.glob("street_*.py")):
         digest.update(module.read_bytes())
@@ -124,6 +123,6 @@ def _drawing_version() -> str:
 
 def _check_size(size: Any) -> None:
     if not matches(size, tuple) or len(size) != 2 or not all(matches(side, int) for side in size):
-        raise ConfigError(f"size must be two ints, (height, width), got {size!r}", "size")
+        raise ConfigError(f"size must be two ints (height, width), not {size!r}", "size")
     if min(size) < _SMALLEST:
-        raise ConfigError(f"a street scene needs at least {_SMALLEST} pixels a side, got {size!r}", "size")
+        raise ConfigError(f"a street scene needs at least {_SMALLEST} pixels per side, got {size!r}", "size")

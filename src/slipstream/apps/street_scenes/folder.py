@@ -1,4 +1,4 @@
-"""StreetScenes as files, in Cityscapes' own layout: `python -m slipstream.apps.street_scenes.folder ROOT`."""
+"""Write StreetScenes as files in the Cityscapes layout: `python -m slipstream.apps.street_scenes.folder ROOT`."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from slipstream.extras import extra
 __all__ = ["write_street_folder"]
 
 _CITIES = {"train": ("aachen", "bochum", "bremen"), "val": ("frankfurt", "lindau", "munster")}
-_FEWEST = 16  # scenes for which one more process is worth its start
+_FEWEST = 16  # minimum number of scenes per additional process
 
 
 class _Part(NamedTuple):
-    """A split, and every `step`-th of its scenes from `first` on: what one process writes."""
+    """The scenes that one process writes: every `step`-th scene of a split from `first` on."""
 
     root: Path
     split: str
@@ -40,20 +40,20 @@ class _Part(NamedTuple):
 def write_street_folder(
     root: str | Path, train: int = 8, val: int = 4, size: tuple[int, int] = (256, 512), seed: int = 0
 ) -> None:
-    """Write drawn street scenes as Cityscapes lies on disk: photographs, masks of label ids, and `lists`.
+    """Write street scenes in the Cityscapes folder layout: photographs, masks of label ids, and `lists`.
 
-    `lists` has what SuperGradients' recipes ask for: `train.lst`, `val.lst` and `labels.csv`. With many scenes several
-    processes draw, so that a script that calls this needs its `if __name__ == "__main__":`.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Many
+    scenes are drawn in several processes, so a calling script requires `if __name__ == "__main__":`.
 
     Args:
-        root: the folder, made if need be; files of the same names are replaced.
-        train: scenes of the training split; scene i is scene i of `StreetScenes` with this seed.
-        val: scenes of the validation split, from the series `seed + 1`.
-        size: height and width in pixels.
-        seed: which series of scenes.
+        root: The folder, created if necessary. Existing files are replaced.
+        train: Number of training scenes. Scene i equals scene i of `StreetScenes` with this seed.
+        val: Number of validation scenes, from the series `seed + 1`.
+        size: Height and width in pixels.
+        seed: Series of scenes.
 
     Raises:
-        ConfigError: a wrong size, count or seed.
+        ConfigError: If size, count or seed is invalid.
     """
     root = Path(root)
     counts = {"train": train, "val": val}
@@ -87,7 +87,7 @@ def _write_part(part: _Part) -> None:
     with extra("images"):
         from PIL import Image
 
-    label_ids = np.zeros(256, dtype=np.uint8)  # what is not scored becomes 'unlabeled'
+    label_ids = np.zeros(256, dtype=np.uint8)  # ids that are not evaluated become 'unlabeled'
     for label in CITYSCAPES_LABELS:
         if 0 <= label.train_id < 255:
             label_ids[label.train_id] = label.id
@@ -96,7 +96,7 @@ def _write_part(part: _Part) -> None:
         for name, pixels in zip(_names(part.split, i), (image, label_ids.take(mask)), strict=True):
             path = part.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The usual level, 6, takes twice as long as drawing the scene, and saves 8 %.
+            # The default level 6 takes twice as long as drawing the scene and saves 8 %.
             Image.fromarray(pixels).save(path, compress_level=3)
 
 
@@ -130,17 +130,17 @@ def _main() -> int:
     parser.add_argument("--train", type=int, default=8, metavar="N", help="training scenes (default: 8)")
     parser.add_argument("--val", type=int, default=4, metavar="N", help="validation scenes (default: 4)")
     parser.add_argument("--size", type=_size, default=(256, 512), metavar="HxW", help="default: 256x512")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="which series (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="series of scenes (default: 0)")
     options = parser.parse_args()
     try:
         write_street_folder(**vars(options))
     except (SlipstreamError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    words = f"data_root_dir={shlex.quote(str(options.root))} num_gpus=1 batch_size=2 epochs=1"
+    overrides = f"data_root_dir={shlex.quote(str(options.root))} num_gpus=1 batch_size=2 epochs=1"
     print(
-        f"{options.root}: {options.train} training and {options.val} validation scenes in Cityscapes' layout; "
-        f"to train on them: slipstream train cityscapes_regseg48 {words}"
+        f"{options.root}: {options.train} training and {options.val} validation scenes in the Cityscapes layout; "
+        f"to train on them: slipstream train cityscapes_regseg48 {overrides}"
     )
     return 0
 

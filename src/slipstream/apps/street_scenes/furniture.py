@@ -1,4 +1,4 @@
-"""What stands at the roadside: trees, hedges, lamp posts, traffic lights, signs, and unscored clutter."""
+"""Roadside objects: trees, hedges, lamp posts, traffic lights, signs, and unlabelled clutter."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def crown(
     leaves: tuple[Colour, Colour],
     holes: float = 0.0,
 ) -> None:
-    """Paint one ragged lobe of leaves around a world point; `holes` is the share seen through."""
+    """Paint one irregular cluster of leaves around a world point. `holes` is the transparent fraction."""
     x, y, z = centre
     canvas_at = canvas.point
     cx, cy = canvas_at(x, y, z)
@@ -90,7 +90,7 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colou
         canvas.limb(fork, tip, width * 0.7, width * 0.2, VEGETATION, bark)
     middle, holes = (stem + high) / 2 + 0.3, r.uniform(0.03, 0.25)
     for i in range(7):
-        # The lower and rear lobes come first and lie in the shadow of the upper ones.
+        # The lower and rear clusters are painted first, in the shadow of the upper ones.
         up = (i - 3) / 6 * (high - stem) * 0.7
         shade = 0.62 + 0.09 * i
         centre = (x + r.uniform(-0.75, 0.75) * spread, middle + up, z + r.uniform(-0.5, 0.5))
@@ -108,7 +108,7 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colou
 def draw_shrub(
     canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colour, Colour], high: float
 ) -> None:
-    """Draw a shrub of a few lobes on the ground."""
+    """Draw a shrub of a few leaf clusters on the ground."""
     canvas.place(OBJECTS, z)
     for i in range(3):
         centre = (x + r.uniform(-0.6, 0.6) * high, high * (0.35 + 0.1 * i), z)
@@ -219,7 +219,7 @@ def _board(canvas: Canvas, r: Random, x: float, z: float) -> None:
 
 
 def draw_clutter(canvas: Canvas, r: Random, x: float, z: float) -> None:
-    """Draw what Cityscapes leaves unscored: bins, junction boxes, a bus shelter."""
+    """Draw objects that Cityscapes does not evaluate: bins, junction boxes, a bus shelter."""
     canvas.place(OBJECTS, z)
     paint = some_colour(r, 0.5, 0.15, 0.2)
     if r.random() < 0.15:

@@ -1,4 +1,4 @@
-"""Where things stand in a street scene: light, ground, the rows of houses, traffic and people."""
+"""Layout of a street scene: light, ground, rows of houses, traffic and people."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROAD, SIDEWALK, TERRAIN, SKY_CLASS, VOID = 0, 1, 9, 10, 255
 
 
 class Street(NamedTuple):
-    """The plan of the ground: curbs, the strip between curb and houses, and the junction (or 0)."""
+    """The plan of the ground: curbs, the strip between curb and houses, and the junction (0 if there is none)."""
 
     left: float
     right: float
@@ -53,7 +53,7 @@ class Street(NamedTuple):
 
 
 def lay_out(r: Random) -> Canvas:
-    """Return the drawing list of a random scene; the first shape covers the whole image with sky."""
+    """Return the drawing list of a random scene. The first shape covers the whole image with sky."""
     canvas = Canvas(_camera(r), _light(r))
     street = _street(r)
     _sky(canvas, r)
@@ -158,7 +158,7 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Colour, paint: 
 
 
 def _along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
-    """Return random positions from `start` to `stop`, about `step` apart and thinning with distance."""
+    """Return random positions from `start` to `stop`, about `step` apart, sparser with distance."""
     places, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
         places.append(z)
@@ -250,7 +250,7 @@ def _rails(canvas: Canvas, x: float) -> None:
 
 
 def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place pedestrians on the pavements, some in groups, and some who cross the road."""
+    """Place pedestrians on the pavements, some in groups, and some crossing the road."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
         busy = r.choice((0.15, 0.5, 0.9))
         for z in _along(r, 6, 55, (3.0, 9.0)):
@@ -264,7 +264,7 @@ def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _bonnet(canvas: Canvas, r: Random) -> None:
-    """Paint the bonnet of the camera's own car, which is not scored, in most scenes."""
+    """Paint the bonnet of the camera car, which is not evaluated, in most scenes."""
     if r.random() < 0.25:
         return
     canvas.place(EGO, 1)

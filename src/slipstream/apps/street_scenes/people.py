@@ -1,4 +1,4 @@
-"""Pedestrians, bicycles, motorcycles and their riders: jointed figures that stand at one depth."""
+"""Pedestrians, bicycles, motorcycles and their riders: articulated figures at a constant depth."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def _clothes(r: Random) -> Colour:
 
 
 class _Figure:
-    """Draws limbs between points given in metres right of and above a foot point.
+    """Draws limbs between points in metres to the right of and above a foot point.
 
-    `squeeze` shortens the horizontal: how far the figure is turned away from its side view.
+    `squeeze` scales the horizontal axis to show the figure turned away from its side view.
     """
 
     def __init__(self, canvas: Canvas, x: float, z: float, scale: float = 1.0, squeeze: float = 1.0) -> None:
@@ -150,7 +150,7 @@ def _motorcycle(bike: _Figure, paint: Colour, r: Random) -> None:
 def _rider(bike: _Figure, r: Random, helmet: bool) -> None:
     top, legs, skin = _clothes(r), _clothes(r), r.choice(_SKINS)
     hip, chest = (-0.22, 0.98), (0.02, 1.5)
-    # Turned away, both legs and shoulders show side by side.
+    # If the figure is turned away, both legs and shoulders are visible side by side.
     spread = 0.13 / max(abs(bike.squeeze), 0.12) if abs(bike.squeeze) < 0.5 else 0.0
     for sign, foot in ((-1, (-0.02, 0.18)), (1, (0.02, 0.42))):
         knee = (0.16 + sign * spread, 0.6 + 0.1 * sign)

@@ -1,4 +1,4 @@
-"""Turns a drawing list into pixels: one id per pixel, then textures from each pixel's place in the world."""
+"""Render a drawing list to pixels: one shape id per pixel, then textures from each pixel's world position."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEE_THROUGH = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
 
 
 class _Hole(NamedTuple):
-    """What lay under a see-through shape before it was painted: its id, its box, the ids in the box."""
+    """The pixels below a partly transparent shape before it was painted: its id, its box, the ids in the box."""
 
     shape: int
     left: int
@@ -81,7 +81,7 @@ def _rays(canvas: Canvas, size: tuple[int, int], box: tuple[int, int, int, int])
 
 
 def _see_through(hole: _Hole, ids: Ids, canvas: Canvas, table: Floats, material: int) -> None:
-    """Give the pixels in the gaps of a fence, wheel or tree the id of what lies behind it."""
+    """Set the pixels in the gaps of a fence, wheel or tree to the id of the shape behind it."""
     height, width = hole.under.shape
     region = ids[hole.top : hole.top + height, hole.left : hole.left + width]
     a, b, c = table[:3, hole.shape]
@@ -100,7 +100,7 @@ def _see_through(hole: _Hole, ids: Ids, canvas: Canvas, table: Floats, material:
 
 
 def _world(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return X, Y and Z in metres of the surface seen in each pixel."""
+    """Return X, Y and Z in metres of the visible surface of each pixel."""
     dx, dy = _rays(canvas, (ids.shape[0], ids.shape[1]), (0, 0, ids.shape[1], ids.shape[0]))
     inverse = table[0].take(ids) * dx
     inverse += table[1].take(ids) * dy
@@ -113,7 +113,7 @@ def _texture(
     canvas: Canvas, ids: Ids, materials: NDArray[np.int8], table: Floats,
     place: tuple[Floats, Floats, Floats], clouds: Floats,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return, per pixel, the share of the second colour and the brightness."""
+    """Return the weight of the second colour and the brightness of each pixel."""
     blend, shade = np.zeros(ids.shape, np.float32), np.ones(ids.shape, np.float32)
     flat_ids, material = ids.ravel(), materials.take(ids.ravel())
     x, y, z = (part.ravel() for part in place)
@@ -141,7 +141,7 @@ def _sky(
 
 
 def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return smooth noise in 0..1 over the image, from grids whose sizes do not depend on the image."""
+    """Return smooth noise in 0..1 over the image, from grids whose sizes are independent of the image."""
     with extra("images"):
         from PIL import Image
 
@@ -157,7 +157,7 @@ def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
 def _colour(
     canvas: Canvas, ids: Ids, table: Floats, blend: Floats, shade: Floats, z: Floats, size: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Blend the two colours of each shape, light them and let them fade into the haze."""
+    """Blend the two colours of each shape, apply light and haze."""
     light = canvas.light
     haze = z / (z + np.float32(light.reach))
     image = np.empty((*size, 3), np.uint8)
@@ -169,7 +169,7 @@ def _colour(
         value *= shade
         value += (np.float32(light.haze[channel]) - value) * haze
         value *= np.float32(255 * light.tint[channel])
-        # A soft shoulder instead of hard clipping in the lights.
+        # Compress highlights smoothly instead of clipping them.
         image[..., channel] = np.clip(value * (1.25 - value * np.float32(0.25 / 255)), 0, 255)
     return image
 
@@ -177,7 +177,7 @@ def _colour(
 def _sensor(
     image: NDArray[np.uint8], rng: np.random.Generator, finish: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
-    """Blur a little, as a lens does, and add the noise of a sensor."""
+    """Blur slightly like a lens, and add sensor noise."""
     with extra("images"):
         from PIL import Image, ImageFilter
 

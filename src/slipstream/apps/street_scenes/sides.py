@@ -25,7 +25,7 @@ BUILDING, WALL, FENCE, VEGETATION = 2, 3, 4, 8
 
 
 class Side(NamedTuple):
-    """One side of the street: -1 or 1, the X of its row, and the gap that a cross street needs."""
+    """One side of the street: -1 or 1, the X of its row, and the gap for a cross street."""
 
     sign: int
     x: float
@@ -34,7 +34,7 @@ class Side(NamedTuple):
 
 
 def draw_backdrop(canvas: Canvas, r: Random) -> None:
-    """Draw the skyline: far houses and trees, and sometimes a house that closes the street."""
+    """Draw the skyline: distant houses and trees, and sometimes a house at the end of the street."""
     canvas.place(BACKDROP, 300)
     for _ in range(r.randint(2, 7)):
         x, wide, high = r.uniform(-120, 120), r.uniform(8, 30), r.uniform(8, 40)
@@ -61,7 +61,7 @@ def _treeline(canvas: Canvas, r: Random, leaves: tuple[Colour, Colour], high: fl
 
 
 def draw_side(canvas: Canvas, r: Random, side: Side) -> None:
-    """Draw one row from the far end to the camera, leaving out the junction."""
+    """Draw one row from the far end to the camera, without the junction."""
     weights = r.choice(((8, 1, 1, 1, 0.4), (4, 2, 2, 2, 1), (1.5, 2, 2.5, 4, 1), (10, 0.4, 0.4, 0.3, 0.2)))
     z, segments = 2.0, []
     while z < 150:
@@ -162,7 +162,7 @@ def _balconies(
 
 
 def _behind(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
-    """Draw trees or a house that stand back behind a wall or fence."""
+    """Draw trees or a house behind a wall or fence."""
     if r.random() < 0.35:
         x = side.x + side.sign * r.uniform(4, 10)
         paint = tint(some_colour(r, 0.4, 0.45, 0.05), _face_light(canvas, side))

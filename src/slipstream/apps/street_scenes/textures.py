@@ -1,4 +1,4 @@
-"""The textures of a street scene: what each material looks like at a place in the world."""
+"""The textures of a street scene: the appearance of each material at a world position."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Floats = NDArray[np.float32]
 
 
 class Pixels(NamedTuple):
-    """Some pixels of one material: their place in the world (metres) and their shape's parameters.
+    """Pixels of one material: their world position in metres and the parameters of their shapes.
 
-    `s` runs along an upright surface, whichever way it faces; `pitch` is metres per pixel.
+    `s` is the horizontal coordinate along an upright surface. `pitch` is metres per pixel.
     """
 
     x: Floats
@@ -32,21 +32,21 @@ class Pixels(NamedTuple):
 
 @cache
 def _tile(smooth: bool) -> Floats:
-    """Return a 256 x 256 tile, flattened, of noise with zero mean and unit deviation.
+    """Return a flattened 256 x 256 tile of noise with zero mean and unit standard deviation.
 
-    It has all scales, or, where `smooth`, none finer than about ten texels.
+    It contains all scales, or, if `smooth`, none finer than about ten texels.
     """
     white = np.random.default_rng(20160406).standard_normal((256, 256))
     frequency = np.hypot(np.fft.fftfreq(256)[:, None], np.fft.rfftfreq(256)[None]) * 256 + 1
     gain = frequency**-0.75 * (np.exp(-((frequency / 24) ** 2)) if smooth else 1.0)
     tile = np.fft.irfft2(np.fft.rfft2(white) * gain, (256, 256))
-    # Rounded, so that the last bits of the transform cannot differ between platforms.
+    # Rounded so that the last bits of the transform are equal on all platforms.
     values: Floats = np.round((tile - tile.mean()) / tile.std() * 64).astype(np.float32).ravel() / 64
     return values
 
 
 def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
-    """Return the noise (zero mean, unit deviation) at positions in texels, of -4096 or more."""
+    """Return the noise (zero mean, unit standard deviation) at positions in texels, not less than -4096."""
     at = (u + 4096).astype(np.intp)
     at &= 255
     at <<= 8
@@ -55,7 +55,7 @@ def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
 
 
 def between_bars(s: Floats, y: Floats, p: Floats) -> NDArray[np.bool_]:
-    """Say which places of a fence are gaps; `p` is (bar spacing, kind, height, solid share)."""
+    """Return the mask of gaps in a fence. `p` is (bar spacing, kind, height, solid fraction)."""
     gap, kind, high, solid = (float(v) for v in p)
     if kind == 2:
         return np.asarray((y / gap % 1 > max(solid, 0.5)) & (s / 2 % 1 > 0.06))
@@ -72,13 +72,13 @@ def _plain(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _glass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """The street mirrored in a window: brighter towards its top, with soft slanted streaks."""
+    """Return a reflection of the street in a window: brighter at the top, with soft diagonal streaks."""
     n = noise(p.s * 40 + p.y * 30, p.y * 10, True)
     return np.clip(0.12 + 0.08 * n + 0.22 * (p.y - 1.1), 0.02, 0.6), np.ones_like(n)
 
 
 def _facade(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Windows in rows with frames and curtains, shop windows below, plaster or brick between them."""
+    """Return rows of windows with frames and curtains, shop windows below, plaster or brick in between."""
     period, floor, share, phase = p.params
     u, v = p.s / period + phase + 64, p.y / floor
     column, level = np.floor(u), np.floor(v)
@@ -114,7 +114,7 @@ def _brick(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
-    """Return the brightness of the ground: the shadow of the houses, and of leaves in the sun."""
+    """Return the brightness of the ground with the shadows of houses and leaves."""
     if not canvas.light.sun_side:
         return np.ones_like(p.x)
     roofs = noise(np.floor(p.z / 9) * 31, np.full_like(p.z, canvas.light.reach))
@@ -124,7 +124,7 @@ def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
 
 
 def _asphalt(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Grain, wear, and lane marks that lie `params` = (offset, lane width, solid, wear) in the road."""
+    """Return grain, wear, and lane marks with `params` = (offset, lane width, solid, wear)."""
     offset, lane, solid, wear = p.params
     across = (p.x - offset) / np.maximum(lane, 0.1)
     off = np.abs(across - np.round(across)) * lane
@@ -156,7 +156,7 @@ def _grass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _foliage(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Clumps of leaves, lit from above; `params` = (holes, phase, centre height, radius)."""
+    """Return clumps of leaves, lit from above. `params` = (holes, phase, centre height, radius)."""
     _, phase, middle, radius = p.params
     clump = noise(p.s * 50 + phase * 5, p.y * 50, True)
     leaf = noise(p.s * 40, p.y * 40 + phase)

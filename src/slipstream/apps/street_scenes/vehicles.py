@@ -1,4 +1,4 @@
-"""Cars, vans, trucks, buses and trams: side profiles extruded to boxes with windows, wheels and lights."""
+"""Cars, vans, trucks, buses and trams: extruded side profiles with windows, wheels and lights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Pose", "draw_bus", "draw_car", "draw_train", "draw_truck"]
 
 ROAD, CAR, TRUCK, BUS, TRAIN = 0, 13, 14, 15, 16
 
-# (length along, height, what the edge to the next corner is), from the rear bumper over the roof.
+# (position along the vehicle, height, type of the edge to the next corner), from the rear bumper over the roof.
 _Profile = tuple[tuple[float, float, str], ...]
 _SEDAN: _Profile = (
     (0, 0.3, "p"), (0, 0.58, "b"), (0.06, 0.95, "t"), (0.7, 1.0, "g"), (1.35, 1.42, "t"), (2.6, 1.44, "g"),
@@ -50,7 +50,7 @@ def _box(length: float, low: float, high: float) -> _Profile:
 
 
 class Pose(NamedTuple):
-    """The rear's X, the nearest Z of a vehicle, and its heading in radians (0 is away from the camera)."""
+    """X of the rear, nearest Z, and heading in radians (0: away from the camera) of a vehicle."""
 
     x: float
     z: float
@@ -96,7 +96,7 @@ class _Body:
             self.canvas.add(outline, self.cls, tint(self.paint, self.side_light))
 
     def on_side(self, corners: list[tuple[float, float]], colour: Colour, glass: bool = False) -> None:
-        """Paint a polygon of (along, height) corners on the side that is seen."""
+        """Paint a polygon of (along, height) corners on the visible side."""
         if self.side:
             points = [self.at(a, self.side * self.half, y) for a, y in corners]
             if glass:
@@ -107,7 +107,7 @@ class _Body:
     def on_end(
         self, u: tuple[float, float], y: tuple[float, float], colour: Colour, glass: bool = False
     ) -> None:
-        """Paint a rectangle on the end that is seen; `u` runs from -1 to 1 across it."""
+        """Paint a rectangle on the visible end. `u` runs from -1 to 1 across it."""
         along = self.profile[0][0] if self.rear_seen else self.profile[-1][0]
         h = self.half
         points = [self.at(along, u[i] * h, y[j]) for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
@@ -117,7 +117,7 @@ class _Body:
             self.canvas.add(points, self.cls, colour)
 
     def wheels(self, alongs: list[float], radius: float) -> None:
-        """Paint tyres and rims on the side, and the tyres below the end that is seen."""
+        """Paint tyres and rims on the visible side, and tyres below the visible end."""
         tyre, rim = (0.035, 0.035, 0.04), (0.4, 0.4, 0.42)
         for u in (-0.95, 0.68):
             self.on_end((u, u + 0.27), (0.0, radius), tyre)
@@ -126,7 +126,7 @@ class _Body:
             self.on_side([(a + radius * 0.6 * u, radius + radius * 0.6 * v) for u, v in _WHEEL], rim)
 
     def lights(self, y: tuple[float, float], width: float) -> None:
-        """Paint the lamps and the number plate of the end that is seen."""
+        """Paint the lamps and the number plate of the visible end."""
         glow = 1.5 if self.canvas.light.dusk else 0.75
         lamp = (0.75 * glow, 0.05, 0.04) if self.rear_seen else (0.95 * glow, 0.95 * glow, 0.88 * glow)
         self.on_end((-0.97, -0.97 + width), y, lamp)
@@ -148,7 +148,7 @@ def _shadow(canvas: Canvas, pose: Pose, length: float, half: float) -> None:
 
 
 def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
-    """Place the shapes that follow, draw the shadow, and return the pose with `z` at the rear centre."""
+    """Set the painting order, draw the shadow, and return the pose with `z` at the rear centre."""
     canvas.place(OBJECTS, pose.z)
     back = max(0.0, -length * math.cos(pose.heading)) + half * abs(math.sin(pose.heading))
     pose = pose._replace(z=pose.z + back)

@@ -1,4 +1,4 @@
-"""The recipes' networks and losses: plain modules, registered in `MODELS` by their own names."""
+"""Networks and losses of the recipes, registered in `MODELS` under their own names."""
 
 from slipstream.apps.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39
 from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss

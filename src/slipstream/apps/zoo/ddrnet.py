@@ -1,4 +1,4 @@
-"""DDRNet, a real-time segmentation network of two resolutions (arXiv 2101.06085)."""
+"""DDRNet, a real-time segmentation network with two resolutions (arXiv 2101.06085)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut; the last block of a stage leaves its ReLU to the network."""
+    """Two 3x3 convolutions with a shortcut. The network applies the ReLU of the last block of a stage."""
 
     def __init__(self, in_channels: int, width: int, stride: int = 1, final_relu: bool = False) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two of 1x1, the second of which doubles the width, around a shortcut."""
+    """A 1x1, a 3x3 and a width-doubling 1x1 convolution, with a shortcut."""
 
     def __init__(self, in_channels: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Bottleneck(nn.Module):
         self.shortcut = _shortcut(in_channels, 2 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, 2 * width, ceil(H / stride), ceil(W / stride)), without a last ReLU."""
+        """Return (N, 2 * width, ceil(H / stride), ceil(W / stride)), without a final ReLU."""
         out = F.relu(self.bn1(self.conv1(x)), inplace=True)
         out = F.relu(self.bn2(self.conv2(out)), inplace=True)
         total: Tensor = self.bn3(self.conv3(out)) + self.shortcut(x)
@@ -70,14 +70,14 @@ class Bottleneck(nn.Module):
 
 
 def _stage(in_channels: int, width: int, depth: int, stride: int = 1) -> nn.Sequential:
-    """Return `depth` basic blocks, without the ReLU after the last."""
+    """Return `depth` basic blocks. The last one has no final ReLU."""
     first = BasicBlock(in_channels, width, stride, final_relu=depth > 1)
     rest = (BasicBlock(width, width, final_relu=index < depth - 1) for index in range(1, depth))
     return nn.Sequential(first, *rest)
 
 
 class DAPPMBranch(nn.Module):
-    """One scale of the pyramid: pool, project, enlarge again, and join with the scale before it."""
+    """One scale of the pyramid: pool, project, upsample, and combine with the previous scale."""
 
     def __init__(self, pool: nn.Module, in_channels: int, width: int) -> None:
         super().__init__()
@@ -91,13 +91,13 @@ class DAPPMBranch(nn.Module):
 
 
 class DAPPM(nn.Module):
-    """Deep aggregation pyramid pooling: five scales, from the features themselves to their mean."""
+    """Deep aggregation pyramid pooling over five scales, from full resolution to the global mean."""
 
     def __init__(self, in_channels: int, width: int, out_channels: int) -> None:
         super().__init__()
         full = nn.Sequential(*_bn_relu_conv(in_channels, width, kernel_size=1))
         pools = [nn.AvgPool2d(kernel, stride, padding=stride) for kernel, stride in _POOLS]
-        # Named as a branch, for the names of its weights.
+        # Wrapped as a branch to match the parameter names of checkpoints.
         self.branches = nn.ModuleList([nn.Sequential(OrderedDict(down_scale=full))])
         self.branches.extend(
             DAPPMBranch(pool, in_channels, width) for pool in (*pools, nn.AdaptiveAvgPool2d(1))
@@ -117,7 +117,7 @@ class DAPPM(nn.Module):
 
 
 class Head(nn.Module):
-    """Features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
+    """Map features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
 
     def __init__(self, in_channels: int, width: int, num_classes: int) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class Head(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The branch of low resolution: a stem to 1/4, and stages at 1/4, 1/8, 1/16 and 1/32.
+    """The low-resolution branch: a stem to 1/4, and stages at 1/4, 1/8, 1/16 and 1/32.
 
-    The stage at 1/16 is a list: between its parts the two resolutions exchange what they have.
+    The stage at 1/16 is a list, because the two resolutions exchange features between its parts.
     """
 
     def __init__(self, width: int, depths: tuple[int, int, int, int], repeats: int) -> None:
@@ -156,25 +156,25 @@ class Backbone(nn.Module):
 
 
 class DDRNet(nn.Module):
-    """DDRNet; build it with `ddrnet_23`, `ddrnet_23_slim` or `ddrnet_39`.
+    """DDRNet. Build it with `ddrnet_23`, `ddrnet_23_slim` or `ddrnet_39`.
 
     Parameter names are those of SuperGradients' checkpoints.
 
-    In training the mean over the image is normalised over the batch: it needs at least two images, over
-    all processes where BatchNorm is synchronised.
+    Training requires at least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is
+    applied to global means.
 
     Args:
-        num_classes: channels of the logits.
-        width: channels at 1/4 of the resolution; 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
-        depths: blocks in each stage of the low resolution.
-        high_width: channels of the branch that stays at 1/8.
-        high_depth: blocks in each of its first two stages.
-        head_width: channels within the heads.
-        repeats: how often the stage at 1/16 is repeated, exchange included.
-        use_aux_heads: whether training also supervises the high resolution half-way.
+        num_classes: Number of output channels.
+        width: Channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
+        depths: Number of blocks in each low-resolution stage.
+        high_width: Channels of the high-resolution branch at 1/8.
+        high_depth: Number of blocks in each of its first two stages.
+        head_width: Channels within the heads.
+        repeats: Number of repetitions of the stage at 1/16, exchange included.
+        use_aux_heads: Whether to add an auxiliary head to the high-resolution branch in training.
 
     Raises:
-        ModelError: `num_classes` is below 1.
+        ModelError: If `num_classes` is less than 1.
     """
 
     def __init__(
@@ -214,13 +214,13 @@ class DDRNet(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
         return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 
-        In training mode with the auxiliary head: the tuple (main, auxiliary), both interpolated to H x W.
+        In training mode with the auxiliary head, return the tuple (main, auxiliary), both interpolated to H x W.
         """
         backbone, image = self._backbone, x
         low = high = backbone.layer2(F.relu(backbone.layer1(backbone.stem(x))))
@@ -239,7 +239,7 @@ class DDRNet(nn.Module):
 
 
 def _exchange(low: Tensor, high: Tensor, down: nn.Module, compression: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return either resolution with the other one's features added."""
+    """Return both resolutions, each with the features of the other added."""
     return low + down(F.relu(high)), high + resize(compression(F.relu(low)), high)
 
 

@@ -1,4 +1,4 @@
-"""The loss of the PP-LiteSeg and DDRNet recipes: cross-entropy, more of it near edges, and Dice."""
+"""The loss of the PP-LiteSeg and DDRNet recipes: cross-entropy with extra weight near edges, and Dice."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _EPS = 1e-5
 
 @MODELS.register_module()
 class DiceCEEdgeLoss(nn.Module):
-    """Cross-entropy over all pixels and once more over those near an edge, plus Dice, for each head.
+    """Cross-entropy over all pixels and additionally over pixels near edges, plus Dice, for each head.
 
     With `p` the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels
-    in whose `edge_kernel` x `edge_kernel` neighbourhood (cut off at the border) more than one label occurs,
+    with more than one label in their `edge_kernel` x `edge_kernel` neighbourhood (clipped at the border),
     and ce = -log p[y] in V, 0 elsewhere::
 
         CE   = ce_edge_weights[0] * mean(ce) + ce_edge_weights[1] * mean(ce over E)
@@ -32,24 +32,24 @@ class DiceCEEdgeLoss(nn.Module):
                A_c = sum of p[c] over V + number of pixels with y = c
         loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
 
-    The first mean counts ignored pixels, and an edge to them is an edge, as in the recipes' own definition
-    (SuperGradients). Without any pixel in E its mean is 0. A detail head (one channel) predicts E: its CE is
-    the binary cross-entropy with E, and its Dice that of the sigmoid. Dice is that of V-Net (arXiv 1606.04797).
+    As in SuperGradients, the first mean includes ignored pixels, and a border to ignored pixels is an edge. The mean
+    over an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and its
+    Dice is computed from the sigmoid. Dice is that of V-Net (arXiv 1606.04797).
 
-    Half-precision logits are summed in float32. Nothing waits for the device or depends on the data's values.
+    Half-precision logits are summed in float32. The loss does not synchronise with the device.
 
     Args:
-        num_classes: channels of the logits.
-        num_aux_heads: how many outputs follow the main one.
-        num_detail_heads: how many one-channel outputs follow those.
-        weights: factors of all outputs, in the network's order.
-        dice_ce_weights: factors of cross-entropy and of Dice, in this order.
-        ignore_index: targets of this value do not count.
-        edge_kernel: width of the neighbourhood, odd: an edge is `edge_kernel - 1` pixels wide.
-        ce_edge_weights: factors of the cross-entropy of all pixels, and of those near an edge.
+        num_classes: Number of channels of the logits.
+        num_aux_heads: Number of auxiliary outputs after the main one.
+        num_detail_heads: Number of one-channel detail outputs after the auxiliary ones.
+        weights: Factors of all outputs, in the network's order.
+        dice_ce_weights: Factors of cross-entropy and Dice, in this order.
+        ignore_index: Target value of ignored pixels.
+        edge_kernel: Odd width of the neighbourhood. An edge is `edge_kernel - 1` pixels wide.
+        ce_edge_weights: Factors of the cross-entropy of all pixels, and of pixels near edges.
 
     Raises:
-        ModelError: the numbers of weights and heads differ, or `edge_kernel` is not odd.
+        ModelError: If the numbers of weights and heads differ, or `edge_kernel` is not odd.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class DiceCEEdgeLoss(nn.Module):
     ) -> None:
         super().__init__()
         heads = 1 + num_aux_heads + num_detail_heads
-        for name, given, needed in (
+        for name, values, needed in (
             ("weights", weights, heads),
             ("dice_ce_weights", dice_ce_weights, 2),
             ("ce_edge_weights", ce_edge_weights, 2),
         ):
-            if len(given) != needed:
-                raise ModelError(f"DiceCEEdgeLoss: {name} must be {needed} numbers, not {list(given)}")
+            if len(values) != needed:
+                raise ModelError(f"DiceCEEdgeLoss: {name} must be {needed} numbers, not {list(values)}")
         if edge_kernel < 1 or edge_kernel % 2 == 0:
             raise ModelError(f"DiceCEEdgeLoss: edge_kernel must be odd and positive, not {edge_kernel}")
         self.num_classes = num_classes
@@ -88,12 +88,12 @@ class DiceCEEdgeLoss(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: logits (N, num_classes, H, W) of all heads, main first, details (N, 1, H, W) last; or the
-                main ones alone, as a network in evaluation gives them.
-            targets: class ids (N, H, W), of any integer dtype.
+            outputs: Logits (N, num_classes, H, W) of all heads, main first, details (N, 1, H, W) last. In
+                evaluation mode, only the main logits.
+            targets: Class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: outputs are not as many, or not as wide, as was said.
+            ModelError: If the number of outputs or of their channels is wrong.
         """
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         self._check(outputs)
@@ -119,14 +119,14 @@ class DiceCEEdgeLoss(nn.Module):
         if len(outputs) not in (1, len(self.names)):
             raise ModelError(
                 f"DiceCEEdgeLoss expects {len(self.names)} outputs ({', '.join(self.names)}), but the network "
-                f"has {len(outputs)}: set num_aux_heads and num_detail_heads to what it gives in training"
+                f"has {len(outputs)}; set num_aux_heads and num_detail_heads to match its outputs in training"
             )
         for name, logits in zip(self.names, outputs, strict=False):
             needed = 1 if name.startswith("loss_detail") else self.num_classes
             if logits.shape[1] != needed:
                 raise ModelError(
-                    f"DiceCEEdgeLoss expects {needed} channels for {name}, but the network gives "
-                    f"{logits.shape[1]}: give both the same num_classes (without the ignored label)"
+                    f"DiceCEEdgeLoss expects {needed} channels for {name}, but the network returns "
+                    f"{logits.shape[1]}; set the same num_classes for both (without the ignored label)"
                 )
 
     def _cross_entropy(self, log_p: Tensor, targets: Tensor, edges: Tensor) -> Tensor:
@@ -136,8 +136,8 @@ class DiceCEEdgeLoss(nn.Module):
 
 
 def _edges(targets: Tensor, kernel: int) -> Tensor:
-    """Return True, (N, H, W), where the neighbourhood holds more than one label."""
-    # Where some class is dilated but not eroded, in terms of one label map instead of a map for each class.
+    """Return a mask (N, H, W) that is True where the neighbourhood has more than one label."""
+    # Dilation minus erosion of all classes, computed on a single label map.
     labels = targets.float()
     extremes = torch.stack((labels, -labels), dim=1)
     extremes = F.max_pool2d(extremes, (kernel, 1), stride=1, padding=(kernel // 2, 0))
@@ -146,7 +146,7 @@ def _edges(targets: Tensor, kernel: int) -> Tensor:
 
 
 def _dice(p: Tensor, hits: Tensor) -> Tensor:
-    """Return the mean over channels of 1 - Dice, for probabilities and truth (N, C, H, W)."""
+    """Return the mean over channels of 1 - Dice, for probabilities and targets (N, C, H, W)."""
     over = (0, 2, 3)
     intersection = (p * hits).sum(over)
     area = p.sum(over) + hits.sum(over)

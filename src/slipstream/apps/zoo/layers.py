@@ -1,7 +1,6 @@
-"""The parts that several networks of the zoo share.
+"""Layers shared by several networks of the zoo.
 
-Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so that weights
-trained there load here.
+Parameter names follow SuperGradients' checkpoints (`seq.conv`, `seq.bn`, `seg_head`), so their weights can be loaded.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["ConvBNReLU", "SegmentationHead", "check_num_classes", "init_weights"
 
 
 class ConvBNReLU(nn.Module):
-    """A convolution without bias, BatchNorm and (unless `relu` is off) ReLU; padded to keep the size.
+    """A convolution without bias, BatchNorm and, if `relu` is True, ReLU. The convolution has same-size padding.
 
     Returns (N, out_channels, ceil(H / stride), ceil(W / stride)).
     """
@@ -47,7 +46,7 @@ class ConvBNReLU(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
+    """Map features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
 
     def __init__(self, in_channels: int, mid_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -64,14 +63,14 @@ class SegmentationHead(nn.Module):
 
 
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
-    """Return `x` at the height and width of `like`, interpolated bilinearly.
+    """Return `x` interpolated bilinearly to the height and width of `like`.
 
-    The same numbers as `F.interpolate`, as two matrix products: several times faster on CPU, and its
-    gradient is deterministic on every device. With `align_corners` the outermost pixels' centres stay
-    where they are, otherwise the image's edges do.
+    The results equal `F.interpolate`, computed as two matrix products. This is several times faster on CPU, and the
+    gradient is deterministic on all devices. With `align_corners`, the centres of the corner pixels are aligned.
+    Otherwise, the edges of the image are aligned.
     """
-    # Inductor turns F.interpolate's gradient into scatters, and on CPU (torch 2.13) it may drop them:
-    # every gradient of the network is then zero.
+    # Inductor converts F.interpolate's gradient to scatters, and on CPU (torch 2.13) it may drop them. All gradients
+    # of the network are then zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)
@@ -79,7 +78,7 @@ def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
 
 
 def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> Tensor:
-    """Return the matrix (target, source) that interpolates linearly, in the dtype and place of `x`."""
+    """Return the linear interpolation matrix (target, source) in the dtype and on the device of `x`."""
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
     positions = torch.arange(target, dtype=dtype, device=x.device)
     if align_corners:
@@ -92,7 +91,7 @@ def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> 
 
 
 def init_weights(model: nn.Module) -> None:
-    """Draw convolutions from He's normal distribution (fan-out, arXiv 1502.01852); BatchNorm is 1 and 0."""
+    """Initialise convolutions from He's normal distribution (fan-out, arXiv 1502.01852), and BatchNorm to 1 and 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
@@ -102,6 +101,8 @@ def init_weights(model: nn.Module) -> None:
 
 
 def check_num_classes(num_classes: int) -> None:
-    """Raise `ModelError` unless there is at least one class to predict."""
+    """Raise `ModelError` unless `num_classes` is at least 1."""
     if num_classes < 1:
-        raise ModelError(f"num_classes must be at least 1, not {num_classes}; count the data set's classes")
+        raise ModelError(
+            f"num_classes must be at least 1, not {num_classes}; use the dataset's number of classes"
+        )

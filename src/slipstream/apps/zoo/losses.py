@@ -1,4 +1,4 @@
-"""Losses that stay on the device: no synchronisation, no data-dependent shape, no NaN."""
+"""Losses without device synchronisation, data-dependent shapes or NaN."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ __all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
 
 @MODELS.register_module()
 class CrossEntropy(nn.Module):
-    """Cross-entropy of classes or pixels: `nn.CrossEntropyLoss`, but 0 with gradient 0 where no target counts.
+    """Cross-entropy of images or pixels: `nn.CrossEntropyLoss`, but 0 with gradient 0 if all targets are ignored.
 
     Half-precision logits are summed in float32.
 
     Args:
-        ignore_index: targets of this value do not count.
-        label_smoothing: the share of each target that is spread over all classes (arXiv 1512.00567), from 0 to 1.
-        weight: a factor of each class; the mean is divided by the sum of the targets' factors.
+        ignore_index: Target value to ignore.
+        label_smoothing: Amount of smoothing from 0 to 1 (arXiv 1512.00567).
+        weight: Weight of each class. The mean is divided by the sum of the targets' weights.
 
     Raises:
-        ConfigError: `label_smoothing` is out of its range.
+        ConfigError: If `label_smoothing` is out of range.
     """
 
     weight: Tensor | None
@@ -36,7 +36,7 @@ class CrossEntropy(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 <= label_smoothing <= 1:
-            raise ConfigError(f"a share from 0 to 1 is needed, not {label_smoothing}", "label_smoothing")
+            raise ConfigError(f"must be between 0 and 1, not {label_smoothing}", "label_smoothing")
         self.ignore_index = ignore_index
         self.label_smoothing = label_smoothing
         factors = None if weight is None else torch.as_tensor(weight, dtype=torch.float32)
@@ -46,17 +46,17 @@ class CrossEntropy(nn.Module):
         """Return the loss, 0-dim.
 
         Args:
-            outputs: logits (N, classes) or (N, classes, H, W).
-            targets: class ids (N,) or (N, H, W) of any integer dtype; or shares of the classes in the shape of the
-                logits, all of which count.
+            outputs: Logits (N, classes) or (N, classes, H, W).
+            targets: Class ids (N,) or (N, H, W) of any integer dtype; or class probabilities in the shape of the
+                logits, none of which is ignored.
 
         Raises:
-            ModelError: the network has several outputs.
+            ModelError: If the network has several outputs.
         """
         if not isinstance(outputs, Tensor):
             raise ModelError(
-                f"CrossEntropy is the loss of one output, and the network has {len(outputs)} in training: switch its "
-                "auxiliary heads off (use_aux_heads=False), or take a loss of several heads, such as DiceCEEdgeLoss"
+                f"CrossEntropy requires a single output, but the network has {len(outputs)} in training; disable its "
+                "auxiliary heads (use_aux_heads=False), or use a loss for several heads, such as DiceCEEdgeLoss"
             )
         logits, smoothing = at_least_float32(outputs), self.label_smoothing
         if targets.is_floating_point():
@@ -73,21 +73,21 @@ class CrossEntropy(nn.Module):
         counts = targets != self.ignore_index
         if self.weight is None:
             return total / counts.sum().clamp_min(1)
-        share = (self.weight[targets.where(counts, 0)] * counts).sum()
-        return total / share.where(share > 0, 1)
+        weight_sum = (self.weight[targets.where(counts, 0)] * counts).sum()
+        return total / weight_sum.where(weight_sum > 0, 1)
 
 
 @MODELS.register_module()
 class MultiHeadCrossEntropy(nn.Module):
-    """The mean cross-entropy over the pixels that count, for each output of a network, times its weight.
+    """The weighted mean cross-entropy over the pixels that are not ignored, for each output of a network.
 
-    A batch without any pixel that counts gives 0 with gradient 0, where `nn.CrossEntropyLoss` gives NaN.
+    If all pixels of a batch are ignored, the loss is 0 with gradient 0 (`nn.CrossEntropyLoss` returns NaN).
     Half-precision logits are summed in float32.
 
     Args:
-        weights: factors of the main output and of the auxiliary ones, in the network's order; a network
-            with fewer outputs uses the first.
-        ignore_index: targets of this value do not count.
+        weights: Factors of the main and the auxiliary outputs, in the network's order. A network with fewer outputs
+            uses the first ones.
+        ignore_index: Target value of ignored pixels.
     """
 
     def __init__(self, weights: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4), ignore_index: int = 255) -> None:
@@ -99,18 +99,18 @@ class MultiHeadCrossEntropy(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: logits (N, classes, H, W), or a tuple of them; main output first.
-            targets: class ids (N, H, W), of any integer dtype.
+            outputs: Logits (N, classes, H, W), or a tuple of them with the main output first.
+            targets: Class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: there are more outputs than weights.
+            ModelError: If there are more outputs than weights.
         """
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         if len(outputs) > len(self.weights):
             raise ModelError(
-                f"MultiHeadCrossEntropy has {len(self.weights)} weights for the network's {len(outputs)} "
-                "outputs; give `weights` one factor for each, the main output first"
+                f"MultiHeadCrossEntropy has {len(self.weights)} weights, but the network has {len(outputs)} "
+                "outputs; set one weight per output, main output first"
             )
         targets = targets.long()
         count = (targets != self.ignore_index).sum().clamp_min(1)
@@ -127,5 +127,5 @@ class MultiHeadCrossEntropy(nn.Module):
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Return logits in which the values of many pixels can be summed: float16 and bfloat16 as float32."""
+    """Return float16 and bfloat16 logits as float32, so that the values of many pixels can be summed."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

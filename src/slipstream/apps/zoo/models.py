@@ -1,4 +1,4 @@
-"""The recipes' networks by name, with weights from a file: `models.get("ddrnet_23", num_classes=19)`."""
+"""The recipes' networks by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ _BACKBONES = {
     "SegFormer": "_backbone",
     "ResNet": "",
 }
-"""The part of a network that a backbone's weights are for, by its class; all of it where this is empty."""
+"""Name of the submodule for backbone weights, by network class. Empty for the whole network."""
 
-_SAID_ELSEWHERE = {
+_RENAMED_OPTIONS = {
     "aux_head": "use_aux_heads",
     "dropout_prob": "dropout",
     "drop_path_prob": "drop_path",
     "sync_bn": "training_params.sync_bn",
 }
-"""What SuperGradients' recipes have written over the years for what has another name or place."""
+"""Keys of older SuperGradients recipes that have another name or location here."""
 
 
 def names() -> list[str]:
-    """Return the names that `get` knows, sorted."""
+    """Return the sorted names that `get` accepts."""
     scaled = ["pp_lite_t_seg", "pp_lite_b_seg", "stdc1_seg", "stdc2_seg"]
-    # The recipes at half and at three quarters of the images' resolution share one network.
+    # The recipes with half and three-quarter image resolution share one network.
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
     known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
     known += [f"segformer_b{size}" for size in range(6)]
@@ -58,44 +58,46 @@ def get(
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a network of the recipes, in training mode, with random weights or those of a file.
+    """Return a network in training mode, with random weights or those of a file.
 
     Args:
-        name: one of `names()`.
-        num_classes: classes to predict; `arch_params` may hold them instead.
-        arch_params: as `options`.
-        checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain dict of tensors; see `load`.
-        strict_load, load_backbone: as in `load`.
-        checkpoint_num_classes: classes of the file's network; where they differ from `num_classes`, its last layers
-            are skipped, and logged.
-        pretrained_weights: only None: nothing is downloaded.
-        options: further arguments of the network, such as `use_aux_heads`.
+        name: One of `names()`.
+        num_classes: Number of classes. It may also be set in `arch_params`.
+        arch_params: See `options`.
+        checkpoint_path: A checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
+        strict_load, load_backbone: See `load`.
+        checkpoint_num_classes: Number of classes of the checkpoint. If it differs from `num_classes`, the
+            classification layers are skipped and logged.
+        pretrained_weights: Must be None, because downloads are not supported.
+        options: Further arguments of the network, such as `use_aux_heads`.
 
     Raises:
-        UnknownNameError: there is no such network.
-        BuildError: the network has no such option.
-        ConfigError: no number of classes, or two; or weights to be downloaded.
-        CheckpointError: the file cannot be read, or belongs to another network.
+        UnknownNameError: If the network does not exist.
+        BuildError: If the network does not have such an option.
+        ConfigError: If the number of classes is missing or ambiguous, or `pretrained_weights` is set.
+        CheckpointError: If the file cannot be read or belongs to another network.
     """
     if name not in (known := names()):
         raise UnknownNameError(
-            f"there is no network '{name}'{did_you_mean(name, known)} (there are: {', '.join(known)})"
+            f"no network is named '{name}'{did_you_mean(name, known)} (available: {', '.join(known)})"
         )
     if pretrained_weights is not None:
         raise ConfigError(
-            f"nothing is downloaded: fetch the weights of '{pretrained_weights}' yourself and give their file as "
-            "checkpoint_path (and load_backbone=True if they are a backbone's)",
+            f"downloads are not supported; download the weights of '{pretrained_weights}' and set checkpoint_path to "
+            "the file (and load_backbone=True for backbone weights)",
             "pretrained_weights",
         )
     options = {**(arch_params or {}), **options}
-    given = options.pop("num_classes", None)
-    if num_classes is None and given is None:
-        raise ConfigError(f"'{name}' needs a number of classes", "num_classes")
-    if None not in (num_classes, given) and num_classes != given:
-        raise ConfigError(f"is {num_classes}, and {given} in arch_params: give one of them", "num_classes")
-    classes: int = num_classes if num_classes is not None else given
-    for word in _SAID_ELSEWHERE.keys() & options.keys():
-        raise ConfigError(f"is {_SAID_ELSEWHERE[word]} here", f"arch_params.{word}")
+    arch_classes = options.pop("num_classes", None)
+    if num_classes is None and arch_classes is None:
+        raise ConfigError(f"'{name}' requires a number of classes", "num_classes")
+    if None not in (num_classes, arch_classes) and num_classes != arch_classes:
+        raise ConfigError(
+            f"is {num_classes}, but {arch_classes} in arch_params; remove one of them", "num_classes"
+        )
+    classes: int = num_classes if num_classes is not None else arch_classes
+    for key in _RENAMED_OPTIONS.keys() & options.keys():
+        raise ConfigError(f"use {_RENAMED_OPTIONS[key]} instead", f"arch_params.{key}")
     network: nn.Module = MODELS.build({"type": name, "num_classes": classes, **options})
     if checkpoint_path is not None:
         if checkpoint_num_classes not in (None, classes):
@@ -107,32 +109,32 @@ def get(
 def load(
     network: nn.Module, checkpoint_path: str | Path, strict_load: Any = True, load_backbone: bool = False
 ) -> None:
-    """Load the weights of a file into a network, and log what was skipped.
+    """Load the weights of a file into a network, and log the skipped ones.
 
-    Of a checkpoint that a `SupervisedModel` wrote, its network is taken; of SuperGradients' two networks the average
-    (`ema_net`) where there is one. What DDP (`module.`) and `torch.compile` (`_orig_mod.`) put before names is dropped.
+    From a checkpoint of a `SupervisedModel`, only its network is loaded. SuperGradients' `ema_net` is preferred to
+    `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are removed.
 
     Args:
-        network: the bare network.
-        checkpoint_path: as in `get`.
-        strict_load: True: every weight must match. False: those that do not are skipped. `'no_key_matching'`: where the
-            names differ, weights are taken in their order, and each must have the shape of its counterpart.
-            SuperGradients' `StrictLoad`, and its recipes' dict with a `value`, stand for their value.
-        load_backbone: the file holds a backbone, such as a classifier trained on ImageNet: it is loaded into that
-            part of the network, and what does not match is skipped.
+        network: The unwrapped network.
+        checkpoint_path: See `get`.
+        strict_load: True: all names and shapes must match. False: skip mismatches. `'no_key_matching'`: match by
+            order if the names differ; shapes must match. SuperGradients' `StrictLoad` and its recipes' dicts with a
+            `value` are accepted.
+        load_backbone: The file contains a backbone, such as a classifier trained on ImageNet. It is loaded into the
+            backbone of the network, and mismatches are skipped.
 
     Raises:
-        ConfigError: an unknown `strict_load`.
-        ModelError: the network has no backbone.
-        CheckpointError: the file cannot be read, or belongs to another network.
+        ConfigError: If `strict_load` is invalid.
+        ModelError: If the network has no backbone.
+        CheckpointError: If the file cannot be read or belongs to another network.
     """
     strict = _strictness(strict_load)
-    place = _backbone(network) if load_backbone else ""
-    part = network.get_submodule(place)
+    path = _backbone(network) if load_backbone else ""
+    part = network.get_submodule(path)
     state = _weights(checkpoint_path)
     if any(key.startswith("network.") for key in state):
         state = {key: value for key, value in state.items() if key.startswith("network.")}
-    inner = rf"({re.escape(place)}\.|backbone\.)?" if load_backbone else ""
+    inner = rf"({re.escape(path)}\.|backbone\.)?" if load_backbone else ""
     state = revise(state, [(r"^(network\.)?((module|_orig_mod)\.)*" + inner, "")])
     own = part.state_dict()
     matching = bool(state.keys() & own.keys()) if load_backbone else state.keys() == own.keys()
@@ -145,7 +147,7 @@ def load(
 
 def _strictness(value: Any) -> bool | str:
     plain = value.get("value") if isinstance(value, Mapping) else getattr(value, "value", value)
-    if plain == "key_matching":  # SuperGradients' word for skipping what does not match
+    if plain == "key_matching":  # SuperGradients' name for skipping mismatches
         return False
     if plain is None or isinstance(plain, bool) or plain == "no_key_matching":
         return True if plain is None else plain
@@ -156,27 +158,27 @@ def _strictness(value: Any) -> bool | str:
 
 
 def _backbone(network: nn.Module) -> str:
-    place = _BACKBONES.get(type(network).__name__, "backbone")
-    if place == "backbone" and not isinstance(getattr(network, place, None), nn.Module):
+    path = _BACKBONES.get(type(network).__name__, "backbone")
+    if path == "backbone" and not isinstance(getattr(network, path, None), nn.Module):
         raise ModelError(
-            f"{type(network).__name__} has no part named 'backbone' that load_backbone could load weights into"
+            f"load_backbone requires a submodule 'backbone', which {type(network).__name__} does not have"
         )
-    return place
+    return path
 
 
 def _in_order(
     own: Mapping[str, Tensor], state: Mapping[str, Tensor], may_end_earlier: bool, source: str | Path
 ) -> dict[str, Tensor]:
-    """Return the weights under the network's names, given in the same order; a backbone's classifier may follow."""
+    """Return the weights, matched by order, under the network's names. A backbone's classifier may follow."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
-            f"{source} belongs to another model: it holds {len(state)} tensors, the model {len(own)}, so they cannot "
-            "be matched by their order"
+            f"{source} belongs to another model: it contains {len(state)} tensors and the model {len(own)}, so they "
+            "cannot be matched by order"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
         if value.shape != wanted.shape:
             raise CheckpointError(
-                f"{source} belongs to another model: by their order, {theirs} is {mine}, but they are "
+                f"{source} belongs to another model: matched by order, {theirs} is {mine}, but the shapes are "
                 f"{tuple(value.shape)} and {tuple(wanted.shape)}"
             )
     rest = dict(list(state.items())[len(own) :])
@@ -191,5 +193,7 @@ def _weights(path: str | Path) -> dict[str, Tensor]:
             break
     tensors = {key: value for key, value in checkpoint.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise CheckpointError(f"{path} holds no weights: none of its keys {sorted(checkpoint)} is a tensor")
+        raise CheckpointError(
+            f"{path} contains no weights: none of its keys {sorted(checkpoint)} is a tensor"
+        )
     return tensors

@@ -17,7 +17,7 @@ _AUX_CHANNELS = (32, 64, 64)
 
 
 class SPPM(nn.Module):
-    """Simple pyramid pooling: the sum of the features pooled to 1x1, 2x2 and 4x4, then a convolution."""
+    """Simple pyramid pooling: the sum of features pooled to 1x1, 2x2 and 4x4, followed by a convolution."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SPPM(nn.Module):
 
 
 class UAFM(nn.Module):
-    """Unified attention fusion with spatial attention: a weight per pixel mixes features and skip."""
+    """Unified attention fusion with spatial attention: a weight per pixel blends features and skip."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -73,9 +73,9 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The flexible lightweight decoder: fuse the skips from deep to shallow, with ever fewer channels.
+    """The flexible lightweight decoder: fuse the skips from deep to shallow, with a decreasing number of channels.
 
-    Each fusion puts out the width of the next skip, the last one `out_channels`.
+    Each fusion outputs the width of the next skip. The last one outputs `out_channels`.
     """
 
     def __init__(self, skip_channels: tuple[int, int, int], out_channels: int) -> None:
@@ -92,20 +92,20 @@ class Decoder(nn.Module):
 
 
 class PPLiteSeg(nn.Module):
-    """PP-LiteSeg on an STDC backbone; build it with `pp_lite_t_seg` or `pp_lite_b_seg`.
+    """PP-LiteSeg with an STDC backbone. Build it with `pp_lite_t_seg` or `pp_lite_b_seg`.
 
-    Parameter names are those of SuperGradients' checkpoints; the backbone is `encoder.backbone`.
+    Parameter names are those of SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
-        num_classes: channels of the logits.
-        blocks: STDC blocks in each of the last three stages of the backbone.
-        skip_channels: widths of the skips at 1/8, 1/16 and 1/32.
-        head_channels: width of the decoder's output and of the classifier's input.
-        use_aux_heads: whether training also supervises the three skips.
-        dropout: probability that an activation before a classifier is zeroed in training.
+        num_classes: Number of output channels.
+        blocks: Number of STDC blocks in each of the last three stages of the backbone.
+        skip_channels: Widths of the skips at 1/8, 1/16 and 1/32.
+        head_channels: Width of the decoder's output and of the classifier's input.
+        use_aux_heads: Whether to add auxiliary heads to the three skips in training.
+        dropout: Dropout probability before the classifiers in training.
 
     Raises:
-        ModelError: `num_classes` is below 1.
+        ModelError: If `num_classes` is less than 1.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class PPLiteSeg(nn.Module):
         check_num_classes(num_classes)
         self.encoder = Encoder(STDCBackbone(blocks), skip_channels)
         self.decoder = Decoder(skip_channels, head_channels)
-        # The sequences of one keep the names of checkpoints in which an upsampling module follows the head.
+        # Sequentials of one module match checkpoints with an upsampling module after the head.
         self.seg_head = nn.Sequential(SegmentationHead(head_channels, head_channels, num_classes, dropout))
         self.aux_heads = nn.ModuleList(
             nn.Sequential(SegmentationHead(skip, hidden, num_classes, dropout))
@@ -131,13 +131,13 @@ class PPLiteSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
         return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 
-        In training mode with auxiliary heads: the tuple (main, aux at 1/8, aux at 1/16, aux at 1/32),
+        In training mode with auxiliary heads, return the tuple (main, aux at 1/8, aux at 1/16, aux at 1/32),
         all interpolated to H x W.
         """
         skips, context = self.encoder(x)

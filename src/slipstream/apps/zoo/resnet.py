@@ -1,4 +1,4 @@
-"""ResNet (arXiv 1512.03385), with torchvision's parameter names, so that its weights load as they are."""
+"""ResNet (arXiv 1512.03385) with torchvision's parameter names, so torchvision weights can be loaded directly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions around a shortcut."""
+    """Two 3x3 convolutions with a shortcut."""
 
     expansion = 1
 
@@ -48,7 +48,7 @@ class BasicBlock(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 around a shortcut; the 3x3 carries the stride (ResNet v1.5)."""
+    """A 1x1, a 3x3 and a 1x1 convolution with a shortcut. The 3x3 convolution has the stride (ResNet v1.5)."""
 
     expansion = 4
 
@@ -78,14 +78,14 @@ class ResNet(nn.Module):
 
     Args:
         block: `BasicBlock` or `Bottleneck`.
-        depths: blocks in each stage.
-        num_classes: classes of the classifier.
-        in_channels: channels of the images.
-        small_input: a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 and no
-            max-pooling, in place of 7x7 with stride 2 and pooling.
+        depths: Number of blocks in each stage.
+        num_classes: Number of classes.
+        in_channels: Number of image channels.
+        small_input: Whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 instead
+            of a 7x7 convolution with stride 2 and max-pooling.
 
     Raises:
-        ModelError: `num_classes` is below 1.
+        ModelError: If `num_classes` is less than 1.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates of SuperGradients' `finetune`: the classifier learns, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the classifier is trained, the rest is frozen."""
         return {"fc": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

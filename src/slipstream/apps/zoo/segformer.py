@@ -1,4 +1,4 @@
-"""SegFormer, a segmentation network on a hierarchical transformer (arXiv 2105.15203)."""
+"""SegFormer, a segmentation network with a hierarchical transformer (arXiv 2105.15203)."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REDUCTIONS = (8, 4, 2, 1)
 _STRIDES = (4, 2, 2, 2)
 _MIN_SIZE = 32
 
-# Tokens are (N, h, w, C) throughout: seen by a convolution (N, C, h, w), they are a channels-last image already.
+# Tokens have shape (N, h, w, C) throughout. As (N, C, h, w) for convolutions, they are already channels-last.
 
 
 def _image(tokens: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _tokens(image: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Overlapping patches: a convolution with a stride below its kernel, and LayerNorm."""
+    """Overlapping patches: a convolution with a stride smaller than its kernel, and LayerNorm."""
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class PatchEmbed(nn.Module):
 
 
 class EfficientSelfAttention(nn.Module):
-    """Attention of all tokens to keys and values at a resolution `reduction` times lower."""
+    """Attention of all tokens to keys and values at a resolution reduced by `reduction`."""
 
     def __init__(self, width: int, heads: int, reduction: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class EfficientSelfAttention(nn.Module):
         self.norm = nn.LayerNorm(width) if reduction > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, h, w, C) for `x` of (N, h, w, C), neither side below `reduction`."""
+        """Return (N, h, w, C) for `x` of (N, h, w, C) with h and w not less than `reduction`."""
         reduced = x
         if self.sr is not None and self.norm is not None:
             reduced = self.norm(_tokens(self.sr(_image(x))))
@@ -84,7 +84,7 @@ class EfficientSelfAttention(nn.Module):
 
 
 class MixFFN(nn.Module):
-    """A feed-forward part with a 3x3 depthwise convolution, which tells tokens where they are."""
+    """A feed-forward layer with a 3x3 depthwise convolution, which provides positional information."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -100,9 +100,9 @@ class MixFFN(nn.Module):
 
 
 class EncoderBlock(nn.Module):
-    """Attention and feed-forward part, each behind a LayerNorm and around a shortcut.
+    """Attention and feed-forward layers, each with LayerNorm and a shortcut.
 
-    In training a part is left out of an image with probability `drop_path` (arXiv 1603.09382).
+    In training, each layer is skipped per image with probability `drop_path` (arXiv 1603.09382).
     """
 
     def __init__(self, width: int, heads: int, reduction: int, drop_path: float) -> None:
@@ -141,7 +141,7 @@ class MixTransformer(nn.Module):
             in_channels = width
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """Return each stage's tokens, (N, ceil(H / 4), ceil(W / 4), widths[0]) and so on."""
+        """Return the tokens of each stage, (N, ceil(H / 4), ceil(W / 4), widths[0]) and so on."""
         features = []
         for number in range(1, len(_STRIDES) + 1):
             embed, blocks, norm = (
@@ -153,16 +153,16 @@ class MixTransformer(nn.Module):
 
 
 class FuseConv(nn.Conv2d):
-    """The 1x1 convolution over images resized to the size of the last and concatenated, computed in parts.
+    """A 1x1 convolution over concatenated images that are resized to the size of the last one, computed in parts.
 
-    Convolving each image by its share of the weights before resizing it gives the same numbers, since both are
-    linear, but most of the work is then done at low resolution, and the concatenation is never stored.
+    Each image is convolved with its part of the weights before it is resized. The result is the same because both
+    operations are linear. Most of the work is done at low resolution, and the concatenation is never stored.
     """
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
         """Return (N, out_channels, h, w) at the size of the last of the images."""
-        shares = self.weight.chunk(len(images), dim=1)
-        parts = [F.conv2d(image, share) for image, share in zip(images, shares, strict=True)]
+        weights = self.weight.chunk(len(images), dim=1)
+        parts = [F.conv2d(image, weight) for image, weight in zip(images, weights, strict=True)]
         out = parts[-1]
         for part in parts[:-1]:
             out = out + resize(part, out)
@@ -170,7 +170,7 @@ class FuseConv(nn.Conv2d):
 
 
 class DecodeHead(nn.Module):
-    """The all-MLP decoder: every stage projected to one width, resized to 1/4, fused and classified."""
+    """The all-MLP decoder: project each stage to one width, resize to 1/4, fuse and classify."""
 
     def __init__(self, widths: tuple[int, ...], width: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -192,21 +192,21 @@ class DecodeHead(nn.Module):
 
 
 class SegFormer(nn.Module):
-    """SegFormer; build it with `segformer_b0` ... `segformer_b5`.
+    """SegFormer. Build it with `segformer_b0` ... `segformer_b5`.
 
-    Parameter names are those of SuperGradients' checkpoints; the encoder is `_backbone`.
+    Parameter names are those of SuperGradients' checkpoints. The encoder is `_backbone`.
 
     Args:
-        num_classes: channels of the logits.
-        widths: channels of the encoder's four stages.
-        depths: blocks in each of them.
-        head_width: channels of the decoder.
-        drop_path: probability that the last block's parts are left out of an image in training; it grows
-            linearly from 0 at the first block.
-        dropout: probability that a channel before the classifier is zeroed in training.
+        num_classes: Number of output channels.
+        widths: Channels of the encoder's four stages.
+        depths: Number of blocks in each stage.
+        head_width: Channels of the decoder.
+        drop_path: Probability of skipping a layer of the last block in training. It increases linearly from 0 at
+            the first block.
+        dropout: Probability of zeroing a channel before the classifier in training.
 
     Raises:
-        ModelError: `num_classes` is below 1.
+        ModelError: If `num_classes` is less than 1.
     """
 
     def __init__(
@@ -225,26 +225,26 @@ class SegFormer(nn.Module):
         _init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates of SuperGradients' `finetune`: the decoder learns, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the decoder is trained, the rest is frozen."""
         return {"decode_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32.
 
         Raises:
-            ModelError: the images are smaller.
+            ModelError: If the images are smaller.
         """
         height, width = x.shape[-2:]
         if height < _MIN_SIZE or width < _MIN_SIZE:
             raise ModelError(
-                f"SegFormer needs images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}: "
+                f"SegFormer requires images of at least {_MIN_SIZE} x {_MIN_SIZE} pixels, not {height} x {width}; "
                 "enlarge or pad them (pad_size_divisor=32 of ImgDataPreprocessor)"
             )
         return resize(self.decode_head(self._backbone(x)), x)
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Draw linear weights with standard deviation 0.02, convolutions as He does (fan-out); biases are 0."""
+    """Initialise linear layers with standard deviation 0.02, convolutions as He (fan-out), and biases with 0."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)

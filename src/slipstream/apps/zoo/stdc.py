@@ -14,10 +14,10 @@ STDC2_BLOCKS = (4, 5, 3)
 
 
 class STDCBlock(nn.Module):
-    """Four convolutions in a row whose outputs are concatenated: 1/2, 1/4, 1/8 and 1/8 of `out_channels`.
+    """Four consecutive convolutions with concatenated outputs of 1/2, 1/4, 1/8 and 1/8 of `out_channels`.
 
-    With `stride` 2 the first output is average-pooled into the concatenation, and a depthwise
-    convolution halves the resolution before the second.
+    With `stride` 2, the first output is average-pooled before concatenation, and a depthwise
+    convolution halves the resolution before the second convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -46,9 +46,9 @@ class STDCBlock(nn.Module):
 
 
 class STDCBackbone(nn.Module):
-    """Five stages that halve the resolution each; the last three consist of `blocks` STDC blocks.
+    """Five stages that each halve the resolution. The last three consist of `blocks` STDC blocks.
 
-    Returns the last three stages' features at 1/8, 1/16 and 1/32 of the input, with `out_channels`
+    Returns the features of the last three stages at 1/8, 1/16 and 1/32 of the input, with `out_channels`
     (256, 512 and 1024) channels.
     """
 
@@ -69,7 +69,7 @@ class STDCBackbone(nn.Module):
             width = out_width
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return the features at 1/8, 1/16 and 1/32 of the resolution of `x`, sizes rounded up."""
+        """Return the features at 1/8, 1/16 and 1/32 of the resolution of `x`, with sizes rounded up."""
         features = []
         for stage in self.stages.values():
             x = stage(x)

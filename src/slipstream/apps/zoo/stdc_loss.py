@@ -1,4 +1,4 @@
-"""The loss of STDC-Seg (arXiv 2104.13188): hard pixels for the classifiers, the labels' edges for the details."""
+"""The loss of STDC-Seg (arXiv 2104.13188): hard example mining for classifiers, and an edge loss for details."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ __all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
 
 @MODELS.register_module()
 class OhemCELoss(nn.Module):
-    """Cross-entropy over the hard pixels only (online hard example mining, arXiv 1604.03540).
+    """Cross-entropy over hard pixels only (online hard example mining, arXiv 1604.03540).
 
-    Hard are the pixels whose own class gets a probability below `threshold`; where they are fewer than
-    k = max(1, floor(mining_percent * n)), of n pixels that count, the k pixels with the largest losses.
-    Pixels that tie for the last of the k places share them. The loss is the mean over the hard pixels,
-    and 0 with gradient 0 where no pixel counts. Nothing waits for the device.
+    Hard pixels are those whose own class has a probability below `threshold`, but at least the
+    k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n pixels are not ignored.
+    Pixels that tie for the last place are weighted equally. The loss is the mean over the hard pixels. It is 0 with
+    gradient 0 if all pixels are ignored. It does not synchronise with the device.
 
     Args:
-        threshold: probability, above 0 and at most 1.
-        mining_percent: the least share of pixels to keep, from 0 to 1.
-        ignore_index: targets of this value do not count.
+        threshold: Probability, greater than 0 and at most 1.
+        mining_percent: Minimum fraction of pixels to keep, from 0 to 1.
+        ignore_index: Target value of ignored pixels.
 
     Raises:
-        ConfigError: `threshold` or `mining_percent` is out of its range.
+        ConfigError: If `threshold` or `mining_percent` is out of range.
     """
 
     def __init__(
@@ -38,24 +38,26 @@ class OhemCELoss(nn.Module):
     ) -> None:
         super().__init__()
         if not 0 < threshold <= 1:
-            raise ConfigError(f"a probability above 0 and at most 1 is needed, not {threshold}", "threshold")
+            raise ConfigError(
+                f"must be a probability greater than 0 and at most 1, not {threshold}", "threshold"
+            )
         if not 0 <= mining_percent <= 1:
-            raise ConfigError(f"a share from 0 to 1 is needed, not {mining_percent}", "mining_percent")
+            raise ConfigError(f"must be between 0 and 1, not {mining_percent}", "mining_percent")
         self.mining_percent = mining_percent
         self.ignore_index = ignore_index
         self.hard_loss = -math.log(threshold)
 
     def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss, 0-dim, of logits (N, classes, H, W) for integer class ids (N, H, W)."""
+        """Return the loss, 0-dim, for logits (N, classes, H, W) and integer class ids (N, H, W)."""
         logits, targets = at_least_float32(logits), targets.long()
         losses = F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="none").flatten()
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
 
     def _weights(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """Return each pixel's part in the mean, given which count; they add up to 1."""
+        """Return the weight of each pixel in the mean. `counts` masks the pixels that are not ignored. The sum is 1."""
         most = max(1, int(self.mining_percent * losses.numel()))
-        # The number to keep is known on the device only, so the kth largest is read off the `most` largest;
-        # an ignored pixel's loss is 0, the least there is.
+        # The number of pixels to keep is only known on the device, so the kth largest is selected from the `most`
+        # largest. An ignored pixel has the smallest possible loss, 0.
         keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
         kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
         cut = kth.clamp_max(self.hard_loss)
@@ -66,14 +68,15 @@ class OhemCELoss(nn.Module):
 
 
 def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
-    """Return where the details of class ids (N, H, W) are: a bool map (N, 1, H, W).
+    """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
 
-    A pixel that counts is an edge when at least `threshold` of its eight neighbours have another class, do not count
-    or lie outside the image. Details are the edges, and every pixel whose 2x2 block begins with an edge.
+    A pixel is an edge if it is not ignored and at least `threshold` of its eight neighbours have another class, are
+    ignored or lie outside the image. Details are the edges, and all pixels whose 2x2 block begins with an edge.
 
-    This is what the paper's pyramid amounts to: a Laplacian (8 in the middle, -1 around) of each class's
-    mask, with strides 1, 2 and 4, each map 1 where it is at least `threshold`; enlarged, weighted by 0.6, 0.3 and
-    0.1, and 1 where the sum is at least 0.3. The third map decides nothing, and no gradient reaches the weights.
+    This is equivalent to the paper's pyramid: a Laplacian (8 in the centre, -1 around) of each class's mask with
+    strides 1, 2 and 4. Each map is 1 where it is at least `threshold`. The maps are upsampled and weighted by 0.6, 0.3
+    and 0.1, and the result is 1 where the sum is at least 0.3. The third map has no effect, and the weights receive
+    no gradient.
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)
@@ -88,24 +91,24 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
 
 @MODELS.register_module()
 class STDCLoss(nn.Module):
-    """`OhemCELoss` of the main and the auxiliary classifiers, plus the loss of the details.
+    """`OhemCELoss` of the main and the auxiliary outputs, plus a detail loss.
 
-    The detail loss is, times `detail_weights`, binary cross-entropy, a mean over all pixels, plus 1 - Dice, with
-    Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the batch.
-    Half-precision outputs are summed in float32.
+    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each times its factor of
+    `detail_weights`. Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the
+    batch. Half-precision outputs are summed in float32.
 
     Args:
-        num_classes: if given, the number of channels that the main output must have.
-        weights: factors of the main output, the auxiliary ones (s32, s16) and the details, in that order.
-        threshold: see `OhemCELoss`.
-        mining_percent: see `OhemCELoss`.
-        ignore_index: targets of this value do not count.
-        num_detail_heads: how many of the outputs, the last ones, are details.
-        detail_weights: factors of cross-entropy and of Dice, in this order.
-        detail_threshold: see `detail_target`, from 1 to 8.
+        num_classes: If set, the required number of channels of the main output.
+        weights: Factors of the main output, the auxiliary outputs (s32, s16) and the details, in this order.
+        threshold: See `OhemCELoss`.
+        mining_percent: See `OhemCELoss`.
+        ignore_index: Target value of ignored pixels.
+        num_detail_heads: Number of detail outputs, which are the last outputs.
+        detail_weights: Factors of cross-entropy and Dice, in this order.
+        detail_threshold: See `detail_target`, from 1 to 8.
 
     Raises:
-        ConfigError: an option is out of its range.
+        ConfigError: If an argument is out of range.
     """
 
     def __init__(
@@ -122,16 +125,16 @@ class STDCLoss(nn.Module):
         super().__init__()
         if len(weights) < 1 + num_detail_heads:
             raise ConfigError(
-                f"factors of the main output, any auxiliary ones and the details are needed, not {weights!r}",
+                f"must contain factors of the main output, any auxiliary outputs and the details, not {weights!r}",
                 "weights",
             )
         if len(detail_weights) != 2:
             raise ConfigError(
-                f"factors of cross-entropy and Dice are needed, not {detail_weights!r}", "detail_weights"
+                f"must contain factors of cross-entropy and Dice, not {detail_weights!r}", "detail_weights"
             )
         if not 1 <= detail_threshold <= 8:
             raise ConfigError(
-                f"a number of neighbours from 1 to 8 is needed, not {detail_threshold}", "detail_threshold"
+                f"must be a number of neighbours from 1 to 8, not {detail_threshold}", "detail_threshold"
             )
         self.num_classes = num_classes
         self.num_detail_heads = num_detail_heads
@@ -144,15 +147,16 @@ class STDCLoss(nn.Module):
     def forward(self, outputs: Tensor | tuple[Tensor, ...], targets: Tensor) -> dict[str, Tensor]:
         """Return `{"loss_main", "loss_aux0", ..., "loss_detail"}`, 0-dim tensors whose sum is the loss.
 
-        Several detail heads are `loss_detail0`, `loss_detail1`, ...
+        With several detail heads, the keys are `loss_detail0`, `loss_detail1`, ...
 
         Args:
-            outputs: (main, auxiliary..., details), as `STDCSeg` gives them in training: logits
-                (N, classes, H, W), the details' (N, 1, H, W); or the main logits alone.
-            targets: class ids (N, H, W), of any integer dtype.
+            outputs: (main, auxiliary..., details), as returned by `STDCSeg` in training: logits
+                (N, classes, H, W), and (N, 1, H, W) for details. In evaluation mode, only the main logits.
+            targets: Class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: the outputs are neither one nor as many as the weights, or not of `num_classes`.
+            ModelError: If the number of outputs is neither one nor that of the weights, or the number of classes
+                is not `num_classes`.
         """
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
@@ -173,13 +177,13 @@ class STDCLoss(nn.Module):
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
-                f"STDCLoss has {len(self.weights)} weights for the network's {len(outputs)} outputs; give "
-                "`weights` one factor for each: main, auxiliary ones, details"
+                f"STDCLoss has {len(self.weights)} weights, but the network has {len(outputs)} outputs; set one "
+                "factor in `weights` for each: main, auxiliary outputs, details"
             )
         if self.num_classes not in (None, outputs[0].shape[1]):
             raise ModelError(
-                f"STDCLoss expects {self.num_classes} classes, and the network puts out {outputs[0].shape[1]}; "
-                "give both the same num_classes"
+                f"STDCLoss expects {self.num_classes} classes, but the network returns {outputs[0].shape[1]}; "
+                "set the same num_classes for both"
             )
 
     def _detail(self, logits: Tensor, truth: Tensor) -> Tensor:

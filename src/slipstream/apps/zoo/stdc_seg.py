@@ -1,4 +1,4 @@
-"""STDC-Seg, a real-time segmentation network whose detail path is learnt in training only (arXiv 2104.13188)."""
+"""STDC-Seg, a real-time segmentation network that learns details in training only (arXiv 2104.13188)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _HIDDEN_CHANNELS = 64
 
 
 class AttentionRefinement(nn.Module):
-    """A convolution whose channels are then gated by their own global means."""
+    """A convolution whose output channels are gated by their global means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class AttentionRefinement(nn.Module):
 
 
 class GlobalContext(nn.Module):
-    """The features' global mean, projected: one vector per image."""
+    """The projected global mean of the features, one vector per image."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class GlobalContext(nn.Module):
 
 
 class ContextPath(nn.Module):
-    """The backbone, and its context brought from 1/32 over 1/16 to 1/8 of the resolution."""
+    """The backbone, and its context upsampled from 1/32 over 1/16 to 1/8 of the resolution."""
 
     def __init__(self, backbone: STDCBackbone, channels: int) -> None:
         super().__init__()
@@ -70,18 +70,18 @@ class ContextPath(nn.Module):
         features = self.backbone(x)
         feature8, feature16, feature32 = features
         context = self.arm32(feature32) + self.context_embedding(feature32)
-        context = self.arm16(feature16) + _cut(self.upsample32(context), feature16)
-        return features, _cut(self.upsample16(context), feature8)
+        context = self.arm16(feature16) + _crop(self.upsample32(context), feature16)
+        return features, _crop(self.upsample16(context), feature8)
 
 
-def _cut(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` without the row or column by which a doubled size may exceed an odd one."""
+def _crop(x: Tensor, like: Tensor) -> Tensor:
+    """Return `x` without the last row or column if it is larger than `like`, which may have an odd size."""
     height, width = like.shape[-2:]
     return x[..., :height, :width]
 
 
 class FeatureFusion(nn.Module):
-    """Joins details and context, and adds the channels that global means select once more."""
+    """Fuse details and context, and add the channels selected by their global means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -103,20 +103,19 @@ class FeatureFusion(nn.Module):
 
 
 class STDCSeg(nn.Module):
-    """STDC-Seg; build it with `stdc1_seg` or `stdc2_seg`.
+    """STDC-Seg. Build it with `stdc1_seg` or `stdc2_seg`.
 
-    Parameter names are those of SuperGradients' checkpoints; the backbone is `cp.backbone`. In training,
-    BatchNorm sees one value per image and channel behind the global means: a batch (of all processes,
-    with SyncBatchNorm) needs two images at least.
+    Parameter names are those of SuperGradients' checkpoints. The backbone is `cp.backbone`. Training requires at
+    least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is applied to global means.
 
     Args:
-        num_classes: channels of the logits.
-        blocks: STDC blocks in each of the last three stages of the backbone.
-        use_aux_heads: whether training also supervises the backbone's features.
-        dropout: probability that an activation before a classifier is zeroed in training.
+        num_classes: Number of output channels.
+        blocks: Number of STDC blocks in each of the last three stages of the backbone.
+        use_aux_heads: Whether to add auxiliary heads to the backbone's features in training.
+        dropout: Dropout probability before the classifiers in training.
 
     Raises:
-        ModelError: `num_classes` is below 1.
+        ModelError: If `num_classes` is less than 1.
     """
 
     def __init__(
@@ -140,14 +139,14 @@ class STDCSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates of SuperGradients' `finetune`: the heads learn, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
         return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of any size.
 
-        In training mode with auxiliary heads: the tuple (main, aux at 1/32, aux at 1/16, detail at 1/8),
-        all interpolated to H x W; detail logits have one channel. `STDCLoss` takes them.
+        In training mode with auxiliary heads, return the tuple (main, aux at 1/32, aux at 1/16, detail at 1/8),
+        all interpolated to H x W. Detail logits have one channel. Use `STDCLoss` for these outputs.
         """
         (feature8, feature16, feature32), context = self.cp(x)
         main = _enlarge(self.segmentation_head(self.ffm(feature8, context)), x)
@@ -159,7 +158,7 @@ class STDCSeg(nn.Module):
 
 
 def _head(in_channels: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
-    # A sequence of one keeps the names of checkpoints in which an upsampling module follows the head.
+    # A Sequential of one module matches checkpoints with an upsampling module after the head.
     return nn.Sequential(SegmentationHead(in_channels, hidden, num_classes, dropout))
 
 
