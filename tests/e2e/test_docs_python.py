@@ -46,6 +46,8 @@ torch.nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.ap
 """Records what the networks of a page get as input."""
 BEFORE = {"docs/data.md": RECORD_IMAGES}
 """Code that runs before each block of a page."""
+ENVIRONMENT = {"docs/from_mmengine.md": {"TORCH_COMPILE_DISABLE": "1"}}
+"""Variables of a page's process: inductor would take a minute, and tests/compiled tests what it makes."""
 AFTER = {
     "docs/own_loop.md": "assert step.average.steps == 4\nassert log['loss'].ndim == 0\n",
     "docs/extending.md": """
@@ -98,7 +100,8 @@ def errors(page: str) -> dict[str, str]:
         done = subprocess.run(
             [sys.executable, "-c", DRIVER, str(job), str(results)],
             cwd=work,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_CACHE": folder},
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_CACHE": folder}
+            | ENVIRONMENT.get(page, {}),
             capture_output=True,
             text=True,
             timeout=SECONDS,

@@ -1,7 +1,6 @@
 """Every recipe runs from its name: small data in Cityscapes' own layout, few batches, small crops."""
 
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -293,29 +292,6 @@ def test_a_variable_of_a_recipes_own_is_no_error_and_a_near_miss_is_said(caplog)
     assert len(said) == 1
     assert "'multi_gpus'" in said[0]
     assert "'multi_gpu'" in said[0]
-
-
-COMMANDS = [
-    line.split("#")[0]
-    for page in sorted(DOCS.glob("*.md"))
-    for block in re.findall(
-        r"^```bash\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
-    )
-    for line in block.splitlines()
-    if "train" in line
-]
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_command_of_the_pages_names_a_recipe_and_keys_that_there_are(command):
-    words = [word for word in shlex.split(command) if not word.startswith("--multirun")]
-    if "slipstream.train_from_recipe" in words:
-        name, *overrides = words[words.index("slipstream.train_from_recipe") + 1 :]
-        name = name.removeprefix("--config-name=")
-    else:
-        assert words[:2] == ["slipstream", "train"]
-        name, *overrides = words[2:]
-    assert load_config(name, [word for word in overrides if "," not in word]).cfg.model
 
 
 def test_the_pages_are_short_and_name_every_family():
