@@ -16,9 +16,9 @@ _TOP = """# Every option with every other
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} trainings;
-each triple is trained on one of the networks). It compares losses, final weights and averages with a
-loop written by hand in plain PyTorch: one process, eager, the whole batch, nothing of Slipstream in it. It also
-checks that each option was in force, and none that nobody asked for. This page is written by the tables that the tests
+each triple is trained on one of the networks). The tests compare losses, final weights and averages with a
+hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. They also
+check that each requested option was active, and no other. This page is generated from the tables that the tests
 check: `python tests/matrix/matrix_page.py`.
 
 ```bash
@@ -26,9 +26,9 @@ python -m pytest tests/matrix                    # everything, a few minutes
 python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and the two processes
 ```
 
-- ✓ trains as the loop by hand
-- ✗ is refused with an error (below); ✓/✗ on one of the networks
-- 1/2 one of the two can be taken
+- ✓ gives the results of the hand-written loop
+- ✗ is refused with an error (below); ✓/✗ is refused on one of the networks
+- 1/2 only one of the two can be selected
 """
 
 _BOTTOM = """## How close
@@ -38,15 +38,15 @@ _BOTTOM = """## How close
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows; that it is left out, and how the scale falls and grows, is part of the comparison.
-- Without SyncBN the loop, too, normalises each process's half of a batch for itself.
-- `accumulation` takes windows of {window} batches, of which the last is smaller. `resume` ends a run in the middle of
-  an epoch and of a window, and another one goes on.
-- The graphs that Dynamo captures are computed as they are, those of recomputed convolutions by `aot_eager`. Inductor
+  step overflows. The comparison includes the skipped step and the changes of the scale.
+- Without SyncBN the loop also normalises each process's half of a batch separately.
+- `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
+  an epoch and of a window, and another run continues.
+- The graphs that Dynamo captures run uncompiled, those of recomputed convolutions with `aot_eager`. Inductor
   compiles one training of each network, with all options but accumulation and resume.
-- Beside pairs and triples, all options that go together are switched on at once, in fp32, bf16 and fp16: as one
+- In addition to pairs and triples, all compatible options are enabled together, in fp32, bf16 and fp16: as one
   graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
-- With {breaks} the graph may be in pieces, around the gathering of shards; the run says so at its end.
+- With {breaks} the graph can have breaks at the gathering of shards; the report at the end of the run says so.
 
 ## Refused
 
@@ -92,8 +92,8 @@ def render():
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
         _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
-        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several.\n",
-        f"## Two processes\n\n{table(2)}\n\nWhere FSDP2 is not named the model is in DDP, named or not.\n",
+        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several processes.\n",
+        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2 the model is always wrapped in DDP.\n",
         _BOTTOM.format(
             window=WINDOW,
             tolerances=bounds,
