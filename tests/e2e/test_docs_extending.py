@@ -1,4 +1,4 @@
-"""The page on extending: its file of a speed option is the one in the package, and its table names the whole protocol."""
+"""The page on extending: its file of an option is the one in the package, its table names the whole protocol."""
 
 import re
 from pathlib import Path

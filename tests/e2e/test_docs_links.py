@@ -49,7 +49,10 @@ def test_the_index_links_to_every_page():
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
     folders = {ROOT / "docs" / folder for folder in ("options", "recipes")}  # with indexes of their own
-    assert pages - {index} - {page for page in pages if page.parent in folders and page.name != "README.md"} <= linked
+    assert (
+        pages - {index} - {page for page in pages if page.parent in folders and page.name != "README.md"}
+        <= linked
+    )
 
 
 @pytest.mark.parametrize("folder", ["options", "recipes"])

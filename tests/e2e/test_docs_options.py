@@ -18,7 +18,7 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
 VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
-HEADINGS = ("## What it does", "## When it pays", "## What it costs", "## Works with")
+HEADINGS = ("## What it does", "## When to use it", "## What it costs", "## Works with")
 LONGEST = {"compile": 185}  # lines; all other pages have 60
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
 SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # what its Trainer reads itself

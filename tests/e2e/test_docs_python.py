@@ -135,3 +135,5 @@ def test_both_languages_show_the_same_code(page):
     chinese = page.replace("docs/", "docs/zh/")
     own, other = ([(b.language, b.text) for b in blocks(page=name)] for name in (page, chinese))
     assert own == other
+    headings = [re.findall(r"^#+ ", text_of(name), re.MULTILINE) for name in (page, chinese)]
+    assert headings[0] == headings[1]

@@ -171,7 +171,9 @@ def test_commands_run(command, photos, run, slipstream):
 
 
 def test_the_error_on_the_page_is_the_error_that_comes(slipstream):
-    (session,) = [block.text for block in blocks("", "docs/start.md") if block.text.startswith("$ slipstream")]
+    (session,) = [
+        block.text for block in blocks("", "docs/start.md") if block.text.startswith("$ slipstream")
+    ]
     command, expected = session.splitlines()
     done = slipstream(*shlex.split(command)[2:], status=2)
     assert done.stderr.strip() == expected
