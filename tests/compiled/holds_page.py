@@ -24,19 +24,19 @@ _TABLES = (
 _TOP = """## What a compiled step can hold
 
 `tests/compiled` trains {cases} cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
-without it, and by a plain loop. Losses, weights, buffers, averages and what else a case names must agree within
-{tolerance:g}.
+without it, and by a plain loop. Losses, weights, buffers, averages and everything else that a case names must
+agree within {tolerance:g}.
 
-- *{one}*: the whole step stays one graph until the end, and nothing is warned of.
-- *{back}*: the numbers are the same. One warning names the cause, and the user's line where there is one.
+- *{one}*: the whole step stays one graph until the end, and there is no warning.
+- *{back}*: the results are equal. One warning names the cause, and the line of the user's code if there is one.
 - *{refused}*: an error names the remedy before anything is trained.
 
-Not noticed: a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`) that is added
-after the second step, since torch does not tell that it is there; an environment variable that the model or the loss
-reads; and how often a function with `functools.lru_cache` runs, which Dynamo traces anew. The last two are so wherever
-`torch.compile` is used.
+Three changes are not detected: a hook of the node that accumulates a parameter's gradient
+(`get_gradient_edge(param).node`) that is added after the second step, because torch does not report it; an environment
+variable that the model or the loss reads; and how often a function with `functools.lru_cache` runs, because Dynamo
+traces it again. The last two apply to every use of `torch.compile`.
 
-Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
+Two steps that share modules or parameters (a GAN; two optimizers) are also compared, with and without `compile`.
 
 | what | compiled | remark |
 |---|---|---|

@@ -1,12 +1,11 @@
-"""Code blocks of docs/distributed.md: equal in both languages and tested."""
+"""The page on distributed training runs as it is printed."""
 
-import re
 from pathlib import Path
 
 import pytest
 from cluster.evidence import STUMBLE, words
 from cluster.machines import ROOT
-from cluster.page import CHINESE, ENGLISH, blocks
+from cluster.page import blocks
 
 TESTED = {  # test files that run the shell blocks of each section
     "One machine": "test_launch_one_machine.py",
@@ -18,26 +17,11 @@ TESTED = {  # test files that run the shell blocks of each section
 SNIPPETS = STUMBLE.with_name("page_snippets.py")
 
 
-def test_both_languages_contain_the_same_code():
-    english, chinese = (
-        [(block.language, block.text) for block in blocks(page)] for page in (ENGLISH, CHINESE)
-    )
-    assert english == chinese
-    headings = [re.findall(r"^#+ ", page.read_text(), re.MULTILINE) for page in (ENGLISH, CHINESE)]
-    assert headings[0] == headings[1]
-
-
-def test_every_shell_block_is_tested():
+def test_no_shell_block_is_left_untested():
     assert {block.section for block in blocks() if block.language == "bash"} == set(TESTED)
     for section, file in TESTED.items():
         assert f'commands("{section}")' in Path(__file__).with_name(file).read_text()
     assert {block.language for block in blocks()} == {"bash", "python", "text"}
-
-
-def test_links_point_to_existing_files():
-    for page in (ENGLISH, CHINESE):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).is_file(), target
 
 
 @pytest.mark.slow

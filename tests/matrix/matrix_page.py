@@ -16,9 +16,9 @@ _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} trainings;
-each triple is trained on one of the networks). It compares losses, final weights and EMA weights with a
-hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. It also
-checks that exactly the requested options were active. This page is rendered from the tables that the tests
+each triple is trained on one of the networks). The tests compare losses, final weights and averages with a
+hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. They also
+check that each requested option was active, and no other. This page is generated from the tables that the tests
 check: `python tests/matrix/matrix_page.py`.
 
 ```bash
@@ -26,9 +26,9 @@ python -m pytest tests/matrix                    # everything, a few minutes
 python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and the two processes
 ```
 
-- ✓ results equal the hand-written loop
-- ✗ raises an error (below); ✓/✗ raises an error on one of the networks
-- 1/2 mutually exclusive
+- ✓ gives the results of the hand-written loop
+- ✗ is refused with an error (below); ✓/✗ is refused on one of the networks
+- 1/2 only one of the two can be selected
 """
 
 _BOTTOM = """## Tolerances
@@ -38,15 +38,15 @@ _BOTTOM = """## Tolerances
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows. The comparison includes the skipped step and the changes of the loss scale.
-- Without SyncBN, the loop also normalises each process's half of a batch separately.
-- `accumulation` uses accumulation windows of {window} batches. The last one is smaller. `resume` ends a run in the
-  middle of an epoch and of an accumulation window, and another run resumes it.
-- Graphs captured by Dynamo run unmodified, those of recomputed convolutions with `aot_eager`. Inductor
-  compiles one training of each network, with all options except for accumulation and resume.
+  step overflows. The comparison includes the skipped step and the changes of the scale.
+- Without SyncBN the loop also normalises each process's half of a batch separately.
+- `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
+  an epoch and of a window, and another run continues.
+- The graphs that Dynamo captures run uncompiled, those of recomputed convolutions with `aot_eager`. Inductor
+  compiles one training of each network, with all options but accumulation and resume.
 - In addition to pairs and triples, all compatible options are enabled together, in fp32, bf16 and fp16: as one
-  graph, with a compiled model, and in eager mode; in two processes as one graph, and with FSDP2 and a compiled model.
-- With {breaks}, gathering shards may break the graph. The run reports this at its end.
+  graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
+- With {breaks} the graph can have breaks at the gathering of shards; the report at the end of the run says so.
 
 ## Combinations that raise an error
 
@@ -92,8 +92,8 @@ def render():
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
         _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
-        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 require several processes.\n",
-        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2, the model is always wrapped in DDP.\n",
+        f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several processes.\n",
+        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2 the model is always wrapped in DDP.\n",
         _BOTTOM.format(
             window=WINDOW,
             tolerances=bounds,

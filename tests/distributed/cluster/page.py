@@ -8,7 +8,7 @@ from pathlib import Path
 
 from cluster.machines import ROOT
 
-ENGLISH, CHINESE = ROOT / "docs/distributed.md", ROOT / "docs/zh/distributed.md"
+ENGLISH = ROOT / "docs/distributed.md"
 
 
 @dataclass(frozen=True)

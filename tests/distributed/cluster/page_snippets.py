@@ -15,7 +15,7 @@ if __name__ == "__main__":
         dataset=Stripes(8, seed=0),
     )
     for block in blocks():
-        if block.language == "python":
+        if block.language == "python" and "Runner(" in block.text:
             names = {
                 "ResNet18": ResNet18,
                 "Runner": functools.partial(Runner, launcher="pytorch"),

@@ -1,4 +1,4 @@
-"""All commands and snippets of the README run."""
+"""The shell commands and the diffs of the pages: the cheap ones run, and all are parsed."""
 
 import re
 import shlex
@@ -7,14 +7,25 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from doc_pages import ROOT, blocks, commands, text_of
 from PIL import Image
 
 from slipstream.apps.street_scenes.folder import write_street_folder
+from slipstream.cli.configure import load_config
+from slipstream.cli.parser import parse
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-COMMANDS = [line for kind, text in BLOCKS if kind == "bash" for line in text.splitlines() if line.strip()]
+RUN = ("README.md", "docs/start.md", "docs/performance.md")
+"""Pages whose commands run here; tests/distributed runs those of docs/distributed.md."""
+ALL = [(block, line) for block in blocks("bash") if block.runs for line in commands(block)]
+COMMANDS = list(dict.fromkeys(line for block, line in ALL if block.page in RUN))
+PARSED = list(
+    dict.fromkeys(
+        line.partition(" > ")[0]
+        for _, line in ALL
+        if line.startswith(("slipstream ", "python -m slipstream.train_from_recipe "))
+    )
+)
+DIFFS = [block.text for block in blocks("diff", "docs/own_loop.md")]
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
 # Overrides that make the README's trainings small enough for a test.
@@ -33,10 +44,6 @@ SMALL_CITYSCAPES = [
     "dataset_params.train_dataset_params.transforms.3.SegPadShortToCropSize.crop_size=[64,64]",
     "dataset_params.train_dataset_params.transforms.4.SegCropImageAndMask.crop_size=[64,64]",
 ]
-
-
-def blocks(kind: str) -> list[str]:
-    return [text for found, text in BLOCKS if found == kind]
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +74,8 @@ def small(arguments: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     "diff",
     [
-        pytest.param(blocks("diff")[0], id="a Runner"),
-        pytest.param(blocks("diff")[1], id="your own loop", marks=pytest.mark.slow),
+        pytest.param(DIFFS[0], id="accelerate", marks=pytest.mark.slow),
+        pytest.param(DIFFS[1], id="a Runner"),
     ],
 )
 def test_both_sides_of_the_diff_run(run, diff):
@@ -78,20 +85,51 @@ def test_both_sides_of_the_diff_run(run, diff):
         assert own in diff
 
 
-def test_custom_loop_changes_in_five_lines():
-    _, diff = blocks("diff")
-    assert sum(line.startswith("+") for line in diff.splitlines()) == 5
+def test_a_loop_of_ones_own_changes_in_five_lines():
+    assert sum(line.startswith("+") for line in DIFFS[0].splitlines()) == 5
 
 
-@pytest.mark.parametrize("snippet", blocks("python"))
-def test_python_snippets_run(run, snippet):
-    run("-c", snippet)
+def test_the_readme_is_short():
+    assert len(text_of("README.md").splitlines()) <= 120
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results():
+    rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text_of("README.md"), re.MULTILINE)
+    checked = 0
+    for _, compared, result, source in rows:
+        if found := re.search(r"\]\((benchmarks/results/.*?\.md)\)", source):
+            text = text_of(found[1])
+            assert re.search(r"20\d\d-\d\d-\d\d", source)[0] in text
+        elif source != "the same run":
+            continue
+        for figure in re.findall(r"\d+\.\d+", compared + result):
+            assert figure in text, f"{figure} is not in the result for '{source}'"
+            checked += 1
+    assert checked >= 10
+
+
+@pytest.mark.parametrize("command", PARSED)
+def test_every_command_is_parsed_and_its_recipe_composed(command):
+    words = shlex.split(command)
+    if words[0] == "python":
+        name, *rest = words[words.index("slipstream.train_from_recipe") + 1 :]
+        name = name.removeprefix("--config-name=")
+        overrides = [word for word in rest if not word.startswith("--") and "," not in word]
+        assert load_config(name, overrides).cfg.model
+        return
+    args = parse(words[1:])
+    config = getattr(args, "config", None)
+    if config is not None:
+        assert load_config(config, args.overrides).cfg.model
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command, photos, run, slipstream):
-    arguments = shlex.split(command)
-    if arguments[0] == "make":
+    words = shlex.split(command)
+    if words[0] == "pip":
+        assert words == ["pip", "install", "-e", "."]
+        assert 'name = "slipstream"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    elif words[0] == "make":
         planned = subprocess.run(
             ["make", "-n", arguments[1]], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
@@ -134,8 +172,10 @@ def test_commands_run(command, photos, run, slipstream):
         slipstream(*arguments, *small(arguments), cwd=photos, status=None if arguments == ["doctor"] else 0)
 
 
-def test_error_in_the_readme_is_current(slipstream):
-    (session,) = [text for text in blocks("") if text.startswith("$ slipstream")]
+def test_the_error_on_the_page_is_the_error_that_comes(slipstream):
+    (session,) = [
+        block.text for block in blocks("", "docs/start.md") if block.text.startswith("$ slipstream")
+    ]
     command, expected = session.splitlines()
     done = slipstream(*shlex.split(command)[2:], status=2)
     assert done.stderr.strip() == expected

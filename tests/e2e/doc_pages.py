@@ -1,0 +1,64 @@
+"""The pages of the documentation, and the fenced blocks in them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IN_ORDER = "<!-- python: in order -->"
+"""On a page whose Python blocks share one namespace."""
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--\s*((?:(?!-->).)*?)\s*-->\n\Z", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    page: str
+    """Path from the root folder."""
+    line: int
+    """Line of the opening fence."""
+    language: str
+    text: str
+    comment: str
+    """The HTML comment directly before the fence, or ''."""
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def runs(self) -> bool:
+        """Whether no comment says that it cannot run."""
+        return not self.comment.startswith("not run")
+
+
+def text_of(page: str) -> str:
+    """Return the text of a page, given by its path from the root folder."""
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(language: str | None = None, page: str | None = None) -> list[Block]:
+    """Return the fenced blocks of all pages, or of one, in one language or in all."""
+    found = []
+    for path in PAGES:
+        name = path.relative_to(ROOT).as_posix()
+        if page not in (None, name):
+            continue
+        text = text_of(name)
+        for match in _FENCE.finditer(text):
+            before = text[: match.start()]
+            comment = _COMMENT.search(before)
+            note = comment[1] if comment else ""
+            found.append(Block(name, before.count("\n") + 1, match[1], match[2], note))
+    return [block for block in found if language in (None, block.language)]
+
+
+def commands(block: Block) -> list[str]:
+    """Return the commands of a shell block, with continued lines joined and comments removed."""
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [line for line in (re.sub(r"\s+#.*|^#.*", "", line).strip() for line in lines) if line]

@@ -1,0 +1,139 @@
+"""Every Python block of the README and of docs/ runs as printed.
+
+The blocks of a page run in one process, each in a namespace of its own; on a page with the comment
+`<!-- python: in order -->` they run in order in one namespace. `<!-- not run: REASON -->` directly before the fence
+leaves a block out.
+"""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
+
+BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
+"""Those of the Chinese pages are the same."""
+SECONDS = 300  # for the blocks of one page
+DRIVER = """
+import json, sys, traceback
+job = json.load(open(sys.argv[1]))
+shared = {"__name__": "__main__"}
+for block in job["blocks"]:
+    names = shared if job["in_order"] else {"__name__": "__main__"}
+    try:
+        for code in (job["before"], block["text"], job["after"] if block is job["blocks"][-1] else ""):
+            exec(compile(code, block["id"], "exec"), names)
+    except BaseException:
+        error = traceback.format_exc()
+    else:
+        error = ""
+    with open(sys.argv[2], "a") as out:
+        out.write(json.dumps({"id": block["id"], "error": error}) + "\\n")
+    if error and job["in_order"]:
+        break
+"""
+RECORD_IMAGES = """
+import torch
+seen = []
+torch.nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.append(args[0]))
+"""
+"""Records what the networks of a page get as input."""
+BEFORE = {"docs/data.md": RECORD_IMAGES}
+"""Code that runs before each block of a page."""
+ENVIRONMENT = {"docs/from_mmengine.md": {"TORCH_COMPILE_DISABLE": "1"}}
+"""Variables of a page's process: inductor would take a minute, and tests/compiled tests what it makes."""
+AFTER = {
+    "docs/own_loop.md": "assert step.average.steps == 4\nassert log['loss'].ndim == 0\n",
+    "docs/extending.md": """
+moved = (model[0].bias - before).abs().detach()
+assert moved.count_nonzero() > 0
+torch.testing.assert_close(moved[moved > 0], torch.full_like(moved[moved > 0], 0.1))
+""",
+    "docs/data.md": """
+images = [image for image in seen if image.shape[1] == 3]
+assert all(image.dtype == torch.float32 and 0.2 < image.max() <= 1 for image in images)
+first, second = torch.cat(images[:2]), torch.cat(images[2:])
+assert sorted(first.mean((1, 2, 3)).tolist()) != sorted(second.mean((1, 2, 3)).tolist())
+assert log["loss"].isfinite()
+""",
+    "docs/trainer.md": """
+from pathlib import Path
+validated, tested = history[-1]["IoU"], trainer.test(test_loader=data)["IoU"]
+assert validated > 0.8, "a network that guesses has 0.33"
+assert abs(tested - validated) < 1e-6
+files = {path.name for path in Path("checkpoints/my_experiment").iterdir()}
+assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png"} <= files
+""",
+    "docs/from_mmengine.md": """
+assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sources), runner.speed.sources
+""",
+}
+"""Code that runs after the last block of a page, in its namespace: what the page promises."""
+
+
+@functools.cache
+def errors(page: str) -> dict[str, str]:
+    """Run the blocks of a page, and return the traceback of each by its id, '' where it ran."""
+    chosen = [block for block in BLOCKS if block.page == page and block.runs]
+    with tempfile.TemporaryDirectory(prefix="slipstream-docs-") as folder:
+        job, results = Path(folder, "job.json"), Path(folder, "results.jsonl")
+        job.write_text(
+            json.dumps(
+                {
+                    "blocks": [{"id": str(block), "text": block.text} for block in chosen],
+                    "in_order": IN_ORDER in text_of(page),
+                    "before": BEFORE.get(page, ""),
+                    "after": AFTER.get(page, ""),
+                }
+            )
+        )
+        results.touch()
+        work = Path(folder, "work")
+        work.mkdir()
+        path = os.pathsep.join([str(ROOT / "src"), str(ROOT)])
+        done = subprocess.run(
+            [sys.executable, "-c", DRIVER, str(job), str(results)],
+            cwd=work,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": "", "SLIPSTREAM_CACHE": folder}
+            | ENVIRONMENT.get(page, {}),
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+    ran = {result["id"]: result["error"] for result in found}
+    if done.returncode:
+        ran.setdefault(str(chosen[-1]), "")
+        ran[str(chosen[-1])] += f"exit status {done.returncode}\n{done.stderr[-3000:]}"
+    return ran
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=str)
+def test_every_python_block_runs(block: Block):
+    if not block.runs:
+        assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment must give a reason"
+        compile(block.text, str(block), "exec")
+        return
+    ran = errors(block.page)
+    assert str(block) in ran, f"{block} was not reached"
+    assert not ran[str(block)], ran[str(block)]
+
+
+def test_the_pages_with_checks_exist():
+    pages = {block.page for block in BLOCKS}
+    assert {*BEFORE, *AFTER} <= pages
+
+
+@pytest.mark.parametrize("page", ["docs/from_mmengine.md", "docs/distributed.md"])
+def test_both_languages_show_the_same_code(page):
+    chinese = page.replace("docs/", "docs/zh/")
+    own, other = ([(b.language, b.text) for b in blocks(page=name)] for name in (page, chinese))
+    assert own == other
+    headings = [re.findall(r"^#+ ", text_of(name), re.MULTILINE) for name in (page, chinese)]
+    assert headings[0] == headings[1]
