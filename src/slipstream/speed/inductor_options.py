@@ -1,4 +1,4 @@
-"""Inductor's options for the step as one graph, by device."""
+"""Inductor's options for a step that is one graph, for each kind of device."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def inductor_options(device_type: str) -> dict[str, Any]:
     if device_type != "cpu":
         return {}
     return {
-        # Inductor's own layouts apply to the forward pass alone: it computes convolutions in channels_last, but gives
-        # `convolution_backward` its operands with their eager strides, and stores and transposes what both need.
-        # The pass assigns strides instead, and inductor follows strides if this option is off.
+        # Inductor's layout optimization covers only the forward pass: it computes convolutions in channels_last, but
+        # passes operands with eager strides to `convolution_backward`, which requires extra copies and transposes.
+        # LayOutConvolutions assigns strides instead, and inductor follows them if this option is off.
         "layout_optimization": False,
         "post_grad_custom_pre_pass": LayOutConvolutions(),
     }
