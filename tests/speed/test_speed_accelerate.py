@@ -340,7 +340,7 @@ def test_an_optimizer_whose_first_step_is_another_steps_after_the_graph():
         makes[0].step()
         step((x, y))
     assert_same(model, hand)
-    assert step._step._instead is None
+    assert step._step._fallback is None
 
 
 def test_it_is_public():

@@ -225,7 +225,7 @@ class OwnGradient(Net):
 def test_what_cannot_be_captured_trains_on_with_the_model_compiled_and_says_where(kind):
     step, said, _ = assert_trains_as_eager(kind())
     assert type(step) is GraphStep
-    assert type(step._instead) is EagerStep
+    assert type(step._fallback) is EagerStep
     assert "The step cannot be one graph (" in said[0]
     assert "test_speed_steps.py:" in said[0]
     assert "The model alone is compiled" in said[0]
@@ -242,7 +242,7 @@ class Lists(Net):
 
 def test_of_a_model_that_cannot_be_compiled_either_that_is_said_next():
     step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
-    assert type(step._instead) is EagerStep
+    assert type(step._fallback) is EagerStep
     first, second = said
     assert "The step cannot be one graph (" in first
     assert "Lists cannot be compiled (" in second
@@ -299,7 +299,7 @@ def test_file_names_and_numbers_that_change_make_no_new_graphs(kind, graphs):
 
 def test_a_forward_that_looks_at_file_names_is_given_up_with_a_word():
     step, said, graphs = assert_trains_as_eager(Named())
-    assert type(step._instead) is EagerStep
+    assert type(step._fallback) is EagerStep
     assert "it varied: inputs['name'] == " in said[0]
     assert graphs.count <= 20
 
@@ -334,7 +334,7 @@ def test_a_head_that_is_switched_in_between_is_trained_while_it_is_on(at_first):
     (model, middle, step), (eager, other, _) = run(True), run(None)
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(middle, other)
-    assert step._instead is None
+    assert step._fallback is None
     assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not move it either
 
 

@@ -219,7 +219,7 @@ def step_of(model, asked=4, dynamic=None, **speed):
     step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, compile=how))
     step._step.background = After(asked)
     said = []
-    step._step.say = said.append
+    step._step.info = said.append
     return step, said
 
 

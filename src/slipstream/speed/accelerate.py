@@ -186,7 +186,7 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Swap the averaged weights into the model inside the context, for validation or saving; needs `ema`."""
+        """Swap the averaged weights into the model inside the context, if the plan has `ema`."""
         core = unwrap_model(self.model)
         with ExitStack() as stack:
             if self.average is not None and self.average.steps:

@@ -40,8 +40,8 @@ class ActivationCheckpointingOptions:
 
     modules: list[str] | None = None
     """Blocks by name (`backbone.layer1`, with wildcards between dots: `blocks.*`) or by class (`Bottleneck`). By
-    default the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose class
-    occurs at least twice. Of nested blocks only the outermost is used."""
+    default the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose
+    class occurs at least twice. Of nested blocks only the outermost is used."""
     offload: bool = False
     """Whether to store the inputs of blocks in host memory until backward; compiled code ignores it."""
 

@@ -33,8 +33,8 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
 
     Call this before anything is compiled. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
     process, so the last run wins. Returns None, and changes nothing, if the user has set the variable, if `how`
-    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of graph, options and versions,
-    so code of another graph is never loaded.
+    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of graph, options and
+    versions, so code of another graph is never loaded.
 
     Args:
         model: on its device.

@@ -44,7 +44,8 @@ def explain_failure(error: BaseException) -> str:
     if "consumed returned tensor's grad_fn" in str(error):
         return (
             "a module or the loss stores a tensor that requires grad between steps, for example a hidden state, "
-            "pruning, or torch.nn.utils.weight_norm and spectral_norm; detach it, or use torch.nn.utils.parametrizations"
+            "pruning, or torch.nn.utils.weight_norm and spectral_norm; detach the tensor, or use "
+            "torch.nn.utils.parametrizations"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line holds the reason.
