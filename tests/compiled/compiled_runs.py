@@ -227,7 +227,7 @@ def check(case):
         return
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
-    assert "defect of the compiler" not in " ".join(warnings), f"accused: {warnings}"
+    assert "compiler bug" not in " ".join(warnings), f"accused: {warnings}"
     assert "slipstream/step/" not in " ".join(warnings), f"a line of Slipstream, not the user's: {warnings}"
     if case.expect == ONE_GRAPH:
         assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"

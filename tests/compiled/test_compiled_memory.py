@@ -167,7 +167,7 @@ ATTRIBUTES = [
         "another graph",
     ),
     Case("a branch on an int that forward counts", of(Every, "calls")),
-    Case("a float that falls in each step", of(Decaying, "share"), FALLS_BACK, "another graph"),
+    Case("a float that falls in each step", of(Decaying, "share"), FALLS_BACK, "a new graph"),
 ]
 
 
@@ -230,9 +230,9 @@ def detached_between():
 
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
-    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "gradient history"),
+    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "requires grad"),
     Case("hidden states in buffers", of(InBuffer)),
-    Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "gradient history"),
+    Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "requires grad"),
 ]
 
 

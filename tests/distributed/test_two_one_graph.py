@@ -246,4 +246,4 @@ def test_wrong_numbers_on_one_rank_are_no_graph_on_both(answers):
 def test_what_keeps_a_state_or_looks_for_unused_parameters_is_refused_by_name(answers):
     for powersgd, unused in both(answers, "refused"):
         assert "ConfigError: compile.scope: the step cannot be one graph: the communication hook" in powersgd
-        assert "find_unused_parameters looks for them in each step" in unused
+        assert "find_unused_parameters searches the autograd graph in each step" in unused

@@ -34,7 +34,7 @@ def test_what_is_off_is_one_line_and_what_is_on_is_not_in_it(capsys):
 
 def test_auto_says_what_it_chose_what_it_left_off_and_why(capsys):
     printed = explained(capsys, "speed=auto")
-    assert row(printed, "fused").startswith("fused where it can be auto where torch has fused kernels")
+    assert row(printed, "fused").startswith("fused where it can be auto torch's fused kernels compute")
     assert row(printed, "compile").startswith("compile off auto ")
 
 
@@ -65,14 +65,14 @@ def test_a_option_without_effect_and_the_limits_of_the_machine_are_named(capsys,
     assert "fsdp2" in row(printed, "parallel")
     assert "no effect here: there is one process" in printed
     limits = printed[printed.index("on this machine (cpu):") :]
-    assert "precision=fp8: 'fp8' needs an NVIDIA GPU" in limits
+    assert "precision=fp8: 'fp8' requires an NVIDIA GPU" in limits
     assert "cuda_graph=True: " in limits
 
 
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
+        (["speed.precision=fp8"], "speed.precision: 'fp8' requires an NVIDIA GPU"),
         (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
         (["speed=fast"], "speed: must be 'auto' or a dict"),
         (["speed.clip_grad={max_norm: 1}"], "optim_wrapper.clip_grad: "),

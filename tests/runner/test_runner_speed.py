@@ -44,7 +44,7 @@ def test_speed_is_an_argument_and_a_key_of_configurations(tmp_path):
 
 def test_an_error_of_the_plan_comes_before_anything_is_written(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"optim_wrapper.accumulative_counts: 3 contradicts speed.accumulate=2"
+        ConfigError, match=r"optim_wrapper.accumulative_counts: 3 conflicts with speed.accumulate=2"
     ):
         Runner(
             **training(
@@ -74,7 +74,7 @@ def test_the_log_says_which_options_are_on_from_where_and_which_have_no_effect(t
     (log,) = Path(runner.log_dir).glob("*.log")
     text = log.read_text()
     assert "Options: sync_bn (speed.sync_bn), fused (auto: " in text
-    assert "speed.sync_bn has no effect here: one process has the whole batch" in text
+    assert "speed.sync_bn has no effect here: a single process already normalizes over the whole batch" in text
 
 
 # ---- the optimizer wrapper --------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_a_model_that_comes_wrapped_refuses_options_inside_of_it(option):
     wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)  # DDP itself needs a process group
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
-    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model comes wrapped in MMDistributed"):
+    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model is already wrapped in MMDistributed"):
         prepare_model(wrapped, SpeedPlan.read({option: True}), device)
     assert prepare_model(wrapped, SpeedPlan(), device) is wrapped
 
@@ -270,7 +270,7 @@ def test_options_may_stand_in_training_params(tmp_path):
     assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)
     assert any(isinstance(hook, EMAHook) for hook in runner.hooks)
     with pytest.raises(
-        ConfigError, match=r"training_params\.batch_accumulate: 2 contradicts speed\.accumulate=4"
+        ConfigError, match=r"training_params\.batch_accumulate: 2 conflicts with speed\.accumulate=4"
     ):
         Runner(**training(tmp_path), cfg=cfg, speed=dict(accumulate=4))
 

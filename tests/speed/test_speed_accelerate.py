@@ -180,7 +180,7 @@ def test_another_kind_of_batch_is_refused_and_the_next_is_trained(batch, how):
     model = net()
     step = accelerate(model, sgd(model), F.cross_entropy, dict(compile=how))
     with pytest.raises(
-        DataError, match=r"a batch must be \(inputs, targets\), not (Tensor|tuple|dict): the loader's"
+        DataError, match=r"a batch must be \(inputs, targets\), not (Tensor|tuple|dict); change the loader's"
     ):
         step(batch)
     step(batches()[0])
@@ -297,12 +297,12 @@ def test_the_last_window_is_smaller_where_the_end_is_known():
 @pytest.mark.parametrize(
     ("speed", "message"),
     [
-        (dict(nan_guard="skip"), "speed.nan_guard: needs somebody who reads the losses"),
-        (dict(gc=100), "speed.gc: concerns a whole run"),
-        (dict(prefetch=2), "speed.prefetch: is the loop's"),
-        (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: epochs are the loop's own"),
-        (dict(ema=True), "speed.ema: type 'exp' grows towards the end"),
-        (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is no backend"),
+        (dict(nan_guard="skip"), "speed.nan_guard: requires a Runner, which monitors the losses"),
+        (dict(gc=100), "speed.gc: requires a Runner"),
+        (dict(prefetch=2), "speed.prefetch: requires a Runner"),
+        (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: accelerate does not count epochs"),
+        (dict(ema=True), "speed.ema: type 'exp' depends on the length"),
+        (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is not a backend"),
         (dict(compil=True), "speed.compil: no such option"),
     ],
 )
@@ -386,7 +386,7 @@ def test_the_end_of_a_step_says_what_was_compiled(caplog):
     [
         (
             dict(optimizer=SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
-            "optimizer: it holds none of the model's parameters",
+            "optimizer: contains none of the model's parameters",
         ),
         (dict(loss_fn=None), "loss_fn: must be a function of outputs and targets, not None"),
     ],

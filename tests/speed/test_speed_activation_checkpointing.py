@@ -353,10 +353,13 @@ def test_blocks_are_found_by_name_pattern_or_class_or_because_they_repeat(names,
     ("names", "message"),
     [
         (["block.*"], r"activation_checkpointing.modules: .*'block\.\*'"),
-        (["Bottlenec"], "no class of modules 'Bottlenec'; did you mean 'Bottleneck'"),
+        (
+            ["Bottlenec"],
+            "no module name or class in the model matches 'Bottlenec'; did you mean 'Bottleneck'",
+        ),
         (["blocks.0.iner"], "did you mean 'blocks.0.inner'"),
-        (["blocks"], r"'blocks' only holds modules and is never called: write 'blocks\.\*'"),
-        (["blocks.0", "Net"], "no class of modules 'Net'"),
+        (["blocks"], r"'blocks' is a container that is never called; use 'blocks\.\*'"),
+        (["blocks.0", "Net"], "no module name or class in the model matches 'Net'"),
     ],
 )
 def test_a_name_that_means_no_block_is_named_and_the_model_stays(names, message):
@@ -367,7 +370,7 @@ def test_a_name_that_means_no_block_is_named_and_the_model_stays(names, message)
 
 
 def test_a_model_without_repeated_blocks_asks_for_names():
-    with pytest.raises(ConfigError, match="no block of the model repeats: name those"):
+    with pytest.raises(ConfigError, match="the model has no repeated blocks; list the blocks"):
         checkpoint_activations(nn.Sequential(nn.Linear(2, 2)), ActivationCheckpointingOptions())
 
 

@@ -78,6 +78,6 @@ def test_bad_input_is_refused_with_its_place(value, kind, message):
 @pytest.mark.parametrize("train", [trained, lambda how, **options: run("unused", how, **options)])
 def test_a_name_that_matches_nothing_is_refused_with_the_nearest(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = "speed.adaptive_clip.exclude: the model has no module and no class of modules 'haed'.*'head'"
+    message = "speed.adaptive_clip.exclude: no module name or class in the model matches 'haed'.*'head'"
     with pytest.raises(ConfigError, match=message):
         train("eager", adaptive_clip=dict(exclude=["haed"]))

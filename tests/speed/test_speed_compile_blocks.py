@@ -160,14 +160,14 @@ def test_blocks_are_found_by_module_name_by_class_or_by_repetition(names, expect
         (
             stages(),
             ["Blok"],
-            "compile.blocks: the model has no module and no class of modules 'Blok'; did you mean 'Block'?",
+            "compile.blocks: no module name or class in the model matches 'Blok'; did you mean 'Block'?",
         ),
         (
             Tower([4]),
             ["blocks"],
-            "compile.blocks: 'blocks' only holds modules and is never called: write 'blocks.*'",
+            "compile.blocks: 'blocks' is a container that is never called; use 'blocks.*'",
         ),
-        (Net(), [], "compile.blocks: Net has no blocks that repeat: name them, or take scope='model'"),
+        (Net(), [], "compile.blocks: Net has no repeated blocks; set compile.blocks or use scope='model'"),
     ],
 )
 def test_blocks_that_are_not_there_are_named(model, names, message):

@@ -99,7 +99,7 @@ def test_the_limit_of_recompiles_is_reported():
     summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
     assert summary.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
     assert summary.troubled
-    assert "limit of recompiles reached, other calls ran eagerly: tensor 'x'" in summary.text()
+    assert "recompile limit reached, further calls ran eagerly: tensor 'x'" in summary.text()
 
 
 def test_more_compilations_than_torch_remembers_are_all_counted():
@@ -160,7 +160,7 @@ def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
     assert summary.troubled
     assert summary.skipped == {
         "skipping cudagraphs due to cpu device (x)": 1,
-        "while running; TORCH_LOGS=cudagraphs says why": 1,
+        "at run time; set TORCH_LOGS=cudagraphs to see the reasons": 1,
     }
     assert "2 skipped CUDA graphs" in summary.text()
 
@@ -239,4 +239,4 @@ def test_too_many_recompiles_are_explained_by_what_varied():
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
         module(torch.ones(10))
     text = explain_failure(caught.value)
-    assert "it varied: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text
+    assert "cause of the last recompile: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text

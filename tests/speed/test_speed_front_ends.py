@@ -279,23 +279,23 @@ def test_a_wrong_word_in_training_params_names_its_place(params, message):
     [
         (
             dict(speed=dict(accumulate=4), optim_wrapper=dict(optimizer=SGD, accumulative_counts=2)),
-            "optim_wrapper.accumulative_counts: 2 contradicts speed.accumulate=4",
+            "optim_wrapper.accumulative_counts: 2 conflicts with speed.accumulate=4",
         ),
         (
             dict(speed=dict(precision="fp32"), optim_wrapper=dict(type="AmpOptimWrapper", optimizer=SGD)),
-            "optim_wrapper.dtype: 'bf16' contradicts speed.precision='fp32'",
+            "optim_wrapper.dtype: 'bf16' conflicts with speed.precision='fp32'",
         ),
         (
             dict(speed=dict(compile=False), cfg=dict(compile=True)),
-            "compile: True contradicts speed.compile=False",
+            "compile: True conflicts with speed.compile=False",
         ),
         (
             dict(speed=dict(ema=True), custom_hooks=[dict(type="EMAHook", momentum=0.01)]),
-            "custom_hooks.EMAHook: .*0.01.* contradicts speed.ema=True",
+            "custom_hooks.EMAHook: .*0.01.* conflicts with speed.ema=True",
         ),
         (
             dict(cfg=dict(sync_bn="torch"), training_params=dict(sync_bn=False)),
-            "training_params.sync_bn: False contradicts sync_bn='torch'",
+            "training_params.sync_bn: False conflicts with sync_bn='torch'",
         ),
     ],
 )

@@ -228,7 +228,7 @@ def test_classes_from_elsewhere_are_tried():
         (1.5, ConfigError, "speed.layer_decay.decay: must be above 0 and at most 1, not 1.5"),
         (dict(decay=0.0), ConfigError, "speed.layer_decay.decay: must be above 0"),
         (dict(dekay=0.5), UnknownNameError, "did you mean 'decay'"),
-        (dict(layers=[]), ConfigError, "speed.layer_decay.layers: names no layer"),
+        (dict(layers=[]), ConfigError, "speed.layer_decay.layers: must not be empty"),
     ],
 )
 def test_bad_input_is_refused_with_its_place(value, kind, message):
@@ -238,7 +238,7 @@ def test_bad_input_is_refused_with_its_place(value, kind, message):
 
 def test_a_model_without_blocks_and_names_without_modules_are_refused():
     model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: no block of the model repeats"):
+    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: the model has no repeated blocks"):
         accelerate(model, sgd(model.parameters()), nn.functional.cross_entropy, dict(layer_decay=True))
-    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: the model has no module .* 'stemm'"):
+    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: no module name or class .* 'stemm'"):
         trained("eager", layer_decay=dict(layers=["stemm"]))

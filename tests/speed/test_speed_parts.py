@@ -98,7 +98,7 @@ def test_a_model_with_its_own_train_step_gets_what_is_around_the_update(tmp_path
 
 def test_sam_and_a_train_step_of_the_model_s_own_are_refused(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"speed\.sam: computes the gradients itself, and OwnStep\.train_step"
+        ConfigError, match=r"speed\.sam: this option and OwnStep\.train_step both compute the gradients"
     ):
         run(tmp_path, "eager", model=OwnStep(), sam=True)
 
@@ -174,6 +174,6 @@ def test_sparse_gradients_are_refused_by_name(option):
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(
-        ConfigError, match=rf"speed\.{option}: '0' has sparse gradients: build it with sparse=False"
+        ConfigError, match=rf"speed\.{option}: does not support sparse gradients; build '0' with sparse=False"
     ):
         add_parts(SpeedPlan.read({option: True}), model, optim)

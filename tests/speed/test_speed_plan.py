@@ -66,7 +66,7 @@ def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
         option for option in SpeedPlan.options() if getattr(read, option) != getattr(SpeedPlan(), option)
     } == {"fused"}
     with pytest.raises(
-        ConfigError, match=r"training_params\.speed\.fused: True contradicts speed\.fused=None"
+        ConfigError, match=r"training_params\.speed\.fused: True conflicts with speed\.fused=None"
     ):
         SpeedPlan.read(dict(fused=None), training_params=dict(speed=dict(fused=True)))
 
@@ -110,7 +110,7 @@ def test_a_wrong_word_names_its_place(speed, message):
 def test_auto_takes_what_the_device_has():
     modern, older, cpu = (plan("auto", capabilities) for capabilities in (H100, V100, CPU))
     assert modern.precision.name == "bf16"
-    assert modern.sources["precision"] == "auto: bf16 is supported by this device"
+    assert modern.sources["precision"] == "auto: this device supports bf16"
     assert older.precision is None
     assert "precision" in older.notes
     assert cpu.precision is None
@@ -174,8 +174,16 @@ def test_every_choice_is_a_option_and_has_a_reason():
 @pytest.mark.parametrize(
     ("speed", "capabilities", "message"),
     [
-        (dict(precision="fp8"), CPU, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
-        (dict(precision="fp8"), V100, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
+        (
+            dict(precision="fp8"),
+            CPU,
+            "speed.precision: 'fp8' requires an NVIDIA GPU of compute capability 8.9",
+        ),
+        (
+            dict(precision="fp8"),
+            V100,
+            "speed.precision: 'fp8' requires an NVIDIA GPU of compute capability 8.9",
+        ),
         (
             dict(precision="fp8"),
             Capabilities(device="cuda", capability=(9, 0)),

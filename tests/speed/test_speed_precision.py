@@ -141,13 +141,13 @@ def test_without_torchao_the_extra_is_named(hopper, monkeypatch):
 
 def test_an_older_gpu_is_named_with_what_it_lacks(hopper, monkeypatch):
     machine(monkeypatch, (8, 0), "NVIDIA A100")
-    with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0: take 'bf16'"):
+    with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0; use 'bf16'"):
         convert_to_fp8(Block())
 
 
 def test_a_machine_without_gpu_is_told_so(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="precision: 'fp8' needs an NVIDIA GPU"):
+    with pytest.raises(ConfigError, match="precision: 'fp8' requires an NVIDIA GPU"):
         convert_to_fp8(Block())
 
 

@@ -85,7 +85,7 @@ def test_memory_that_is_reserved_already_is_told(monkeypatch):
     with expandable_segments(lines.append):
         pass
     assert len(lines) == 1
-    assert lines[0].startswith("expandable_segments: 48 MiB were reserved before")
+    assert lines[0].startswith("expandable_segments does not affect the 48 MiB")
 
 
 def test_no_gpu_is_asked_where_there_is_none(monkeypatch):

@@ -154,7 +154,7 @@ def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make
     said = []
     assert type(step_of(model, True, optim, said.append)) is EagerStep
     assert len(said) == 1
-    assert f"The step is not one graph, but the model is compiled: {why}" in said[0]
+    assert f"The step cannot be one graph: {why}" in said[0]
     assert model._compiled_call_impl is not None
 
 
@@ -165,9 +165,12 @@ def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make
         (dict(comm_hook=HalfPrecision(None, torch.bfloat16)), None),
         (
             dict(comm_hook=object.__new__(PowerSGD)),
-            "the communication hook PowerSGD keeps a state of its own",
+            "the communication hook PowerSGD is stateful",
         ),
-        (dict(find_unused_parameters=True), "find_unused_parameters looks for them in each step"),
+        (
+            dict(find_unused_parameters=True),
+            "find_unused_parameters searches the autograd graph in each step",
+        ),
     ],
 )
 def test_our_wrapper_is_taken_in_with_what_it_sends(changes, why):
@@ -189,7 +192,7 @@ def test_a_wrapper_whose_communication_is_not_known_keeps_it():
     nn.Module.__init__(wrapper)
     wrapper.module = model
     optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    assert why_not_one_graph(wrapper, optim) == "Own does its communication itself"
+    assert why_not_one_graph(wrapper, optim) == "Own runs its own communication"
 
 
 # ---- what cannot be captured ------------------------------------------------------------------------------
@@ -228,7 +231,7 @@ def test_what_cannot_be_captured_trains_on_with_the_model_compiled_and_says_wher
     assert type(step._fallback) is EagerStep
     assert "The step cannot be one graph (" in said[0]
     assert "test_speed_steps.py:" in said[0]
-    assert "The model alone is compiled" in said[0]
+    assert "Only the model is compiled" in said[0]
     assert len(said) == 1
 
 
@@ -300,7 +303,7 @@ def test_file_names_and_numbers_that_change_make_no_new_graphs(kind, graphs):
 def test_a_forward_that_looks_at_file_names_is_given_up_with_a_word():
     step, said, graphs = assert_trains_as_eager(Named())
     assert type(step._fallback) is EagerStep
-    assert "it varied: inputs['name'] == " in said[0]
+    assert "cause of the last recompile: inputs['name'] == " in said[0]
     assert graphs.count <= 20
 
 

@@ -89,7 +89,7 @@ def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
     assert len(run._calls) == 16
     assert tape.warmed == 18
     (message,) = said
-    assert "More than 16 kinds of steps" in message
+    assert "more than 16 CUDA graphs" in message
 
 
 @pytest.mark.gpu

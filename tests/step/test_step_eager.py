@@ -159,9 +159,12 @@ def test_a_tensor_of_one_element_counts_as_a_scalar():
     [
         (torch.ones(()), "must return a dict of scalar tensors such as {'loss': loss}, not Tensor"),
         (None, "must return a dict .* not NoneType"),
-        ({}, r"no entry has 'loss' in its name, so nothing can be minimised; got \[\]"),
+        ({}, r"no entry has 'loss' in its name, so there is nothing to minimize; got \[\]"),
         ({"acc": torch.ones(()), "CE": torch.ones(())}, r"no entry has 'loss' .* got \['CE', 'acc'\]"),
-        ({"loss": torch.ones(2, 3)}, r"'loss' has the shape \(2, 3\); a loss is a scalar: take its mean"),
+        (
+            {"loss": torch.ones(2, 3)},
+            r"'loss' has the shape \(2, 3\), but a loss must be a scalar; use its mean",
+        ),
         ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has the shape \(2,\)"),
         ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of them, not 1.5"),
         ({"loss": torch.ones(()), "acc": 0.5}, "'acc' must be a scalar tensor"),
