@@ -270,12 +270,12 @@ HOLDS = {"What torch may not capture": CAPTURE}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
@@ -345,7 +345,7 @@ def _own_step(model, loss_fn, optimizer):
 @pytest.mark.parametrize("at", [1, 5])
 @pytest.mark.parametrize("kind", [ByShape, ByValue, ByLoss])
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_an_exception_of_the_users_own_arrives_and_the_training_goes_on(kind, at, speed):
+def test_user_exception_is_raised_and_training_continues(kind, at, speed):
     data = batches(STEPS)
     data[at - 1] = _bad(kind, *data[at - 1])
     found = []
@@ -366,7 +366,7 @@ def test_an_exception_of_the_users_own_arrives_and_the_training_goes_on(kind, at
     torch.testing.assert_close(found[1][::2], found[0][::2], **TOLERANCE)
 
 
-def test_an_error_of_the_users_own_at_step_1_does_not_end_the_compiled_step():
+def test_user_error_at_step_1_does_not_disable_the_compiled_step():
     data = batches(STEPS)
     data[0] = _bad(ByShape, *data[0])
     model = ByShape()

@@ -82,7 +82,7 @@ def nearly_constant(dtype):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("make", [deep, deep_with_adam, nearly_constant])
-def test_rounding_is_not_taken_for_a_defect(make):
+def test_rounding_is_not_reported_as_a_compiler_bug(make):
     assert_as_close_as_eager(make, compile=COMPILE)
 
 
@@ -105,7 +105,7 @@ def stdc1(dtype):
 
 
 @pytest.mark.slow
-def test_stdc1_by_inductor_is_not_accused():
+def test_stdc1_with_inductor_passes_the_verification():
     assert_as_close_as_eager(stdc1, compile=dict(cache=False, wait=True))
 
 
@@ -217,12 +217,12 @@ HOLDS = {"Computed weights": COMPUTED}
 
 
 @pytest.mark.parametrize("case", params_of(COMPUTED, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(COMPUTED))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
@@ -290,7 +290,7 @@ def upsampled(dtype=torch.float64, steps=8, size=16):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", DEFECTS)
-def test_a_defect_of_the_compiler_is_found(what):
+def test_compiler_bug_is_detected(what):
     """The backend computes one backward formula wrongly; the training must not."""
     operator, wrong = DEFECTS[what]
     wrongly = aot_autograd(fw_compiler=nop, decompositions={operator.default: wrong})
@@ -305,7 +305,7 @@ def test_a_defect_of_the_compiler_is_found(what):
 
 
 @pytest.mark.slow
-def test_an_interpolation_by_inductor_trains_as_eagerly():
+def test_interpolation_with_inductor_matches_eager():
     """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate; the losses must not show it."""
     seed()
     expected = by_hand(upsampled(torch.float32, 4, 64))

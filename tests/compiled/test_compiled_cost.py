@@ -180,12 +180,12 @@ HOLDS = {"Settings that change in each step": SCHEDULES}
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES))
-def test_a_setting_that_changes_in_each_step_takes_few_graphs(case):
+def test_setting_that_changes_at_each_step_needs_few_graphs(case):
     seed()
     expected = by_hand(case.make())
     seed()
@@ -203,7 +203,7 @@ def test_a_setting_that_changes_in_each_step_takes_few_graphs(case):
     assert counting.runs >= STEPS - MOST_GRAPHS, f"graphs ran in {counting.runs} steps of {STEPS}"
 
 
-def test_python_runs_while_a_graph_is_made_and_no_more():
+def test_forward_runs_in_python_only_during_capture():
     """The model's forward runs in Python for the first steps only; the counter in it goes on."""
     seen = []
 
@@ -255,22 +255,22 @@ def _alive(gone, code=False):
     )
 
 
-def test_a_closed_step_leaves_nothing():
+def test_closed_step_is_released():
     assert _alive(_train()) == []
 
 
-def test_a_closed_step_leaves_no_compiled_code():
+def test_closed_step_releases_compiled_code():
     """Torch keeps that of any compiled function until torch._dynamo.reset(), or reset_code() of the function."""
     assert _alive(_train(), code=True) == []
 
 
 @pytest.mark.matrix
-def test_a_step_that_is_dropped_without_close_leaves_nothing():
+def test_deleted_step_is_released():
     assert _alive(_train(close=False)) == []
 
 
 @pytest.mark.matrix
-def test_a_model_that_stays_holds_no_closed_step():
+def test_model_does_not_reference_a_closed_step():
     model = net()
     gone = _train(model)
     del gone["model"], gone["weight"]
@@ -279,12 +279,12 @@ def test_a_model_that_stays_holds_no_closed_step():
 
 
 @pytest.mark.matrix
-def test_steps_with_average_and_accumulation_leave_nothing():
+def test_steps_with_average_and_accumulation_are_released():
     assert _alive(_train(ema=dict(decay=0.9, type="constant"), accumulate=2, steps=4)) == []
 
 
 @pytest.mark.matrix
-def test_a_step_that_fell_back_leaves_nothing():
+def test_step_that_fell_back_is_released():
     class Item(Base):
         def change(self, x):
             return x / (1 + abs(x.detach().mean().item()))
@@ -296,7 +296,7 @@ def test_a_step_that_fell_back_leaves_nothing():
 
 
 @pytest.mark.matrix
-def test_many_steps_one_after_the_other_keep_their_numbers():
+def test_many_consecutive_steps_stay_compiled():
     """Torch counts the graphs of a function in a process: the ninth step must not fall back for the first eight."""
     for number in range(10):
         seed(number)

@@ -264,10 +264,10 @@ HOLDS = {"Hooks of gradients": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "O
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)

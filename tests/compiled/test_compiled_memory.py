@@ -237,7 +237,7 @@ TBPTT = [
 
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_a_hidden_state_that_is_never_detached_is_an_error_as_in_a_plain_loop(speed):
+def test_hidden_state_that_is_never_detached_raises(speed):
     """Torch says at step 2 that the graph of step 1 is gone; a step must not train without it."""
 
     def make():
@@ -360,10 +360,10 @@ HOLDS = {"Attributes of modules": ATTRIBUTES, "Hidden states": TBPTT, "Random nu
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)

@@ -333,15 +333,15 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of([*CASES, *NOT_HERE]))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
 @pytest.mark.parametrize("case", params_of(NOT_HERE[:1], fast_only=True))
-def test_what_no_step_can_train_is_refused_without_compile_too(case):
+def test_unsupported_optimizer_raises_without_compile(case):
     check_refused(case)

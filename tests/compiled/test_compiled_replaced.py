@@ -176,17 +176,17 @@ HOLDS = {"What the loop replaces": REPLACED}
 
 
 @pytest.mark.parametrize("case", params_of(REPLACED, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(REPLACED))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_a_batch_is_trained_once_where_dynamo_skips_the_step(at):
+def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
     """Under a dispatch mode, torch.compile calls the function itself before it fails."""
     model = Base()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
@@ -221,7 +221,7 @@ class Raises(Base):
 
 
 @pytest.mark.parametrize("at", [2, 6])
-def test_an_error_of_the_users_own_arrives_once_and_ends_no_compilation(at):
+def test_user_error_is_raised_once_and_does_not_disable_compilation(at):
     model = Raises()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
     for count, batch in enumerate(batches(), 1):
@@ -235,7 +235,7 @@ def test_an_error_of_the_users_own_arrives_once_and_ends_no_compilation(at):
     assert step.compiled_scope == "step"
 
 
-def test_a_label_out_of_range_is_an_error_after_which_dropout_goes_on_as_before():
+def test_label_out_of_range_raises_and_keeps_the_random_state():
     data = [(x, y.argmax(1)) for x, y in batches()]
     data[6] = (data[6][0], data[6][1] + 100)
 
@@ -271,7 +271,7 @@ def test_a_label_out_of_range_is_an_error_after_which_dropout_goes_on_as_before(
     assert step.compiled_scope == "step"
 
 
-def test_traced_modules_train_as_plain_ones():
+def test_traced_modules_match_plain_modules():
     seed()
     model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).double()
     found, scope, _ = by_step(Training(model, sgd(model)), compile=COMPILE)

@@ -153,7 +153,7 @@ def _with_speeds(table, fast=()):
 
 
 @pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(GANS, fast=["SGD"]))
-def test_two_steps_of_a_gan_train_as_a_loop_that_drops_gradients_before_each_backward(make, train, speed):
+def test_gan_with_two_steps_matches_a_plain_loop(make, train, speed):
     compare(make, train, speed)
 
 
@@ -209,13 +209,13 @@ SHARED = {
 
 
 @pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(SHARED, fast=["a half of the model each"]))
-def test_steps_that_share_parameters_train_as_loops_that_keep_gradients_apart(make, train, speed):
+def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
     compare(make, train, speed)
 
 
 @pytest.mark.parametrize("windows", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
-def test_a_step_refuses_gradients_that_another_one_accumulates(speed, windows):
+def test_step_raises_for_gradients_that_another_step_accumulates(speed, windows):
     """Both would be in p.grad: the one would move the weights by the sum, the other by nothing."""
     parts = over_the_same(_SGD, _ADAM, windows)
     steps = [

@@ -1,4 +1,4 @@
-"""A step that is recorded and replayed gets its inputs and gives its outputs as if it were called."""
+"""Capture and replay of a step have the same inputs and outputs as calls."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from slipstream.step.cuda_graph import CudaCapture, Replayed
 
 
 class Tape:
-    """Records as a CUDA graph does: fixed inputs and outputs, nothing done while recording, everything in replay."""
+    """A mock of CUDA graphs: static inputs and outputs, no computation during the capture."""
 
     def __init__(self):
         self.warmed = self.recorded = self.replayed = 0
@@ -43,7 +43,7 @@ def _from_zero():
     STATE.zero_()
 
 
-def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
+def test_warm_up_capture_and_replay_each_run_one_step():
     tape = Tape()
     run, total, kept = Replayed(step, tape), 0.0, []
     for number in range(6):
@@ -53,10 +53,10 @@ def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
         assert float(state) == total == float(STATE)
         kept.append(doubled)
     assert (tape.warmed, tape.recorded, tape.replayed) == (3, 1, 3)
-    assert [float(t[0]) for t in kept] == [0, 2, 4, 6, 8, 10]  # what was returned is nobody else's
+    assert [float(t[0]) for t in kept] == [0, 2, 4, 6, 8, 10]  # replays do not overwrite outputs
 
 
-def test_other_shapes_and_other_plain_values_are_recorded_for_themselves():
+def test_other_shapes_and_values_use_separate_graphs():
     tape = Tape()
     run = Replayed(step, tape)
     for _ in range(5):
@@ -66,8 +66,8 @@ def test_other_shapes_and_other_plain_values_are_recorded_for_themselves():
     assert tape.recorded == 3
 
 
-def test_what_the_work_depends_on_is_asked_before_each_replay():
-    """The compiler would check that a module is still in training; a replay would not."""
+def test_depends_is_checked_before_each_replay():
+    """Guards check the training mode of modules; a replay does not."""
     tape, mode = Tape(), [1]
 
     def work(inputs):
@@ -79,7 +79,7 @@ def test_what_the_work_depends_on_is_asked_before_each_replay():
     assert tape.recorded == 2
 
 
-def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
+def test_calls_beyond_the_graph_limit_run_without_a_graph():
     tape, said = Tape(), []
     run = Replayed(step, tape, warn=said.append)
     for number in range(200):
@@ -93,7 +93,7 @@ def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_trains_as_its_function():
+def test_cuda_graph_matches_its_function():
     weight = torch.ones(4, device="cuda")
 
     def descend(x):
