@@ -1,4 +1,4 @@
-"""The section of docs/matrix.md about compiled steps, from the tables that the tests check."""
+"""Generate the section of docs/matrix.md about compiled steps from the test cases."""
 
 import test_compiled_capture
 import test_compiled_conditioning
@@ -23,20 +23,20 @@ _TABLES = (
 
 _TOP = """## What a compiled step can hold
 
-`tests/compiled` trains {cases} cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
-without it, and by a plain loop. Losses, weights, buffers, averages and what else a case names must agree within
+`tests/compiled` trains {cases} cases for {steps} steps in float64: with `accelerate` and `compile`, with `accelerate`
+alone, and with a plain loop. Losses, weights, buffers, averages and other values of a case must agree within
 {tolerance:g}.
 
-- *{one}*: the whole step stays one graph until the end, and nothing is warned of.
-- *{back}*: the numbers are the same. One warning names the cause, and the user's line where there is one.
-- *{refused}*: an error names the remedy before anything is trained.
+- *{one}*: the whole step stays one graph until the end, without warnings.
+- *{back}*: the results are the same. One warning names the cause, and the user's line if there is one.
+- *{refused}*: an error names the remedy before training starts.
 
-Not noticed: a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`) that is added
-after the second step, since torch does not tell that it is there; an environment variable that the model or the loss
-reads; and how often a function with `functools.lru_cache` runs, which Dynamo traces anew. The last two are so wherever
-`torch.compile` is used.
+Three changes are not detected: a hook of the node that accumulates a parameter's gradient
+(`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change of
+an environment variable that the model or the loss reads; and the number of calls of a function with
+`functools.lru_cache`, which Dynamo traces again. The last two limits apply to `torch.compile` in general.
 
-Two steps that share modules or parameters (a GAN; two optimizers) are compared as well, with and without `compile`.
+The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
 
 | what | compiled | remark |
 |---|---|---|
@@ -58,7 +58,7 @@ def holds():
 
 
 def _rows(title, cases):
-    """Return the rows of a group: one for each way in which its cases are compiled."""
+    """Return the rows of a group: one for each expected behaviour."""
     for expect in (ONE_GRAPH, FALLS_BACK, REFUSED):
         found = [case for case in cases if case.expect == expect]
         if found:

@@ -1,4 +1,4 @@
-"""What torch cannot capture in a graph: the numbers stay, and the warning names the user's line."""
+"""Code that torch cannot capture in a graph: results do not change, and the warning names the user's line."""
 
 from pathlib import Path
 
@@ -31,11 +31,11 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training of this class of network; `calls` of the network must be equal at the end."""
+    """Return a builder of a training of this network class; the network's `calls` must be equal at the end."""
 
     def make():
         model = module()
-        return Training(model, sgd(model), loss, watch=lambda: getattr(model, "calls", None))
+        return Training(model, sgd(model), loss, observe=lambda: getattr(model, "calls", None))
 
     return make
 
@@ -57,7 +57,7 @@ class Routed(Base):
 
 
 class Masked(Base):
-    """Selects rows by a mask, as many as there are."""
+    """Selects a variable number of rows by a mask."""
 
     def change(self, x):
         rows = x[x[:, 0] > 0]
@@ -72,7 +72,7 @@ class Branches(Base):
 
 
 class Queue(Base):
-    """A ring of past activations, whose position is a buffer that is read as an int."""
+    """A ring buffer of past activations, whose position is a buffer that is read as an int."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Queue(Base):
 
 
 class Expanded(Base):
-    """A buffer whose elements share memory, and which is not written."""
+    """A read-only buffer whose elements share memory."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Expanded(Base):
 
 
 class ExpandedAssigned(Expanded):
-    """Such a buffer, replaced by another."""
+    """A buffer whose elements share memory, replaced in forward."""
 
     def change(self, x):
         self.scale = (0.9 * self.scale.mean() + 0.1).expand(8)
@@ -120,7 +120,7 @@ class Overlapping(Base):
 
 
 class Lazy(nn.Module):
-    """Layers that learn their sizes from the first batch."""
+    """Lazy layers, which infer their sizes from the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Prints(Item):
 
 
 class Tries(Item):
-    """Takes another way where an operation fails."""
+    """Catches the error of an operation and continues."""
 
     def change(self, x):
         self.calls += 1
@@ -171,7 +171,7 @@ class CallsNumpy(Item):
 
 
 class CallsExtension(Item):
-    """Calls numpy's linear algebra by what torch cannot look into."""
+    """Calls numpy's linear algebra in a way that torch cannot trace."""
 
     def change(self, x):
         self.calls += 1
@@ -204,7 +204,7 @@ class _ByNumpy(torch.autograd.Function):
 
 
 class _Counts(torch.autograd.Function):
-    """Counts its backwards in Python, and changes the gradient by it."""
+    """Counts its backward calls in Python, and scales the gradient by the count."""
 
     done = 0
 
@@ -283,11 +283,11 @@ def test_compiled_step_matches_a_plain_loop(case):
 
 
 class BadBatchError(ValueError):
-    """The user's own."""
+    """An exception of the user."""
 
 
 class ByShape(Base):
-    """Refuses batches of fewer than three rows."""
+    """Raises for batches with fewer than three rows."""
 
     def forward(self, x):
         if x.shape[0] < 3:
@@ -296,7 +296,7 @@ class ByShape(Base):
 
 
 class ByValue(Base):
-    """Refuses values that are not finite."""
+    """Raises for values that are not finite."""
 
     def forward(self, x):
         if not torch.isfinite(x).all():
@@ -305,7 +305,7 @@ class ByValue(Base):
 
 
 class ByLoss(Base):
-    """The loss refuses targets above 50."""
+    """The loss raises for targets above 50."""
 
     @staticmethod
     def loss(scores, targets):
@@ -321,7 +321,7 @@ def _bad(kind, x, y):
 
 
 def _train_on(step, data):
-    """Train as a user does who passes over bad batches; return losses, and the types of errors."""
+    """Train with a loop that skips invalid batches; return the losses and the types of errors."""
     losses, errors = [], []
     for batch in data:
         try:

@@ -1,4 +1,4 @@
-"""What a compiled step costs: graphs for settings that change in each step, and memory that is given back."""
+"""Cost of a compiled step: graphs for settings that change at each step, and released memory."""
 
 import gc
 import weakref
@@ -32,11 +32,11 @@ from torch.optim import lr_scheduler
 from slipstream import accelerate
 
 MOST_GRAPHS = 4
-"""One, another where a number is first seen to change, and one to spare."""
+"""One graph, a second one when a number first changes, and one as a margin."""
 
 
 class Counting:
-    """A compiler that counts graphs, and how often they are run."""
+    """A compiler that counts graphs and their runs."""
 
     def __init__(self):
         self.graphs = self.runs = 0
@@ -65,7 +65,7 @@ def one_cycle(kind, **options):
 
 
 def scheduled(name, change, kind, **options):
-    """The user changes a setting of the optimizer after each step."""
+    """A setting of the optimizer that changes after each step."""
     model = net()
     optimizer = kind(model.parameters(), **options)
     group = optimizer.param_groups[0]
@@ -73,7 +73,7 @@ def scheduled(name, change, kind, **options):
 
 
 class Dropping(Base):
-    """Dropout whose rate the user changes."""
+    """Dropout whose rate changes between steps."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def dropout_rates():
 
 
 class Counted(Base):
-    """A float that forward counts, and by which it divides."""
+    """A float that forward increments and divides by."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Counted(Base):
 
 
 class Warmed(Base):
-    """A share that the user sets in each step."""
+    """A float attribute that the loop sets before each step."""
 
     share = 0.1
 
@@ -115,7 +115,7 @@ class Warmed(Base):
 
 def counted():
     model = Counted()
-    return Training(model, sgd(model), watch=lambda: model.time)
+    return Training(model, sgd(model), observe=lambda: model.time)
 
 
 def set_in_loop():
@@ -128,7 +128,7 @@ def set_in_loop():
 
 
 class Weighted:
-    """A loss whose weight falls in each step."""
+    """A loss whose weight decreases at each step."""
 
     weight = 1.0
 
@@ -176,7 +176,7 @@ SCHEDULES = [
     Case("a float of the loss that the loop sets", weighted_loss),
     Case("the momentum of BatchNorm", batch_norm_momentum, FALLS_BACK, "a new graph"),
 ]
-HOLDS = {"Settings that change in each step": SCHEDULES}
+HOLDS = {"Settings that change at each step": SCHEDULES}
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES, fast_only=True))
@@ -204,7 +204,7 @@ def test_setting_that_changes_at_each_step_needs_few_graphs(case):
 
 
 def test_forward_runs_in_python_only_during_capture():
-    """The model's forward runs in Python for the first steps only; the counter in it goes on."""
+    """The forward runs in Python only in the first steps; its counter continues."""
     seen = []
 
     class Seen(Base):
@@ -230,7 +230,7 @@ def test_forward_runs_in_python_only_during_capture():
 
 
 def _train(model=None, close=True, steps=3, **speed):
-    """Train, end the step, and return weak references to what it is made of."""
+    """Train, close the step, and return weak references to its objects."""
     model = net() if model is None else model
     optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
     step = accelerate(
@@ -260,7 +260,7 @@ def test_closed_step_is_released():
 
 
 def test_closed_step_releases_compiled_code():
-    """Torch keeps that of any compiled function until torch._dynamo.reset(), or reset_code() of the function."""
+    """Torch keeps the code of a compiled function until torch._dynamo.reset(), or reset_code() of the function."""
     assert _alive(_train(), code=True) == []
 
 
@@ -292,12 +292,12 @@ def test_step_that_fell_back_is_released():
     alive = _alive(_train(Item()))
     assert not {"optimizer", "loss", "step", "moment"} & set(
         alive
-    )  # torch keeps a model that it has compiled alone
+    )  # torch keeps a reference to a compiled model
 
 
 @pytest.mark.matrix
 def test_many_consecutive_steps_stay_compiled():
-    """Torch counts the graphs of a function in a process: the ninth step must not fall back for the first eight."""
+    """Torch counts graphs per code object; the ninth step must not fall back because of the first eight."""
     for number in range(10):
         seed(number)
         hand = by_hand(Training(model := net(), sgd(model)))

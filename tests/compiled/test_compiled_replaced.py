@@ -1,4 +1,4 @@
-"""What the loop replaces between steps, and what arrives in a batch: no compiled step goes on with old tensors."""
+"""Tensors that the loop replaces between steps, and objects in batches; a compiled step must not use old tensors."""
 
 import copy
 from functools import partial
@@ -48,7 +48,7 @@ class Normed(Base):
 
 
 class Sample:
-    """A batch's inputs in an object that torch does not look into."""
+    """The inputs of a batch in an object that is not a pytree."""
 
     def __init__(self, x):
         self.x = x
@@ -98,7 +98,7 @@ def teacher():
 
 
 def moved():
-    """As `model.cpu(); model.cuda()`: parameters stay, buffers are new tensors."""
+    """Like `model.cpu(); model.cuda()`: parameters keep their identity, buffers are new tensors."""
     model = Normed()
     return Training(model, sgd(model), before={6: lambda training: training.model.float().double()})
 
@@ -148,7 +148,7 @@ def other_groups():
 
 
 def number(make):
-    """A parameter without dimension."""
+    """A 0-dim parameter."""
     model = Base()
     model.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     model.change = lambda x: x * model.factor
@@ -163,7 +163,7 @@ REPLACED = [
     Case("NumPy arrays in the batch", numpy_targets),
     Case("objects in the batch", samples, fast=True),
     Case("tensors of a subclass in the batch", subclasses, FALLS_BACK, "Subclass"),
-    Case("parameters that change their groups", swapped),
+    Case("parameters that move between groups", swapped),
     Case("parameter groups that are replaced", other_groups),
     Case(
         "a float64 parameter without dimension",
@@ -206,7 +206,7 @@ def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
 
 
 class Raises(Base):
-    """Counts in a buffer, and then raises."""
+    """Increments a buffer, and then raises."""
 
     def __init__(self):
         super().__init__()
