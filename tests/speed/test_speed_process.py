@@ -88,7 +88,7 @@ def test_already_reserved_memory_warns(monkeypatch):
     assert lines[0].startswith("expandable_segments does not affect the 48 MiB")
 
 
-def test_reserved_bytes_is_zero_without_gpu(monkeypatch):
+def test_memory_is_not_queried_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: pytest.fail("asked"))
     with expandable_segments(pytest.fail):

@@ -152,10 +152,10 @@ def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
     """Switch the optimizer, or each of several, to fused kernels if the plan enables them."""
     if plan.fused is False:
         return
-    parts = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
-    for part in parts:
+    wrappers = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
+    for wrapper in wrappers:
         with _with_config_path(plan, "fused"):
-            fuse(part.optimizer, plan.fused)
+            fuse(wrapper.optimizer, plan.fused)
 
 
 @runtime_checkable
@@ -176,10 +176,12 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
         ConfigError: an option does not support the model or the optimizer.
     """
     core = unwrap_model(model)
-    made = {option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)}
+    part_options = {
+        option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)
+    }
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
         parts = []
-        for option, how in made.items():
+        for option, how in part_options.items():
             with _with_config_path(plan, option):
                 part = how.part(core, wrapper)
                 _check_part(part, option, core, wrapper)

@@ -107,8 +107,8 @@ def compile_model(
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for module in modules:
         by_class[type(module)].append(module)
-    for alike in by_class.values():
-        _compile(alike, how, limit, _Group(alike, warn, tells_limit))
+    for same_class in by_class.values():
+        _compile(same_class, how, limit, _Group(same_class, warn, tells_limit))
     return kinds
 
 
@@ -118,12 +118,12 @@ def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
     Raises:
         ConfigError: a name matches no module, or there are no names and the model has no repeated blocks.
     """
-    found = named_blocks(model, how.blocks, "compile.blocks") if how.blocks else _repeating(model)
+    found = named_blocks(model, how.blocks, "compile.blocks") if how.blocks else _repeated(model)
     inner = {child for block in found for child in block.modules() if child is not block}
     return list(dict.fromkeys(block for block in found if block not in inner))
 
 
-def _repeating(model: nn.Module) -> list[nn.Module]:
+def _repeated(model: nn.Module) -> list[nn.Module]:
     found = repeated_blocks(model)
     if not found:
         raise ConfigError(

@@ -59,11 +59,11 @@ def explain_failure(error: BaseException) -> str:
 
 def _where(stack: Iterable[FrameSummary]) -> str:
     """Return `net.py:18: `if y.sum() > 0:`` for the innermost frame of the user's own code, or an empty string."""
-    own = [frame for frame in stack if _is_users(frame.filename)]
+    own = [frame for frame in stack if _is_user_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
 
 
-def _is_users(file: str) -> bool:
+def _is_user_file(file: str) -> bool:
     """Return whether a file is the user's: not generated, nor part of torch, Slipstream or Python's library."""
     in_stdlib = file.startswith(_LIBRARY) and "site-packages" not in file
     return not file.startswith((*_ENGINE, "<")) and not in_stdlib

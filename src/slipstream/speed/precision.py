@@ -110,7 +110,7 @@ def convert_to_fp8(model: nn.Module) -> int:
 def _check_fp8_hardware() -> None:
     remedy = "use 'bf16'"
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise ConfigError(f"'fp8' requires an NVIDIA GPU; none found. Instead, {remedy}", "precision")
+        raise ConfigError(f"'fp8' requires an NVIDIA GPU, but none was found; {remedy}", "precision")
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         raise ConfigError(

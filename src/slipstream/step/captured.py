@@ -28,7 +28,7 @@ _GLOBAL_HOOKS = (
     modules._global_backward_hooks,
 )
 _OF_PARAM = attrgetter("requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")
-_YOUNG = 2
+_MIN_BATCHES = 2
 """A graph that trains at most this many batches does not justify its compilation."""
 
 
@@ -77,13 +77,13 @@ class CapturedStep:
         self._graphs = {True: 0, False: 0}
         self._wasted = 0
 
-    def why_not(self) -> str | None:
+    def find_change(self) -> str | None:
         """Return the change that invalidates the graph, or None; called at each step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the parts of the step"
         now = list(optim.parameters())
-        if not (_are(optim.param_groups, self._groups) and _are(now, self._owned)):
+        if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
         if list(map(_OF_PARAM, self._owned)) != self._seen:
             return "hooks or requires_grad of parameters"
@@ -113,7 +113,7 @@ class CapturedStep:
         Raises:
             UnstableGraphError: previous graphs were used for too few batches each.
         """
-        if 0 < self._batches[ends] - 1 <= _YOUNG and self._graphs[ends]:
+        if 0 < self._batches[ends] - 1 <= _MIN_BATCHES and self._graphs[ends]:
             self._wasted += 1
         self._graphs[ends] += 1
         self._batches[ends] = 1
@@ -156,7 +156,7 @@ class CapturedStep:
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
-        if self.update is not None:  # `why_not` detects replaced state tensors
+        if self.update is not None:  # `find_change` detects replaced state tensors
             yield from self.update.tensors()
         for part in self.parts:
             yield from part.state().values()
@@ -197,7 +197,7 @@ class CapturedStep:
                 )
 
 
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether both sequences contain the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 

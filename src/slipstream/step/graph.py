@@ -147,7 +147,7 @@ class GraphStep:
         if self.sync is None and not self._shapes.worth_a_graph(inputs):
             return self.eager.train(inputs)
         if self._step is not None:
-            changed = self._step.why_not()
+            changed = self._step.find_change()
         else:
             changed = None if all(p.requires_grad for p in self._trained) else "requires_grad of parameters"
         if changed is not None:

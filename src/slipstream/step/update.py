@@ -64,7 +64,8 @@ class GraphUpdate:
         self.optimizer = optimizer
         self._step = _sgd if type(optimizer) is SGD else inspect.unwrap(type(optimizer).step)
         self._groups = [
-            _Group(optimizer, sources, indices, params) for sources, indices in _alike(optimizer, params)
+            _Group(optimizer, sources, indices, params)
+            for sources, indices in _group_by_settings(optimizer, params)
         ]
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
@@ -241,7 +242,9 @@ class _Scratch:
         return {}
 
 
-def _alike(optimizer: Optimizer, params: Sequence[Tensor]) -> list[tuple[list[dict[str, Any]], list[int]]]:
+def _group_by_settings(
+    optimizer: Optimizer, params: Sequence[Tensor]
+) -> list[tuple[list[dict[str, Any]], list[int]]]:
     """Return lists of groups with equal settings, each with the indices of their `params`."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
