@@ -74,7 +74,9 @@ def test_the_log_says_which_options_are_on_from_where_and_which_have_no_effect(t
     (log,) = Path(runner.log_dir).glob("*.log")
     text = log.read_text()
     assert "Options: sync_bn (speed.sync_bn), fused (auto: " in text
-    assert "speed.sync_bn has no effect here: a single process already normalizes over the whole batch" in text
+    assert (
+        "speed.sync_bn has no effect here: a single process already normalizes over the whole batch" in text
+    )
 
 
 # ---- the optimizer wrapper --------------------------------------------------------------------------------

@@ -389,9 +389,9 @@ def test_activation_checkpointing_is_read_from_a_config():
     ("value", "error", "message"),
     [
         ({"module": ["a"]}, UnknownNameError, "activation_checkpointing.module: .*'modules'"),
-        ({"modules": []}, ConfigError, "activation_checkpointing.modules: expected names"),
+        ({"modules": []}, ConfigError, "activation_checkpointing.modules: must be names"),
         ({"modules": "a"}, ConfigError, "activation_checkpointing.modules: expected"),
-        ([1], ConfigError, "activation_checkpointing.modules: expected names"),
+        ([1], ConfigError, "activation_checkpointing.modules: must be names"),
         (3, ConfigError, "activation_checkpointing: expected a dict"),
         ("layer1", ConfigError, "activation_checkpointing: expected a dict"),
     ],

@@ -162,7 +162,7 @@ def test_parallel_and_model_wrapper_cfg_set_the_same_option(cfg, kind, wrapper):
     ("cfg", "message"),
     [
         (dict(sync_bn="mmcv"), "^sync_bn: must be 'torch' .*, not 'mmcv'"),
-        (dict(efficient_conv_bn_eval="[net]"), "^efficient_conv_bn_eval: .* not available"),
+        (dict(efficient_conv_bn_eval="[net]"), "^efficient_conv_bn_eval: .* not supported"),
         (dict(compile={"bakcend": "eager"}), "^compile.bakcend: .*'backend'"),
         (dict(parallel="fsdp"), "^parallel: must be one of .*; did you mean 'fsdp2'"),
         (dict(parallel=2), "^parallel: must be a name or a dict"),
@@ -256,7 +256,7 @@ def test_beta_is_read_only_for_type_exp(kind, beta):
             dict(torch_compile=True, torch_compile_mode="default", torch_compile_options=dict(mode="x")),
             "training_params.torch_compile_mode: .*torch_compile_options.mode is 'x'",
         ),
-        (dict(torch_compile_loss=True), "training_params.torch_compile_loss: .*give torch_compile"),
+        (dict(torch_compile_loss=True), "training_params.torch_compile_loss: .*set torch_compile"),
         (dict(torch_compile=True, torch_compile_options=dict(mod=1)), "training_params.torch_compile.mod: "),
         (dict(ema=True, ema_params=dict(decay_type="linear")), "training_params.ema.type: .*'linear'"),
         (dict(multi_gpu="DP"), "training_params.multi_gpu: must be 'DDP' or 'Off', not 'DP'"),

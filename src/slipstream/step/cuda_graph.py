@@ -99,7 +99,7 @@ class Replayed:
     def _directly(self, *args: Any) -> Any:
         if self._warn is not None:
             self._warn(
-                f"The step needs more than {_MAX_GRAPHS} CUDA graphs; further kinds of batches run without one. Shapes, "
+                f"The step needs more than {_MAX_GRAPHS} CUDA graphs; other kinds of batches run without one. Shapes, "
                 "strings or numbers in the batch, or optimizer settings change too often: keep them constant, or "
                 "remove cuda_graph"
             )
