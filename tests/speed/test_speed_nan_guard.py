@@ -354,7 +354,7 @@ def test_locator_names_the_model_for_its_own_operations():
     locator = Locator(net)
     net.forward = lambda x: {"loss": net.body(x).sum() * INF}
     net(good(1))
-    assert "Net itself; its inputs were finite" in locator.report()
+    assert "the model (Net); its inputs were finite" in locator.report()
 
 
 def test_locator_ignores_validation():
