@@ -1,4 +1,4 @@
-"""Trains a case by `accelerate` and by a plain loop, and compares: only the public interface is used."""
+"""Train a case with `accelerate` and with a plain loop through the public interface, and compare the results."""
 
 import logging
 import random
@@ -19,9 +19,9 @@ from slipstream.errors import SlipstreamError
 
 STEPS = 12
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)
-"""In float64: rounding in another order is 1e-16 in each operation, and 12 steps of a small network amplify it."""
+"""In float64: one rounding error is 1e-16, and 12 steps of a small network amplify it."""
 IN_FLOAT32 = dict(rtol=1e-6, atol=1e-8)
-"""For optimizers of torch that compute step sizes in float32 where they are compiled."""
+"""For optimizers of torch that compute step sizes in float32 when compiled."""
 COMPILE = dict(backend="aot_eager", cache=False)
 DECAY = 0.9
 EMA = dict(decay=DECAY, type="constant")
@@ -31,35 +31,35 @@ ONE_GRAPH, FALLS_BACK, REFUSED = "one graph", "falls back", "refused"
 
 @dataclass
 class Training:
-    """What is trained: made twice by a case's builder, from the same seed."""
+    """Model, optimizer, loss and batches; a case builds them twice with the same seed."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], torch.Tensor] = F.mse_loss
     batches: list[Any] = field(default_factory=lambda: batches())
     before: dict[int, Callable[["Training"], Any]] = field(default_factory=dict)
-    """What the user does before step k, counted from 1."""
+    """Functions to call before a step, by its number (from 1)."""
     after: Callable[[], Any] = lambda: None
-    """What the user does after each step: a scheduler's step."""
-    watch: Callable[[], Any] = lambda: None
-    """What else must be equal at the end."""
+    """Called after each step, for example to step a scheduler."""
+    observe: Callable[[], Any] = lambda: None
+    """Returns other values that must be equal at the end."""
     end: Callable[[], Any] = lambda: None
-    """Takes back what is global."""
+    """Restores global state."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training, and what a compiled step must make of it.
+    """A training, and the expected behaviour of a compiled step.
 
     Args:
-        what: names it in the test's id and on the page.
+        what: name of the case in the test id and in docs/matrix.md.
         make: builds the training.
         expect: ONE_GRAPH, FALLS_BACK or REFUSED.
         cause: a regular expression that the only warning, or the error, must match.
-        line: the user's file, if the warning must name it.
+        line: the file that the warning must name, if any.
         speed: further options.
         fast: whether `make test` runs it; `make matrix` runs the others.
-        tolerance: where another precision than float64 is used.
+        tolerance: tolerance for cases that do not use float64.
     """
 
     what: str
@@ -73,7 +73,7 @@ class Case:
     tolerance: dict[str, float] = field(default_factory=lambda: TOLERANCE)
     slow: bool = False
     warnings: int = 1
-    """Of a step that falls back: 2 if the model alone cannot be compiled either."""
+    """Number of warnings of a step that falls back: 2 if the model cannot be compiled either."""
 
 
 def params_of(cases, fast_only=False):
@@ -85,7 +85,7 @@ def params_of(cases, fast_only=False):
     ]
 
 
-# ---- small parts ------------------------------------------------------------------------------------------
+# ---- helpers ----------------------------------------------------------------------------------------------
 
 
 def seed(number=0):
@@ -102,7 +102,7 @@ def batches(count=STEPS, size=6, features=4, outputs=3, number=7):
 
 
 def net():
-    """Return a small network with BatchNorm; a bias before it would get rounding errors for a gradient."""
+    """Return a small network with BatchNorm, without a bias before it, whose gradient would be a rounding error."""
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
@@ -111,7 +111,7 @@ def sgd(model, lr=0.05, **options):
 
 
 class Base(nn.Module):
-    """A network whose `change` sees the activations."""
+    """A network that passes its activations through `change`."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Base(nn.Module):
 
 
 def by_hand(training, window=1, decay=None):
-    """Train as a user's own loop does; return what is compared."""
+    """Train with a plain loop; return the values to compare."""
     seed(1)
     losses, average = [], None
     for number, (*inputs, targets) in enumerate(training.batches, 1):
@@ -156,7 +156,7 @@ def _averaged(average, model, decay):
 
 
 def by_step(training, **speed):
-    """Train by `accelerate`; return what is compared, what is compiled at the end, and the warnings."""
+    """Train with `accelerate`; return the values to compare, the compiled scope at the end, and the warnings."""
     with warnings_of_slipstream() as said:
         step = accelerate(training.model, training.optimizer, training.loss, speed=speed)
         seed(1)
@@ -175,7 +175,7 @@ def by_step(training, **speed):
 
 
 def compiled_scope(step):
-    """Return what of a step is compiled now: "step", "model", "block" or None."""
+    """Return the scope that is compiled now: "step", "model", "block" or None."""
     return step.compiled_scope
 
 
@@ -185,13 +185,13 @@ def _result(training, losses, average):
         "state": {name: value.detach().clone() for name, value in training.model.state_dict().items()},
         "gradients": [p.grad for p in training.optimizer.param_groups[0]["params"]],
         "average": average,
-        "watched": training.watch(),
+        "observed": training.observe(),
     }
 
 
 @contextmanager
 def warnings_of_slipstream():
-    """Collect what the logger "slipstream" warns of inside the block."""
+    """Collect the warnings of the logger "slipstream" inside the context."""
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
@@ -203,32 +203,34 @@ def warnings_of_slipstream():
         logger.removeHandler(handler)
 
 
-# ---- the contract -----------------------------------------------------------------------------------------
+# ---- checks -----------------------------------------------------------------------------------------------
 
 
 def check_plain(case):
-    """Without compile the step trains as the loop by hand: this shows that the case itself is right."""
+    """Check that the eager step matches the plain loop, which validates the case itself."""
     speed = dict(case.speed)
     found, _, _ = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
 
 
 def check_refused(case, **speed):
-    """An error names the cause before anything is trained."""
+    """Check that an error names the cause before training starts."""
     with pytest.raises(SlipstreamError, match=case.cause):
         _ended(by_step, case, **speed)
 
 
 def check(case):
-    """With compile the numbers are those of the loop by hand, and the step is compiled as expected."""
+    """Check that the compiled step matches the plain loop, and that it is compiled as expected."""
     speed = {"compile": COMPILE, **case.speed}
     if case.expect == REFUSED:
         check_refused(case, **speed)
         return
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
-    assert "defect of the compiler" not in " ".join(warnings), f"accused: {warnings}"
-    assert "slipstream/step/" not in " ".join(warnings), f"a line of Slipstream, not the user's: {warnings}"
+    assert "compiler bug" not in " ".join(warnings), f"reported a compiler bug: {warnings}"
+    assert "slipstream/step/" not in " ".join(warnings), (
+        f"names a line of Slipstream instead of the user's: {warnings}"
+    )
     if case.expect == ONE_GRAPH:
         assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"
         return
@@ -250,12 +252,12 @@ def _ended(train, case, **options):
 
 def assert_equal(found, expected, tolerance):
     torch.testing.assert_close(found["losses"], expected["losses"], **tolerance, msg=_numbers("losses"))
-    for what in ("state", "gradients", "average", "watched"):
+    for what in ("state", "gradients", "average", "observed"):
         _close(found[what], expected[what], tolerance, what)
 
 
 def _close(found, expected, tolerance, what):
-    """Compare numbers within dicts and lists; None equals None."""
+    """Compare numbers in nested dicts and lists; None equals None."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for name in expected:

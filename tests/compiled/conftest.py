@@ -1,4 +1,4 @@
-"""Each test starts with an empty compiler and the same random numbers."""
+"""Reset the compiler and the random seed before each test."""
 
 import pytest
 import torch

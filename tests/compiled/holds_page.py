@@ -1,4 +1,4 @@
-"""The section of docs/matrix.md about compiled steps, from the tables that the tests check."""
+"""Generate the section of docs/matrix.md about compiled steps from the test cases."""
 
 import test_compiled_capture
 import test_compiled_conditioning
@@ -23,20 +23,22 @@ _TABLES = (
 
 _TOP = """## What a compiled step can hold
 
-`tests/compiled` trains {cases} cases for {steps} steps in float64: by `accelerate` with `compile`, by `accelerate`
-without it, and by a plain loop. Losses, weights, buffers, averages and everything else that a case names must
-agree within {tolerance:g}.
+`tests/compiled` trains {cases} cases for {steps} steps in float64: with `accelerate` and `compile`, with `accelerate`
+alone, and with a plain loop. Losses, weights, buffers, averages and other values of a case must agree within
+{tolerance:g}.
 
-- *{one}*: the whole step stays one graph until the end, and there is no warning.
-- *{back}*: the results are equal. One warning names the cause, and the line of the user's code if there is one.
-- *{refused}*: an error names the remedy before anything is trained.
+- *{one}*: the whole step stays one graph until the end, without warnings.
+- *{back}*: the results are the same. One warning names the cause, and the user's line if there is one.
+- *{refused}*: an error names the remedy before training starts.
 
-Three changes are not detected: a hook of the node that accumulates a parameter's gradient
-(`get_gradient_edge(param).node`) that is added after the second step, because torch does not report it; an environment
-variable that the model or the loss reads; and how often a function with `functools.lru_cache` runs, because Dynamo
-traces it again. The last two apply to every use of `torch.compile`.
+Four changes are not detected: a hook of the node that accumulates a parameter's gradient
+(`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change of
+an environment variable that the model or the loss reads; and the number of calls of a function with
+`functools.lru_cache`, which Dynamo traces again; and a method of the model's class that is replaced during training.
+The last three limits apply to `torch.compile` in general. In a graph, an `assert` on values of tensors raises
+`RuntimeError`.
 
-Two steps that share modules or parameters (a GAN; two optimizers) are also compared, with and without `compile`.
+The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
 
 | what | compiled | remark |
 |---|---|---|
@@ -58,7 +60,7 @@ def holds():
 
 
 def _rows(title, cases):
-    """Return the rows of a group: one for each way in which its cases are compiled."""
+    """Return the rows of a group: one for each expected behaviour."""
     for expect in (ONE_GRAPH, FALLS_BACK, REFUSED):
         found = [case for case in cases if case.expect == expect]
         if found:

@@ -1,4 +1,4 @@
-"""What torch cannot capture in a graph: the numbers stay, and the warning names the user's line."""
+"""Code that torch cannot capture in a graph: results do not change, and the warning names the user's line."""
 
 from pathlib import Path
 
@@ -31,11 +31,11 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training of this class of network; `calls` of the network must be equal at the end."""
+    """Return a builder of a training of this network class; the network's `calls` must be equal at the end."""
 
     def make():
         model = module()
-        return Training(model, sgd(model), loss, watch=lambda: getattr(model, "calls", None))
+        return Training(model, sgd(model), loss, observe=lambda: getattr(model, "calls", None))
 
     return make
 
@@ -57,7 +57,7 @@ class Routed(Base):
 
 
 class Masked(Base):
-    """Selects rows by a mask, as many as there are."""
+    """Selects a variable number of rows by a mask."""
 
     def change(self, x):
         rows = x[x[:, 0] > 0]
@@ -72,7 +72,7 @@ class Branches(Base):
 
 
 class Queue(Base):
-    """A ring of past activations, whose position is a buffer that is read as an int."""
+    """A ring buffer of past activations, whose position is a buffer that is read as an int."""
 
     def __init__(self):
         super().__init__()
@@ -87,7 +87,7 @@ class Queue(Base):
 
 
 class Expanded(Base):
-    """A buffer whose elements share memory, and which is not written."""
+    """A read-only buffer whose elements share memory."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Expanded(Base):
 
 
 class ExpandedAssigned(Expanded):
-    """Such a buffer, replaced by another."""
+    """A buffer whose elements share memory, replaced in forward."""
 
     def change(self, x):
         self.scale = (0.9 * self.scale.mean() + 0.1).expand(8)
@@ -120,7 +120,7 @@ class Overlapping(Base):
 
 
 class Lazy(nn.Module):
-    """Layers that learn their sizes from the first batch."""
+    """Lazy layers, which infer their sizes from the first batch."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class Prints(Item):
 
 
 class Tries(Item):
-    """Takes another way where an operation fails."""
+    """Catches the error of an operation and continues."""
 
     def change(self, x):
         self.calls += 1
@@ -171,7 +171,7 @@ class CallsNumpy(Item):
 
 
 class CallsExtension(Item):
-    """Calls numpy's linear algebra by what torch cannot look into."""
+    """Calls numpy's linear algebra in a way that torch cannot trace."""
 
     def change(self, x):
         self.calls += 1
@@ -204,7 +204,7 @@ class _ByNumpy(torch.autograd.Function):
 
 
 class _Counts(torch.autograd.Function):
-    """Counts its backwards in Python, and changes the gradient by it."""
+    """Counts its backward calls in Python, and scales the gradient by the count."""
 
     done = 0
 
@@ -270,12 +270,12 @@ HOLDS = {"What torch may not capture": CAPTURE}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
@@ -283,11 +283,11 @@ def test_the_compiled_step_trains_as_the_loop_by_hand(case):
 
 
 class BadBatchError(ValueError):
-    """The user's own."""
+    """An exception of the user."""
 
 
 class ByShape(Base):
-    """Refuses batches of fewer than three rows."""
+    """Raises for batches with fewer than three rows."""
 
     def forward(self, x):
         if x.shape[0] < 3:
@@ -296,7 +296,7 @@ class ByShape(Base):
 
 
 class ByValue(Base):
-    """Refuses values that are not finite."""
+    """Raises for values that are not finite."""
 
     def forward(self, x):
         if not torch.isfinite(x).all():
@@ -305,7 +305,7 @@ class ByValue(Base):
 
 
 class ByLoss(Base):
-    """The loss refuses targets above 50."""
+    """The loss raises for targets above 50."""
 
     @staticmethod
     def loss(scores, targets):
@@ -321,7 +321,7 @@ def _bad(kind, x, y):
 
 
 def _train_on(step, data):
-    """Train as a user does who passes over bad batches; return losses, and the types of errors."""
+    """Train with a loop that skips invalid batches; return the losses and the types of errors."""
     losses, errors = [], []
     for batch in data:
         try:
@@ -345,7 +345,7 @@ def _own_step(model, loss_fn, optimizer):
 @pytest.mark.parametrize("at", [1, 5])
 @pytest.mark.parametrize("kind", [ByShape, ByValue, ByLoss])
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_an_exception_of_the_users_own_arrives_and_the_training_goes_on(kind, at, speed):
+def test_user_exception_is_raised_and_training_continues(kind, at, speed):
     data = batches(STEPS)
     data[at - 1] = _bad(kind, *data[at - 1])
     found = []
@@ -359,14 +359,14 @@ def test_an_exception_of_the_users_own_arrives_and_the_training_goes_on(kind, at
             with warnings_of_slipstream() as said:
                 step = accelerate(model, optimizer, loss_fn, speed=speed)
                 losses, errors = _train_on(lambda batch, step=step: step(batch)["loss"].clone(), data)
-            assert not [line for line in said if "defect of the compiler" in line]
+            assert not [line for line in said if "compiler bug" in line]
         found.append((losses, errors, model.state_dict()))
     assert len(found[0][1]) == 1
     assert found[1][1] == found[0][1]
     torch.testing.assert_close(found[1][::2], found[0][::2], **TOLERANCE)
 
 
-def test_an_error_of_the_users_own_at_step_1_does_not_end_the_compiled_step():
+def test_user_error_at_step_1_does_not_disable_the_compiled_step():
     data = batches(STEPS)
     data[0] = _bad(ByShape, *data[0])
     model = ByShape()

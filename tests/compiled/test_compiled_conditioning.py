@@ -1,4 +1,4 @@
-"""Networks that are hard to compare or to capture, and must not be accused; and a defect that must be found."""
+"""Ill-conditioned networks must pass the verification, and compiler bugs must be detected."""
 
 import copy
 import warnings
@@ -37,7 +37,7 @@ HERE = Path(__file__).name
 
 
 def assert_as_close_as_eager(make, **speed):
-    """Train in float64 by hand, and in float32 by hand and compiled.
+    """Train with a plain loop in float64 and float32, and compiled in float32.
 
     Rounding grows from step to step, so float32 has no fixed tolerance: the compiled losses may be ten times as far
     from those in float64 as the eager ones, which are rounded too.
@@ -52,7 +52,7 @@ def assert_as_close_as_eager(make, **speed):
     found, scope, said = by_step(make(torch.float32), **speed)
     off, allowed = (found["losses"].double() - exact).abs(), (rounded - exact).abs().cummax(0).values
     assert (off <= 10 * allowed + 1e-5 * exact.abs()).all(), f"{off} off, of {allowed} in float32"
-    assert "defect of the compiler" not in " ".join(said), said
+    assert "compiler bug" not in " ".join(said), said
     assert (scope, said) == ("step", [])
 
 
@@ -73,7 +73,7 @@ def deep_with_adam(dtype):
 
 
 def nearly_constant(dtype):
-    """BatchNorm of features that hardly differ: its gradients are large and badly rounded."""
+    """BatchNorm of almost equal features, whose gradients are large and have large rounding errors."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
     data = [((x * 1e-3 + 1).to(dtype), y.to(dtype)) for x, y in batches(8)]
     model = model.to(torch.float64).to(dtype)
@@ -82,7 +82,7 @@ def nearly_constant(dtype):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("make", [deep, deep_with_adam, nearly_constant])
-def test_rounding_is_not_taken_for_a_defect(make):
+def test_rounding_is_not_reported_as_a_compiler_bug(make):
     assert_as_close_as_eager(make, compile=COMPILE)
 
 
@@ -105,11 +105,11 @@ def stdc1(dtype):
 
 
 @pytest.mark.slow
-def test_stdc1_by_inductor_is_not_accused():
+def test_stdc1_with_inductor_passes_the_verification():
     assert_as_close_as_eager(stdc1, compile=dict(cache=False, wait=True))
 
 
-# ---- weights that are computed ----------------------------------------------------------------------------
+# ---- computed weights ------------------------------------------------------------------------------------
 
 
 def plain():
@@ -137,7 +137,7 @@ def tied():
 
 
 def pruned(at=0, undone=0):
-    """The first layer loses a half of its weights, before step `at`; `undone` makes that last."""
+    """Prune half of the weights of the first layer before step `at`; before step `undone`, make it permanent."""
     model = plain()
     optimizer = sgd(model)
 
@@ -155,7 +155,7 @@ def pruned(at=0, undone=0):
 
 
 def pruned_more():
-    """More weights go before steps 4 and 8."""
+    """Prune more weights before steps 4 and 8."""
     training = pruned()
     for at in (4, 8):
         training.before[at] = lambda t: prune.random_unstructured(t.model[2], "bias", 1)
@@ -163,7 +163,7 @@ def pruned_more():
 
 
 class Copied(nn.Module):
-    """Calls a copy of its layer, made in forward: parameters of another object at each step."""
+    """Calls a copy of its layer that is made in forward, so the parameters are new objects at each step."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Copied(nn.Module):
 
 
 class Momentum(nn.Module):
-    """A second network that follows the first, moved in forward."""
+    """A second network that forward updates with the weights of the first."""
 
     def __init__(self):
         super().__init__()
@@ -200,33 +200,33 @@ def of(module):
 
 
 COMPUTED = [
-    Case("weight_norm, the old one", normed(nn.utils.weight_norm), FALLS_BACK, "gradient history", fast=True),
-    Case("spectral_norm, the old one", normed(nn.utils.spectral_norm), FALLS_BACK, "gradient history"),
+    Case("torch.nn.utils.weight_norm", normed(nn.utils.weight_norm), FALLS_BACK, "requires grad", fast=True),
+    Case("torch.nn.utils.spectral_norm", normed(nn.utils.spectral_norm), FALLS_BACK, "requires grad"),
     Case("parametrizations.weight_norm", normed(parametrizations.weight_norm)),
     Case("parametrizations.spectral_norm", normed(parametrizations.spectral_norm)),
     Case("parametrizations.orthogonal", normed(parametrizations.orthogonal)),
-    Case("pruning", pruned, FALLS_BACK, "gradient history"),
-    Case("pruning before step 5", lambda: pruned(5), FALLS_BACK, "gradient history"),
-    Case("pruning that lasts from step 8 on", lambda: pruned(0, 8), FALLS_BACK, "gradient history"),
-    Case("more pruning before steps 4 and 8", pruned_more, FALLS_BACK, "gradient history"),
+    Case("pruning", pruned, FALLS_BACK, "requires grad"),
+    Case("pruning before step 5", lambda: pruned(5), FALLS_BACK, "requires grad"),
+    Case("pruning made permanent before step 8", lambda: pruned(0, 8), FALLS_BACK, "requires grad"),
+    Case("more pruning before steps 4 and 8", pruned_more, FALLS_BACK, "requires grad"),
     Case("tied weights", tied),
-    Case("a follower that forward moves", of(Momentum)),
+    Case("a second network that forward updates", of(Momentum)),
     Case("a copy made in forward", of(Copied), FALLS_BACK, line=HERE),
 ]
 HOLDS = {"Computed weights": COMPUTED}
 
 
 @pytest.mark.parametrize("case", params_of(COMPUTED, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(COMPUTED))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
-# ---- a compiler that is wrong -----------------------------------------------------------------------------
+# ---- compiler bugs ----------------------------------------------------------------------------------------
 
 
 def _nothing_added(zeros, indices, values, accumulate=False):
@@ -249,7 +249,7 @@ DEFECTS = {
 
 
 class Upsampled(nn.Module):
-    """Two heads of different sizes, brought to the size of the input."""
+    """Two heads of different sizes, resized to the size of the input."""
 
     def __init__(self, classes=5):
         super().__init__()
@@ -290,8 +290,8 @@ def upsampled(dtype=torch.float64, steps=8, size=16):
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", DEFECTS)
-def test_a_defect_of_the_compiler_is_found(what):
-    """The backend computes one backward formula wrongly; the training must not."""
+def test_compiler_bug_is_detected(what):
+    """The backend computes one backward formula wrongly; training must not use it."""
     operator, wrong = DEFECTS[what]
     wrongly = aot_autograd(fw_compiler=nop, decompositions={operator.default: wrong})
     seed()
@@ -305,8 +305,8 @@ def test_a_defect_of_the_compiler_is_found(what):
 
 
 @pytest.mark.slow
-def test_an_interpolation_by_inductor_trains_as_eagerly():
-    """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate; the losses must not show it."""
+def test_interpolation_with_inductor_matches_eager():
+    """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate; the losses must be correct."""
     seed()
     expected = by_hand(upsampled(torch.float32, 4, 64))
     seed()

@@ -1,4 +1,4 @@
-"""What a compiled step costs: graphs for settings that change in each step, and memory that is given back."""
+"""Cost of a compiled step: graphs for settings that change at each step, and released memory."""
 
 import gc
 import weakref
@@ -32,11 +32,11 @@ from torch.optim import lr_scheduler
 from slipstream import accelerate
 
 MOST_GRAPHS = 4
-"""One, another where a number is first seen to change, and one to spare."""
+"""One graph, a second one when a number first changes, and one as a margin."""
 
 
 class Counting:
-    """A compiler that counts graphs, and how often they are run."""
+    """A compiler that counts graphs and their runs."""
 
     def __init__(self):
         self.graphs = self.runs = 0
@@ -65,7 +65,7 @@ def one_cycle(kind, **options):
 
 
 def scheduled(name, change, kind, **options):
-    """The user changes a setting of the optimizer after each step."""
+    """A setting of the optimizer that changes after each step."""
     model = net()
     optimizer = kind(model.parameters(), **options)
     group = optimizer.param_groups[0]
@@ -73,7 +73,7 @@ def scheduled(name, change, kind, **options):
 
 
 class Dropping(Base):
-    """Dropout whose rate the user changes."""
+    """Dropout whose rate changes between steps."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ def dropout_rates():
 
 
 class Counted(Base):
-    """A float that forward counts, and by which it divides."""
+    """A float that forward increments and divides by."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Counted(Base):
 
 
 class Warmed(Base):
-    """A share that the user sets in each step."""
+    """A float attribute that the loop sets before each step."""
 
     share = 0.1
 
@@ -115,7 +115,7 @@ class Warmed(Base):
 
 def counted():
     model = Counted()
-    return Training(model, sgd(model), watch=lambda: model.time)
+    return Training(model, sgd(model), observe=lambda: model.time)
 
 
 def set_in_loop():
@@ -128,7 +128,7 @@ def set_in_loop():
 
 
 class Weighted:
-    """A loss whose weight falls in each step."""
+    """A loss whose weight decreases at each step."""
 
     weight = 1.0
 
@@ -170,22 +170,22 @@ SCHEDULES = [
     ),
     Case("eps of Adam", partial(scheduled, "eps", _LESS, optim.Adam, lr=0.01, eps=0.1)),
     Case("alpha of RMSprop", partial(scheduled, "alpha", _LESS, optim.RMSprop, lr=0.01)),
-    Case("a dropout rate", dropout_rates, FALLS_BACK, "another graph"),
-    Case("a float that forward counts", counted, FALLS_BACK, "another graph", fast=True),
+    Case("a dropout rate", dropout_rates, FALLS_BACK, "a new graph"),
+    Case("a float that forward counts", counted, FALLS_BACK, "a new graph", fast=True),
     Case("a float of the model that the loop sets", set_in_loop),
     Case("a float of the loss that the loop sets", weighted_loss),
-    Case("the momentum of BatchNorm", batch_norm_momentum, FALLS_BACK, "another graph"),
+    Case("the momentum of BatchNorm", batch_norm_momentum, FALLS_BACK, "a new graph"),
 ]
-HOLDS = {"Settings that change in each step": SCHEDULES}
+HOLDS = {"Settings that change at each step": SCHEDULES}
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES))
-def test_a_setting_that_changes_in_each_step_takes_few_graphs(case):
+def test_setting_that_changes_at_each_step_needs_few_graphs(case):
     seed()
     expected = by_hand(case.make())
     seed()
@@ -203,8 +203,8 @@ def test_a_setting_that_changes_in_each_step_takes_few_graphs(case):
     assert counting.runs >= STEPS - MOST_GRAPHS, f"graphs ran in {counting.runs} steps of {STEPS}"
 
 
-def test_python_runs_while_a_graph_is_made_and_no_more():
-    """The model's forward runs in Python for the first steps only; the counter in it goes on."""
+def test_forward_runs_in_python_only_during_capture():
+    """The forward runs in Python only in the first steps; its counter continues."""
     seen = []
 
     class Seen(Base):
@@ -230,7 +230,7 @@ def test_python_runs_while_a_graph_is_made_and_no_more():
 
 
 def _train(model=None, close=True, steps=3, **speed):
-    """Train, end the step, and return weak references to what it is made of."""
+    """Train, close the step, and return weak references to its objects."""
     model = net() if model is None else model
     optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
     step = accelerate(
@@ -255,22 +255,22 @@ def _alive(gone, code=False):
     )
 
 
-def test_a_closed_step_leaves_nothing():
+def test_closed_step_is_released():
     assert _alive(_train()) == []
 
 
-def test_a_closed_step_leaves_no_compiled_code():
-    """Torch keeps that of any compiled function until torch._dynamo.reset(), or reset_code() of the function."""
+def test_closed_step_releases_compiled_code():
+    """Torch keeps the code of a compiled function until torch._dynamo.reset(), or reset_code() of the function."""
     assert _alive(_train(), code=True) == []
 
 
 @pytest.mark.matrix
-def test_a_step_that_is_dropped_without_close_leaves_nothing():
+def test_deleted_step_is_released():
     assert _alive(_train(close=False)) == []
 
 
 @pytest.mark.matrix
-def test_a_model_that_stays_holds_no_closed_step():
+def test_model_does_not_reference_a_closed_step():
     model = net()
     gone = _train(model)
     del gone["model"], gone["weight"]
@@ -279,12 +279,12 @@ def test_a_model_that_stays_holds_no_closed_step():
 
 
 @pytest.mark.matrix
-def test_steps_with_average_and_accumulation_leave_nothing():
+def test_steps_with_average_and_accumulation_are_released():
     assert _alive(_train(ema=dict(decay=0.9, type="constant"), accumulate=2, steps=4)) == []
 
 
 @pytest.mark.matrix
-def test_a_step_that_fell_back_leaves_nothing():
+def test_step_that_fell_back_is_released():
     class Item(Base):
         def change(self, x):
             return x / (1 + abs(x.detach().mean().item()))
@@ -292,12 +292,12 @@ def test_a_step_that_fell_back_leaves_nothing():
     alive = _alive(_train(Item()))
     assert not {"optimizer", "loss", "step", "moment"} & set(
         alive
-    )  # torch keeps a model that it has compiled alone
+    )  # torch keeps a reference to a compiled model
 
 
 @pytest.mark.matrix
-def test_many_steps_one_after_the_other_keep_their_numbers():
-    """Torch counts the graphs of a function in a process: the ninth step must not fall back for the first eight."""
+def test_many_consecutive_steps_stay_compiled():
+    """Torch counts graphs per code object; the ninth step must not fall back because of the first eight."""
     for number in range(10):
         seed(number)
         hand = by_hand(Training(model := net(), sgd(model)))

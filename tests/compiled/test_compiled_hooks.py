@@ -1,4 +1,4 @@
-"""Parts of a step that a graph may leave out: hooks, and what the user changes between two steps."""
+"""Hooks, and changes between two steps, which a graph could ignore."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ HERE = Path(__file__).name
 
 
 def changed(change, at=1, undo=None, make=sgd, module=net):
-    """Return a builder whose user calls `change(training)` before a step, and perhaps takes it back before step 9."""
+    """Return a builder that calls `change(training)` before a step, and optionally reverts it before step 9."""
 
     def build():
         model = module()
@@ -29,7 +29,7 @@ def changed(change, at=1, undo=None, make=sgd, module=net):
             training.before[at] = act
         if undo is not None:
             training.before[9] = lambda _: undo(handles[0])
-        training.watch = lambda: seen
+        training.observe = lambda: seen
         training.end = lambda: [handle.remove() for handle in handles if handle is not None]
         return training
 
@@ -49,12 +49,12 @@ def halves(training, seen):
 
 
 def records(training, seen):
-    """Record a gradient that is used as it is."""
+    """Record a gradient without changing it."""
     return training.model[3].weight.register_hook(lambda grad: seen.append(grad.clone()))
 
 
 def clips_after(training, seen):
-    """Clip the gradient where it has been accumulated."""
+    """Clip the gradient after its accumulation."""
 
     def clip(param):
         seen.append(1)
@@ -67,7 +67,7 @@ def prehook_of_accumulation(training, seen):
     """Halve the gradient at its node of the autograd graph."""
     weight = training.model[3].weight
     node = weight.view_as(weight).grad_fn.next_functions[0][0]
-    training.node = node  # torch keeps the hook for as long as the node lives
+    training.node = node  # keeps the hook alive
     return node.register_prehook(lambda grads: (grads[0] * 0.5,))
 
 
@@ -113,7 +113,7 @@ GRADIENT_HOOKS = [
         ("from the start to step 9", 0, removed),
     )
     if (hook in (halves, clips_after, module_backward) or undo is None)
-    # Torch does not tell whether such a node has hooks: one that comes after the verification is not noticed.
+    # Torch does not report the hooks of such a node, so a hook that is added after the verification is not detected.
     and (hook is not prehook_of_accumulation or at == 0)
 ]
 
@@ -127,7 +127,7 @@ class HookInside(Base):
 
 
 class HookOnOutput(nn.Sequential):
-    """A hook on the result of a layer, which records."""
+    """A hook that records the output of a layer."""
 
     def forward(self, x):
         x = super().forward(x)
@@ -138,7 +138,7 @@ class HookOnOutput(nn.Sequential):
 def hook_on_output():
     model = HookOnOutput(*net())
     model.seen = []
-    return Training(model, sgd(model), watch=lambda: model.seen)
+    return Training(model, sgd(model), observe=lambda: model.seen)
 
 
 def hook_in_loss():
@@ -160,7 +160,9 @@ def retained():
         model.kept = output
 
     model[0].register_forward_hook(keep)
-    return Training(model, sgd(model), after=lambda: seen.append(model.kept.grad.clone()), watch=lambda: seen)
+    return Training(
+        model, sgd(model), after=lambda: seen.append(model.kept.grad.clone()), observe=lambda: seen
+    )
 
 
 INSIDE = [
@@ -171,7 +173,7 @@ INSIDE = [
 ]
 
 
-# ---- forward hooks, and those of the optimizer ------------------------------------------------------------
+# ---- forward hooks and optimizer hooks --------------------------------------------------------------------
 
 
 def scales_output(training, seen):
@@ -199,7 +201,7 @@ def shrinks_before(training, seen):
 
 
 def rounds_after(training, seen):
-    """Move weights after the optimizer's step."""
+    """Change weights after the optimizer's step."""
 
     def hook(optimizer, args, kwargs):
         for param in optimizer.param_groups[0]["params"]:
@@ -264,10 +266,10 @@ HOLDS = {"Hooks of gradients": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "O
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)

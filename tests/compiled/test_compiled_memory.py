@@ -1,4 +1,4 @@
-"""What Python keeps between steps: attributes, lists, counters, hidden states, and generators of random numbers."""
+"""Python state between steps: attributes, lists, counters, hidden states, and random number generators."""
 
 import random
 from pathlib import Path
@@ -26,18 +26,18 @@ from torch import nn
 HERE = Path(__file__).name
 
 
-def of(module, *watched, loss=F.mse_loss):
-    """Return a builder of a training of this class of network, which compares these attributes at the end."""
+def of(module, *observed, loss=F.mse_loss):
+    """Return a builder of a training of this network class, which compares these attributes at the end."""
 
     def make():
         model = module()
-        return Training(model, sgd(model), loss, watch=lambda: [getattr(model, name) for name in watched])
+        return Training(model, sgd(model), loss, observe=lambda: [getattr(model, name) for name in observed])
 
     return make
 
 
 class PlainTensor(Base):
-    """A running mean as a plain attribute, assigned anew."""
+    """A running mean as a plain attribute that forward assigns."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +81,7 @@ class InDict(Base):
 
 
 class Growing(Base):
-    """Keeps the mean of each step in a list that it reads."""
+    """Appends the mean of each step to a list that it reads."""
 
     def __init__(self):
         super().__init__()
@@ -93,7 +93,7 @@ class Growing(Base):
 
 
 class Queue(Base):
-    """A list of three tensors, the oldest of which goes."""
+    """A queue of the last three tensors."""
 
     def __init__(self):
         super().__init__()
@@ -105,7 +105,7 @@ class Queue(Base):
 
 
 class Counter(Base):
-    """A whole number that grows and takes part."""
+    """An int that is incremented and used."""
 
     def __init__(self):
         super().__init__()
@@ -117,7 +117,7 @@ class Counter(Base):
 
 
 class Unused(Base):
-    """A number that grows and takes no part."""
+    """An int that is incremented but not used."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Unused(Base):
 
 
 class Every(Base):
-    """Branches on a number that grows: every third step is another."""
+    """Branches on an int that is incremented; every third step differs."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Every(Base):
 
 
 class Decaying(Base):
-    """A float that falls and takes part."""
+    """A float that decreases and is used."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ ATTRIBUTES = [
         "another graph",
     ),
     Case("a branch on an int that forward counts", of(Every, "calls")),
-    Case("a float that falls in each step", of(Decaying, "share"), FALLS_BACK, "another graph"),
+    Case("a float that decreases at each step", of(Decaying, "share"), FALLS_BACK, "a new graph"),
 ]
 
 
@@ -213,7 +213,7 @@ class InBuffer(nn.Module):
 
 
 class DetachedByUser(Recurrent):
-    """The user's loop detaches it between the steps."""
+    """The loop detaches the hidden state between the steps."""
 
     def __init__(self):
         super().__init__(attached=True)
@@ -225,20 +225,20 @@ def detached_between():
     def detach():
         model.hidden = model.hidden.detach()
 
-    return Training(model, sgd(model), after=detach, watch=lambda: model.hidden)
+    return Training(model, sgd(model), after=detach, observe=lambda: model.hidden)
 
 
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
-    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "gradient history"),
+    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "requires grad"),
     Case("hidden states in buffers", of(InBuffer)),
-    Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "gradient history"),
+    Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "requires grad"),
 ]
 
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_a_hidden_state_that_is_never_detached_is_an_error_as_in_a_plain_loop(speed):
-    """Torch says at step 2 that the graph of step 1 is gone; a step must not train without it."""
+def test_hidden_state_that_is_never_detached_raises(speed):
+    """At step 2 torch reports that the graph of step 1 is freed; the step must raise this error."""
 
     def make():
         seed()
@@ -264,7 +264,7 @@ class OwnGenerator(Base):
 
 
 class InitOfGenerator(OwnGenerator):
-    """Draws by another function of torch, in place."""
+    """Draws with another function of torch, in place."""
 
     def change(self, x):
         return x + torch.empty_like(x).normal_(generator=self.generator)
@@ -290,7 +290,7 @@ class GlobalPython(Base):
 
 
 class PythonChoice(Base):
-    """Leaves out a layer at random."""
+    """Skips a layer at random."""
 
     def change(self, x):
         return x if random.random() < 0.5 else x * 0.5
@@ -325,18 +325,18 @@ def generator_in_loss():
         keep = torch.rand(scores.shape, generator=generator, dtype=scores.dtype) < 0.7
         return (F.mse_loss(scores, targets, reduction="none") * keep).mean()
 
-    return Training(model, sgd(model), loss, watch=lambda: float(torch.rand((), generator=generator)))
+    return Training(model, sgd(model), loss, observe=lambda: float(torch.rand((), generator=generator)))
 
 
 def next_numbers():
-    """Return what the generators draw after the training: a step must leave them where a plain loop does."""
+    """Return numbers that the generators draw after training; they must match a plain loop."""
     return [float(np.random.rand()), random.random(), float(torch.rand((), dtype=torch.float64))]
 
 
 def drawing(module, loss=F.mse_loss):
     def make():
         model = module()
-        return Training(model, sgd(model), loss, watch=next_numbers)
+        return Training(model, sgd(model), loss, observe=next_numbers)
 
     return make
 
@@ -360,10 +360,10 @@ HOLDS = {"Attributes of modules": ATTRIBUTES, "Hidden states": TBPTT, "Random nu
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)

@@ -1,4 +1,4 @@
-"""Every optimizer of torch.optim, learning rates as tensors, and what the user changes in mid-run."""
+"""Every optimizer of torch.optim, tensor learning rates, and changes during a run."""
 
 import copy
 from functools import partial
@@ -64,7 +64,7 @@ def by_name(name):
 
 
 def muon():
-    """Muon takes matrices alone; the rest stays as it is."""
+    """Muon for matrices; the other parameters are not trained."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
     return Training(model, optim.Muon(model.parameters(), lr=0.05))
 
@@ -132,11 +132,11 @@ def tensor_lr(scheduler, kind, **options):
     optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64), **options)
     schedule = SCHEDULERS[scheduler](optimizer)
     lr = lambda: float(optimizer.param_groups[0]["lr"])  # noqa: E731
-    return Training(model, optimizer, after=schedule.step, watch=lr)
+    return Training(model, optimizer, after=schedule.step, observe=lr)
 
 
 def changed_lr(how, kind=optim.SGD):
-    """The user changes the tensor in place, puts another one into the group, or exchanges it for a float."""
+    """Change the tensor in place, or replace it by another tensor or by a float."""
     model = net()
     optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
     group = optimizer.param_groups[0]
@@ -145,7 +145,7 @@ def changed_lr(how, kind=optim.SGD):
         "replaced": lambda: group.update(lr=group["lr"] * 0.8),
         "by floats": lambda: group.update(lr=float(group["lr"]) * 0.8),
     }[how]
-    return Training(model, optimizer, after=act, watch=lambda: float(group["lr"]))
+    return Training(model, optimizer, after=act, observe=lambda: float(group["lr"]))
 
 
 def float_then_tensor():
@@ -180,7 +180,7 @@ def adamw(model):
 
 
 def between(*changes, make=adamw, module=net):
-    """Return a builder whose user makes these changes before steps 5, 7 and 9."""
+    """Return a builder that makes these changes before steps 5, 7 and 9."""
 
     def build():
         model = module()
@@ -239,7 +239,7 @@ def transpose_data(training):
 
 
 def add_group(training):
-    training.model[3].weight.grad = None  # the loop by hand has left the sum of all steps there
+    training.model[3].weight.grad = None  # the plain loop has accumulated all steps there
     training.optimizer.add_param_group({"params": [training.model[3].weight], "lr": 0.01})
 
 
@@ -333,15 +333,15 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of([*CASES, *NOT_HERE]))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
 @pytest.mark.parametrize("case", params_of(NOT_HERE[:1], fast_only=True))
-def test_what_no_step_can_train_is_refused_without_compile_too(case):
+def test_unsupported_optimizer_raises_without_compile(case):
     check_refused(case)

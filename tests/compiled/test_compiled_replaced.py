@@ -1,4 +1,4 @@
-"""What the loop replaces between steps, and what arrives in a batch: no compiled step goes on with old tensors."""
+"""Tensors that the loop replaces between steps, and objects in batches; a compiled step must not use old tensors."""
 
 import copy
 from functools import partial
@@ -48,7 +48,7 @@ class Normed(Base):
 
 
 class Sample:
-    """A batch's inputs in an object that torch does not look into."""
+    """The inputs of a batch in an object that is not a pytree."""
 
     def __init__(self, x):
         self.x = x
@@ -98,7 +98,7 @@ def teacher():
 
 
 def moved():
-    """As `model.cpu(); model.cuda()`: parameters stay, buffers are new tensors."""
+    """Like `model.cpu(); model.cuda()`: parameters keep their identity, buffers are new tensors."""
     model = Normed()
     return Training(model, sgd(model), before={6: lambda training: training.model.float().double()})
 
@@ -148,7 +148,7 @@ def other_groups():
 
 
 def number(make):
-    """A parameter without dimension."""
+    """A 0-dim parameter."""
     model = Base()
     model.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     model.change = lambda x: x * model.factor
@@ -163,7 +163,7 @@ REPLACED = [
     Case("NumPy arrays in the batch", numpy_targets),
     Case("objects in the batch", samples, fast=True),
     Case("tensors of a subclass in the batch", subclasses, FALLS_BACK, "Subclass"),
-    Case("parameters that change their groups", swapped),
+    Case("parameters that move between groups", swapped),
     Case("parameter groups that are replaced", other_groups),
     Case(
         "a float64 parameter without dimension",
@@ -176,17 +176,17 @@ HOLDS = {"What the loop replaces": REPLACED}
 
 
 @pytest.mark.parametrize("case", params_of(REPLACED, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(REPLACED))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_a_batch_is_trained_once_where_dynamo_skips_the_step(at):
+def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
     """Under a dispatch mode, torch.compile calls the function itself before it fails."""
     model = Base()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
@@ -206,7 +206,7 @@ def test_a_batch_is_trained_once_where_dynamo_skips_the_step(at):
 
 
 class Raises(Base):
-    """Counts in a buffer, and then raises."""
+    """Increments a buffer, and then raises."""
 
     def __init__(self):
         super().__init__()
@@ -221,7 +221,7 @@ class Raises(Base):
 
 
 @pytest.mark.parametrize("at", [2, 6])
-def test_an_error_of_the_users_own_arrives_once_and_ends_no_compilation(at):
+def test_user_error_is_raised_once_and_does_not_disable_compilation(at):
     model = Raises()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
     for count, batch in enumerate(batches(), 1):
@@ -235,7 +235,7 @@ def test_an_error_of_the_users_own_arrives_once_and_ends_no_compilation(at):
     assert step.compiled_scope == "step"
 
 
-def test_a_label_out_of_range_is_an_error_after_which_dropout_goes_on_as_before():
+def test_label_out_of_range_raises_and_keeps_the_random_state():
     data = [(x, y.argmax(1)) for x, y in batches()]
     data[6] = (data[6][0], data[6][1] + 100)
 
@@ -271,7 +271,7 @@ def test_a_label_out_of_range_is_an_error_after_which_dropout_goes_on_as_before(
     assert step.compiled_scope == "step"
 
 
-def test_traced_modules_train_as_plain_ones():
+def test_traced_modules_match_plain_modules():
     seed()
     model = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))).double()
     found, scope, _ = by_step(Training(model, sgd(model)), compile=COMPILE)

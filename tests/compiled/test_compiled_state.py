@@ -1,4 +1,4 @@
-"""State that a step changes beside parameters: of optimizers, buffers, batches and losses."""
+"""State other than parameters that a step changes: of optimizers, buffers, batches and losses."""
 
 from functools import partial
 
@@ -35,25 +35,25 @@ LIBRARY = {
     "DAdaptAdam": {},
     "Kron": dict(lr=1e-2),
 }
-"""Optimizers that count steps in their groups or attributes, with options that suit a tiny network."""
+"""Optimizers that count steps in their groups or attributes, with options for a tiny network."""
 
 
 def from_library(name):
     model = net()
     optimizer = getattr(pytorch_optimizer, name)(model.parameters(), **LIBRARY[name])
-    if hasattr(optimizer, "train"):  # of the schedule-free ones
+    if hasattr(optimizer, "train"):  # schedule-free optimizers
         optimizer.train()
-    return Training(model, optimizer, watch=lambda: optimizer.param_groups[0].get("step"))
+    return Training(model, optimizer, observe=lambda: optimizer.param_groups[0].get("step"))
 
 
 def lookahead():
     model = net()
     optimizer = pytorch_optimizer.Lookahead(sgd(model), k=3)
-    return Training(model, optimizer, watch=lambda: [g["counter"] for g in optimizer.param_groups])
+    return Training(model, optimizer, observe=lambda: [g["counter"] for g in optimizer.param_groups])
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its steps in an attribute, on which the learning rate depends."""
+    """Counts its steps in an attribute that the learning rate depends on."""
 
     done = 0
 
@@ -67,7 +67,7 @@ class CountingSGD(torch.optim.SGD):
 def counting_optimizer():
     model = net()
     optimizer = CountingSGD(model.parameters(), lr=0.05)
-    return Training(model, optimizer, watch=lambda: optimizer.done)
+    return Training(model, optimizer, observe=lambda: optimizer.done)
 
 
 OPTIMIZERS = [
@@ -131,7 +131,7 @@ class InPlace(Buffered):
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training of this class of network with SGD."""
+    """Return a builder of a training of this network class with SGD."""
 
     def make():
         model = module()
@@ -163,7 +163,7 @@ class ScalesInput(Base):
 
 
 class WritesInput(Base):
-    """Writes into a part of the input, after it has been used."""
+    """Writes into a part of the input after using it."""
 
     def forward(self, x):
         out = super().forward(x.clone())
@@ -181,10 +181,10 @@ def marks_in_dict(scores, targets):
 
 
 def batches_again(module=Base, loss=F.mse_loss, wrap=lambda y: y):
-    """Train three epochs of the same four batches, which a step changes in place."""
+    """Train three epochs on the same four batches, which the step changes in place."""
     model = module()
     data = [(x, wrap(y)) for x, y in batches(4)]
-    return Training(model, sgd(model), loss, data * 3, watch=lambda: data)
+    return Training(model, sgd(model), loss, data * 3, observe=lambda: data)
 
 
 def with_count(y):
@@ -203,7 +203,7 @@ BATCHES = [
 
 
 class BufferedLoss(nn.Module):
-    """Divides by a running mean of the loss, kept in a buffer."""
+    """Divides by a running mean of the loss in a buffer."""
 
     def __init__(self, assign, shape=()):
         super().__init__()
@@ -220,7 +220,7 @@ class BufferedLoss(nn.Module):
 
 
 class RunningLoss:
-    """The same as a plain object."""
+    """Divides by a running mean of the loss in a plain object."""
 
     def __init__(self, shape=()):
         self.running, self.calls = torch.ones(shape, dtype=torch.float64), 0
@@ -241,7 +241,7 @@ class RunningInPlace(RunningLoss):
 
 
 class Teacher:
-    """A loss with another network in it, whose BatchNorm follows the scores."""
+    """A loss that contains another network, whose BatchNorm is updated with the scores."""
 
     def __init__(self, follows=False):
         self.model = nn.Sequential(nn.Linear(3, 5, bias=False), nn.BatchNorm1d(5), nn.Linear(5, 1)).double()
@@ -259,7 +259,7 @@ _rolling = torch.zeros((), dtype=torch.float64)
 
 
 def with_closed_over_tensor(shape=(1,)):
-    """The loss function changes a tensor of the function around it."""
+    """The loss function changes a tensor of the enclosing function."""
     running = torch.ones(shape, dtype=torch.float64)
 
     def loss(scores, targets):
@@ -268,7 +268,7 @@ def with_closed_over_tensor(shape=(1,)):
         return (value / running).sum()
 
     model = net()
-    return Training(model, sgd(model), loss, watch=lambda: running)
+    return Training(model, sgd(model), loss, observe=lambda: running)
 
 
 def with_global_tensor():
@@ -282,7 +282,7 @@ def with_global_tensor():
         return value / _rolling
 
     model = net()
-    return Training(model, sgd(model), loss, watch=lambda: _rolling)
+    return Training(model, sgd(model), loss, observe=lambda: _rolling)
 
 
 def with_loss(make):
@@ -293,11 +293,11 @@ def with_loss(make):
             return loss.model.state_dict()
         return loss.running if isinstance(loss, nn.Module) else [loss.running, loss.calls]
 
-    return Training(model, sgd(model), loss, watch=state)
+    return Training(model, sgd(model), loss, observe=state)
 
 
 def teacher_in_mid_run():
-    """The loss's network goes to evaluation before step 6."""
+    """The network of the loss is set to eval mode before step 6."""
     training = with_loss(Teacher)
     training.before = {6: lambda t: t.loss.model.eval()}
     return training
@@ -317,7 +317,7 @@ LOSSES = [
     Case("a loss module that assigns its buffer", partial(with_loss, partial(BufferedLoss, True))),
     Case("a loss object with a running tensor", partial(with_loss, RunningLoss), fast=True),
     Case("a loss object that changes a tensor in place", partial(with_loss, partial(RunningInPlace, (1,)))),
-    Case("a loss that changes a tensor around it", with_closed_over_tensor),
+    Case("a loss that changes a tensor of the enclosing function", with_closed_over_tensor),
     Case(
         "a loss that changes a 0-dim float64 tensor around it",
         partial(with_closed_over_tensor, ()),
@@ -326,7 +326,7 @@ LOSSES = [
     ),
     Case("a loss that assigns a global tensor", with_global_tensor),
     Case("a network with BatchNorm in the loss", partial(with_loss, Teacher), fast=True),
-    Case("a network in the loss that the loss moves", partial(with_loss, partial(Teacher, True))),
+    Case("a network in the loss that the loss updates", partial(with_loss, partial(Teacher, True))),
     Case("a network in the loss whose mode changes before step 6", teacher_in_mid_run),
 ]
 
@@ -341,10 +341,10 @@ HOLDS = {
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_the_eager_step_trains_as_the_loop_by_hand(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_the_compiled_step_trains_as_the_loop_by_hand(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)

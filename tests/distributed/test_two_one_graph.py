@@ -55,7 +55,7 @@ def train(compile=EAGER, data=None, model=None, **options):
     losses = averaged([step(batch)["loss"] for batch in data or batches()])
     kinds = {type(m).__name__ for m in model.modules()}
     average = None if step.average is None else dict(step.average.module.state_dict())
-    fell_back = getattr(step._step, "_instead", None) is not None
+    fell_back = getattr(step._step, "_fallback", None) is not None
     return losses, dict(model.state_dict()), average, (type(step._step).__name__, fell_back, kinds)
 
 
@@ -246,4 +246,4 @@ def test_failed_verification_on_one_rank_disables_the_graph_on_both(answers):
 def test_stateful_hooks_and_find_unused_parameters_raise(answers):
     for powersgd, unused in both(answers, "refused"):
         assert "ConfigError: compile.scope: the step cannot be one graph: the communication hook" in powersgd
-        assert "find_unused_parameters looks for them in each step" in unused
+        assert "find_unused_parameters searches the autograd graph in each step" in unused

@@ -34,7 +34,7 @@ def test_disabled_options_are_listed_in_one_line(capsys):
 
 def test_auto_lists_its_choices_with_reasons(capsys):
     printed = explained(capsys, "speed=auto")
-    assert row(printed, "fused").startswith("fused where supported auto where torch has fused kernels")
+    assert row(printed, "fused").startswith("fused where supported auto torch's fused kernels compute")
     assert row(printed, "compile").startswith("compile off auto ")
 
 
@@ -65,14 +65,14 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
     assert "fsdp2" in row(printed, "parallel")
     assert "no effect here: there is one process" in printed
     limits = printed[printed.index("on this machine (cpu):") :]
-    assert "precision=fp8: 'fp8' needs an NVIDIA GPU" in limits
+    assert "precision=fp8: 'fp8' requires an NVIDIA GPU" in limits
     assert "cuda_graph=True: " in limits
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["speed.precision=fp8"], "speed.precision: 'fp8' needs an NVIDIA GPU"),
+        (["speed.precision=fp8"], "speed.precision: 'fp8' requires an NVIDIA GPU"),
         (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
         (["speed=fast"], "speed: must be 'auto' or a dict"),
         (["speed.clip_grad={max_norm: 1}"], "optim_wrapper.clip_grad: "),

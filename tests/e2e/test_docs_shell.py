@@ -131,18 +131,16 @@ def test_commands_run(command, photos, run, slipstream):
         assert 'name = "slipstream"' in (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     elif words[0] == "make":
         planned = subprocess.run(
-            ["make", "-n", arguments[1]], cwd=ROOT, capture_output=True, text=True, check=True
+            ["make", "-n", words[1]], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout
-        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[
-            arguments[1]
-        ] in planned
-    elif arguments[:2] == ["python", "examples/train.py"]:
+        assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
+    elif words[:2] == ["python", "examples/train.py"]:
         if not FASHION.is_dir():
             pytest.skip("needs Debian's dataset-fashion-mnist")
-        run(str(ROOT / arguments[1]), "--batches", "2", "--epochs", "1", cwd=photos)
-    elif arguments[:2] == ["python", "benchmarks/overhead.py"]:
+        run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
+    elif words[:2] == ["python", "benchmarks/overhead.py"]:
         run(
-            str(ROOT / arguments[1]),
+            str(ROOT / words[1]),
             "--steps",
             "60",
             "--rounds",
@@ -154,22 +152,22 @@ def test_commands_run(command, photos, run, slipstream):
             cwd=photos,
         )
         assert "Slipstream" in (photos / "overhead.md").read_text()
-    elif arguments[:2] == ["python", "benchmarks/one_graph.py"]:
+    elif words[:2] == ["python", "benchmarks/one_graph.py"]:
         short = "--networks MLP --rounds 1 --seconds 0.02 --threads 1 --no-processes --out one_graph.md"
-        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
+        run(str(ROOT / words[1]), *short.split(), cwd=photos)
         assert "Slipstream, one graph" in (photos / "one_graph.md").read_text()
-    elif arguments[:2] == ["python", "benchmarks/data.py"]:
+    elif words[:2] == ["python", "benchmarks/data.py"]:
         short = "--rounds 1 --images 2 --batches 1 --size 64x128 --out data.md"
-        run(str(ROOT / arguments[1]), *short.split(), cwd=photos)
+        run(str(ROOT / words[1]), *short.split(), cwd=photos)
         assert "over PIL" in (photos / "data.md").read_text()
-    elif arguments[0] == "python":
-        run(*arguments[1:], *small(arguments), cwd=photos)
+    elif words[0] == "python":
+        run(*words[1:], *small(words), cwd=photos)
     else:
-        assert arguments[0] == "slipstream"
-        images = [str(p.relative_to(photos)) for word in arguments if "*" in word for p in photos.glob(word)]
-        arguments = [word for word in arguments[1:] if "*" not in word] + images
+        assert words[0] == "slipstream"
+        images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
+        words = [word for word in words[1:] if "*" not in word] + images
         # The exit status of doctor is 1 here because it reports a single thread.
-        slipstream(*arguments, *small(arguments), cwd=photos, status=None if arguments == ["doctor"] else 0)
+        slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 
 def test_the_error_on_the_page_is_the_error_that_comes(slipstream):

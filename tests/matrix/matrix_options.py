@@ -69,7 +69,11 @@ OF_SEVERAL = {"SyncBN", "DDP", "FSDP2"}
 IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler"}
 """Options that change the results. All others must not."""
 REFUSED = {
-    ("compile=step", "FSDP2", None): "speed.compile: scope 'step' sums whole gradients itself, as DDP does",
+    (
+        "compile=step",
+        "FSDP2",
+        None,
+    ): "speed.compile: scope='step' does not support sharded models or custom wrappers",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused kernel of SGD for sharded parameters",
 }
 """Combinations that raise an error, the network (None: both), and the beginning of the message."""

@@ -110,7 +110,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(randomness=dict(sed=1)), "randomness.sed: ", "did you mean 'seed'"),
         (dict(randomness=dict(seed="one")), "randomness.seed: ", "'one'"),
         (dict(cfg=dict(activation_checkpointing=["layer1"])), "activation_checkpointing.modules: ", "'layer1'"),
-        (dict(cfg=dict(efficient_conv_bn_eval=["net"])), "efficient_conv_bn_eval: ", "not available"),
+        (dict(cfg=dict(efficient_conv_bn_eval=["net"])), "efficient_conv_bn_eval: ", "not supported"),
         (dict(speed=dict(precison="bf16")), "speed.precison: ", "did you mean 'precision'"),
         (dict(speed="max"), "speed: ", "'max'"),
         (dict(cfg=dict(compile=dict(bakend="eager"))), "compile.bakend: ", "did you mean 'backend'"),

@@ -93,7 +93,7 @@ def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
     runner = train(tmp_path, Squares(TRANSFORMS), speed=dict(compile=compile))
     if compile.get("scope") == "step":
         assert type(runner.step) is GraphStep
-        assert runner.step._instead is None
+        assert runner.step._fallback is None
     torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
 
 

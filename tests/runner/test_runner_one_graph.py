@@ -51,7 +51,7 @@ def both(tmp_path, **changes):
         runner = run(tmp_path / name, custom_hooks=hooks(), speed=dict(speed, compile=how), **changes)
         found.append(runner)
     assert type(found[0].step) is GraphStep
-    assert found[0].step._instead is None
+    assert found[0].step._fallback is None
     assert type(found[1].step) is EagerStep
     return found
 
@@ -127,7 +127,7 @@ def test_run_resumed_in_mid_accumulation_is_bitwise_identical(tmp_path, backend)
     rest = stopping(tmp_path / "rest", how, str(tmp_path / "whole/iter_7.pth"), adamw)
     assert min(rest[0]) == 8
     assert type(rest[3].step) is GraphStep
-    assert rest[3].step._instead is None
+    assert rest[3].step._fallback is None
     assert_same({k: v for k, v in whole[0].items() if k > 7}, rest[0])
     assert_same(whole[1], rest[1])
     assert_same(whole[2], rest[2])
@@ -262,7 +262,7 @@ def test_bad_batches_are_skipped_counted_and_located(tmp_path):
     x, y = samples()
     graph = skipping("graph", spoiled(9, 33), GRAPH)
     clean = skipping("clean", TensorDataset(x[good], y[good]), GRAPH)
-    assert graph.step._instead is None
+    assert graph.step._fallback is None
     assert (graph.iter, clean.iter) == (5, 3)
     assert_same(weights(graph), weights(clean))
     state, expected = (r.optim_wrapper.state_dict()["state"] for r in (graph, clean))

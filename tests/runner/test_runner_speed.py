@@ -44,7 +44,7 @@ def test_speed_is_an_argument_and_a_config_key(tmp_path):
 
 def test_plan_error_is_raised_before_any_file_is_written(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"optim_wrapper.accumulative_counts: 3 contradicts speed.accumulate=2"
+        ConfigError, match=r"optim_wrapper.accumulative_counts: 3 conflicts with speed.accumulate=2"
     ):
         Runner(
             **training(
@@ -74,7 +74,9 @@ def test_log_lists_options_sources_and_options_without_effect(tmp_path):
     (log,) = Path(runner.log_dir).glob("*.log")
     text = log.read_text()
     assert "Options: sync_bn (speed.sync_bn), fused (auto: " in text
-    assert "speed.sync_bn has no effect here: one process has the whole batch" in text
+    assert (
+        "speed.sync_bn has no effect here: a single process already normalizes over the whole batch" in text
+    )
 
 
 # ---- the optimizer wrapper --------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def test_wrapped_model_rejects_options_for_its_layers(option):
     wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)  # DDP itself needs a process group
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
-    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model comes wrapped in MMDistributed"):
+    with pytest.raises(ConfigError, match=rf"^speed.{option}: the model is already wrapped in MMDistributed"):
         prepare_model(wrapped, SpeedPlan.read({option: True}), device)
     assert prepare_model(wrapped, SpeedPlan(), device) is wrapped
 
@@ -270,7 +272,7 @@ def test_training_params_may_contain_speed_options(tmp_path):
     assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)
     assert any(isinstance(hook, EMAHook) for hook in runner.hooks)
     with pytest.raises(
-        ConfigError, match=r"training_params\.batch_accumulate: 2 contradicts speed\.accumulate=4"
+        ConfigError, match=r"training_params\.batch_accumulate: 2 conflicts with speed\.accumulate=4"
     ):
         Runner(**training(tmp_path), cfg=cfg, speed=dict(accumulate=4))
 

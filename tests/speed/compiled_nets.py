@@ -36,7 +36,7 @@ def batches(count=6):
 
 
 def run(model, data, amp=False):
-    """Train and validate in turn, as a Runner does; return losses and scores."""
+    """Alternate training and validation, as a Runner does; return losses and scores."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optim = AmpOptimWrapper(optimizer=optimizer) if amp else OptimWrapper(optimizer)
     losses, scores = [], []
@@ -59,7 +59,7 @@ def assert_as_eager(model, eager, amp=False, tolerance=1e-6):
 
 
 class Backend:
-    """A callable backend that runs the graphs as they are and counts them."""
+    """A callable backend that runs graphs uncompiled and counts them."""
 
     def __init__(self, fail_at=None):
         self.graphs, self.fail_at, self.calls = 0, fail_at, 0

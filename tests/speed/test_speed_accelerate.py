@@ -1,4 +1,4 @@
-"""For people with a loop of their own: five changed lines train as their loop did, with every option."""
+"""`accelerate` matches a plain training loop, with every option."""
 
 import gc
 import logging
@@ -42,7 +42,7 @@ def sgd(model, lr=0.1):
 
 
 def by_hand(data=None, window=1, max_norm=None, each=lambda model, number: None, schedule=None):
-    """Train as users do; `each` is called after every optimizer step."""
+    """Train with `accelerate`; `each` is called after every optimizer step."""
     model, losses = net(), []
     optimizer = sgd(model)
     scheduler = schedule and schedule(optimizer)
@@ -72,12 +72,12 @@ def assert_same(model, other, rtol=1e-5, atol=1e-6):
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=rtol, atol=atol)
 
 
-# ---- the numbers ------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", [None, GRAPH, dict(scope="model", backend="eager")])
 @pytest.mark.parametrize("options", [{}, dict(accumulate=3, clip_grad=dict(max_norm=0.2))])
-def test_it_trains_as_the_loop_by_hand(how, options):
+def test_matches_a_plain_training_loop(how, options):
     hand, expected = by_hand(window=options.get("accumulate", 1), max_norm=options and 0.2)
     model, losses, step = train(compile=how, **options)
     assert type(step._step) is (GraphStep if how is GRAPH else EagerStep)
@@ -86,7 +86,7 @@ def test_it_trains_as_the_loop_by_hand(how, options):
     assert step.model is model
 
 
-def test_auto_is_what_is_taken_without_a_word_and_trains_alike():
+def test_auto_is_the_default_and_matches_a_plain_loop():
     model = net()
     step = slipstream.accelerate(model, sgd(model), F.cross_entropy)
     for batch in slipstream.feed(batches()):
@@ -97,7 +97,7 @@ def test_auto_is_what_is_taken_without_a_word_and_trains_alike():
     assert_same(model, by_hand()[0])
 
 
-def test_bfloat16_computes_in_it_and_keeps_weights_in_float32():
+def test_bfloat16_uses_autocast_and_keeps_weights_in_float32():
     seen = []
 
     def loss(scores, targets):
@@ -110,7 +110,7 @@ def test_bfloat16_computes_in_it_and_keeps_weights_in_float32():
     torch.testing.assert_close(losses, by_hand()[1], rtol=0.05, atol=0)
 
 
-def test_a_scheduler_of_torch_goes_on_as_it_was_and_has_nothing_to_complain_about():
+def test_torch_scheduler_works_without_warnings():
     def falling(optimizer):
         return StepLR(optimizer, 3, 0.5)
 
@@ -131,7 +131,7 @@ def test_a_scheduler_of_torch_goes_on_as_it_was_and_has_nothing_to_complain_abou
 
 
 @pytest.mark.parametrize("how", [None, GRAPH])
-def test_losses_in_a_dict_are_summed_and_the_rest_is_logged(how):
+def test_losses_in_a_dict_are_summed_and_other_entries_are_logged(how):
     def losses(scores, targets):
         loss = F.cross_entropy(scores, targets)
         return {
@@ -176,11 +176,11 @@ def test_a_batch_may_have_several_inputs(how):
 
 @pytest.mark.parametrize("batch", [torch.ones(3), (torch.ones(3),), {"x": torch.ones(3)}])
 @pytest.mark.parametrize("how", [None, GRAPH])
-def test_another_kind_of_batch_is_refused_and_the_next_is_trained(batch, how):
+def test_invalid_batch_raises_and_the_next_batch_is_trained(batch, how):
     model = net()
     step = accelerate(model, sgd(model), F.cross_entropy, dict(compile=how))
     with pytest.raises(
-        DataError, match=r"a batch must be \(inputs, targets\), not (Tensor|tuple|dict): the loader's"
+        DataError, match=r"a batch must be \(inputs, targets\), not (Tensor|tuple|dict); change the loader's"
     ):
         step(batch)
     step(batches()[0])
@@ -191,7 +191,7 @@ def test_another_kind_of_batch_is_refused_and_the_next_is_trained(batch, how):
 
 
 def by_formula(how, window=1, begin=0):
-    """Return the averaged weights of a loop by hand, by SuperGradients' formulas; the first update copies."""
+    """Return the averaged weights of a plain loop with SuperGradients' formulas; the first update copies."""
     average, updates = {}, [0]
     decays = {
         "constant": lambda step: how["decay"],
@@ -222,7 +222,7 @@ def by_formula(how, window=1, begin=0):
         (dict(type="swa"), 1),
     ],
 )
-def test_weights_are_averaged_after_every_update(compile, ema, window):
+def test_weights_are_averaged_after_each_update(compile, ema, window):
     model, _, step = train(compile=compile, ema=ema, accumulate=window)
     expected = by_formula(ema, window, ema.get("begin_iter", 0))
     found = step.average.module.state_dict()
@@ -231,7 +231,7 @@ def test_weights_are_averaged_after_every_update(compile, ema, window):
     assert not torch.allclose(found["0.weight"], model[0].weight, atol=1e-4)
 
 
-def test_the_model_holds_its_average_inside_the_block_only():
+def test_averaged_swaps_weights_only_inside_the_context():
     ema = dict(type="constant", decay=0.8)
     whole, losses, reference = train(compile=GRAPH, ema=ema)
     model, _, step = train(batches()[:9], compile=GRAPH, ema=ema)
@@ -249,19 +249,19 @@ def test_the_model_holds_its_average_inside_the_block_only():
     assert_same(step.average, reference.average, rtol=0, atol=0)
 
 
-def test_without_an_average_the_block_is_the_model_itself():
+def test_averaged_is_a_no_op_without_ema():
     model, _, step = train()
     with step.averaged() as inside:
         assert inside is model
 
 
-# ---- going on ---------------------------------------------------------------------------------------------
+# ---- resume -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("before", [None, GRAPH])
 @pytest.mark.parametrize("after", [None, GRAPH])
 @pytest.mark.parametrize("stop", [4, 6, 7])
-def test_it_goes_on_from_its_state_compiled_or_not(before, after, stop, tmp_path):
+def test_state_dict_resumes_training_with_and_without_compile(before, after, stop, tmp_path):
     options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9, begin_iter=3))
     whole, expected, reference = train(compile=after, **options)
     model, _, step = train(batches()[:stop], compile=before, **options)
@@ -278,7 +278,7 @@ def test_it_goes_on_from_its_state_compiled_or_not(before, after, stop, tmp_path
     assert_same(resumed.average, reference.average, **exact)
 
 
-def test_the_last_window_is_smaller_where_the_end_is_known():
+def test_last_accumulation_window_is_smaller_with_total_steps():
     model, _, step = train(batches(5), accumulate=4, total_steps=5, compile=GRAPH)
     assert step.steps == 5
     hand = net()
@@ -291,33 +291,33 @@ def test_the_last_window_is_smaller_where_the_end_is_known():
     assert_same(model, hand)
 
 
-# ---- what is refused, and what is said --------------------------------------------------------------------
+# ---- errors and messages ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("speed", "message"),
     [
-        (dict(nan_guard="skip"), "speed.nan_guard: needs somebody who reads the losses"),
-        (dict(gc=100), "speed.gc: concerns a whole run"),
-        (dict(prefetch=2), "speed.prefetch: is the loop's"),
-        (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: epochs are the loop's own"),
-        (dict(ema=True), "speed.ema: type 'exp' grows towards the end"),
-        (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is no backend"),
+        (dict(nan_guard="skip"), "speed.nan_guard: requires a Runner, which monitors the losses"),
+        (dict(gc=100), "speed.gc: requires a Runner"),
+        (dict(prefetch=2), "speed.prefetch: requires a Runner"),
+        (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: accelerate does not count epochs"),
+        (dict(ema=True), "speed.ema: type 'exp' depends on the length"),
+        (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is not a backend"),
         (dict(compil=True), "speed.compil: no such option"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_place(speed, message):
+def test_unsupported_options_raise_with_their_config_path(speed, message):
     model = net()
     with pytest.raises((ConfigError, slipstream.errors.UnknownNameError), match=message):
         accelerate(model, sgd(model), F.cross_entropy, speed)
 
 
-def test_exp_grows_to_the_end_that_is_told():
+def test_exp_decay_depends_on_total_steps():
     _, _, step = train(ema=True, total_steps=12, compile=GRAPH)
     assert step.average.total_steps == 12
 
 
-def test_what_cannot_be_one_graph_is_said_once(caplog):
+def test_step_that_cannot_be_one_graph_warns_once(caplog):
     def loss(scores, targets):
         found = F.cross_entropy(scores, targets)
         return found if found > 0 else found * 0
@@ -330,7 +330,7 @@ def test_what_cannot_be_one_graph_is_said_once(caplog):
     assert_same(model, by_hand()[0], rtol=0, atol=0)
 
 
-def test_an_optimizer_whose_first_step_is_another_steps_after_the_graph():
+def test_optimizer_with_a_different_first_step_steps_outside_of_the_graph():
     hand, model = net(), net()
     makes = [SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5) for m in (hand, model)]
     step = accelerate(model, makes[1], F.cross_entropy, dict(compile=GRAPH))
@@ -340,16 +340,16 @@ def test_an_optimizer_whose_first_step_is_another_steps_after_the_graph():
         makes[0].step()
         step((x, y))
     assert_same(model, hand)
-    assert step._step._instead is None
+    assert step._step._fallback is None
 
 
-def test_it_is_public():
+def test_accelerate_is_public():
     assert slipstream.accelerate is accelerate
     model = net()
     assert isinstance(slipstream.accelerate(model, AdamW(model.parameters()), F.cross_entropy, {}), TrainStep)
 
 
-def test_switches_of_the_process_are_on_for_as_long_as_the_step_lives(monkeypatch):
+def test_process_settings_are_restored_when_the_step_is_deleted(monkeypatch):
     seen = []
 
     @contextmanager
@@ -368,12 +368,12 @@ def test_switches_of_the_process_are_on_for_as_long_as_the_step_lives(monkeypatc
     assert seen == ["on", "off"]
 
 
-def test_the_end_of_a_step_says_what_was_compiled(caplog):
+def test_close_logs_the_compile_report(caplog):
     model = net()
     step = accelerate(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, speed=dict(compile=GRAPH))
     for _ in range(2):  # the first batch is trained eagerly
         step((torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
-    gc.collect()  # ends the steps of other tests
+    gc.collect()  # closes the steps of other tests
     with caplog.at_level("INFO", logger="slipstream"):
         step.close()
         step.close()
@@ -386,12 +386,12 @@ def test_the_end_of_a_step_says_what_was_compiled(caplog):
     [
         (
             dict(optimizer=SGD(nn.Linear(2, 2).parameters(), lr=0.1)),
-            "optimizer: it holds none of the model's parameters",
+            "optimizer: contains none of the model's parameters",
         ),
         (dict(loss_fn=None), "loss_fn: must be a function of outputs and targets, not None"),
     ],
 )
-def test_parts_that_do_not_belong_together_are_refused(change, message):
+def test_mismatched_model_optimizer_or_loss_raises(change, message):
     model = net()
     given = dict(optimizer=SGD(model.parameters(), lr=0.1), loss_fn=F.cross_entropy) | change
     with pytest.raises(ConfigError, match=message):

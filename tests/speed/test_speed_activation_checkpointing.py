@@ -1,4 +1,4 @@
-"""Recomputed blocks train to the numbers of kept ones, and keep less."""
+"""Activation checkpointing does not change results, and stores fewer activations."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ def fresh_compiler():
 
 
 class Bottleneck(nn.Module):
-    """Takes a keyword, returns a tuple; calls of its inside are counted."""
+    """A block that takes a keyword and returns a tuple; it counts the calls of its inner module."""
 
     def __init__(self, dropout, momentum):
         super().__init__()
@@ -72,7 +72,7 @@ def batches(count=20):
 
 
 def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
-    """Plain SGD, the whole step in one graph if `compiled`; return losses and state."""
+    """Train with SGD, as one graph if `compiled`; return losses and state."""
     params = list(model.parameters())
 
     def step(window):
@@ -108,37 +108,37 @@ def assert_same(left, right, rtol=0.0):
         )
 
 
-# ---- the numbers -------------------------------------------------------------------------------------
+# ---- results -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("dtype", "momentum"), [(None, 0.1), (None, None), (torch.bfloat16, 0.1)])
-def test_losses_weights_and_running_statistics_of_20_steps_are_those_of_kept_activations(dtype, momentum):
+def test_20_steps_match_training_without_checkpointing(dtype, momentum):
     model = checkpointed(Net(momentum=momentum))
     assert_same(train(model, dtype=dtype), train(Net(momentum=momentum), dtype=dtype))
-    assert model.blocks[0].calls == 40  # 20 forwards and 20 recomputations: it is not idle
+    assert model.blocks[0].calls == 40  # 20 forwards and 20 recomputations
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_one_graph_of_the_whole_step_computes_the_same(dtype):
-    """Dropout and an in-place ReLU are inside; the random stream of aot_eager is eager's."""
-    # The graph rounds bfloat16 elsewhere than eager does, whether or not it recomputes.
+def test_one_graph_with_checkpointing_matches_eager(dtype):
+    """The block has dropout and an in-place ReLU; aot_eager draws the same random numbers as eager."""
+    # The graph rounds bfloat16 at other points than eager, with and without recomputation.
     expected = train(Net(), dtype is not None, dtype, 6)
     torch._dynamo.reset()
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
 
 
-def test_gradients_of_several_batches_add_up():
+def test_checkpointing_accumulates_gradients():
     assert_same(train(checkpointed(Net()), accumulate=4), train(Net(), accumulate=4))
 
 
-def test_a_model_compiled_in_place_computes_the_same():
+def test_compiled_model_with_checkpointing_matches_eager():
     model = checkpointed(Net())
     model.compile(backend="aot_eager", fullgraph=True)
     assert_same(train(model, steps=4), train(Net(), steps=4), 1e-6)
 
 
-def test_buffers_that_forward_moves_and_uses_are_those_it_saw():
-    """The power iteration of spectral_norm: once more of it would be another weight."""
+def test_recomputation_uses_the_buffers_of_the_forward():
+    """Another power iteration of spectral_norm would change the weight."""
 
     def net():
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-def test_a_second_backward_recomputes_again():
+def test_second_backward_recomputes_again():
     model, kept = checkpointed(Net()), Net()
     gradients = []
     for net in (model, kept):
@@ -165,7 +165,7 @@ def test_a_second_backward_recomputes_again():
         assert torch.equal(model.state_dict()[name], value), name
 
 
-def test_frozen_blocks_in_evaluation_mode_pass_gradients_and_stay():
+def test_frozen_blocks_in_eval_mode_pass_gradients_and_do_not_change():
     results = []
     for net in (checkpointed(Net()), Net()):
         net.blocks.eval().requires_grad_(False)
@@ -175,7 +175,7 @@ def test_frozen_blocks_in_evaluation_mode_pass_gradients_and_stay():
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
-def test_without_gradient_nothing_is_recomputed_and_the_output_is_the_same():
+def test_no_grad_forward_does_not_recompute():
     model = checkpointed(Net()).eval()
     with torch.no_grad():
         assert torch.equal(model(batches(1)[0]), Net().eval()(batches(1)[0]))
@@ -183,11 +183,11 @@ def test_without_gradient_nothing_is_recomputed_and_the_output_is_the_same():
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_shared_block_and_a_block_inside_another_train_as_without(compiled):
+def test_shared_and_nested_blocks_match_training_without_checkpointing(compiled):
     def net():
         net = Net(dropout=0.0)
         net.blocks.append(net.blocks[0])
-        net.stem = nn.Sequential(net.stem, net.blocks[0].inner)  # alone here, and inside blocks.0
+        net.stem = nn.Sequential(net.stem, net.blocks[0].inner)  # shared with blocks.0
         return net
 
     model = net()
@@ -199,7 +199,7 @@ def test_a_shared_block_and_a_block_inside_another_train_as_without(compiled):
 # ---- the model ---------------------------------------------------------------------------------------
 
 
-def test_names_stay_and_copies_recompute_for_themselves():
+def test_state_dict_keys_do_not_change_and_copies_recompute():
     model = checkpointed(Net())
     assert list(model.state_dict()) == list(Net().state_dict())
     buffer = io.BytesIO()
@@ -221,13 +221,13 @@ def test_names_stay_and_copies_recompute_for_themselves():
     assert_same(train(model, steps=4), train(Net(), steps=4))
 
 
-def test_a_second_application_changes_nothing():
+def test_checkpoint_activations_is_idempotent():
     model = checkpointed(checkpointed(Net()))
     train(model, steps=1)
     assert model.blocks[0].calls == 2
 
 
-def test_a_wrapped_forward_of_the_users_own_is_called():
+def test_user_wrapped_forward_is_called():
     model, seen = Net(), []
     inner = model.blocks[0].forward
     model.blocks[0].forward = lambda *args, **kwargs: seen.append(1) or inner(*args, **kwargs)
@@ -235,7 +235,7 @@ def test_a_wrapped_forward_of_the_users_own_is_called():
     assert len(seen) == 2
 
 
-def test_the_compilers_warning_of_kept_results_does_not_reach_users(caplog):
+def test_compiler_warning_about_context_fn_is_filtered(caplog):
     with caplog.at_level(logging.WARNING, "torch._higher_order_ops.wrap"):
         train(checkpointed(Net()), True, steps=1)
         logging.getLogger("torch._higher_order_ops.wrap").warning("another")
@@ -244,11 +244,11 @@ def test_the_compilers_warning_of_kept_results_does_not_reach_users(caplog):
     ]
 
 
-# ---- the memory --------------------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------------
 
 
 def kept_bytes(model):
-    """Return how many bytes eager autograd keeps for backward, each storage once."""
+    """Return the number of bytes that eager autograd stores for backward, each storage once."""
     sizes = {}
 
     def note(tensor):
@@ -264,15 +264,15 @@ def kept_bytes(model):
     return sum(size for address, size in sizes.items() if address not in weights)
 
 
-def test_of_a_block_only_its_inputs_are_kept():
-    activation = 3 * 4 * 6 * 6 * 4  # bytes of what goes from block to block
+def test_only_the_inputs_of_a_block_are_stored():
+    activation = 3 * 4 * 6 * 6 * 4  # bytes of the tensor between blocks
     kept, recomputed = kept_bytes(Net()), kept_bytes(checkpointed(Net()))
     assert kept > 10 * activation
     assert recomputed < 4 * activation
 
 
 def crossing_bytes(model):
-    """Return how many bytes the graph of a whole step holds from its forward for its backward."""
+    """Return the number of bytes that the graph of a step stores between forward and backward."""
     graphs = []
 
     def capture(graph, inputs):
@@ -296,14 +296,14 @@ def crossing_bytes(model):
     return sum(node.meta["val"].nbytes for node in held if isinstance(node.meta["val"], torch.Tensor))
 
 
-def test_the_graph_of_a_whole_step_recomputes_too():
+def test_graph_of_a_step_recomputes():
     activation = 3 * 4 * 6 * 6 * 4
     kept, recomputed = crossing_bytes(Net(0.0)), crossing_bytes(checkpointed(Net(0.0)))
     assert kept > 8 * activation
     assert recomputed < 5 * activation
 
 
-def test_offloading_sends_the_inputs_of_blocks_and_nothing_else_to_the_host(monkeypatch):
+def test_offload_copies_only_the_inputs_of_blocks(monkeypatch):
     sent, fetched = [], []
     monkeypatch.setattr(option, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
     monkeypatch.setattr(option, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
@@ -312,13 +312,13 @@ def test_offloading_sends_the_inputs_of_blocks_and_nothing_else_to_the_host(monk
     assert sorted(fetched) == sorted(sent)
 
 
-def test_offloading_leaves_what_is_in_host_memory_where_it_is():
+def test_offload_does_not_copy_host_tensors():
     x = torch.randn(2)
     assert option._from_host(option._to_host(x)) is x
 
 
 @pytest.mark.gpu
-def test_offloaded_inputs_leave_the_device_and_return_in_their_memory_format():
+def test_offload_preserves_the_memory_format():
     x = torch.randn(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last)
     device, host = packed = option._to_host(x)
     assert host.is_pinned()
@@ -345,7 +345,7 @@ def test_offloaded_inputs_leave_the_device_and_return_in_their_memory_format():
         (None, ["blocks.0", "blocks.1"]),
     ],
 )
-def test_blocks_are_found_by_name_pattern_or_class_or_because_they_repeat(names, blocks):
+def test_blocks_are_selected_by_name_class_or_repetition(names, blocks):
     assert checkpoint_activations(Net(), ActivationCheckpointingOptions(names)) == blocks
 
 
@@ -353,25 +353,28 @@ def test_blocks_are_found_by_name_pattern_or_class_or_because_they_repeat(names,
     ("names", "message"),
     [
         (["block.*"], r"activation_checkpointing.modules: .*'block\.\*'"),
-        (["Bottlenec"], "no class of modules 'Bottlenec'; did you mean 'Bottleneck'"),
+        (
+            ["Bottlenec"],
+            "no module name or class in the model matches 'Bottlenec'; did you mean 'Bottleneck'",
+        ),
         (["blocks.0.iner"], "did you mean 'blocks.0.inner'"),
-        (["blocks"], r"'blocks' only holds modules and is never called: write 'blocks\.\*'"),
-        (["blocks.0", "Net"], "no class of modules 'Net'"),
+        (["blocks"], r"'blocks' is a container that is never called; use 'blocks\.\*'"),
+        (["blocks.0", "Net"], "no module name or class in the model matches 'Net'"),
     ],
 )
-def test_a_name_that_means_no_block_is_named_and_the_model_stays(names, message):
+def test_unknown_block_name_raises_and_does_not_change_the_model(names, message):
     model = Net()
     with pytest.raises(ConfigError, match=message):
         checkpoint_activations(model, ActivationCheckpointingOptions(names))
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_model_without_repeated_blocks_asks_for_names():
-    with pytest.raises(ConfigError, match="no block of the model repeats: name those"):
+def test_model_without_repeated_blocks_raises():
+    with pytest.raises(ConfigError, match="the model has no repeated blocks; list the blocks"):
         checkpoint_activations(nn.Sequential(nn.Linear(2, 2)), ActivationCheckpointingOptions())
 
 
-def test_it_is_read_from_what_configurations_say():
+def test_activation_checkpointing_is_read_from_a_config():
     for off in (None, False, []):
         assert read_activation_checkpointing(off) is None
     assert read_activation_checkpointing(True) == ActivationCheckpointingOptions()
@@ -386,13 +389,13 @@ def test_it_is_read_from_what_configurations_say():
     ("value", "error", "message"),
     [
         ({"module": ["a"]}, UnknownNameError, "activation_checkpointing.module: .*'modules'"),
-        ({"modules": []}, ConfigError, "activation_checkpointing.modules: expected names"),
+        ({"modules": []}, ConfigError, "activation_checkpointing.modules: must be names"),
         ({"modules": "a"}, ConfigError, "activation_checkpointing.modules: expected"),
-        ([1], ConfigError, "activation_checkpointing.modules: expected names"),
+        ([1], ConfigError, "activation_checkpointing.modules: must be names"),
         (3, ConfigError, "activation_checkpointing: expected a dict"),
         ("layer1", ConfigError, "activation_checkpointing: expected a dict"),
     ],
 )
-def test_a_mistake_in_it_is_named(value, error, message):
+def test_invalid_activation_checkpointing_raises(value, error, message):
     with pytest.raises(error, match=message):
         read_activation_checkpointing(value)

@@ -1,4 +1,4 @@
-"""Adaptive clipping trains as a loop by hand that looks at every unit."""
+"""Adaptive clipping matches a plain loop over all units."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ FACTOR, EPS = 0.02, 1e-3
 
 
 def clipped(params, grads, excluded=()):
-    """Return the gradients, each unit clipped for itself."""
+    """Return the gradients with each unit clipped separately."""
     found = []
     for number, (param, grad) in enumerate(zip(params, grads, strict=True)):
         grad = grad.clone()
@@ -29,7 +29,7 @@ def clipped(params, grads, excluded=()):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_it_trains_as_a_loop_by_hand(how, together):
+def test_matches_a_plain_training_loop(how, together):
     expected = by_hand(change=clipped, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, adaptive_clip=dict(clip_factor=FACTOR, eps=EPS)), expected)
@@ -45,13 +45,13 @@ def test_excluded_modules_are_not_clipped(how, exclude):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_runner_trains_alike(how, tmp_path):
+def test_runner_matches_a_plain_training_loop(how, tmp_path):
     found, runner = run(tmp_path, how, together=True, adaptive_clip=dict(clip_factor=FACTOR))
     assert_equal(found, by_hand(change=clipped, together=True))
     assert type(runner.optim_wrapper.parts[0]) is ClipUnits
 
 
-def test_a_gradient_that_is_not_finite_stays_so_and_zero_stays_zero():
+def test_nonfinite_and_zero_gradients_do_not_change():
     params = [nn.Parameter(torch.ones(3, 2))]
     grads = [torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [0.0, 0.0]])]
     ClipUnits(0.01, 1e-3).before_update(params, grads)
@@ -70,14 +70,14 @@ def test_a_gradient_that_is_not_finite_stays_so_and_zero_stays_zero():
         (dict(exclude="head"), ConfigError, "speed.adaptive_clip.exclude: expected list"),
     ],
 )
-def test_bad_input_is_refused_with_its_place(value, kind, message):
+def test_invalid_value_raises_with_its_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(adaptive_clip=value))
 
 
 @pytest.mark.parametrize("train", [trained, lambda how, **options: run("unused", how, **options)])
-def test_a_name_that_matches_nothing_is_refused_with_the_nearest(train, tmp_path, monkeypatch):
+def test_unknown_module_name_raises_with_a_suggestion(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    message = "speed.adaptive_clip.exclude: the model has no module and no class of modules 'haed'.*'head'"
+    message = "speed.adaptive_clip.exclude: no module name or class in the model matches 'haed'.*'head'"
     with pytest.raises(ConfigError, match=message):
         train("eager", adaptive_clip=dict(exclude=["haed"]))

@@ -1,4 +1,4 @@
-"""A compiled model computes what the eager one does, and one that cannot be compiled runs eagerly."""
+"""A compiled model matches the eager one, and a model that cannot be compiled runs eagerly."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from slipstream.speed.compile_report import CompileReport
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # its limit on recompilations counts over all tests
+    torch._dynamo.reset()  # torch counts recompiles over all tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -30,7 +30,7 @@ def fresh_compiler():
 @pytest.mark.parametrize("amp", [False, True])
 @pytest.mark.parametrize("broken_graph", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "callable"])
-def test_training_and_validation_run_compiled_with_the_numbers_of_eager(backend, broken_graph, amp):
+def test_compiled_training_and_validation_match_eager(backend, broken_graph, amp):
     model, warnings = Net(broken_graph), []
     eager = copy.deepcopy(model)
     counting = Backend()
@@ -39,11 +39,11 @@ def test_training_and_validation_run_compiled_with_the_numbers_of_eager(backend,
     assert warnings == []
     if backend == "callable":
         parts = 2 if broken_graph else 1
-        assert counting.graphs == 2 * parts  # for training, and for validation
+        assert counting.graphs == 2 * parts  # for training and validation
         assert counting.calls == (6 + 3) * parts
 
 
-def test_parameters_keep_their_names_and_identity():
+def test_compile_keeps_parameters_and_their_names():
     model = Net()
     before = {name: id(p) for name, p in model.named_parameters()}
     compile_model(model, CompileOptions("eager"), pytest.fail)
@@ -52,7 +52,7 @@ def test_parameters_keep_their_names_and_identity():
     Net().load_state_dict(model.state_dict())
 
 
-def test_a_compiled_model_can_be_copied_and_pickled():
+def test_compiled_model_can_be_copied_and_pickled():
     model = Net()
     compile_model(model, CompileOptions("eager"), pytest.fail)
     x, y = batches(1)[0]
@@ -74,7 +74,7 @@ def test_a_compiled_model_can_be_copied_and_pickled():
     torch.testing.assert_close(model(x, y), expected)
 
 
-def test_a_compiled_model_that_was_copied_still_runs_compiled():
+def test_copied_model_still_runs_compiled():
     model, counting = Net(), Backend()
     compile_model(model, CompileOptions(counting), pytest.fail)
     copy.deepcopy(model)
@@ -82,16 +82,16 @@ def test_a_compiled_model_that_was_copied_still_runs_compiled():
     assert counting.calls == 1
 
 
-def test_buffers_are_set_aside_in_the_first_calls_only(monkeypatch):
+def test_buffers_are_copied_only_in_the_first_calls(monkeypatch):
     model, counted = Net(), []
     compile_model(model, CompileOptions("eager"), pytest.fail)
     buffers = nn.Module.buffers
     monkeypatch.setattr(Net, "buffers", lambda self: counted.append(1) or buffers(self))
     run(model, batches())
-    assert len(counted) == 2  # one of training, one of validation
+    assert len(counted) == 2  # one call in training, one in validation
 
 
-# ---- what cannot be compiled -------------------------------------------------------------------------
+# ---- failed compilation ------------------------------------------------------------------------------
 
 
 def raises_in_backward(graph, inputs):
@@ -115,20 +115,20 @@ BACKWARD = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=rai
         (CompileOptions(mode="default", options={"max_autotune": True}), False, "mode"),
     ],
 )
-def test_what_cannot_be_compiled_runs_eagerly_after_one_warning_with_the_reason(how, broken_graph, reason):
+def test_failed_compilation_falls_back_to_eager_with_one_warning(how, broken_graph, reason):
     if isinstance(how.backend, Backend):
         how.backend.graphs = 0
     model, warnings = Net(broken_graph), []
     eager = copy.deepcopy(model)
     compile_model(model, how, warnings.append)
-    assert_as_eager(model, eager, tolerance=0)  # BatchNorm's buffers and its count among it
+    assert_as_eager(model, eager, tolerance=0)  # includes BatchNorm's buffers
     assert len(warnings) == 1
     assert warnings[0].startswith("Net cannot be compiled (")
     assert reason in warnings[0]
     assert "it runs eagerly" in warnings[0]
 
 
-def test_failing_only_in_validation_leaves_training_as_it_was():
+def test_failure_in_validation_does_not_affect_training():
     model, warnings = Net(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(Backend(fail_at=2)), warnings.append)
@@ -136,7 +136,7 @@ def test_failing_only_in_validation_leaves_training_as_it_was():
     assert len(warnings) == 1
 
 
-def test_too_many_shapes_for_one_graph_end_in_eager_rather_than_in_a_crash():
+def test_recompile_limit_with_fullgraph_falls_back_to_eager():
     model, warnings = Net(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", fullgraph=True, dynamic=False), warnings.append)
@@ -154,7 +154,7 @@ class Branching(Net):
         return super().forward(x, y, mode)
 
 
-def test_the_warning_names_the_line_that_cannot_be_captured():
+def test_warning_names_the_line_that_cannot_be_captured():
     model, warnings = Branching(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
@@ -181,7 +181,7 @@ class Pixels(BaseModel):
 
 
 def train_on_ragged_batches(model, last, sizes):
-    """Three epochs of 4, 4, 4 and `last` images, each validated on `sizes`."""
+    """Train three epochs with batches of 4, 4, 4 and `last` images, each followed by a validation on `sizes`."""
     generator = torch.Generator().manual_seed(1)
 
     def batch(*size):
@@ -207,7 +207,7 @@ SIZES = {
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("last", [3, 1])
 @pytest.mark.parametrize(("dynamic", "most"), [(None, 5), (True, 4)])
-def test_ragged_batches_and_four_sizes_of_validation_need_few_graphs(dynamic, most, last, sizes):
+def test_varying_batch_and_image_sizes_need_few_graphs(dynamic, most, last, sizes):
     model, warnings, report = Pixels(), [], CompileReport()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", dynamic=dynamic), warnings.append)
@@ -220,7 +220,7 @@ def test_ragged_batches_and_four_sizes_of_validation_need_few_graphs(dynamic, mo
     assert warnings == []
 
 
-def test_beyond_torchs_limit_new_sizes_run_eagerly_after_one_warning_that_names_what_varied():
+def test_sizes_beyond_the_recompile_limit_run_eagerly_with_one_warning():
     model, counting, warnings = Net(), Backend(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(counting, dynamic=False), warnings.append)
@@ -228,14 +228,14 @@ def test_beyond_torchs_limit_new_sizes_run_eagerly_after_one_warning_that_names_
         x = torch.randn(size, 3)
         torch.testing.assert_close(model(x, None), eager(x, None))
     assert counting.graphs == 8
-    assert counting.calls == 16  # those that are known stay compiled
+    assert counting.calls == 16  # known sizes stay compiled
     assert len(warnings) == 1
-    assert warnings[0].startswith("Net was compiled for too many kinds of calls")
+    assert warnings[0].startswith("Net reached torch's recompile limit")
     assert "tensor 'x' size mismatch at index 0. expected 9, actual 10" in warnings[0]
     assert "dynamic=True" in warnings[0]
 
 
-def test_another_models_limit_is_not_ones_own():
+def test_recompile_limit_of_another_model_does_not_warn():
     first, second, warnings = Net(), Pixels(), []
     compile_model(first, CompileOptions("eager", dynamic=False), warnings.append)
     compile_model(second, CompileOptions("eager"), pytest.fail)
@@ -250,7 +250,7 @@ def test_another_models_limit_is_not_ones_own():
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
-def test_a_graph_around_the_model_takes_it_in_whole(scope):
+def test_outer_graph_inlines_the_compiled_model(scope):
     model, counting = Tower([4, 4]), Backend()
     compile_model(model, CompileOptions(counting, scope=scope), pytest.fail)
     x = torch.randn(2, 4)
@@ -270,7 +270,7 @@ def test_a_graph_around_the_model_takes_it_in_whole(scope):
 # ---- reading the configuration -----------------------------------------------------------------------
 
 
-def test_compile_is_read_from_what_configurations_say():
+def test_compile_is_read_from_a_config():
     assert read_compile(None) is None
     assert read_compile(False) is None
     assert read_compile(True) == CompileOptions()
@@ -291,9 +291,9 @@ def test_compile_is_read_from_what_configurations_say():
             ConfigError,
             "compile.scope: expected 'step' or 'model' or 'block' or None, not 'net'",
         ),
-        ({"blocks": ["Block"]}, ConfigError, "compile.blocks: needs scope='block', not None"),
+        ({"blocks": ["Block"]}, ConfigError, "compile.blocks: requires scope='block', not None"),
         ({"cache": 3}, ConfigError, "compile.cache: expected bool or str, not 3"),
-        ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is no backend of torch.compile"),
+        ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is not a backend of torch.compile"),
         (
             "inductor",
             ConfigError,
@@ -304,10 +304,14 @@ def test_compile_is_read_from_what_configurations_say():
             ConfigError,
             "compile.mode: must be one of ('default', 'reduce-overhead'",
         ),
-        ({"mode": "default", "options": {}}, ConfigError, "compile.options: a mode stands for options"),
+        (
+            {"mode": "default", "options": {}},
+            ConfigError,
+            "compile.options: mode and options exclude each other",
+        ),
     ],
 )
-def test_a_mistake_in_compile_is_named(value, error, message):
+def test_invalid_compile_options_raise(value, error, message):
     with pytest.raises(error) as caught:
         read_compile(value)
     assert str(caught.value).startswith(message)
@@ -315,7 +319,7 @@ def test_a_mistake_in_compile_is_named(value, error, message):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-def test_inductor_trains_with_the_numbers_of_eager():
+def test_inductor_matches_eager():
     model, warnings = Net(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(), warnings.append)

@@ -1,4 +1,4 @@
-"""Blocks that repeat are compiled once, each in its place, and train as eager ones."""
+"""Repeated blocks are compiled once, in place, and match eager blocks."""
 
 import copy
 
@@ -16,7 +16,7 @@ from slipstream.speed.compile_report import CompileReport
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # its limit on recompilations counts over all tests
+    torch._dynamo.reset()  # torch counts recompiles over all tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,20 +36,20 @@ def fit(model, width=4):
     return losses
 
 
-def test_equal_blocks_are_compiled_once_and_train_as_eager_ones():
+def test_equal_blocks_share_graphs_and_match_eager():
     model, counting = Tower([4] * 6), Backend()
     eager, keys = copy.deepcopy(model), list(model.state_dict())
     compile_model(model, CompileOptions(counting, scope="block"), pytest.fail)
     torch.testing.assert_close(fit(model), fit(eager))
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
     assert list(model.state_dict()) == keys
-    assert counting.graphs == 2  # for training, and for validation
+    assert counting.graphs == 2  # for training and validation
     assert counting.calls == 6 * 6
     assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
-def test_torchs_own_modules_are_compiled_too(scope):
+def test_modules_of_torch_are_compiled(scope):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
     model = nn.Sequential(*(copy.deepcopy(layer) for _ in range(3)))
@@ -67,7 +67,7 @@ class Disabled(Net):
         return super().forward(x, y, mode)
 
 
-def test_a_model_that_refuses_to_be_compiled_trains_as_eager():
+def test_model_that_torch_refuses_to_compile_matches_eager():
     model, warnings = Disabled(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
@@ -75,7 +75,7 @@ def test_a_model_that_refuses_to_be_compiled_trains_as_eager():
     assert len(warnings) == 1
 
 
-def test_blocks_of_many_widths_all_stay_compiled():
+def test_blocks_of_many_widths_stay_compiled():
     widths = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     model, counting, warnings = Tower(widths), Backend(), []
     eager = copy.deepcopy(model)
@@ -89,7 +89,7 @@ def test_blocks_of_many_widths_all_stay_compiled():
     assert counting.calls == 6 * len(widths)
 
 
-def test_with_a_block_that_cannot_be_compiled_all_of_its_class_run_eagerly_after_one_warning():
+def test_failed_block_makes_all_blocks_of_its_class_run_eagerly():
     model, warnings = Tower([4] * 3), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(raises, scope="block"), warnings.append)
@@ -98,7 +98,7 @@ def test_with_a_block_that_cannot_be_compiled_all_of_its_class_run_eagerly_after
     assert warnings[0].startswith("Block cannot be compiled (")
 
 
-def test_a_copy_of_compiled_blocks_has_its_own_weights():
+def test_copied_compiled_blocks_use_their_own_weights():
     model = Tower([4, 4])
     compile_model(model, CompileOptions("eager", scope="block"), pytest.fail)
     other = copy.deepcopy(model)
@@ -111,7 +111,7 @@ def test_a_copy_of_compiled_blocks_has_its_own_weights():
 
 @pytest.fixture
 def alone(tmp_path):
-    """A process group of this process."""
+    """Create a process group with one process."""
     distributed.init_process_group(
         "gloo", store=distributed.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
     )
@@ -121,7 +121,7 @@ def alone(tmp_path):
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp2"])
-def test_compiled_blocks_train_below_ddp_and_sharded(wrapper):
+def test_compiled_blocks_match_eager_with_ddp_and_fsdp(wrapper):
     model, counting = Tower([4] * 3), Backend()
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions(counting, scope="block"), pytest.fail)
@@ -145,10 +145,10 @@ def stages():
         ([], ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]),
         (["Block"], ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1", "neck.0"]),
         (["stages.?"], ["stages.0", "stages.1"]),
-        (["stages.1", "stages.1.0", "neck.0"], ["stages.1", "neck.0"]),  # the outer one holds the inner one
+        (["stages.1", "stages.1.0", "neck.0"], ["stages.1", "neck.0"]),  # stages.1 contains stages.1.0
     ],
 )
-def test_blocks_are_found_by_module_name_by_class_or_by_repetition(names, expected):
+def test_blocks_are_found_by_name_class_or_repetition(names, expected):
     model = stages()
     blocks = compiled_blocks(model, CompileOptions(scope="block", blocks=names))
     assert [name for name, module in model.named_modules() if module in blocks] == expected
@@ -160,24 +160,24 @@ def test_blocks_are_found_by_module_name_by_class_or_by_repetition(names, expect
         (
             stages(),
             ["Blok"],
-            "compile.blocks: the model has no module and no class of modules 'Blok'; did you mean 'Block'?",
+            "compile.blocks: no module name or class in the model matches 'Blok'; did you mean 'Block'?",
         ),
         (
             Tower([4]),
             ["blocks"],
-            "compile.blocks: 'blocks' only holds modules and is never called: write 'blocks.*'",
+            "compile.blocks: 'blocks' is a container that is never called; use 'blocks.*'",
         ),
-        (Net(), [], "compile.blocks: Net has no blocks that repeat: name them, or take scope='model'"),
+        (Net(), [], "compile.blocks: Net has no repeated blocks; set compile.blocks or use scope='model'"),
     ],
 )
-def test_blocks_that_are_not_there_are_named(model, names, message):
+def test_unknown_blocks_raise(model, names, message):
     with pytest.raises(ConfigError) as caught:
         compile_model(model, CompileOptions("eager", scope="block", blocks=names), pytest.fail)
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("how", [CompileOptions("eager"), CompileOptions("eager", fullgraph=True)])
-def test_the_models_own_errors_come_through(how):
+def test_errors_of_the_model_are_raised(how):
     model = Net()
     compile_model(model, how, lambda message: None)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -1,4 +1,4 @@
-"""Compiled code is kept in a folder of the user's own, and a second start finds it there."""
+"""Compiled code is cached in a private folder, and a second process finds it."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 @pytest.fixture(autouse=True)
 def own_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "")  # so that it is put back
+    monkeypatch.setenv(VARIABLE, "")  # restored after the test
     monkeypatch.delenv(VARIABLE)
 
 
@@ -29,7 +29,7 @@ def net(width=4):
     return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width))
 
 
-def test_the_folder_is_the_users_alone_and_torch_is_told(tmp_path):
+def test_cache_folder_is_private_and_set_for_torch(tmp_path):
     folder = use_cache(net(), CompileOptions(), "plan", pytest.fail)
     assert folder.parent == tmp_path / "cache" / "compile"
     assert folder.name.startswith("Sequential-")
@@ -39,7 +39,7 @@ def test_the_folder_is_the_users_alone_and_torch_is_told(tmp_path):
     assert use_cache(net(), CompileOptions(), "plan", pytest.fail) == folder
 
 
-def test_without_slipstream_cache_it_lies_where_the_xdg_standard_says(monkeypatch, tmp_path):
+def test_default_cache_folder_follows_xdg(monkeypatch, tmp_path):
     monkeypatch.delenv("SLIPSTREAM_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache_folder(net(), CompileOptions(), "").parent == tmp_path / "slipstream" / "compile"
@@ -50,12 +50,12 @@ def test_without_slipstream_cache_it_lies_where_the_xdg_standard_says(monkeypatc
         assert folder.parent == tmp_path / "home" / ".cache" / "slipstream" / "compile"
 
 
-def test_a_folder_that_is_named_is_taken(tmp_path):
+def test_configured_cache_folder_is_used(tmp_path):
     folder = use_cache(net(), CompileOptions(cache=str(tmp_path / "mine")), "", pytest.fail)
     assert folder.parent == tmp_path / "mine"
 
 
-def test_model_plan_and_versions_have_folders_of_their_own(monkeypatch):
+def test_cache_folder_depends_on_model_plan_and_versions(monkeypatch):
     how = CompileOptions()
     folder = cache_folder(net(), how, "plan")
     with torch.no_grad():
@@ -73,7 +73,7 @@ def test_model_plan_and_versions_have_folders_of_their_own(monkeypatch):
     assert len(others | {folder}) == 6
 
 
-def test_the_address_of_a_function_in_the_plan_does_not_count():
+def test_cache_folder_ignores_addresses_of_functions():
     plans = [[lambda: None], [lambda: None]]
     assert repr(plans[0]) != repr(plans[1])
     folders = {cache_folder(net(), CompileOptions(), plan) for plan in plans}
@@ -81,33 +81,33 @@ def test_the_address_of_a_function_in_the_plan_does_not_count():
 
 
 @pytest.mark.parametrize("how", [CompileOptions(cache=False), CompileOptions("aot_eager")])
-def test_nothing_is_kept_where_nothing_can_be(how, tmp_path):
+def test_no_cache_folder_without_cache_or_inductor(how, tmp_path):
     assert use_cache(net(), how, "", pytest.fail) is None
     assert VARIABLE not in os.environ
     assert not (tmp_path / "cache").exists()
 
 
-def test_a_folder_that_the_user_gave_torch_stays(monkeypatch, tmp_path):
+def test_cache_folder_set_by_the_user_is_kept(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     assert use_cache(net(), CompileOptions(), "", pytest.fail) is None
     assert os.environ[VARIABLE] == str(tmp_path)
 
 
-def test_the_next_model_in_a_process_has_its_own_folder(monkeypatch):
+def test_second_model_in_a_process_gets_its_own_folder(monkeypatch):
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setenv(VARIABLE, default_cache_dir())  # torch sets it by itself when it first compiles
+    monkeypatch.setenv(VARIABLE, default_cache_dir())  # torch sets it at the first compilation
     first = use_cache(net(), CompileOptions(), "", pytest.fail)
     second = use_cache(net(5), CompileOptions(), "", pytest.fail)
     assert len({first, second, None}) == 3
     assert os.environ[VARIABLE] == str(second)
 
 
-# ---- folders that cannot be trusted or written -------------------------------------------------------
+# ---- unsafe or read-only folders ---------------------------------------------------------------------
 
 
-def test_a_folder_that_others_can_write_to_is_not_used(tmp_path):
+def test_folder_writable_by_others_is_not_used(tmp_path):
     folder = use_cache(net(), CompileOptions(), "", pytest.fail)
     del os.environ[VARIABLE]
     folder.chmod(0o770)
@@ -115,10 +115,10 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path):
     assert use_cache(net(), CompileOptions(), "", warnings.append) is None
     assert VARIABLE not in os.environ
     assert len(warnings) == 1
-    assert f"others can write to {folder}, and their code would be run: chmod 700 {folder}" in warnings[0]
+    assert f"{folder} is writable by other users; refusing to load compiled code from it" in warnings[0]
 
 
-def test_a_folder_of_another_user_is_not_used(monkeypatch):
+def test_folder_of_another_user_is_not_used(monkeypatch):
     monkeypatch.setattr(os, "getuid", lambda: 12345678)
     warnings = []
     assert use_cache(net(), CompileOptions(), "", warnings.append) is None
@@ -164,7 +164,7 @@ print(summary.cache_hits, summary.cache_misses, model.weight.grad.tolist())
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-def test_a_second_start_finds_the_code_of_the_first(tmp_path):
+def test_second_process_finds_the_cached_code(tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     cold, warm = (
         subprocess.run(
@@ -184,7 +184,7 @@ def test_a_second_start_finds_the_code_of_the_first(tmp_path):
 
 
 @pytest.mark.parametrize("others", [None, "elsewhere"])
-def test_a_step_compiles_into_its_own_folder_whatever_another_run_chose_since(monkeypatch, others):
+def test_step_compiles_into_the_folder_of_its_own_run(monkeypatch, others):
     monkeypatch.delenv(VARIABLE, raising=False)
     if others is not None:
         monkeypatch.setenv(VARIABLE, others)

@@ -1,4 +1,4 @@
-"""What torch's compiler gave up on is counted and named, and each run's report is its own."""
+"""Compile reports count graph breaks, recompiles and skipped CUDA graphs, separately for each run."""
 
 import logging
 
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 
 class Halves(nn.Module):
-    """Has a graph for each size, whether sizes may vary or not."""
+    """A model that needs a graph for each size, even with dynamic shapes."""
 
     def forward(self, x):
         return x * int(x.shape[0])
@@ -54,7 +54,7 @@ def reported(work, kinds=1):
     return report.finish()
 
 
-def test_a_run_without_trouble_says_so_in_one_line():
+def test_report_without_problems_is_one_line():
     module = compiled(Plain)
     summary = reported(lambda: [module(torch.ones(n)) for n in (2, 2, 3, 4)])
     assert (summary.graphs, summary.breaks, summary.skipped, summary.eager) == (2, {}, {}, {})
@@ -63,7 +63,7 @@ def test_a_run_without_trouble_says_so_in_one_line():
     assert summary.text() == "torch.compile: 2 graphs, no graph breaks, 1 recompile, no skipped CUDA graphs"
 
 
-def test_a_graph_break_is_named_with_its_line():
+def test_graph_break_is_reported_with_its_line():
     module = compiled(Speaking)
     summary = reported(lambda: module(torch.ones(2)))
     assert summary.troubled
@@ -74,7 +74,7 @@ def test_a_graph_break_is_named_with_its_line():
     ]
 
 
-def test_recompiles_beyond_those_of_every_run_are_trouble_and_say_what_varied():
+def test_unexpected_recompiles_are_reported_with_their_cause():
     module = compiled(Halves, dynamic=False)
     few = reported(lambda: [module(torch.ones(n)) for n in range(2, 7)])
     assert (sum(few.recompiles.values()), few.unexpected, few.troubled) == (4, 0, False)
@@ -88,25 +88,25 @@ def test_recompiles_beyond_those_of_every_run_are_trouble_and_say_what_varied():
     )
 
 
-def test_unlike_blocks_that_share_a_function_may_be_compiled_once_each():
+def test_one_compilation_per_different_block_is_expected():
     module = compiled(Halves, dynamic=False)
     summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 9)], kinds=2)
     assert not summary.troubled
 
 
-def test_the_limit_of_recompiles_is_reported():
+def test_recompile_limit_is_reported():
     module = compiled(Halves, dynamic=False)
     summary = reported(lambda: [module(torch.ones(n)) for n in range(2, 14)])
     assert summary.eager == {"tensor 'x' size mismatch at index 0. expected 9, actual 10": 1}
     assert summary.troubled
-    assert "limit of recompiles reached, other calls ran eagerly: tensor 'x'" in summary.text()
+    assert "recompile limit reached, further calls ran eagerly: tensor 'x'" in summary.text()
 
 
-def test_more_compilations_than_torch_remembers_are_all_counted():
+def test_more_compilations_than_torch_records_are_counted():
     modules = []
 
     def work():
-        for width in range(20):  # each class has a function of its own
+        for width in range(20):  # each class has its own function
             kind = type(f"Halves{width}", (nn.Module,), {})
             scope = {}
             exec("def forward(self, x):\n    return x * int(x.shape[0])\n", scope)
@@ -120,7 +120,7 @@ def test_more_compilations_than_torch_remembers_are_all_counted():
     assert sum(summary.recompiles.values()) == 80
 
 
-def test_only_what_happens_between_start_and_finish_counts():
+def test_only_compilations_between_start_and_finish_count():
     module = compiled(Speaking)
     module(torch.ones(2))
     again = reported(lambda: module(torch.ones(2)))
@@ -128,11 +128,11 @@ def test_only_what_happens_between_start_and_finish_counts():
     summary = reported(lambda: module(torch.ones(3)))
     module(torch.ones(2, dtype=torch.int64))
     assert sum(summary.breaks.values()) == 1
-    assert sum(summary.recompiles.values()) == 2  # before and behind the break
+    assert sum(summary.recompiles.values()) == 2  # before and after the break
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
-def test_a_reset_of_the_compiler_in_between_does_no_harm():
+def test_report_works_across_a_dynamo_reset():
     module = compiled(Speaking)
     module(torch.ones(2))
 
@@ -144,7 +144,7 @@ def test_a_reset_of_the_compiler_in_between_does_no_harm():
     assert sum(summary.breaks.values()) == 1
 
 
-def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
+def test_skipped_cuda_graphs_are_counted_with_their_reasons():
     def backend(graph, inputs):
         log_cudagraph_skip_and_bump_counter("skipping cudagraphs due to cpu device (x)")
         return graph
@@ -160,12 +160,12 @@ def test_skipped_cuda_graphs_are_counted_with_the_reasons_that_torch_gives():
     assert summary.troubled
     assert summary.skipped == {
         "skipping cudagraphs due to cpu device (x)": 1,
-        "while running; TORCH_LOGS=cudagraphs says why": 1,
+        "at run time; set TORCH_LOGS=cudagraphs to see the reasons": 1,
     }
     assert "2 skipped CUDA graphs" in summary.text()
 
 
-def test_finishing_what_was_not_started_is_an_error():
+def test_finish_without_start_raises():
     report = CompileReport()
     with pytest.raises(RuntimeError, match="start"):
         report.finish()
@@ -175,7 +175,7 @@ def test_finishing_what_was_not_started_is_an_error():
         report.finish()
 
 
-# ---- why compilation failed --------------------------------------------------------------------------
+# ---- failed compilation -------------------------------------------------------------------------------
 
 
 def failure(kind, *args, **given):
@@ -204,20 +204,20 @@ class Outer(nn.Module):
         return self.inner(x)
 
 
-def test_the_line_of_user_code_is_named_even_below_torchs_own_modules():
+def test_failure_names_the_user_line_below_modules_of_torch():
     expected = f'at {line(Speaking, 2)}: `print("between two graphs")`'
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"
     )
 
 
-def test_a_value_that_is_read_is_named_with_its_line():
+def test_failure_of_item_names_its_line():
     text = explain_failure(failure(Reading, torch.ones(2)))
     assert text.endswith(f"at {line(Reading, 1)}: `if x.sum().item() > 0:`")
     assert "\n" not in text
 
 
-def test_a_backend_that_fails_is_named_with_its_reason():
+def test_failed_backend_is_reported_with_its_reason():
     def backend(graph, inputs):
         raise RuntimeError("no such instruction")
 
@@ -227,16 +227,16 @@ def test_a_backend_that_fails_is_named_with_its_reason():
     )
 
 
-def test_errors_without_a_stack_or_without_words_are_explained_too():
+def test_errors_without_stack_or_message_are_explained():
     assert explain_failure(RuntimeError("Unrecognized mode=fast")) == "RuntimeError: Unrecognized mode=fast"
     assert explain_failure(ImportError()) == "ImportError: no reason given"
 
 
-def test_too_many_recompiles_are_explained_by_what_varied():
+def test_recompile_limit_is_explained_with_its_cause():
     module = compiled(Halves, dynamic=False, fullgraph=True)
     for n in range(2, 10):
         module(torch.ones(n))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit) as caught:
         module(torch.ones(10))
     text = explain_failure(caught.value)
-    assert "it varied: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text
+    assert "cause of the last recompile: tensor 'x' size mismatch at index 0. expected 9, actual 10" in text

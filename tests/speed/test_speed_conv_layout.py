@@ -1,11 +1,11 @@
-"""Convolutions of a graph get the layout that a CPU computes fastest; the numbers stay those of eager training."""
+"""Convolutions of a graph get the fastest memory layout on CPU; results match eager training."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-import torch._inductor.lowering  # some decompositions want it imported
+import torch._inductor.lowering  # required by some decompositions
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
@@ -55,7 +55,7 @@ def heavy():
 
 
 def various():
-    """Return strides, groups, dilation, pools, a transposed convolution, and a view of a convolution's output."""
+    """Return a network with strides, groups, dilation, pooling, a transposed convolution, and a view of an output."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 1, stride=2),
         nn.Conv2d(8, 8, 3, padding=1, groups=8),
@@ -73,7 +73,7 @@ def with_dropout():
 
 
 def traced(net, x):
-    """Return the graph of loss and gradients as inductor sees it, and arguments for it."""
+    """Return the graph of loss and gradients that inductor gets, and its arguments."""
     params = {name: p.detach() for name, p in net.named_parameters()}
     buffers = {name: b.clone() for name, b in net.named_buffers()}
 
@@ -95,7 +95,7 @@ def results(run, arguments):
 
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("make", [residual, pixelwise, heavy, various, with_dropout])
-def test_losses_and_gradients_stay_equal(make, memory_format):
+def test_losses_and_gradients_match_the_original_graph(make, memory_format):
     torch.manual_seed(0)
     net = make().double().to(memory_format=memory_format)
     module, arguments = traced(net, torch.randn(2, 3, 12, 12, dtype=torch.float64))
@@ -118,13 +118,13 @@ def operands(node):
     return [a.meta["val"] for a in node.all_input_nodes]
 
 
-def test_all_operands_of_a_residual_net_are_channels_last_and_no_activation_is_copied():
+def test_residual_net_is_channels_last_without_copies_of_activations():
     module, _ = traced(residual(), torch.randn(2, 3, 12, 12).to(memory_format=LAST))
     lay_out_convolutions(module.graph)
     assert len(convolutions(module)) == 10
     assert all(value.is_contiguous(memory_format=LAST) for n in convolutions(module) for value in operands(n))
     clones = module.graph.find_nodes(op="call_function", target=ATEN.clone.default)
-    assert {n.args[0].op for n in clones} == {"placeholder"}  # weights, once each for both directions
+    assert {n.args[0].op for n in clones} == {"placeholder"}  # each weight once for forward and backward
     assert len(clones) == 5
 
 
@@ -135,7 +135,7 @@ def test_1x1_convolutions_are_matrix_products():
     assert len(module.graph.find_nodes(op="call_function", target=ATEN.mm.default)) == 5
 
 
-def test_a_weight_much_larger_than_its_activations_stays_contiguous():
+def test_large_weight_stays_contiguous():
     module, _ = traced(heavy(), torch.randn(2, 3, 12, 12))
     lay_out_convolutions(module.graph)
     kinds = {
@@ -147,7 +147,7 @@ def test_a_weight_much_larger_than_its_activations_stays_contiguous():
     assert all(kinds[32])
 
 
-def test_a_graph_without_convolutions_or_with_variable_sizes_stays_as_it_is():
+def test_graph_without_convolutions_or_with_dynamic_shapes_does_not_change():
     plain, _ = traced(nn.Sequential(nn.Linear(3, 2)), torch.randn(2, 3))
     before = str(plain.graph)
     lay_out_convolutions(plain.graph)
@@ -160,7 +160,7 @@ def test_a_graph_without_convolutions_or_with_variable_sizes_stays_as_it_is():
     assert str(variable.graph) == before
 
 
-def test_what_depends_on_strides_gets_those_of_eager_training():
+def test_stride_dependent_operators_get_eager_strides():
     def step(x, w):
         return torch.as_strided(F.conv2d(x, w), (2, 5), (7, 1))
 
@@ -177,12 +177,12 @@ def test_compiled_code_with_the_pass_can_be_cached():
     pickle.dumps(LayOutConvolutions().uuid())
 
 
-def test_other_devices_keep_inductors_own_layouts():
+def test_other_devices_keep_inductors_layouts():
     assert inductor_options("cuda") == {}
     assert inductor_options("cpu")["layout_optimization"] is False
 
 
-def test_inductors_code_computes_eager_numbers_and_transposes_no_activation():
+def test_inductor_code_matches_eager_without_transposing_activations():
     torch.manual_seed(0)
     net = nn.Sequential(Residual(8), nn.Conv2d(8, 4, 1)).double()
     x = torch.randn(2, 8, 8, 8, dtype=torch.float64).to(memory_format=LAST)

@@ -1,4 +1,4 @@
-"""What `ema` in a configuration means."""
+"""The option `ema`."""
 
 import pytest
 import torch
@@ -25,12 +25,12 @@ def hook_of(value):
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_without_ema_there_is_none(value):
+def test_ema_can_be_disabled(value):
     assert read_ema(value) is None
 
 
 @pytest.mark.parametrize("value", [True, {}, EmaOptions()])
-def test_true_is_supergradients_own_average(value):
+def test_true_selects_supergradients_average(value):
     assert read_ema(value) == EmaOptions()
     average = build(value)
     assert isinstance(average, ScheduledEMA)
@@ -38,7 +38,7 @@ def test_true_is_supergradients_own_average(value):
     assert average.schedule.at(40, 100) == pytest.approx(0.9999 * (1 - torch.e ** (-15 * 0.4)))
 
 
-def test_every_word_reaches_the_average_and_the_hook():
+def test_all_ema_options_reach_the_average_and_the_hook():
     value = dict(decay=0.9, type="exp", beta=3, interval=4, begin_epoch=2)
     average = build(value)
     schedule = average.schedule
@@ -52,7 +52,7 @@ def test_every_word_reaches_the_average_and_the_hook():
 
 
 @pytest.mark.parametrize(("kind", "decay"), [("constant", 0.99), ("threshold", 8 / 17)])
-def test_the_type_chooses_the_decay(kind, decay):
+def test_type_selects_the_decay_schedule(kind, decay):
     assert build(dict(decay=0.99, type=kind)).schedule.at(7, 10) == pytest.approx(decay)
 
 
@@ -76,8 +76,8 @@ def test_swa_is_the_plain_mean():
         (dict(type="treshold"), r"^ema\.type: .*did you mean 'threshold'"),
         (dict(type="threshold", beta=15), r"^ema\.beta: only applies to decay_type 'exp'"),
         (dict(beta=-1), r"^ema\.beta: must be positive"),
-        (dict(type="swa", decay=0.9), r"^ema\.decay: 'swa' is a plain mean"),
-        (dict(type="swa", beta=1), r"^ema\.beta: 'swa' is a plain mean"),
+        (dict(type="swa", decay=0.9), r"^ema\.decay: does not apply to type 'swa'"),
+        (dict(type="swa", beta=1), r"^ema\.beta: does not apply to type 'swa'"),
         (dict(interval=0), r"^ema\.interval: must be at least 1"),
         (dict(begin_iter=-1), r"^ema\.begin_iter: must not be negative"),
         (dict(begin_epoch=-2), r"^ema\.begin_epoch: must not be negative"),
@@ -86,6 +86,6 @@ def test_swa_is_the_plain_mean():
         (dict(momentum=0.1, decay=0.9), r"^ema\.momentum: .*decay"),
     ],
 )
-def test_what_makes_no_sense_is_refused_at_its_key(value, message):
+def test_invalid_ema_options_raise_with_their_key(value, message):
     with pytest.raises(ConfigError, match=message):
         read_ema(value)

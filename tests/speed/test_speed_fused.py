@@ -1,4 +1,4 @@
-"""The option `fused`: the numbers of unfused optimizers, resume both ways, and overflows under a loss scale."""
+"""The option `fused`: equal results, resume between fused and unfused, and overflows with a loss scale."""
 
 import copy
 import math
@@ -57,19 +57,19 @@ def assert_close(one, two):
 
 
 @pytest.mark.parametrize("value", [True, False, None])
-def test_three_words_are_read(value):
+def test_fused_accepts_true_false_and_none(value):
     assert read_fused(value) is value
 
 
 @pytest.mark.parametrize("value", ["yes", 1, {}, "fused"])
-def test_other_words_are_refused_with_the_key(value):
+def test_invalid_fused_raises(value):
     with pytest.raises(ConfigError, match=r"^fused: must be True, False or None"):
         read_fused(value)
 
 
 @by_kind
 @pytest.mark.parametrize("wanted", [True, None])
-def test_fused_steps_have_the_numbers_of_unfused_ones_with_groups_clipping_and_a_schedule(name, wanted):
+def test_fused_steps_match_unfused_steps(name, wanted):
     plain, net = make_net(), make_net()
     optimizer = make(name, net)
     assert fuse(optimizer, wanted) is True
@@ -80,7 +80,7 @@ def test_fused_steps_have_the_numbers_of_unfused_ones_with_groups_clipping_and_a
 
 
 @by_kind
-def test_a_fused_optimizer_is_the_one_that_torch_builds_with_fused(name):
+def test_fuse_equals_building_with_fused(name):
     built, net = make_net(), make_net()
     optimizer = make(name, net)
     fuse(optimizer, True)
@@ -94,7 +94,7 @@ def test_a_fused_optimizer_is_the_one_that_torch_builds_with_fused(name):
 
 
 @by_kind
-def test_an_optimizer_that_has_stepped_goes_on_fused(name):
+def test_optimizer_with_state_can_be_fused(name):
     plain, net = make_net(), make_net()
     train(OptimWrapper(make(name, plain)), plain, batches(8))
     wrapper = OptimWrapper(make(name, net))
@@ -105,7 +105,7 @@ def test_an_optimizer_that_has_stepped_goes_on_fused(name):
 
 
 @pytest.mark.parametrize("choice", [{"foreach": True}, {"foreach": False}, {"fused": False}])
-def test_without_a_word_the_choice_of_the_configuration_stays(choice):
+def test_none_keeps_the_kernels_of_the_configuration(choice):
     optimizer = make("AdamW", make_net(), **choice)
     assert fuse(optimizer, None) is False
     key, value = next(iter(choice.items()))
@@ -113,18 +113,18 @@ def test_without_a_word_the_choice_of_the_configuration_stays(choice):
 
 
 @by_kind
-def test_false_leaves_the_optimizer_as_it_was_built(name):
+def test_false_does_not_change_the_optimizer(name):
     assert fuse(make(name, make_net()), False) is False
     assert fuse(make(name, make_net(), fused=True), False) is True
 
 
-def test_a_built_optimizer_of_a_configuration_can_be_fused():
+def test_existing_optimizer_can_be_fused():
     wrapper = build_optim_wrapper(make_net(), {"optimizer": {"type": "SGD", "lr": 0.1}})
     assert fuse(wrapper.optimizer, True) is True
 
 
 @pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.NAdam, RMSpropTF])
-def test_a_class_without_fused_kernels_is_left_alone_or_refused_with_those_that_have_them(kind):
+def test_class_without_fused_kernels_is_skipped_or_raises(kind):
     optimizer = kind(make_net().parameters(), lr=0.1)
     before = copy.deepcopy(optimizer.defaults)
     assert fuse(optimizer, None) is False
@@ -144,14 +144,14 @@ def test_a_class_without_fused_kernels_is_left_alone_or_refused_with_those_that_
         (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
     ],
 )
-def test_what_cannot_be_fused_is_left_alone_or_refused_with_the_reason(param, options, reason):
+def test_unsupported_parameters_are_skipped_or_raise(param, options, reason):
     optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1)), nn.Parameter(param)], **options)
     assert fuse(optimizer, None) is False
     with pytest.raises(ConfigError, match=f"^fused: .*{reason}"):
         fuse(optimizer, True)
 
 
-def test_sharded_parameters_are_fused_where_torch_can(monkeypatch):
+def test_sharded_parameters_are_fused_if_supported(monkeypatch):
     monkeypatch.setattr(kernels_module, "is_sharded", lambda tensor: True)
     assert fuse(make("AdamW", make_net()), None) is True
     assert fuse(make("SGD", make_net()), None) is False
@@ -159,7 +159,7 @@ def test_sharded_parameters_are_fused_where_torch_can(monkeypatch):
         fuse(make("SGD", make_net()), True)
 
 
-def test_a_device_whose_backend_lacks_the_kernel_is_not_fused(monkeypatch):
+def test_device_without_fused_kernels_is_not_fused(monkeypatch):
     monkeypatch.setattr(
         torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: op != "aten::_fused_sgd_"
     )
@@ -172,7 +172,7 @@ def test_a_device_whose_backend_lacks_the_kernel_is_not_fused(monkeypatch):
 
 @by_kind
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_a_checkpoint_goes_on_with_the_kernels_of_the_new_run(name, before, after):
+def test_resume_uses_the_kernels_of_the_new_run(name, before, after):
     plain, net = make_net(), make_net()
     train(OptimWrapper(make(name, plain)), plain, batches(8))
     first = OptimWrapper(make(name, net))
@@ -189,20 +189,20 @@ def test_a_checkpoint_goes_on_with_the_kernels_of_the_new_run(name, before, afte
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_steps_that_the_host_counts_are_brought_to_the_host(fused, monkeypatch):
+def test_step_counts_are_moved_to_the_host(fused, monkeypatch):
     net = make_net()
     wrapper = OptimWrapper(make("Adam", net))
     train(wrapper, net, batches(2))
     fuse(wrapper.optimizer, fused)
     monkeypatch.setattr(
         torch.Tensor, "cpu", lambda self: "on the host"
-    )  # as if the saved ones were elsewhere
+    )  # simulates a state on another device
     state = kernels_module.with_own_kernels(wrapper.optimizer, wrapper.state_dict())["state"]
     assert [values["step"] == "on the host" for values in state.values()] == [not fused] * 4
     assert all(isinstance(values["exp_avg"], torch.Tensor) for values in state.values())
 
 
-def test_a_state_of_another_number_of_groups_is_still_torchs_error():
+def test_state_with_another_number_of_groups_raises_torchs_error():
     wrapper = OptimWrapper(make("SGD", make_net()))
     saved = OptimWrapper(torch.optim.SGD(make_net().parameters(), lr=0.1)).state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):
@@ -226,7 +226,7 @@ def overflow(wrapper, net):
 @by_kind
 @pytest.mark.parametrize("clip", [None, {"max_norm": 0.1}])
 @pytest.mark.parametrize("when", [0, 3])
-def test_fused_steps_under_a_loss_scale_leave_overflows_out_as_unfused_ones_do(name, clip, when):
+def test_fused_steps_skip_overflows_like_unfused_steps(name, clip, when):
     trained = []
     for fused in (False, True):
         net = make_net()
@@ -243,7 +243,7 @@ def test_fused_steps_under_a_loss_scale_leave_overflows_out_as_unfused_ones_do(n
 
 
 @by_kind
-def test_a_fused_step_under_a_loss_scale_reads_nothing_back(name, monkeypatch):
+def test_fused_step_with_loss_scale_does_not_sync(name, monkeypatch):
     net = make_net()
     wrapper = scaled(name, net, True, {"max_norm": 0.1})
     train(wrapper, net, batches(1))
@@ -258,8 +258,8 @@ def test_a_fused_step_under_a_loss_scale_reads_nothing_back(name, monkeypatch):
     wrapper.update_params(loss)
 
 
-def test_a_first_step_that_overflows_leaves_no_uninitialised_momentum(monkeypatch):
-    # torch takes torch.empty_like for the momentum, and the kernel that leaves the step out does not fill it.
+def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
+    # torch creates the momentum with torch.empty_like, and a skipped kernel does not fill it.
     net = make_net()
     wrapper = scaled("SGD", net, True)
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **kwargs: torch.full_like(tensor, 1e20))
@@ -268,7 +268,7 @@ def test_a_first_step_that_overflows_leaves_no_uninitialised_momentum(monkeypatc
         assert torch.equal(wrapper.optimizer.state[p]["momentum_buffer"], torch.zeros_like(p))
 
 
-def test_a_parameter_that_gets_gradients_later_has_a_first_step_of_its_own():
+def test_parameter_with_later_gradients_has_its_own_first_step():
     trained = []
     for fused in (False, True):
         net = make_net()
@@ -281,7 +281,7 @@ def test_a_parameter_that_gets_gradients_later_has_a_first_step_of_its_own():
     assert_close(*trained)
 
 
-def test_with_dampening_the_host_decides_since_the_first_step_is_another():
+def test_dampening_skips_steps_on_the_host():
     trained = []
     for fused in (False, True):
         net = make_net()
@@ -300,14 +300,14 @@ def test_with_dampening_the_host_decides_since_the_first_step_is_another():
         ("cuda", {"fused": False}, False),
     ],
 )
-def test_float16_on_an_accelerator_takes_fused_kernels_unless_others_were_chosen(device, choice, fused):
+def test_float16_on_an_accelerator_uses_fused_kernels_by_default(device, choice, fused):
     wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net(), **choice), dtype="float16")
-    wrapper.device_type = device  # as if the parameters were there
+    wrapper.device_type = device  # simulates parameters on this device
     assert wrapper.loss_scaler is not None
     assert all(bool(group["fused"]) is fused for group in wrapper.param_groups)
 
 
-def test_bfloat16_leaves_the_kernels_alone():
+def test_bfloat16_does_not_change_the_kernels():
     wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net()), dtype="bfloat16")
     wrapper.device_type = "cuda"
     assert wrapper.loss_scaler is None
@@ -316,7 +316,7 @@ def test_bfloat16_leaves_the_kernels_alone():
 
 @pytest.mark.gpu
 @by_kind
-def test_on_a_gpu_no_step_waits_for_the_device(name):
+def test_gpu_steps_do_not_wait_for_the_device(name):
     net = make_net().cuda()
     data = [x.cuda() for x in batches(6)]
     wrapper = AmpOptimWrapper(optimizer=make(name, net), dtype="float16", clip_grad={"max_norm": 0.1})

@@ -1,4 +1,4 @@
-"""Gradient centralization trains as a loop by hand that subtracts means from gradients."""
+"""Gradient centralization matches a plain loop that subtracts means from gradients."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from slipstream.speed.gradient_centralization import CentralizeGradients
 
 
 def centralized(params, grads, least=2):
-    """Return gradients whose rows have the mean zero."""
+    """Return gradients whose rows have zero mean."""
     return [
         (grad.flatten(1) - grad.flatten(1).mean(1)[:, None]).view_as(grad) if grad.ndim >= least else grad
         for grad in grads
@@ -19,28 +19,28 @@ def centralized(params, grads, least=2):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_it_trains_as_a_loop_by_hand(how, together):
+def test_matches_a_plain_training_loop(how, together):
     expected = by_hand(change=centralized, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, gradient_centralization=True), expected)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_conv_only_leaves_linear_layers(how):
+def test_conv_only_skips_linear_layers(how):
     expected = by_hand(adamw, change=lambda params, grads: centralized(params, grads, 3))
     assert differ(expected, by_hand(adamw, change=centralized))
     assert_equal(trained(how, adamw, gradient_centralization=dict(conv_only=True)), expected)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_runner_trains_alike(how, tmp_path):
+def test_runner_matches_a_plain_training_loop(how, tmp_path):
     found, runner = run(tmp_path, how, together=True, gradient_centralization=True)
     assert_equal(found, by_hand(change=centralized, together=True))
     kinds = [type(part).__name__ for part in runner.optim_wrapper.parts]
     assert kinds == ["CentralizeGradients", "ClipGradients", "AveragePart"]
 
 
-def test_rows_of_centralized_gradients_have_the_mean_zero():
+def test_centralized_gradients_have_zero_mean_rows():
     grads = [torch.randn(4, 3, 2, 2), torch.randn(4, 3), torch.randn(4)]
     bias = grads[2].clone()
     CentralizeGradients().before_update([], grads)
@@ -57,11 +57,11 @@ def test_rows_of_centralized_gradients_have_the_mean_zero():
         (dict(conv_only=1.5), ConfigError, "speed.gradient_centralization.conv_only: expected bool"),
     ],
 )
-def test_bad_input_is_refused_with_its_place(value, kind, message):
+def test_invalid_value_raises_with_its_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(gradient_centralization=value))
 
 
 @pytest.mark.parametrize("value", [None, False])
-def test_off_is_off(value):
+def test_option_can_be_disabled(value):
     assert SpeedPlan.read(dict(gradient_centralization=value)).gradient_centralization is None

@@ -1,4 +1,4 @@
-"""Layer decay trains as a loop by hand whose optimizer has a learning rate for each layer."""
+"""Layer decay matches a plain loop with one learning rate per layer."""
 
 import pytest
 import torch
@@ -26,27 +26,27 @@ def per_layer(decay=0.75, depths=DEPTHS):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_it_trains_as_learning_rates_by_hand(how, together):
+def test_matches_manual_learning_rates(how, together):
     expected = by_hand(groups=per_layer(), together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, layer_decay=True), expected)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_layers_are_named_from_input_to_output(how):
+def test_layers_can_be_listed_from_input_to_output(how):
     options = dict(decay=0.5, layers=["stem", "norm"])
     depths = [("stem", 2), ("norm", 1), ("blocks", 0), ("head", 0)]
     assert_equal(trained(how, adamw, layer_decay=options), by_hand(adamw, groups=per_layer(0.5, depths)))
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_runner_trains_alike(how, tmp_path):
+def test_runner_matches_a_plain_training_loop(how, tmp_path):
     found, _ = run(tmp_path, how, together=True, layer_decay=dict(decay=0.6))
     assert_equal(found, by_hand(groups=per_layer(0.6), together=True))
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_schedule_of_the_user_s_own_is_kept(how):
+def test_user_scheduler_is_kept(how):
     torch._dynamo.reset()
     model, hand = Net(), Net()
     optimizer = sgd(model.parameters())
@@ -69,7 +69,7 @@ def test_a_schedule_of_the_user_s_own_is_kept(how):
 
 
 class Stages(nn.Module):
-    """Blocks inside stages, parameters of its own, and a layer between."""
+    """A network with blocks inside stages, its own parameters, and a layer between stages."""
 
     def __init__(self):
         super().__init__()
@@ -88,7 +88,7 @@ def depths_of(model, layers=None):
     return {name: round(-torch.tensor(factor).log2().item()) for name, factor in factors.items()}
 
 
-def test_outermost_blocks_count_and_what_is_between_belongs_to_the_block_before():
+def test_outermost_blocks_are_layers_and_others_belong_to_the_previous_one():
     found = depths_of(Stages())
     assert found["token"] == 5
     assert found["stages.0.0.0.weight"] == found["stages.0.1.0.bias"] == 4
@@ -97,7 +97,7 @@ def test_outermost_blocks_count_and_what_is_between_belongs_to_the_block_before(
     assert [found["more.0.0.weight"], found["more.1.0.weight"], found["head.bias"]] == [2, 1, 0]
 
 
-def test_names_give_finer_layers_in_their_own_order():
+def test_listed_layers_keep_their_order():
     found = depths_of(Stages(), ["more.*", "stages.*.*"])
     assert [found["more.0.0.bias"], found["more.1.0.bias"]] == [6, 5]
     assert [found[f"stages.{i}.{j}.0.bias"] for i in (0, 1) for j in (0, 1)] == [4, 3, 2, 1]
@@ -121,13 +121,13 @@ PROPORTIONAL = dict(
 NOT_PROPORTIONAL = dict(ASGD=dict(lr=0.5, lambd=0.1), Adafactor=dict(lr=0.5), LBFGS={}, Rprop={})
 
 
-def test_every_optimizer_of_torch_is_decided():
+def test_all_torch_optimizers_are_classified():
     kinds = {name for name in dir(torch.optim) if isinstance(getattr(torch.optim, name), type)}
     assert kinds - {"Optimizer"} == PROPORTIONAL.keys() | NOT_PROPORTIONAL.keys()
 
 
 class Scaled(nn.Module):
-    """Three matrices, all of which Muon takes."""
+    """A network of three matrices, since Muon only supports matrices."""
 
     def __init__(self):
         super().__init__()
@@ -180,17 +180,17 @@ def _as_sparse(optimizer, model):
 
 
 @pytest.mark.parametrize("name", PROPORTIONAL)
-def test_it_equals_learning_rates_by_hand_for_every_optimizer_that_is_accepted(name):
+def test_accepted_optimizers_match_manual_learning_rates(name):
     kind, options = getattr(torch.optim, name), PROPORTIONAL[name]
     torch.testing.assert_close(decayed(kind, options), rates_by_hand(kind, options), rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted(NOT_PROPORTIONAL.keys() - {"LBFGS"}))
-def test_other_optimizers_are_refused_and_would_train_otherwise(name, monkeypatch):
+def test_rejected_optimizers_raise_and_would_differ(name, monkeypatch):
     kind, options = getattr(torch.optim, name), dict(lr=0.01) | NOT_PROPORTIONAL[name]
     with pytest.raises(ConfigError, match=f"speed.layer_decay: the update of {name} is not .*paramwise_cfg"):
         decayed(kind, options)
-    if name == "Rprop":  # its steps are bounded only after many of them
+    if name == "Rprop":  # its step size reaches the bound after many steps
         options["step_sizes"] = (1e-6, 0.011)
     monkeypatch.setattr("slipstream.speed.layer_decay.scales_with_lr", lambda optimizer: True)
     found, expected = decayed(kind, options), rates_by_hand(kind, options)
@@ -198,7 +198,7 @@ def test_other_optimizers_are_refused_and_would_train_otherwise(name, monkeypatc
 
 
 class Unknown(torch.optim.Optimizer):
-    """An optimizer that averages its weights with those it began with, whatever the learning rate is."""
+    """An optimizer that averages the weights with the initial ones, independent of the learning rate."""
 
     def __init__(self, params, lr):
         super().__init__(params, dict(lr=lr))
@@ -211,7 +211,7 @@ class Unknown(torch.optim.Optimizer):
                 param.sub_(group["lr"] * param.grad).lerp_(first, 0.1)
 
 
-def test_classes_from_elsewhere_are_tried():
+def test_third_party_optimizers_are_probed():
     params = [nn.Parameter(torch.zeros(2, 2))]
     assert not scales_with_lr(Unknown(params, lr=0.1))
     assert scales_with_lr(ZeroRedundancyOptimizer(params, "AdamW", lr=0.1))
@@ -228,17 +228,17 @@ def test_classes_from_elsewhere_are_tried():
         (1.5, ConfigError, "speed.layer_decay.decay: must be above 0 and at most 1, not 1.5"),
         (dict(decay=0.0), ConfigError, "speed.layer_decay.decay: must be above 0"),
         (dict(dekay=0.5), UnknownNameError, "did you mean 'decay'"),
-        (dict(layers=[]), ConfigError, "speed.layer_decay.layers: names no layer"),
+        (dict(layers=[]), ConfigError, "speed.layer_decay.layers: must not be empty"),
     ],
 )
-def test_bad_input_is_refused_with_its_place(value, kind, message):
+def test_invalid_value_raises_with_its_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(layer_decay=value))
 
 
-def test_a_model_without_blocks_and_names_without_modules_are_refused():
+def test_model_without_blocks_and_unknown_names_raise():
     model = nn.Sequential(nn.Linear(4, 3))
-    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: no block of the model repeats"):
+    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: the model has no repeated blocks"):
         accelerate(model, sgd(model.parameters()), nn.functional.cross_entropy, dict(layer_decay=True))
-    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: the model has no module .* 'stemm'"):
+    with pytest.raises(ConfigError, match=r"speed\.layer_decay\.layers: no module name or class .* 'stemm'"):
         trained("eager", layer_decay=dict(layers=["stemm"]))

@@ -1,4 +1,4 @@
-"""channels_last: the same training in another memory layout, and the layout lasts."""
+"""channels_last does not change results, and weights keep the memory format."""
 
 import copy
 from collections import namedtuple
@@ -75,7 +75,7 @@ def assert_convolutions_are_last(model):
         assert not weight.is_contiguous()
 
 
-def test_20_steps_end_as_in_the_usual_layout_and_the_layout_lasts():
+def test_20_steps_match_contiguous_training_and_keep_the_format():
     model, usual = laid_out(), Net()
     parameters = [id(p) for p in model.parameters()]
     to_channels_last(model)
@@ -89,22 +89,22 @@ def test_20_steps_end_as_in_the_usual_layout_and_the_layout_lasts():
         weight = model.body[index].weight
         assert weight.grad.stride() == weight.stride()
         assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
-    assert model.positions.is_contiguous()  # only convolutions gain
+    assert model.positions.is_contiguous()  # only weights of convolutions are converted
 
 
-def test_batches_enter_the_model_so_in_training_and_validation_and_are_converted_once():
+def test_batches_are_converted_once_in_training_and_validation():
     model = laid_out()
-    to_channels_last(model)  # again: one hook all the same
+    to_channels_last(model)  # a second call adds no second hook
     assert len(model._forward_pre_hooks) == 1
     batch = batches(1)[0]
     model(batch)
     with torch.no_grad():
         model.eval()(inputs=batch)
     assert model.formats == [True, True]
-    assert not batch["image"].is_contiguous(memory_format=LAST)  # the caller's own stays
+    assert not batch["image"].is_contiguous(memory_format=LAST)  # the caller's tensor does not change
 
 
-def test_activations_are_so_too():
+def test_activations_are_channels_last():
     model, formats = laid_out(), []
     for layer in model.body:
         layer.register_forward_hook(
@@ -114,7 +114,7 @@ def test_activations_are_so_too():
     assert formats == [True] * 5
 
 
-def test_without_weights_only_batches_change():
+def test_weights_false_converts_only_batches():
     model = Net()
     to_channels_last(model, weights=False)
     assert all(p.is_contiguous() for p in model.parameters())
@@ -123,13 +123,13 @@ def test_without_weights_only_batches_change():
     assert_close(losses, train(Net())[0])
 
 
-def test_a_compiled_step_computes_the_same_in_one_graph():
+def test_compiled_step_with_channels_last_matches_eager():
     model = laid_out()
     model.compile(backend="aot_eager", fullgraph=True)
     assert_close(train(model, data=batches(5))[0], train(Net(), data=batches(5))[0])
 
 
-def test_nested_batches_keep_their_kind_and_all_that_is_no_image():
+def test_nested_batches_keep_their_types_and_other_values():
     Pair = namedtuple("Pair", ["image", "label"])
     images = torch.zeros(2, 3, 4, 4, dtype=torch.uint8)
     labels, boxes = torch.zeros(2, 1, 4, 4, dtype=torch.long).expand(2, 3, 4, 4), torch.zeros(2, 5, 4)
@@ -148,12 +148,12 @@ def test_nested_batches_keep_their_kind_and_all_that_is_no_image():
     assert done["c"].is_contiguous(memory_format=LAST_3D)
 
 
-def test_an_image_that_is_so_already_is_not_copied():
+def test_channels_last_image_is_not_copied():
     image = torch.randn(2, 3, 4, 4).to(memory_format=LAST)
     assert as_channels_last([image])[0] is image
 
 
-def test_volumes_and_layers_without_weights_of_their_own():
+def test_volumes_and_layers_without_weights_are_supported():
     lazy, volume = nn.LazyConv2d(4, 3), nn.Conv3d(3, 4, 3)
     shared = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     sentence = nn.Conv1d(3, 4, 3)
@@ -166,9 +166,9 @@ def test_volumes_and_layers_without_weights_of_their_own():
     assert shared(torch.randn(1, 3, 5, 5)).shape == (1, 4, 3, 3)
 
 
-def test_averages_of_mixed_layouts_are_those_of_one_layout():
+def test_averages_of_mixed_formats_match():
     results = []
-    for before in (None, False, True):  # not at all; the average is made before, or after
+    for before in (None, False, True):  # never; before or after the average is created
         model = Net()
         if before:
             to_channels_last(model)
@@ -191,7 +191,7 @@ def test_averages_of_mixed_layouts_are_those_of_one_layout():
 @pytest.mark.parametrize("writes_last", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_a_checkpoint_of_the_other_layout_goes_on_with_the_same_numbers(kind, fused, writes_last, tmp_path):
+def test_checkpoint_of_the_other_format_resumes_with_the_same_numbers(kind, fused, writes_last, tmp_path):
     def optimizer(model):
         momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         return kind(model.parameters(), lr=0.01, fused=fused, **momentum)
@@ -214,7 +214,7 @@ def test_a_checkpoint_of_the_other_layout_goes_on_with_the_same_numbers(kind, fu
     assert_close(reader.state_dict(), writer.state_dict())
 
 
-def test_states_that_are_laid_out_stay_the_same_tensors():
+def test_converted_states_stay_the_same_tensors():
     model = laid_out()
     _, optimizer = train(model, data=batches(2))
     lay_out_states(optimizer)

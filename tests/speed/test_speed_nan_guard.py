@@ -1,4 +1,4 @@
-"""Steps that are not finite leave no trace, by the device's own decision; and the first broken module is named."""
+"""Steps with NaN or infinity are skipped on the device, and the first module with such an output is named."""
 
 import math
 
@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Net(nn.Module):
-    """The last input is a factor of the loss: so a batch can break loss, gradient, or both."""
+    """The last input is a factor of the loss, so a batch can make the loss, the gradient or both non-finite."""
 
     def __init__(self):
         super().__init__()
@@ -93,20 +93,20 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_skipped_steps_leave_weights_state_and_statistics_bit_for_bit(kind):
+def test_skipped_steps_do_not_change_weights_state_and_statistics(kind):
     guarded = train([bad(), good(1), good(2), bad(), bad(), good(3)], kind)
     assert_same_run(guarded, train([good(1), good(2), good(3)], kind, guard=False))
     assert guarded[2].read() == 3
 
 
-def test_without_the_guard_such_a_batch_ruins_the_weights():
+def test_without_guard_such_a_batch_makes_weights_nan():
     net, _, _ = train([good(1), bad(), good(2)], guard=False)
     assert not all(p.isfinite().all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_nan_loss_without_any_gradient_is_skipped_too(accumulate):
-    """A mean over no pixel is NaN, and its gradient is zero: momentum and decay would move the weights."""
+def test_nan_loss_without_gradient_is_skipped(accumulate):
+    """The mean of an empty tensor is NaN with zero gradients; momentum and weight decay would change the weights."""
 
     def forward(net, x):
         targets = torch.zeros(5, dtype=torch.long) if x[0, 0] != 7 else torch.full((5,), 255)
@@ -126,7 +126,7 @@ def test_a_nan_loss_without_any_gradient_is_skipped_too(accumulate):
     assert guarded[2].read() == 1
 
 
-def test_one_parameter_at_most_is_touched_and_nothing_stays_behind():
+def test_poison_changes_at_most_one_parameter_and_removes_its_hook():
     net = Net()
     guard = StepGuard(net, torch.device("cpu"))
     for value, broken in ((1.0, 0), (NAN, 1), (1.0, 0)):
@@ -140,7 +140,7 @@ def test_one_parameter_at_most_is_touched_and_nothing_stays_behind():
             assert all(map(torch.equal, found, expected))
 
 
-def test_a_parameter_whose_gradient_is_sparse_can_carry_it():
+def test_poison_supports_sparse_gradients():
     table = nn.Embedding(4, 3, sparse=True)
     guard = StepGuard(table, torch.device("cpu"))
     loss = table(torch.tensor([1])).sum()
@@ -148,7 +148,7 @@ def test_a_parameter_whose_gradient_is_sparse_can_carry_it():
     assert table.weight.grad._values().isnan().all()
 
 
-def test_a_finite_loss_with_an_infinite_gradient_is_skipped():
+def test_infinite_gradient_is_skipped():
     def forward(net, x):
         return {"loss": (Jump.apply if x[0, 0] == 7 else nn.Identity())(net.body(x)).square().mean()}
 
@@ -159,7 +159,7 @@ def test_a_finite_loss_with_an_infinite_gradient_is_skipped():
     assert guarded[2].read() == 1
 
 
-def test_an_infinite_loss_with_a_finite_gradient_is_skipped():
+def test_infinite_loss_with_finite_gradient_is_skipped():
     def forward(net, x):
         return {"loss": net.body(x).square().mean() + (INF if x[0, 0] == 7 else 0.0)}
 
@@ -170,7 +170,7 @@ def test_an_infinite_loss_with_a_finite_gradient_is_skipped():
     assert guarded[2].read() == 1
 
 
-def test_one_bad_batch_skips_its_whole_accumulation_window():
+def test_one_bad_batch_skips_its_accumulation_window():
     batches = [good(1), good(2), good(3), bad(), bad(), good(4), good(5), good(6)]
     guarded = train(batches, accumulative_counts=2)
     assert_same_run(guarded, train([good(1), good(2), good(5), good(6)], guard=False, accumulative_counts=2))
@@ -178,20 +178,20 @@ def test_one_bad_batch_skips_its_whole_accumulation_window():
 
 
 @pytest.mark.parametrize("kind", ["sgd", "fused adamw"])
-def test_clipping_and_bf16_go_with_it(kind):
+def test_guard_works_with_clipping_and_bf16(kind):
     how = dict(wrapper=AmpOptimWrapper, dtype="bfloat16", clip_grad=dict(max_norm=0.1))
     guarded = train([good(1), bad(), good(2)], kind, **how)
     assert_same_run(guarded, train([good(1), good(2)], kind, guard=False, **how))
 
 
-def test_a_loss_scale_skips_by_itself_and_is_counted():
+def test_steps_skipped_by_the_loss_scale_are_counted():
     how = dict(wrapper=AmpOptimWrapper, dtype="float16", loss_scale=128.0)
     guarded = train([bad(), good(1), bad(), good(2)], **how)
     assert_same_run(guarded, train([good(1), good(2)], guard=False, **how))
     assert guarded[2].read() == 2
 
 
-def test_a_parameter_that_joins_later_is_guarded_from_its_first_step():
+def test_parameter_added_later_is_guarded_from_its_first_step():
     def run_it(batches, guard):
         net = Net()
         net.body[3].requires_grad_(False)
@@ -207,7 +207,7 @@ def test_a_parameter_that_joins_later_is_guarded_from_its_first_step():
     assert_same_run(run_it([bad(), good(2), bad()], True), run_it([good(2)], False))
 
 
-def test_state_that_an_optimizer_replaces_is_put_back_too():
+def test_state_that_an_optimizer_replaces_is_restored():
     class Replacing(torch.optim.Optimizer):
         def __init__(self, params):
             super().__init__(params, {})
@@ -229,7 +229,7 @@ def test_state_that_an_optimizer_replaces_is_put_back_too():
     assert torch.equal(optimizer.state[p]["mean"], torch.full((3,), 2.0))
 
 
-def test_a_fused_optimizer_keeps_no_word_of_the_guard_when_its_step_fails():
+def test_failed_fused_step_removes_the_guard_attributes():
     p = nn.Parameter(torch.ones(3))
     p.grad = torch.ones(3)
     optimizer = torch.optim.AdamW([p], fused=True)
@@ -244,7 +244,7 @@ def test_a_fused_optimizer_keeps_no_word_of_the_guard_when_its_step_fails():
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_poison_turns_a_broken_loss_into_nan_gradients_and_leaves_others_alone(value):
+def test_poison_makes_gradients_nan_only_for_a_nonfinite_loss(value):
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     poison(w.sum() * 3).backward()
     assert w.grad.tolist() == [3.0, 3.0]
@@ -253,17 +253,17 @@ def test_poison_turns_a_broken_loss_into_nan_gradients_and_leaves_others_alone(v
     assert w.grad.isnan().all()
 
 
-def test_too_many_skipped_in_a_row_stop_the_run_and_fewer_do_not():
+def test_too_many_consecutive_skips_stop_the_run():
     _, _, guard = train([bad()] * 3 + [good(1)] + [bad()] * 2)
     guard.max_skipped = 2
-    assert guard.read() == 5  # two in a row are allowed
+    assert guard.read() == 5  # two consecutive skips are allowed
     _, _, guard = train([good(1)] + [bad()] * 3)
     guard.max_skipped = 2
     with pytest.raises(NonFiniteLossError, match=r"the last 3 steps were skipped.*max_skipped"):
         guard.read()
 
 
-def test_the_count_is_traceable_and_starts_anew_when_read_but_not_the_row():
+def test_skip_count_is_traceable_and_read_resets_only_the_total():
     count = SkipCount(torch.device("cpu"))
     add = torch.compile(count.add, backend="aot_eager", fullgraph=True)
     for finite in (True, False, False, True, False, False, False):
@@ -276,7 +276,7 @@ def test_the_count_is_traceable_and_starts_anew_when_read_but_not_the_row():
 # ---- reading ---------------------------------------------------------------------------------------
 
 
-def test_words_are_read():
+def test_values_are_read():
     assert read_nan_guard(None) is read_nan_guard(False) is None
     assert read_nan_guard(True) == read_nan_guard("stop") == NanGuardOptions()
     assert read_nan_guard("skip") == NanGuardOptions("skip")
@@ -293,12 +293,12 @@ def test_words_are_read():
         (dict(max_skipped=0), "nan_guard.max_skipped: must be at least 1"),
     ],
 )
-def test_wrong_words_are_named_with_their_place(value, message):
+def test_invalid_values_raise_with_their_config_path(value, message):
     with pytest.raises(ConfigError, match=message):
         read_nan_guard(value)
 
 
-# ---- where -----------------------------------------------------------------------------------------
+# ---- locator ---------------------------------------------------------------------------------------
 
 
 class Deep(nn.Module):
@@ -329,37 +329,37 @@ def watched(batches, compiled=False):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_the_first_broken_module_is_named_without_any_prefix(compiled):
-    weight = torch.tensor(-1.0)  # makes log(negative)
+def test_locator_names_the_first_module_with_a_nonfinite_output(compiled):
+    weight = torch.tensor(-1.0)  # causes log(negative)
     model, locator = watched([(good(1), {}), (good(2), {"weight": weight}), (bad(), {})], compiled)
     report = locator.report()
     assert "'neck.log' (Log); its inputs were finite" in report
-    assert "every module was finite" in locator.report()  # started anew
+    assert "outputs of all modules were finite" in locator.report()  # the report was reset
     locator.close()
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_inputs_that_were_broken_already_are_told():
+def test_locator_reports_nonfinite_inputs():
     _, locator = watched([(good(1), {}), (bad(), {})])
     assert "module 'stem.0' (Linear); its inputs were not finite either" in locator.report()
 
 
-def test_inputs_by_keyword_count_as_inputs():
+def test_locator_checks_keyword_inputs():
     _, locator = watched([(good(1), {"weight": torch.tensor(NAN)})])
     assert "'neck.log' (Log); its inputs were not finite either" in locator.report()
 
 
-def test_what_a_forward_computes_itself_is_the_models():
+def test_locator_names_the_model_for_its_own_operations():
     net = Net()
     locator = Locator(net)
     net.forward = lambda x: {"loss": net.body(x).sum() * INF}
     net(good(1))
-    assert "Net itself; its inputs were finite" in locator.report()
+    assert "the model (Net); its inputs were finite" in locator.report()
 
 
-def test_validation_is_not_watched():
+def test_locator_ignores_validation():
     model = Deep()
     locator = Locator(model)
     with torch.no_grad():
         model(bad())
-    assert "every module was finite" in locator.report()
+    assert "outputs of all modules were finite" in locator.report()

@@ -1,4 +1,4 @@
-"""Buckets leave in the middle of backward, whatever the order in which they were traced."""
+"""The pass sends buckets during backward, independent of the order in which they were traced."""
 
 import pickle
 
@@ -12,7 +12,7 @@ AFTER = "backward finished before a bucket left"
 
 
 def step(graph, layers):
-    """Write a backward of so many layers, then a bucket for each two of them, as a trace would."""
+    """Return a graph with the backward of this many layers, followed by one bucket per two layers."""
     aten, comm = torch.ops.aten, torch.ops._c10d_functional
     signal, grads = graph.placeholder("signal"), []
     for _ in range(layers):
@@ -39,12 +39,12 @@ def names(graph, target):
     return [i for i, node in enumerate(graph.nodes) if node.target is target]
 
 
-def test_every_bucket_leaves_before_the_next_layers_gradients(graph):
+def test_buckets_are_sent_before_the_gradients_of_the_next_layer(graph):
     kept = [
         n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)
     ]
     send_early(graph)
-    graph.lint()  # every input comes before its user
+    graph.lint()  # checks that inputs precede their users
     gradients = names(graph, torch.ops.aten.mm.default)
     sent = names(graph, torch.ops._c10d_functional.all_reduce.default)
     waits = names(graph, torch.ops._c10d_functional.wait_tensor.default)
@@ -58,21 +58,21 @@ def test_every_bucket_leaves_before_the_next_layers_gradients(graph):
     assert after == kept
 
 
-def test_the_order_of_messages_stays_that_of_the_buckets(graph):
+def test_order_of_all_reduces_does_not_change(graph):
     before = [n.name for n in graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
     send_early(graph)
     after = [n.name for n in graph.nodes if n.target is torch.ops._c10d_functional.all_reduce.default]
     assert after == before
 
 
-def test_doing_it_twice_changes_nothing(graph):
+def test_send_early_is_idempotent(graph):
     send_early(graph)
     once = [n.name for n in graph.nodes]
     send_early(graph)
     assert [n.name for n in graph.nodes] == once
 
 
-def test_a_graph_without_messages_stays_as_it_is():
+def test_graph_without_communication_does_not_change():
     graph = fx.Graph()
     x = graph.placeholder("x")
     graph.output(graph.call_function(torch.ops.aten.div.Tensor, (x, x)))
@@ -81,7 +81,7 @@ def test_a_graph_without_messages_stays_as_it_is():
     assert [n.name for n in graph.nodes] == before
 
 
-def test_compiled_code_with_the_pass_can_be_kept():
+def test_compiled_code_with_the_pass_can_be_cached():
     one = OVERLAP["post_grad_custom_post_pass"]
     assert one.uuid() == SendEarly().uuid()
     pickle.dumps(one.uuid())

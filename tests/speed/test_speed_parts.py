@@ -1,4 +1,4 @@
-"""Options that are parts of the step: their order, where they are put, and what they do not go with."""
+"""Options that are parts of the step: order, insertion, and unsupported combinations."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def changed(params, grads):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_all_of_them_train_as_a_loop_by_hand(how, together):
+def test_all_parts_together_match_a_plain_training_loop(how, together):
     expected = by_hand(gradients=perturbed, change=changed, groups=per_layer(), together=together)
     assert_equal(trained(how, together=together, **ALL), expected)
 
@@ -35,7 +35,7 @@ def kinds(optim):
     return [type(part).__name__ for part in optim.parts]
 
 
-def test_parts_stand_in_the_order_of_the_plan_before_those_that_are_there():
+def test_parts_are_inserted_in_plan_order_before_existing_ones():
     model = Net()
     optim = OptimWrapper(sgd(model.parameters()), clip_grad=dict(max_norm=1.0))
     plan = SpeedPlan.read(dict(reversed(ALL.items())))
@@ -45,7 +45,7 @@ def test_parts_stand_in_the_order_of_the_plan_before_those_that_are_there():
         assert kinds(optim) == expected
 
 
-def test_a_training_that_goes_on_has_each_part_once(tmp_path):
+def test_resumed_run_has_each_part_once(tmp_path):
     _, runner = run(tmp_path, "eager", together=True, **ALL)
     before = kinds(runner.optim_wrapper)
     runner.train()
@@ -70,18 +70,18 @@ def test_swa_averages_every_kth_update(how, accumulate, interval):
             seen.append({name: param.detach().clone() for name, param in model.named_parameters()})
     ema = dict(type="swa", interval=interval)
     average = trained(how, ema=ema, accumulate=accumulate)[2]
-    # The weight 1 / n of the new parameters is a float32 number where the graph reads it.
+    # In the graph, the weight 1 / n of the new parameters is a float32 tensor.
     rtol = 1e-6 if how == "compiled" else 1e-9
     for name in seen[0]:
         mean = torch.stack([weights[name] for weights in seen[::interval]]).mean(0)
         torch.testing.assert_close(average[name], mean, rtol=rtol, atol=1e-9)
 
 
-# ---- models and wrappers of one's own ---------------------------------------------------------------------
+# ---- custom models and wrappers ---------------------------------------------------------------------------
 
 
 class OwnStep(Net):
-    """Trains itself, as models did before there was a default."""
+    """A model that overrides `train_step`."""
 
     def train_step(self, data, optim_wrapper):
         with optim_wrapper.optim_context(self):
@@ -90,15 +90,15 @@ class OwnStep(Net):
         return {"loss": loss.detach()}
 
 
-def test_a_model_with_its_own_train_step_gets_what_is_around_the_update(tmp_path):
+def test_model_with_train_step_runs_before_and_after_update(tmp_path):
     around = {name: value for name, value in ALL.items() if name != "sam"}
     found, _ = run(tmp_path, "eager", model=OwnStep(), **around)
     assert_equal(found, by_hand(change=changed, groups=per_layer()))
 
 
-def test_sam_and_a_train_step_of_the_model_s_own_are_refused(tmp_path):
+def test_sam_with_an_overridden_train_step_raises(tmp_path):
     with pytest.raises(
-        ConfigError, match=r"speed\.sam: computes the gradients itself, and OwnStep\.train_step"
+        ConfigError, match=r"speed\.sam: this option and OwnStep\.train_step both compute the gradients"
     ):
         run(tmp_path, "eager", model=OwnStep(), sam=True)
 
@@ -114,7 +114,7 @@ class TwoOptimizers(OwnStep):
         return {"loss": loss.detach()}
 
 
-def test_each_of_several_optimizers_gets_parts_of_its_own(tmp_path):
+def test_each_of_several_optimizers_gets_its_own_parts(tmp_path):
     model = TwoOptimizers()
     head = list(model.head.parameters())
     body = [param for param in model.parameters() if all(param is not other for other in head)]
@@ -148,7 +148,7 @@ class CallsByName(Ignores):
 
 
 @pytest.mark.parametrize(("kind", "method"), [(Ignores, "step"), (IgnoresLater, "update_params")])
-def test_a_wrapper_that_would_ignore_parts_is_refused(kind, method, tmp_path):
+def test_wrapper_that_ignores_parts_raises(kind, method, tmp_path):
     model = Net()
     message = rf"speed\.gradient_centralization: {kind.__name__}\.{method} overrides .* call super\(\)\.{method}\(\)"
     with pytest.raises(ConfigError, match=message):
@@ -162,7 +162,7 @@ def test_a_wrapper_that_would_ignore_parts_is_refused(kind, method, tmp_path):
 
 
 @pytest.mark.parametrize("kind", [Calls, CallsByName])
-def test_a_wrapper_that_calls_the_parts_is_taken(kind, tmp_path):
+def test_wrapper_that_calls_the_parts_is_accepted(kind, tmp_path):
     model = Net()
     wrapper = kind(sgd(model.parameters()))
     found, _ = run(tmp_path, "eager", model=model, optimizer=wrapper, gradient_centralization=True)
@@ -170,10 +170,10 @@ def test_a_wrapper_that_calls_the_parts_is_taken(kind, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["gradient_centralization", "adaptive_clip", "sam"])
-def test_sparse_gradients_are_refused_by_name(option):
+def test_sparse_gradients_raise_with_the_module_name(option):
     model = nn.Sequential(nn.Embedding(4, 3, sparse=True))
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(
-        ConfigError, match=rf"speed\.{option}: '0' has sparse gradients: build it with sparse=False"
+        ConfigError, match=rf"speed\.{option}: does not support sparse gradients; build '0' with sparse=False"
     ):
         add_parts(SpeedPlan.read({option: True}), model, optim)

@@ -1,4 +1,4 @@
-"""The plan: what `speed=` says, what `auto` adds for a machine and a model, and which plans are refused."""
+"""`SpeedPlan`: reading `speed=`, the choices of `auto`, and invalid plans."""
 
 import pytest
 import torch
@@ -19,13 +19,13 @@ def plan(speed, capabilities=CPU, **front_ends):
     return SpeedPlan.read(speed, **front_ends).complete(capabilities)
 
 
-def test_without_words_every_option_is_off():
+def test_all_options_are_off_by_default():
     assert SpeedPlan.read() == SpeedPlan()
     assert plan({}) == SpeedPlan()
     assert not plan(None).sources
 
 
-def test_every_option_has_its_word():
+def test_every_option_can_be_set():
     words = dict(
         precision="bf16",
         compile=dict(scope="model", backend="eager"),
@@ -58,7 +58,7 @@ def test_every_option_has_its_word():
     assert (read.accumulate, read.clip_grad.max_norm, read.ema.decay) == (4, 1.0, 0.99)
 
 
-def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
+def test_none_means_not_set_except_for_fused():
     read = SpeedPlan.read(dict.fromkeys(SpeedPlan.options()))
     assert read.sources == {"fused": "speed.fused"}
     assert (read.fused, SpeedPlan().fused) == (None, False)
@@ -66,7 +66,7 @@ def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
         option for option in SpeedPlan.options() if getattr(read, option) != getattr(SpeedPlan(), option)
     } == {"fused"}
     with pytest.raises(
-        ConfigError, match=r"training_params\.speed\.fused: True contradicts speed\.fused=None"
+        ConfigError, match=r"training_params\.speed\.fused: True conflicts with speed\.fused=None"
     ):
         SpeedPlan.read(dict(fused=None), training_params=dict(speed=dict(fused=True)))
 
@@ -99,7 +99,7 @@ def test_none_says_nothing_except_of_the_kernels_where_it_is_a_word():
         (dict(gc="often"), "speed.gc"),
     ],
 )
-def test_a_wrong_word_names_its_place(speed, message):
+def test_invalid_value_raises_with_its_config_path(speed, message):
     with pytest.raises(ConfigError, match=message):
         SpeedPlan.read(speed)
 
@@ -107,28 +107,28 @@ def test_a_wrong_word_names_its_place(speed, message):
 # ---- auto ----------------------------------------------------------------------------------------------
 
 
-def test_auto_takes_what_the_device_has():
+def test_auto_selects_options_for_the_device():
     modern, older, cpu = (plan("auto", capabilities) for capabilities in (H100, V100, CPU))
     assert modern.precision.name == "bf16"
-    assert modern.sources["precision"] == "auto: bf16 is supported by this device"
+    assert modern.sources["precision"] == "auto: this device supports bf16"
     assert older.precision is None
     assert "precision" in older.notes
     assert cpu.precision is None
     assert plan("auto", Capabilities(device="cuda", capability=(8, 0))).precision.name == "tf32"
     assert (modern.prefetch, older.prefetch, cpu.prefetch) == (2, 2, 0)
-    assert modern.fused is older.fused is cpu.fused is None  # where torch has them
+    assert modern.fused is older.fused is cpu.fused is None  # None: if torch supports it
     assert modern.cudnn_benchmark
     assert not cpu.cudnn_benchmark
 
 
-def test_auto_lays_out_channels_last_only_where_convolutions_prevail():
+def test_auto_enables_channels_last_only_for_convolutional_models():
     assert plan("auto", H100).channels_last
     transformer = plan("auto", Capabilities(device="cuda", bf16=True, convolutions=0.1))
     assert not transformer.channels_last
     assert not transformer.cudnn_benchmark
 
 
-def test_auto_leaves_compile_off_and_says_why():
+def test_auto_leaves_compile_off_with_a_reason():
     on_cpu = plan("auto", Capabilities(convolutions=0.9))
     assert on_cpu.compile is None
     assert "convolutions" in on_cpu.notes["compile"]
@@ -139,43 +139,51 @@ def test_auto_keeps_deterministic_runs_deterministic():
     assert not plan("auto", Capabilities(device="cuda", convolutions=0.9, deterministic=True)).cudnn_benchmark
 
 
-def test_auto_does_not_touch_an_optimizer_wrapper_that_is_made_already():
+def test_auto_does_not_change_an_existing_optimizer_wrapper():
     ready = Capabilities(device="cuda", capability=(9, 0), bf16=True, plain_wrapper=False)
     assert plan("auto", ready).precision.name == "tf32"
 
 
 @pytest.mark.parametrize("front_end", [{}, {"env_cfg": {"cudnn_benchmark": False}}])
-def test_an_explicit_word_wins_over_auto(front_end):
+def test_explicit_option_overrides_auto(front_end):
     words = dict(auto=True, precision="fp32", channels_last=False, prefetch=0, compile=dict(backend="eager"))
     explicit = plan(words, H100, **front_end)
     assert explicit.precision.name == "fp32"
     assert not explicit.channels_last
     assert explicit.prefetch == 0
     assert explicit.compile is not None
-    assert explicit.fused is None  # nobody has said anything about it
+    assert explicit.fused is None  # not set by any front end
     assert explicit.cudnn_benchmark == (not front_end)
     assert not explicit.notes
 
 
-def test_without_auto_nothing_is_added():
+def test_without_auto_no_option_is_added():
     assert plan(dict(precision="fp32"), H100) == SpeedPlan.read(dict(precision="fp32"))
 
 
-def test_every_choice_is_a_option_and_has_a_reason():
+def test_every_choice_is_an_option_with_a_reason():
     for capabilities in (CPU, H100, V100):
         for choice in choose(capabilities):
             assert choice.option in SpeedPlan.options()
             assert choice.why
 
 
-# ---- plans that cannot work -------------------------------------------------------------------------------
+# ---- invalid plans ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("speed", "capabilities", "message"),
     [
-        (dict(precision="fp8"), CPU, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
-        (dict(precision="fp8"), V100, "speed.precision: 'fp8' needs an NVIDIA GPU of compute capability 8.9"),
+        (
+            dict(precision="fp8"),
+            CPU,
+            "speed.precision: 'fp8' requires an NVIDIA GPU of compute capability 8.9",
+        ),
+        (
+            dict(precision="fp8"),
+            V100,
+            "speed.precision: 'fp8' requires an NVIDIA GPU of compute capability 8.9",
+        ),
         (
             dict(precision="fp8"),
             Capabilities(device="cuda", capability=(9, 0)),
@@ -189,7 +197,7 @@ def test_every_choice_is_a_option_and_has_a_reason():
         (dict(find_unused_parameters=True, parallel="fsdp2"), CPU, "speed.find_unused_parameters: is DDP's"),
     ],
 )
-def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, capabilities, message):
+def test_invalid_plan_raises_with_config_path_and_remedy(speed, capabilities, message):
     with pytest.raises(ConfigError, match=message):
         plan(speed, capabilities)
 
@@ -199,22 +207,22 @@ def test_a_plan_that_cannot_work_is_refused_with_its_place_and_a_remedy(speed, c
     [
         (dict(precision="fp8"), H100),
         (dict(cuda_graph=True, compile=True), H100),
-        (dict(compile=True, parallel="fsdp2"), CPU),  # the widest scope that works
+        (dict(compile=True, parallel="fsdp2"), CPU),  # falls back to scope model
         (dict(compile=dict(scope="step"), parallel="ddp"), CPU),
         (dict(compile=dict(scope="step"), accumulate=4, sync_bn=True), CPU),
     ],
 )
-def test_a_plan_that_works_is_not_refused(speed, capabilities):
+def test_valid_plan_does_not_raise(speed, capabilities):
     assert plan(speed, capabilities) == SpeedPlan.read(speed)
 
 
-def test_the_place_of_a_refusal_is_the_door_that_the_option_came_through():
+def test_error_names_the_config_path_of_the_option():
     cfg = dict(compile=dict(scope="step"), parallel="fsdp2")
     with pytest.raises(ConfigError, match=r"^compile: scope"):
         plan(None, cfg=cfg)
 
 
-def test_a_option_without_effect_here_is_kept_and_named():
+def test_option_without_effect_is_kept_and_reported():
     words = dict(precision="tf32", cudnn_benchmark=True, expandable_segments=True, prefetch=2, sync_bn=True)
     on_cpu = plan(words)
     assert on_cpu == SpeedPlan.read(words)
@@ -222,7 +230,7 @@ def test_a_option_without_effect_here_is_kept_and_named():
     assert list(idle(plan(words, H100), H100)) == []
 
 
-def test_the_tables_name_options_that_exist():
+def test_tables_name_existing_options():
     assert {refusal.option for refusal in REFUSED} | {option for option, _, _ in IDLE} <= set(
         SpeedPlan.options()
     )
@@ -231,7 +239,7 @@ def test_the_tables_name_options_that_exist():
 # ---- capabilities ---------------------------------------------------------------------------------------------------
 
 
-def test_the_share_of_convolutions_is_that_of_the_parameters():
+def test_convolution_share_counts_parameters():
     model = nn.Sequential(nn.Conv2d(2, 3, 3, bias=False), nn.Linear(3, 2))  # 54 of 54 + 8
     assert convolution_share(model) == pytest.approx(54 / 62)
     assert convolution_share(nn.ReLU()) == 0.0
@@ -239,14 +247,14 @@ def test_the_share_of_convolutions_is_that_of_the_parameters():
     assert convolution_share(nn.Sequential(shared, shared)) == 1.0
 
 
-def test_the_facts_of_this_machine_are_found_without_touching_a_device():
+def test_capabilities_are_found_without_initializing_a_device():
     capabilities = Capabilities.here("cpu", nn.Linear(2, 2), world_size=3, deterministic=True)
     assert capabilities == Capabilities(torchao=capabilities.torchao, world_size=3, deterministic=True)
     assert not capabilities.tf32
 
 
 @pytest.mark.gpu
-def test_the_facts_of_a_gpu():
+def test_capabilities_of_a_gpu():
     capabilities = Capabilities.here("cuda", nn.Conv2d(1, 1, 1))
     assert capabilities.capability == torch.cuda.get_device_capability()
     assert capabilities.bf16 == torch.cuda.is_bf16_supported(including_emulation=False)

@@ -1,4 +1,4 @@
-"""The five precisions: how they are read, TF32 and back, and float8 through a stand-in for torchao."""
+"""The five precisions: reading the option, the TF32 context, and float8 with a mock of torchao."""
 
 import sys
 import types
@@ -23,14 +23,14 @@ from slipstream.speed.precision import PrecisionOptions, convert_to_fp8, read_pr
         ("fp8", "fp8", torch.bfloat16),
     ],
 )
-def test_words_are_read(word, name, dtype):
+def test_values_are_read(word, name, dtype):
     how = read_precision(word)
     assert how == PrecisionOptions(name)
     assert how.autocast_dtype == dtype
     assert read_precision(how) is how
 
 
-def test_nothing_is_nothing():
+def test_none_disables_precision():
     assert read_precision(None) is None
 
 
@@ -43,7 +43,7 @@ def test_nothing_is_nothing():
         (dict(name="bf16"), "must be one of"),
     ],
 )
-def test_wrong_words_are_named_with_their_place(value, message):
+def test_invalid_values_raise_with_their_config_path(value, message):
     with pytest.raises(ConfigError, match=f"^precision: .*{message}"):
         read_precision(value)
 
@@ -53,14 +53,14 @@ def switches():
     return [b.fp32_precision for b in (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)]
 
 
-def test_tf32_lasts_as_long_as_its_context():
+def test_tf32_is_restored_after_its_context():
     before = switches()
     with tf32():
         assert switches() == ["tf32"] * 3
     assert switches() == before
 
 
-def test_tf32_goes_when_the_run_fails_and_restores_what_a_user_had_set():
+def test_tf32_restores_user_settings_after_an_error():
     torch.backends.cudnn.conv.fp32_precision = "ieee"
     try:
         with pytest.raises(RuntimeError, match="diverged"), tf32():
@@ -70,7 +70,7 @@ def test_tf32_goes_when_the_run_fails_and_restores_what_a_user_had_set():
         torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
-def test_after_tf32_torchs_old_names_can_be_asked_again():
+def test_older_settings_can_be_read_after_tf32():
     with tf32():
         pass
     assert torch.get_float32_matmul_precision() == "highest"
@@ -78,7 +78,7 @@ def test_after_tf32_torchs_old_names_can_be_asked_again():
     assert torch.backends.cudnn.allow_tf32 is True
 
 
-def test_a_graph_is_captured_under_tf32():
+def test_graph_can_be_captured_under_tf32():
     with tf32():
         product = torch.compile(lambda x: x @ x, backend="aot_eager", fullgraph=True)
         assert torch.equal(product(torch.eye(3)), torch.eye(3))
@@ -92,13 +92,13 @@ class Block(nn.Module):
         super().__init__()
         self.wide = nn.Linear(32, 64)
         self.head = nn.Linear(64, 10)
-        self.attention = nn.MultiheadAttention(16, 2)  # reads its output layer's weight itself
+        self.attention = nn.MultiheadAttention(16, 2)  # reads the weight of its output layer directly
         self.conv = nn.Conv2d(16, 16, 1)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A machine with an H100 and torchao, whose conversion only takes notes."""
+    """Mock an H100 and torchao; the conversion only records its arguments."""
     converted = []
 
     def convert(module, *, module_filter_fn, config):
@@ -123,31 +123,31 @@ def machine(monkeypatch, capability, name="NVIDIA H100"):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
 
 
-def test_linear_layers_whose_sizes_fit_are_converted(hopper):
+def test_linear_layers_with_valid_sizes_are_converted(hopper):
     assert convert_to_fp8(Block()) == 1
     assert hopper == ["wide"]
 
 
-def test_a_model_without_such_a_layer_is_told(hopper):
+def test_model_without_convertible_layers_raises(hopper):
     with pytest.raises(ConfigError, match=r"precision: .*Sequential has no nn\.Linear .* multiples of 16"):
         convert_to_fp8(nn.Sequential(nn.Conv2d(16, 16, 3), nn.Linear(16, 10)))
 
 
-def test_without_torchao_the_extra_is_named(hopper, monkeypatch):
+def test_missing_torchao_raises_with_the_extra(hopper, monkeypatch):
     monkeypatch.setattr(precision, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'slipstream\[fp8\]'"):
         convert_to_fp8(Block())
 
 
-def test_an_older_gpu_is_named_with_what_it_lacks(hopper, monkeypatch):
+def test_older_gpu_raises_with_its_compute_capability(hopper, monkeypatch):
     machine(monkeypatch, (8, 0), "NVIDIA A100")
-    with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0: take 'bf16'"):
+    with pytest.raises(ConfigError, match=r"capability 8\.9 .* NVIDIA A100 has 8\.0; use 'bf16'"):
         convert_to_fp8(Block())
 
 
-def test_a_machine_without_gpu_is_told_so(monkeypatch):
+def test_fp8_without_gpu_raises(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="precision: 'fp8' needs an NVIDIA GPU"):
+    with pytest.raises(ConfigError, match="precision: 'fp8' requires an NVIDIA GPU"):
         convert_to_fp8(Block())
 
 
@@ -165,7 +165,7 @@ def test_float8_training_follows_float32_on_the_gpu():
             assert convert_to_fp8(model) == 2
             assert list(model.state_dict()) == names
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        x = torch.randn(50, 64, device="cuda")  # 50 is no multiple of 16
+        x = torch.randn(50, 64, device="cuda")  # 50 is not a multiple of 16
         found = []
         for _ in range(20):
             with torch.autocast("cuda", torch.bfloat16, enabled=fp8):

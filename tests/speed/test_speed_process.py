@@ -1,4 +1,4 @@
-"""Process-wide switches: on during a run, and as they were afterwards."""
+"""Process-wide settings are set during a run and restored afterwards."""
 
 import gc
 from itertools import pairwise
@@ -34,7 +34,7 @@ def _as_found():
         gc.enable()
 
 
-def test_switches_last_as_long_as_their_context():
+def test_settings_are_restored_after_the_context():
     before = torch.backends.cudnn.benchmark
     with process_switches(benchmark=True, expandable=True, warn=pytest.fail):
         assert torch.backends.cudnn.benchmark is True
@@ -43,7 +43,7 @@ def test_switches_last_as_long_as_their_context():
     assert settings() == "expandable_segments:False"
 
 
-def test_what_is_not_asked_for_is_not_touched():
+def test_disabled_settings_do_not_change():
     torch._C._accelerator_setAllocatorSettings("max_split_size_mb:64")
     with process_switches(benchmark=False, expandable=False, warn=pytest.fail):
         assert torch.backends.cudnn.benchmark is False
@@ -65,7 +65,7 @@ def test_what_is_not_asked_for_is_not_touched():
         ),
     ],
 )
-def test_other_settings_of_the_allocator_stay_in_force(before, during, after):
+def test_other_allocator_settings_do_not_change(before, during, after):
     torch._C._accelerator_setAllocatorSettings(before)
     seen = []
 
@@ -79,29 +79,29 @@ def test_other_settings_of_the_allocator_stay_in_force(before, during, after):
     assert [*seen, settings()] == [during, after]
 
 
-def test_memory_that_is_reserved_already_is_told(monkeypatch):
+def test_already_reserved_memory_warns(monkeypatch):
     monkeypatch.setattr(process, "_reserved_bytes", lambda: 48 * 2**20)
     lines = []
     with expandable_segments(lines.append):
         pass
     assert len(lines) == 1
-    assert lines[0].startswith("expandable_segments: 48 MiB were reserved before")
+    assert lines[0].startswith("expandable_segments does not affect the 48 MiB")
 
 
-def test_no_gpu_is_asked_where_there_is_none(monkeypatch):
+def test_memory_is_not_queried_without_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: pytest.fail("asked"))
     with expandable_segments(pytest.fail):
         pass
 
 
-def test_deterministic_runs_time_no_algorithms():
+def test_deterministic_runs_disable_cudnn_benchmark():
     torch.use_deterministic_algorithms(True)
     with cudnn_benchmark():
         assert torch.backends.cudnn.benchmark is False
 
 
-def test_words_are_read():
+def test_values_are_read():
     assert read_switch(None, "x") is read_switch(False, "x") is False
     assert read_switch(True, "x") is True
     assert read_gc(None) is read_gc(False) is None
@@ -109,13 +109,13 @@ def test_words_are_read():
 
 
 @pytest.mark.parametrize("value", [0, -1, True, "100", 1.5])
-def test_a_wrong_interval_is_named(value):
+def test_invalid_gc_interval_raises(value):
     with pytest.raises(ConfigError, match=r"^gc: must be the number of steps"):
         read_gc(value)
 
 
 @pytest.mark.parametrize("value", [1, "yes"])
-def test_a_wrong_switch_is_named(value):
+def test_invalid_switch_raises(value):
     with pytest.raises(ConfigError, match=r"^cudnn_benchmark: must be True or False"):
         read_switch(value, "cudnn_benchmark")
 
@@ -124,7 +124,7 @@ def test_a_wrong_switch_is_named(value):
 
 
 class Watch(Hook):
-    """Notes after which steps the collector ran, and whether it may run by itself."""
+    """Records the steps after which gc ran, and whether automatic gc is enabled."""
 
     priority = "LOWEST"
 
@@ -145,10 +145,10 @@ class Watch(Hook):
             raise RuntimeError("diverged")
 
 
-def test_garbage_is_collected_at_the_steps_that_were_named_only(tmp_path):
+def test_gc_runs_only_at_the_configured_steps(tmp_path):
     watch = Watch()
     run(tmp_path, custom_hooks=[dict(type="GcHook", interval=3, warmup=2), watch])
-    # It takes over, and collects, after the third step; all that comes later is at multiples of three.
+    # The hook takes over and collects after the third step, and then at multiples of three.
     assert watch.automatic == [True] * 2 + [False] * 8
     assert watch.collected[-3:] == [3, 6, 9]
     assert watch.frozen[2] > 1000
@@ -156,15 +156,15 @@ def test_garbage_is_collected_at_the_steps_that_were_named_only(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_a_resumed_run_collects_at_the_same_steps(tmp_path):
+def test_resumed_run_collects_at_the_same_steps(tmp_path):
     run(tmp_path, train_cfg=dict(by_epoch=True, max_epochs=1))
     watch = Watch()
     hooks = [dict(type="GcHook", interval=4, warmup=0), watch]
     run(tmp_path, custom_hooks=hooks, resume=True)
-    assert watch.collected == [6, 8]  # it takes over at the first step
+    assert watch.collected == [6, 8]  # the hook takes over at the first step
 
 
-def test_validation_collects_too(tmp_path):
+def test_validation_collects_garbage(tmp_path):
     counts = []
 
     class Count(Hook):
@@ -178,13 +178,13 @@ def test_validation_collects_too(tmp_path):
     assert [b > a for a, b in pairwise(counts)] == [True, False, True, False]
 
 
-def test_a_run_that_does_not_use_up_its_warm_up_changes_nothing(tmp_path):
+def test_run_shorter_than_the_warmup_does_not_change_gc(tmp_path):
     watch = Watch()
     run(tmp_path, custom_hooks=[GcHook(interval=1, warmup=50), watch])
     assert all(watch.automatic)
 
 
-def test_close_puts_the_collector_back_after_a_failure(tmp_path):
+def test_close_restores_gc_after_a_failure(tmp_path):
     hook = GcHook(interval=3, warmup=0)
     runner = Runner(**training(tmp_path, custom_hooks=[hook, Watch(fail_at=4)], train_dataloader=loader()))
     with pytest.raises(RuntimeError, match="diverged"):
@@ -194,13 +194,13 @@ def test_close_puts_the_collector_back_after_a_failure(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_a_collector_that_was_off_stays_off(tmp_path):
+def test_disabled_gc_stays_disabled(tmp_path):
     gc.disable()
     run(tmp_path, custom_hooks=[GcHook(interval=3, warmup=1)])
     assert not gc.isenabled()
 
 
 @pytest.mark.parametrize("options", [dict(interval=0), dict(interval=5, warmup=-1)])
-def test_wrong_options_of_the_hook_are_named(options):
+def test_invalid_options_of_the_hook_raise(options):
     with pytest.raises(ConfigError, match=r"(interval|warmup): must be at least"):
         GcHook(**options)

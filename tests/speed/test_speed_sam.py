@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization trains as a loop by hand with two passes a batch."""
+"""Sharpness-aware minimization matches a plain loop with two passes per batch."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ RHO = 0.3
 
 
 def perturbed(model, params, loss_of, rho=RHO, eta=None):
-    """Return the gradients at the weights moved uphill; the statistics of BatchNorm move once."""
+    """Return the gradients at the perturbed weights; the statistics of BatchNorm are updated once."""
     grads = torch.autograd.grad(loss_of(), params)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     scales = [torch.ones_like(param) for param in params]
@@ -40,30 +40,30 @@ def adaptive(model, params, loss_of):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_it_trains_as_a_loop_by_hand(how, together):
+def test_matches_a_plain_training_loop(how, together):
     expected = by_hand(gradients=perturbed, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, sam=dict(rho=RHO)), expected)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_adaptive_scales_weights_by_their_size(how):
+def test_adaptive_scales_the_perturbation_by_the_weights(how):
     expected = by_hand(adamw, gradients=adaptive)
     assert differ(expected, by_hand(adamw, gradients=lambda *args: perturbed(*args, rho=2.0)))
     assert_equal(trained(how, adamw, sam=dict(rho=2.0, adaptive=True)), expected)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_runner_trains_alike(how, tmp_path):
+def test_runner_matches_a_plain_training_loop(how, tmp_path):
     found, _ = run(tmp_path, how, together=True, sam=dict(rho=RHO))
     assert_equal(found, by_hand(gradients=perturbed, together=True))
 
 
-# ---- what must not change ---------------------------------------------------------------------------------
+# ---- invariants -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_learning_rate_of_zero_leaves_the_weights_bit_for_bit(how):
+def test_zero_learning_rate_does_not_change_weights(how):
     def still(params):
         return torch.optim.SGD(params, lr=0.0)
 
@@ -73,7 +73,7 @@ def test_a_learning_rate_of_zero_leaves_the_weights_bit_for_bit(how):
 
 
 class Partly(nn.Module):
-    """One of two heads is never used."""
+    """A model with two heads, one of which is never used."""
 
     def __init__(self):
         super().__init__()
@@ -97,7 +97,7 @@ def test_parameters_without_a_gradient_are_not_decayed(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_a_zero_gradient_perturbs_nothing(how):
+def test_zero_gradient_does_not_perturb_weights(how):
     model = Net()
     step = accelerate(
         model, sgd(model.parameters()), lambda out, y: (out * 0.0).sum(), dict(sam=True, compile=HOW[how])
@@ -107,7 +107,7 @@ def test_a_zero_gradient_perturbs_nothing(how):
     assert all(param.isfinite().all() for param in model.parameters())
 
 
-def test_a_pass_that_fails_leaves_the_weights_as_they_were():
+def test_failed_pass_restores_the_weights():
     model = Net()
     calls = []
 
@@ -124,13 +124,13 @@ def test_a_pass_that_fails_leaves_the_weights_as_they_were():
         assert torch.equal(mine, theirs)
 
 
-# ---- float16 and steps that are skipped -------------------------------------------------------------------
+# ---- float16 and skipped steps ----------------------------------------------------------------------------
 
 SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30)
 
 
 def in_float16(rho):
-    """Train by hand in autocast; the first step overflows and is left out."""
+    """Train with a plain loop in autocast; the first step overflows and is skipped."""
     model = Net().float()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
@@ -143,7 +143,7 @@ def in_float16(rho):
             return loss * scale
 
         if scale > 2.0**11:
-            loss_of()  # moves the statistics of BatchNorm once
+            loss_of()  # updates the statistics of BatchNorm once
             scale *= 2.0**-30
             continue
         for param, grad in zip(params, perturbed(model, params, loss_of, rho), strict=True):
@@ -166,7 +166,7 @@ class InFloat32(Net):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_an_overflow_skips_the_step_and_leaves_the_weights_intact(how, tmp_path):
+def test_overflow_skips_the_step_and_keeps_the_weights(how, tmp_path):
     model, record = InFloat32().float(), Weights()
     before = {name: param.clone() for name, param in model.named_parameters()}
     wrapper = dict(
@@ -183,9 +183,9 @@ def test_an_overflow_skips_the_step_and_leaves_the_weights_intact(how, tmp_path)
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_the_guard_skips_a_step_whose_second_pass_alone_is_not_finite(how, tmp_path):
+def test_guard_skips_a_step_if_only_the_second_pass_is_nonfinite(how, tmp_path):
     class Brittle(Net):
-        """Its loss is NaN wherever the first weight is not what it was."""
+        """The loss is NaN if the first weight has changed."""
 
         def __init__(self):
             super().__init__()
@@ -205,7 +205,7 @@ def test_the_guard_skips_a_step_whose_second_pass_alone_is_not_finite(how, tmp_p
         assert torch.equal(value, before[name]), name
 
 
-# ---- bad input --------------------------------------------------------------------------------------------
+# ---- errors -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,6 @@ def test_the_guard_skips_a_step_whose_second_pass_alone_is_not_finite(how, tmp_p
         (dict(adaptiv=True), UnknownNameError, "did you mean 'adaptive'"),
     ],
 )
-def test_bad_input_is_refused_with_its_place(value, kind, message):
+def test_invalid_value_raises_with_its_config_path(value, kind, message):
     with pytest.raises(kind, match=message):
         SpeedPlan.read(dict(sam=value))

@@ -1,4 +1,4 @@
-"""Which step a plan leads to, what it says when it cannot be the widest, and that all train the same."""
+"""The step that a plan selects, its warnings, and equal results of all steps."""
 
 import copy
 import random
@@ -28,7 +28,7 @@ def _fresh_compiler():
 
 
 class Graphs:
-    """A backend that computes graphs as they are, and counts them."""
+    """A backend that runs graphs uncompiled and counts them."""
 
     def __init__(self):
         self.count = 0
@@ -39,7 +39,7 @@ class Graphs:
 
 
 class Net(nn.Module):
-    """Takes whatever a batch holds, and gives losses."""
+    """A model that accepts any batch and returns losses."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def train(model, compile=None, data=None, **options):
 
 
 def assert_trains_as_eager(model, compile=True, **options):
-    """Train copies of a model both ways; return the step and what was warned."""
+    """Train copies of a model eagerly and with the step; return the step and its warnings."""
     said, graphs = [], Graphs()
     eager = copy.deepcopy(model)
     random.seed(1)
@@ -93,31 +93,31 @@ def assert_trains_as_eager(model, compile=True, **options):
     return step, said, graphs
 
 
-# ---- which step -------------------------------------------------------------------------------------------
+# ---- selection --------------------------------------------------------------------------------------------
 
 
-def test_without_compile_it_is_the_eager_step():
+def test_eager_step_is_the_default():
     model = Net()
     assert type(step_of(model)) is EagerStep
     assert model._compiled_call_impl is None
 
 
 @pytest.mark.parametrize("how", [True, dict(scope="step")])
-def test_the_whole_step_is_one_graph(how):
+def test_compile_captures_the_step_as_one_graph(how):
     step, said, graphs = assert_trains_as_eager(Net(), how)
     assert type(step) is GraphStep
     assert (said, graphs.count) == ([], 1)
 
 
 @pytest.mark.parametrize("how", [dict(scope="model"), dict(scope="block", blocks=["Linear"])])
-def test_a_narrower_scope_is_the_eager_step_of_a_compiled_model(how):
+def test_narrower_scope_is_the_eager_step_with_a_compiled_model(how):
     step, said, graphs = assert_trains_as_eager(Net(), how)
     assert type(step) is EagerStep
     assert not said
     assert graphs.count
 
 
-def test_validation_of_a_model_in_one_graph_is_compiled_too():
+def test_validation_of_a_model_in_one_graph_is_compiled():
     model, graphs = Net(), Graphs()
     step = step_of(model, True, backend=graphs)
     first, second, *_ = batches()
@@ -146,7 +146,7 @@ def sparse():
     ("make", "why"),
     [(gan, "there are several optimizers"), (sparse, "'0' has sparse gradients, which torch.compile")],
 )
-def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make, why):
+def test_unsupported_step_raises_or_compiles_only_the_model(make, why):
     model, optim = make()
     with pytest.raises(ConfigError, match=rf"^compile.scope: the step cannot be one graph: {why}"):
         step_of(model, dict(scope="step"), optim)
@@ -154,7 +154,7 @@ def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make
     said = []
     assert type(step_of(model, True, optim, said.append)) is EagerStep
     assert len(said) == 1
-    assert f"The step is not one graph, but the model is compiled: {why}" in said[0]
+    assert f"The step cannot be one graph: {why}" in said[0]
     assert model._compiled_call_impl is not None
 
 
@@ -165,22 +165,25 @@ def test_what_cannot_be_one_graph_is_refused_by_name_and_narrowed_otherwise(make
         (dict(comm_hook=HalfPrecision(None, torch.bfloat16)), None),
         (
             dict(comm_hook=object.__new__(PowerSGD)),
-            "the communication hook PowerSGD keeps a state of its own",
+            "the communication hook PowerSGD is stateful",
         ),
-        (dict(find_unused_parameters=True), "find_unused_parameters looks for them in each step"),
+        (
+            dict(find_unused_parameters=True),
+            "find_unused_parameters searches the autograd graph in each step",
+        ),
     ],
 )
-def test_our_wrapper_is_taken_in_with_what_it_sends(changes, why):
+def test_ddp_wrapper_supports_one_graph_with_half_precision_communication(changes, why):
     model = Net()
     optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    wrapper = object.__new__(MMDistributedDataParallel)  # which without processes cannot be made
+    wrapper = object.__new__(MMDistributedDataParallel)  # the constructor requires a process group
     nn.Module.__init__(wrapper)
     vars(wrapper).update(dict(find_unused_parameters=False, comm_hook=None) | changes)
     wrapper.module = model
     assert why_not_one_graph(wrapper, optim) == why
 
 
-def test_a_wrapper_whose_communication_is_not_known_keeps_it():
+def test_custom_wrapper_cannot_be_one_graph():
     class Own(nn.parallel.DistributedDataParallel):
         pass
 
@@ -189,10 +192,10 @@ def test_a_wrapper_whose_communication_is_not_known_keeps_it():
     nn.Module.__init__(wrapper)
     wrapper.module = model
     optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    assert why_not_one_graph(wrapper, optim) == "Own does its communication itself"
+    assert why_not_one_graph(wrapper, optim) == "Own runs its own communication"
 
 
-# ---- what cannot be captured ------------------------------------------------------------------------------
+# ---- failed capture ---------------------------------------------------------------------------------------
 
 
 class Branches(Net):
@@ -222,27 +225,27 @@ class OwnGradient(Net):
 
 
 @pytest.mark.parametrize("kind", [Branches, Draws, OwnGradient])
-def test_what_cannot_be_captured_trains_on_with_the_model_compiled_and_says_where(kind):
+def test_failed_capture_compiles_only_the_model_and_names_the_line(kind):
     step, said, _ = assert_trains_as_eager(kind())
     assert type(step) is GraphStep
-    assert type(step._instead) is EagerStep
+    assert type(step._fallback) is EagerStep
     assert "The step cannot be one graph (" in said[0]
     assert "test_speed_steps.py:" in said[0]
-    assert "The model alone is compiled" in said[0]
+    assert "Only the model is compiled" in said[0]
     assert len(said) == 1
 
 
 class Lists(Net):
-    """Leaves the tensors, where no graph follows."""
+    """Converts to Python values, which a graph cannot capture."""
 
     def forward(self, x, y, **others):
         x.numpy().tolist()
         return super().forward(x, y)
 
 
-def test_of_a_model_that_cannot_be_compiled_either_that_is_said_next():
+def test_failed_model_compilation_warns_second():
     step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
-    assert type(step._instead) is EagerStep
+    assert type(step._fallback) is EagerStep
     first, second = said
     assert "The step cannot be one graph (" in first
     assert "Lists cannot be compiled (" in second
@@ -263,7 +266,7 @@ class PlainFunction(Net):
         return {"loss": F.cross_entropy(Doubles.apply(self.body(x)), y)}
 
 
-def test_an_autograd_function_of_tensors_is_captured():
+def test_autograd_function_is_captured():
     _, said, graphs = assert_trains_as_eager(PlainFunction())
     assert (said, graphs.count) == ([], 1)
 
@@ -291,20 +294,20 @@ class Named(Net):
 
 
 @pytest.mark.parametrize(("kind", "graphs"), [(Net, 1), (Copies, 1), (Weighs, 3), (CountsUp, 2)])
-def test_file_names_and_numbers_that_change_make_no_new_graphs(kind, graphs):
+def test_changing_strings_and_numbers_need_no_new_graphs(kind, graphs):
     _, said, counted = assert_trains_as_eager(kind(), dict(scope="step"))
     assert not said
     assert counted.count <= graphs
 
 
-def test_a_forward_that_looks_at_file_names_is_given_up_with_a_word():
+def test_forward_that_reads_strings_falls_back_with_a_warning():
     step, said, graphs = assert_trains_as_eager(Named())
-    assert type(step._instead) is EagerStep
-    assert "it varied: inputs['name'] == " in said[0]
+    assert type(step._fallback) is EagerStep
+    assert "cause of the last recompile: inputs['name'] == " in said[0]
     assert graphs.count <= 20
 
 
-# ---- parameters that come and go --------------------------------------------------------------------------
+# ---- changes of trained parameters -------------------------------------------------------------------------
 
 
 class Switched(Net):
@@ -318,7 +321,7 @@ class Switched(Net):
 
 
 @pytest.mark.parametrize("at_first", [False, True])
-def test_a_head_that_is_switched_in_between_is_trained_while_it_is_on(at_first):
+def test_head_that_is_switched_on_and_off_is_trained_while_on(at_first):
     def run(compile):
         model = Switched()
         step = step_of(model, compile)
@@ -334,11 +337,11 @@ def test_a_head_that_is_switched_in_between_is_trained_while_it_is_on(at_first):
     (model, middle, step), (eager, other, _) = run(True), run(None)
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(middle, other)
-    assert step._instead is None
-    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not move it either
+    assert step._fallback is None
+    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not change it either
 
 
-def test_parameters_that_are_frozen_and_let_go_again_end_as_eagerly():
+def test_frozen_and_unfrozen_parameters_match_eager():
     def run(compile, every):
         model, said, graphs = Net(), [], Graphs()
         step = step_of(model, compile, warn=said.append, backend=graphs)
@@ -354,10 +357,10 @@ def test_parameters_that_are_frozen_and_let_go_again_end_as_eagerly():
     (found, said, graphs), (expected, _, _) = run(True, 1), run(None, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert "requires_grad of parameters changed 9 times" in said[0]
-    assert graphs <= 12  # those, and the model's own
+    assert graphs <= 12  # includes the graphs of the model
 
 
-def test_a_group_that_is_added_is_trained():
+def test_added_parameter_group_is_trained():
     def run(compile):
         model = Switched()
         model.on = True
@@ -375,8 +378,8 @@ def test_a_group_that_is_added_is_trained():
     assert not torch.equal(model.extra.weight, Switched().extra.weight)
 
 
-def test_a_batch_is_prepared_once_for_both_of_its_first_steps():
-    """What is drawn outside the graph, as batch augmentations are, is no difference between the two."""
+def test_verified_batch_is_prepared_once():
+    """Both steps use the same random numbers drawn outside of the graph, for example in batch augmentations."""
 
     def run(compile):
         model, drawn = Net(), []

@@ -1,4 +1,4 @@
-"""A small training whose step can be one graph, and the same by a loop written by hand."""
+"""A small training with `GraphStep`, and the same with a plain loop."""
 
 from functools import partial
 
@@ -37,7 +37,7 @@ def refuse(error):
 
 
 class Counting:
-    """A backend that counts graphs and computes them as they are."""
+    """A backend that counts graphs and runs them uncompiled."""
 
     def __init__(self):
         self.graphs = 0
@@ -68,7 +68,7 @@ def train(step, data, schedule=None):
 
 
 def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1):
-    """Train as a user's own loop would; return model, optimizer and losses."""
+    """Train with a plain loop; return model, optimizer and losses."""
     model = net() if model is None else model
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -87,7 +87,7 @@ def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1
 
 
 def in_graph(make_optimizer, data, schedule=None, model=None, backend=None, **wrapper):
-    """Train by `GraphStep`; return model, optimizer wrapper and losses."""
+    """Train with `GraphStep`; return model, optimizer wrapper and losses."""
     model = net() if model is None else model
     optim = OptimWrapper(optimizer=make_optimizer(model.parameters()), **wrapper)
     step = graph_step(model, optim, backend)

@@ -1,4 +1,4 @@
-"""A step is compiled by a copy of the process while batches are trained eagerly, and takes over between two batches."""
+"""A child process compiles the step while batches are trained eagerly."""
 
 import os
 import shutil
@@ -30,7 +30,7 @@ def wait_for(condition, seconds=30):
 
 
 def runs(pid):
-    """Say whether there is such a process; one that has ended, but was not waited for, counts as none."""
+    """Return whether a process is running; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -38,15 +38,15 @@ def runs(pid):
 
 
 def has_ended(pid):
-    """Say whether this process could wait for that one at once; it still can."""
+    """Return whether a child process has ended, without reaping it."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
-# ---- the other process ------------------------------------------------------------------------------------
+# ---- the child process ------------------------------------------------------------------------------------
 
 
 @needs_fork
-def test_the_work_is_done_elsewhere_at_a_lower_priority(tmp_path):
+def test_work_runs_in_another_process_at_low_priority(tmp_path):
     compiler, mine = BackgroundCompiler(), [1]
     mine_threads, ours = torch.get_num_threads(), os.nice(0)
 
@@ -63,7 +63,7 @@ def test_the_work_is_done_elsewhere_at_a_lower_priority(tmp_path):
     pid, nice, threads, total = (tmp_path / "found").read_text().split()
     assert int(pid) != os.getpid()
     assert int(nice) == min(19, ours + background._NICE)
-    # Inductor makes code for a number of threads: with another one, this process would not find it.
+    # Inductor compiles for a number of threads; with another number, this process would not find the code.
     assert int(threads) == mine_threads
     assert total == "4000000"
     assert mine == [1]
@@ -71,7 +71,7 @@ def test_the_work_is_done_elsewhere_at_a_lower_priority(tmp_path):
 
 @needs_fork
 @pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_an_error_ends_the_work_and_nothing_else(capfd, error):
+def test_error_only_ends_the_child_process(capfd, error):
     compiler = BackgroundCompiler()
 
     def work():
@@ -84,7 +84,7 @@ def test_an_error_ends_the_work_and_nothing_else(capfd, error):
 
 
 @needs_fork
-def test_ended_work_leaves_no_process_behind(tmp_path):
+def test_finished_work_leaves_no_process(tmp_path):
     compiler = BackgroundCompiler()
 
     def work():
@@ -99,11 +99,11 @@ def test_ended_work_leaves_no_process_behind(tmp_path):
     compiler.stop()
     wait_for(lambda: not any(map(runs, pids)))
     assert compiler.done()
-    compiler.stop()  # twice is no error
+    compiler.stop()  # a second call is allowed
 
 
 @needs_fork
-def test_work_ends_with_the_process_that_wanted_it(tmp_path):
+def test_work_ends_with_the_parent_process(tmp_path):
     script = (
         "import os, sys, time\n"
         "from pathlib import Path\n"
@@ -123,8 +123,8 @@ def test_work_ends_with_the_process_that_wanted_it(tmp_path):
 
 
 @needs_fork
-def test_files_sockets_and_signals_of_this_process_are_left_alone(tmp_path, monkeypatch):
-    """Text that waits in a buffer is written once, what is closed here is closed, and handlers run here alone."""
+def test_child_does_not_affect_files_sockets_and_signals_of_the_parent(tmp_path, monkeypatch):
+    """Buffered text is written once, closed files are closed, and signal handlers run only in the parent."""
     compiler, handled = BackgroundCompiler(), tmp_path / "handled"
     printed = (tmp_path / "printed").open("w")
     printed.write("once")
@@ -136,7 +136,7 @@ def test_files_sockets_and_signals_of_this_process_are_left_alone(tmp_path, monk
         compiler.start(lambda: ((tmp_path / "began").touch(), time.sleep(60)))
         wait_for((tmp_path / "began").exists)
         os.close(writing)
-        assert os.read(reading, 1) == b""  # the end, as soon as it is closed here
+        assert os.read(reading, 1) == b""  # end of file after the parent has closed it
         port = server.getsockname()[1]
         server.close()
         socket.create_server(("127.0.0.1", port)).close()
@@ -154,7 +154,7 @@ def test_files_sockets_and_signals_of_this_process_are_left_alone(tmp_path, monk
 
 
 @needs_fork
-def test_work_that_takes_too_long_is_ended(monkeypatch):
+def test_work_ends_after_the_timeout(monkeypatch):
     monkeypatch.setattr(background, "_LIMIT", 0.2)
     compiler = BackgroundCompiler()
     compiler.start(lambda: time.sleep(60))
@@ -163,7 +163,7 @@ def test_work_that_takes_too_long_is_ended(monkeypatch):
     assert compiler.done()
 
 
-def test_an_accelerator_is_not_used_from_a_copy_of_the_process():
+def test_accelerator_is_not_used_in_a_forked_process():
     assert not can_fork("cuda")
     assert not can_fork("npu")
 
@@ -172,7 +172,7 @@ def test_an_accelerator_is_not_used_from_a_copy_of_the_process():
 
 
 class After:
-    """In the place of a compiler: has compiled after it was asked as often."""
+    """A mock compiler, which has finished after this many queries."""
 
     seconds = 0.0
 
@@ -219,7 +219,7 @@ def step_of(model, asked=4, dynamic=None, **speed):
     step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, compile=how))
     step._step.background = After(asked)
     said = []
-    step._step.say = said.append
+    step._step.info = said.append
     return step, said
 
 
@@ -242,7 +242,7 @@ def test_batches_are_trained_eagerly_until_the_graph_is_compiled():
     batches = [batch(number) for number in range(14)]
     model = net()
     step, said = step_of(model)
-    # The first shows which parameters are trained, five wait, one verifies the graph.
+    # The first batch determines the trained parameters, five wait, and one verifies the graph.
     assert graphs_in(step, batches) == [False] * 7 + [True] * 7
     assert step.compiled_scope == "step"
     assert len(said) == 1
@@ -250,7 +250,7 @@ def test_batches_are_trained_eagerly_until_the_graph_is_compiled():
     torch.testing.assert_close(model.state_dict(), by_hand(batches), rtol=1e-12, atol=1e-13)
 
 
-def test_batches_that_end_a_window_and_those_that_do_not_are_two_graphs():
+def test_batches_inside_and_at_the_end_of_a_window_use_two_graphs():
     batches = [batch(number) for number in range(24)]
     model = net()
     step, _ = step_of(model, asked=3, accumulate=2)
@@ -261,7 +261,7 @@ def test_batches_that_end_a_window_and_those_that_do_not_are_two_graphs():
     torch.testing.assert_close(model.state_dict(), by_hand(batches, 2), rtol=1e-12, atol=1e-13)
 
 
-def test_another_shape_does_not_hold_up_the_first():
+def test_another_shape_does_not_delay_the_first():
     batches = [batch(number, 12 if number < 12 or number % 2 else 9) for number in range(60)]
     model = net()
     step, _ = step_of(model)
@@ -273,7 +273,7 @@ def test_another_shape_does_not_hold_up_the_first():
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_sizes_that_never_repeat_get_one_graph(dynamic):
+def test_sizes_that_never_repeat_use_one_graph(dynamic):
     sizes = [12, 12, 12, *range(16, 76)]
     batches = [batch(number, size) for number, size in enumerate(sizes)]
     model = net()
@@ -285,8 +285,8 @@ def test_sizes_that_never_repeat_get_one_graph(dynamic):
 
 
 @needs_fork
-def test_the_copy_trains_nothing_not_even_weights_in_shared_memory():
-    """Also where a graph of variable sizes, which was verified before, fits the batch that the copy gets."""
+def test_child_does_not_change_weights_in_shared_memory():
+    """This also holds if a verified graph with dynamic shapes accepts the batch of the child."""
 
     class Count(nn.Module):
         n = 0
@@ -309,7 +309,7 @@ def test_the_copy_trains_nothing_not_even_weights_in_shared_memory():
     torch.testing.assert_close(dict(model.state_dict()), dict(expected), rtol=1e-12, atol=1e-13)
 
 
-def test_a_change_while_the_graph_is_compiled_begins_anew():
+def test_change_during_compilation_restarts_it():
     model = net()
     step, _ = step_of(model, asked=6)
     batches = [batch(number) for number in range(20)]
@@ -321,7 +321,7 @@ def test_a_change_while_the_graph_is_compiled_begins_anew():
     assert found[-1]
 
 
-def test_a_paused_compilation_begins_again():
+def test_paused_compilation_restarts():
     step, _ = step_of(net(), asked=3)
     graphs_in(step, [batch(number) for number in range(3)])
     assert step._step.background.began == 1
@@ -331,7 +331,7 @@ def test_a_paused_compilation_begins_again():
     assert found[-1]
 
 
-def test_an_error_of_the_users_is_raised_while_the_graph_is_compiled():
+def test_user_errors_are_raised_during_compilation():
     step, _ = step_of(net(), asked=50)
     graphs_in(step, [batch(number) for number in range(3)])
     with pytest.raises(IndexError):
@@ -339,7 +339,7 @@ def test_an_error_of_the_users_is_raised_while_the_graph_is_compiled():
     assert step.compiled_scope == "step"
 
 
-def test_without_a_second_process_the_step_is_compiled_at_once():
+def test_step_is_compiled_in_process_if_fork_fails():
     step, _ = step_of(net())
 
     class NoMemory(After):
@@ -359,7 +359,7 @@ def test_without_a_second_process_the_step_is_compiled_at_once():
         (dict(scope="step", backend="aot_eager"), False),
     ],
 )
-def test_only_inductor_keeps_what_another_process_compiles(how, used):
+def test_only_inductor_compiles_in_the_background(how, used):
     model = net()
     step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.cross_entropy, dict(compile=how))
     assert (step._step.background is not None) == used
@@ -369,12 +369,12 @@ def test_only_inductor_keeps_what_another_process_compiles(how, used):
 @needs_fork
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
-def test_the_compiled_code_comes_from_the_other_process(monkeypatch, tmp_path):
+def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "_NICE", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(torch._inductor.config, "fx_graph_remote_cache", False)
-    # What has been compiled here before has left threads behind, which the copy does not have. And the copy must
-    # use the same settings, or this process does not find its code.
+    # Earlier compilations have started threads, which the child does not have. The child must use the same settings,
+    # or this process does not find its code.
     monkeypatch.setattr(torch._inductor.config, "max_fusion_size", 32)
     torch._dynamo.reset()
     torch.compile(F.gelu)(torch.randn(100, 7))
@@ -387,7 +387,7 @@ def test_the_compiled_code_comes_from_the_other_process(monkeypatch, tmp_path):
     end, after = time.monotonic() + 300, 0
     while after < 5:
         assert time.monotonic() < end
-        time.sleep(0.05)  # leaves the other process the cores
+        time.sleep(0.05)  # leaves the cores to the child process
         batches.append(batch(len(batches)))
         step(batches[-1])
         captured = step._step._step

@@ -1,4 +1,4 @@
-"""A step that is recorded and replayed gets its inputs and gives its outputs as if it were called."""
+"""Capture and replay of a step have the same inputs and outputs as calls."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
 
 
 class Tape:
-    """Records as a CUDA graph does: fixed inputs and outputs, nothing done while recording, everything in replay."""
+    """A mock of CUDA graphs: static inputs and outputs, no computation during the capture."""
 
     def __init__(self):
         self.warmed = self.recorded = self.replayed = 0
@@ -48,7 +48,7 @@ def _from_zero():
     STATE.zero_()
 
 
-def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
+def test_warm_up_capture_and_replay_each_run_one_step():
     tape = Tape()
     run, total, kept = partial(RecordedCalls(tape), step), 0.0, []
     for number in range(6):
@@ -58,10 +58,10 @@ def test_every_call_is_a_step_whether_it_is_warm_up_record_or_replay():
         assert float(state) == total == float(STATE)
         kept.append(doubled)
     assert (tape.warmed, tape.recorded, tape.replayed) == (3, 1, 3)
-    assert [float(t[0]) for t in kept] == [0, 2, 4, 6, 8, 10]  # what was returned is nobody else's
+    assert [float(t[0]) for t in kept] == [0, 2, 4, 6, 8, 10]  # replays do not overwrite outputs
 
 
-def test_other_shapes_and_other_plain_values_are_recorded_for_themselves():
+def test_other_shapes_and_values_use_separate_graphs():
     tape = Tape()
     run = partial(RecordedCalls(tape), step)
     for _ in range(5):
@@ -197,11 +197,11 @@ def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
     assert len(calls._calls) == 16
     assert tape.warmed == 18
     (message,) = said
-    assert "More than 16 kinds of steps" in message
+    assert "more than 16 CUDA graphs" in message
 
 
 @pytest.mark.gpu
-def test_a_cuda_graph_trains_as_its_function():
+def test_cuda_graph_matches_its_function():
     weight = torch.ones(4, device="cuda")
 
     def descend(x):

@@ -1,4 +1,4 @@
-"""Verified code is called directly, and only while everything that the graph holds fixed is as it was."""
+"""Verified code is called directly as long as its guards hold."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _fresh_compiler():
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Collect for each search whether a direct call was found."""
+    """Record for each lookup whether a direct call was found."""
     found, find = [], DirectCalls.find
 
     def searching(self, *arguments):
@@ -38,7 +38,7 @@ def make(lr):
     return lambda params: SGD(params, lr=lr, momentum=0.9)
 
 
-def test_the_third_compiled_batch_and_all_after_it_are_called_directly(direct):
+def test_compiled_batches_are_called_directly_from_the_third_on(direct):
     model, other = net(), net()
     found = train(graph_step(model, wrapper(model)), batches())
     _, _, losses = by_hand(make(0.1), batches(), model=other)
@@ -48,10 +48,10 @@ def test_the_third_compiled_batch_and_all_after_it_are_called_directly(direct):
         False,
         False,
         *[True] * 9,
-    ]  # the first batch is eager, the second verifies, the third shows how
+    ]  # the first batch is eager, the second verifies, the third goes through Dynamo
 
 
-def test_windows_are_called_directly_too(direct):
+def test_accumulation_windows_are_called_directly(direct):
     model, other = net(), net()
     train(graph_step(model, wrapper(model, accumulative_counts=2)), batches())
     by_hand(make(0.1), batches(), model=other, window=2)
@@ -70,7 +70,7 @@ def test_windows_are_called_directly_too(direct):
     ],
     ids=["mode", "rate", "forward", "hook", "buffer"],
 )
-def test_a_change_of_the_model_is_noticed(direct, change):
+def test_change_of_the_model_is_detected(direct, change):
     torch.manual_seed(0)
     model = net(0.1)
     step = graph_step(model, wrapper(model), recover=lambda error: step.eager)
@@ -91,7 +91,7 @@ def test_a_change_of_the_model_is_noticed(direct, change):
 
 
 class Counts(nn.Module):
-    """Counts its calls, which Dynamo does after the graph."""
+    """A module that counts its calls, which Dynamo does after the graph."""
 
     def __init__(self):
         super().__init__()
@@ -102,14 +102,14 @@ class Counts(nn.Module):
         return self.body(x)
 
 
-def test_code_after_which_python_changes_goes_dynamos_way(direct):
+def test_code_with_side_effects_is_called_through_dynamo(direct):
     model = Counts()
     train(graph_step(model, wrapper(model), Counting()), batches())
     assert model.calls == len(batches())
     assert not any(direct)
 
 
-def test_an_error_of_the_code_itself_is_raised_and_the_training_goes_on():
+def test_error_in_compiled_code_is_raised_and_training_can_continue():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 4))
     step = graph_step(model, wrapper(model), loss=F.cross_entropy)
     good = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([0, 1]))

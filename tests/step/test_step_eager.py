@@ -1,4 +1,4 @@
-"""The training step against one written by hand, and what may be a loss."""
+"""The eager step matches a plain loop; valid and invalid losses."""
 
 import copy
 
@@ -60,7 +60,7 @@ def by_hand(net, data, max_norm):
     return logs
 
 
-def test_the_step_equals_a_loop_written_by_hand_in_weights_buffers_and_logs():
+def test_eager_step_matches_a_plain_training_loop():
     net, data = Net(), batches(5)
     hand = copy.deepcopy(net)
     optim = OptimWrapper(sgd(net), clip_grad={"max_norm": 0.5})
@@ -75,7 +75,7 @@ def test_the_step_equals_a_loop_written_by_hand_in_weights_buffers_and_logs():
             torch.testing.assert_close(ours[name], value.detach(), rtol=1e-12, atol=1e-12)
 
 
-def test_a_models_train_step_is_the_same_step():
+def test_train_step_of_a_model_matches_the_eager_step():
     net, data = Net(), batches(3)
     other = copy.deepcopy(net)
     optim, other_optim = OptimWrapper(sgd(net)), OptimWrapper(sgd(other))
@@ -84,13 +84,13 @@ def test_a_models_train_step_is_the_same_step():
         assert step(batch) == other.train_step(batch, other_optim)
 
 
-def test_logs_are_scalars_without_graph():
+def test_logs_are_detached_scalars():
     logs = EagerStep(Net().loss_step, net := Net(), OptimWrapper(sgd(net)))(batches(1)[0])
     assert all(value.ndim == 0 and not value.requires_grad for value in logs.values())
     assert "grad_norm" not in logs
 
 
-def test_the_forward_runs_in_the_wrappers_context_and_the_backward_outside():
+def test_forward_runs_inside_optim_context_and_backward_outside():
     net = Net().float()
     seen = []
 
@@ -104,7 +104,7 @@ def test_the_forward_runs_in_the_wrappers_context_and_the_backward_outside():
     assert seen == [True, False]
 
 
-def test_another_reduction_may_choose_what_is_minimised():
+def test_custom_reduction_selects_the_loss():
     weight = nn.Parameter(torch.tensor([1.0, 1.0]))
     optim = OptimWrapper(torch.optim.SGD([weight], lr=1.0))
 
@@ -159,9 +159,12 @@ def test_a_tensor_of_one_element_counts_as_a_scalar():
     [
         (torch.ones(()), "must return a dict of scalar tensors such as {'loss': loss}, not Tensor"),
         (None, "must return a dict .* not NoneType"),
-        ({}, r"no entry has 'loss' in its name, so nothing can be minimised; got \[\]"),
+        ({}, r"no entry has 'loss' in its name, so there is nothing to minimize; got \[\]"),
         ({"acc": torch.ones(()), "CE": torch.ones(())}, r"no entry has 'loss' .* got \['CE', 'acc'\]"),
-        ({"loss": torch.ones(2, 3)}, r"'loss' has the shape \(2, 3\); a loss is a scalar: take its mean"),
+        (
+            {"loss": torch.ones(2, 3)},
+            r"'loss' has the shape \(2, 3\), but a loss must be a scalar; use its mean",
+        ),
         ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has the shape \(2,\)"),
         ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of them, not 1.5"),
         ({"loss": torch.ones(()), "acc": 0.5}, "'acc' must be a scalar tensor"),
@@ -169,6 +172,6 @@ def test_a_tensor_of_one_element_counts_as_a_scalar():
         ({"loss": None}, "'loss' must be .* not None"),
     ],
 )
-def test_what_is_no_loss_is_named(losses, message):
+def test_invalid_loss_raises_with_its_name(losses, message):
     with pytest.raises(LossError, match=message):
         sum_losses(losses)

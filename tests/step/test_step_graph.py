@@ -1,4 +1,4 @@
-"""The one graph trains as a loop written by hand, and knows when it must not be used."""
+"""`GraphStep` matches a plain loop, and detects when the graph is not valid."""
 
 import copy
 from functools import partial
@@ -35,18 +35,18 @@ def falling(optimizer, number):
         group["lr"] = 0.1 / (1 + number)
 
 
-# ---- the numbers ------------------------------------------------------------------------------------------
+# ---- results ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("clip", [None, 0.2])
-def test_it_trains_as_a_loop_by_hand(clip):
+def test_matches_a_plain_training_loop(clip):
     model, _, losses = by_hand(MOMENTUM, batches(), clip=clip)
     own, _, found = in_graph(MOMENTUM, batches(), clip_grad=clip and dict(max_norm=clip))
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
     assert_same(own, model)
 
 
-def test_gradients_of_a_window_are_averaged_as_by_hand():
+def test_accumulated_gradients_match_a_plain_loop():
     model, _, losses = by_hand(MOMENTUM, batches(), window=3)
     own, optim, found = in_graph(MOMENTUM, batches(), accumulative_counts=3)
     torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
@@ -54,7 +54,7 @@ def test_gradients_of_a_window_are_averaged_as_by_hand():
     assert all(p.grad is None for p in optim.parameters())
 
 
-def test_the_last_window_may_be_smaller():
+def test_last_window_can_be_smaller():
     def steps(make):
         model = net()
         optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=4)
@@ -68,7 +68,7 @@ def test_the_last_window_may_be_smaller():
     assert_same(steps(graph_step), steps(eager))
 
 
-def test_a_schedule_changes_settings_without_a_new_graph():
+def test_scheduler_changes_settings_without_a_new_graph():
     compiler = Counting()
     model, _, losses = by_hand(MOMENTUM, batches(), falling)
     own, _, found = in_graph(MOMENTUM, batches(), falling, backend=compiler)
@@ -77,7 +77,7 @@ def test_a_schedule_changes_settings_without_a_new_graph():
     assert compiler.graphs == 1
 
 
-def test_groups_that_part_company_are_taken_apart():
+def test_groups_with_diverging_settings_are_separated():
     def groups(make, model):
         return make([{"params": [p]} for p in model.parameters()])
 
@@ -90,11 +90,11 @@ def test_groups_that_part_company_are_taken_apart():
     compiler = Counting()
     in_graph(lambda _: groups(MOMENTUM, other), batches(), first_alone, other, compiler)
     assert_same(other, one)
-    assert compiler.graphs == 2  # alike at first, then two
+    assert compiler.graphs == 2  # merged at first, then separate
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_lower_precision_follows_the_eager_step(dtype):
+def test_lower_precision_matches_the_eager_step(dtype):
     def run(graph):
         model = net()
         scale = dict(init_scale=2.0**19, growth_interval=3)
@@ -113,10 +113,10 @@ def test_lower_precision_follows_the_eager_step(dtype):
     assert_same(model, other, rtol=1e-2, atol=1e-3)
     assert scaler == reference
     if dtype == "float16":
-        assert scaler["scale"] < 2.0**19  # some steps overflowed, and were left out
+        assert scaler["scale"] < 2.0**19  # some steps overflowed and were skipped
 
 
-def test_dropout_draws_what_the_eager_step_draws():
+def test_dropout_draws_the_same_random_numbers_as_eager():
     one, other = net(0.3), net(0.3)
     torch.manual_seed(1)
     _, _, losses = by_hand(MOMENTUM, batches(), model=one)
@@ -127,7 +127,7 @@ def test_dropout_draws_what_the_eager_step_draws():
 
 
 class Scripted(BaseAveragedModel):
-    """An average with given weights."""
+    """An average with a fixed sequence of EMA weights."""
 
     def __init__(self, model, weights):
         super().__init__(model)
@@ -137,7 +137,7 @@ class Scripted(BaseAveragedModel):
         return next(self.weights)
 
 
-def test_averages_are_kept_inside():
+def test_averages_are_updated_in_the_graph():
     model = net()
     average = Scripted(model, [1.0, 0.5, 0.0, 0.25])
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
@@ -154,10 +154,10 @@ def test_averages_are_kept_inside():
     assert next(average.weights, "none left") == "none left"
 
 
-# ---- what it depends on -----------------------------------------------------------------------------------
+# ---- state ------------------------------------------------------------------------------------------------
 
 
-def test_state_is_what_an_eager_step_leaves():
+def test_state_matches_the_eager_step():
     data = [(x.double(), y) for x, y in batches()]
     model, optimizer, _ = by_hand(partial(AdamW, lr=0.01), data, model=net().double())
     own, optim, _ = in_graph(partial(AdamW, lr=0.01), data, model=net().double())
@@ -169,7 +169,7 @@ def test_state_is_what_an_eager_step_leaves():
     assert own.state_dict().keys() == model.state_dict().keys()
 
 
-def test_a_loaded_state_is_gone_on_with():
+def test_loaded_state_is_used():
     data = batches()
     whole, _, _ = in_graph(MOMENTUM, data)
     model, optim, _ = in_graph(MOMENTUM, data[:5])
@@ -177,14 +177,14 @@ def test_a_loaded_state_is_gone_on_with():
     other.load_state_dict(model.state_dict())
     resumed = OptimWrapper(optimizer=MOMENTUM(other.parameters()))
     step = graph_step(other, resumed)
-    step(batches(1, seed=9)[0])  # something else, before the state is loaded
+    step(batches(1, seed=9)[0])  # changes the state before loading
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optim.state_dict()))
     train(step, data[5:])
     assert_same(other, whole, rtol=0, atol=0)
 
 
-def test_a_parameter_that_is_frozen_in_between_stays():
+def test_parameter_frozen_later_does_not_change():
     model = net()
     step = graph_step(model, OptimWrapper(optimizer=MOMENTUM(model.parameters())))
     data = batches()
@@ -197,7 +197,7 @@ def test_a_parameter_that_is_frozen_in_between_stays():
     assert not torch.equal(model[-1].weight, head)
 
 
-def test_a_parameter_that_is_never_used_stays_without_state():
+def test_unused_parameter_has_no_state():
     model = net()
     model.register_parameter("unused", nn.Parameter(torch.ones(2)))
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
@@ -207,7 +207,7 @@ def test_a_parameter_that_is_never_used_stays_without_state():
 
 
 class OwnSGD(SGD):
-    """Not one of torch's own: its step is its own business."""
+    """A custom optimizer that is not part of torch."""
 
     __module__ = "somewhere.else"
 
@@ -217,7 +217,7 @@ class OwnSGD(SGD):
                 param.data.add_(param.grad.sign(), alpha=-group["lr"])
 
 
-def test_a_foreign_optimizer_steps_after_the_graph():
+def test_custom_optimizer_steps_outside_of_the_graph():
     make = partial(OwnSGD, lr=0.01)
     model, _, losses = by_hand(make, batches())
     own, _, found = in_graph(make, batches())
@@ -228,7 +228,7 @@ def test_a_foreign_optimizer_steps_after_the_graph():
 # ---- shapes -----------------------------------------------------------------------------------------------
 
 
-def test_a_ragged_last_batch_is_trained_without_a_new_graph():
+def test_smaller_last_batch_needs_no_new_graph():
     data = [(x[:2], y[:2]) if i % 6 == 5 else (x, y) for i, (x, y) in enumerate(batches(24))]
     compiler = Counting()
     model, _, losses = by_hand(MOMENTUM, data)
@@ -238,7 +238,7 @@ def test_a_ragged_last_batch_is_trained_without_a_new_graph():
     assert compiler.graphs == 1
 
 
-def test_many_shapes_get_one_graph_with_variable_sizes():
+def test_many_shapes_use_one_graph_with_dynamic_shapes():
     sizes = [6, 5, 4, 3, 2] * 8
     data = [(x[:n], y[:n]) for (x, y), n in zip(batches(40), sizes, strict=True)]
     compiler = Counting()
@@ -249,10 +249,10 @@ def test_many_shapes_get_one_graph_with_variable_sizes():
     assert compiler.graphs <= 3
 
 
-# ---- when it must not be used -----------------------------------------------------------------------------
+# ---- fallbacks --------------------------------------------------------------------------------------------
 
 
-def test_a_step_that_cannot_be_captured_is_handed_over_once():
+def test_step_that_cannot_be_captured_is_replaced_once():
     model, other, told = net(), net(), []
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
 
@@ -272,7 +272,7 @@ def test_a_step_that_cannot_be_captured_is_handed_over_once():
 
 
 def forgets_gradients(graph, inputs):
-    """A compiler with the defect that torch 2.13 had: a gradient comes out as zero."""
+    """A compiler with a bug of torch 2.13: one gradient is zero."""
     graph = copy.deepcopy(graph)
     (grad,) = (node for node in graph.graph.nodes if node.target is torch.autograd.grad)
     first = next(iter(grad.users))
@@ -283,7 +283,7 @@ def forgets_gradients(graph, inputs):
     return graph.forward
 
 
-def test_a_compiler_that_loses_a_gradient_is_found_out_before_anything_is_lost():
+def test_lost_gradient_is_detected_before_the_graph_is_used():
     model, other, told = net(), net(), []
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()))
     average = Scripted(model, [0.5] * STEPS)
@@ -303,7 +303,7 @@ def test_a_compiler_that_loses_a_gradient_is_found_out_before_anything_is_lost()
     assert next(average.weights, "none left") == "none left"
 
 
-def test_trusting_the_compiler_is_a_choice():
+def test_verification_can_be_disabled():
     model = net()
     optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.1))
     step = graph_step(model, optim, forgets_gradients, verify=False)
@@ -313,7 +313,7 @@ def test_trusting_the_compiler_is_a_choice():
     torch.testing.assert_close(model[0].weight, kept)
 
 
-def test_the_first_batch_counts_once():
+def test_first_batch_is_counted_once():
     model = net()
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters()), accumulative_counts=2)
     graph_step(model, optim)(batches()[0])
@@ -321,8 +321,8 @@ def test_the_first_batch_counts_once():
     assert optim.batches == 1
 
 
-def test_a_loss_that_is_nan_without_any_gradient_is_skipped_by_a_guard():
-    """As cross-entropy over ignored pixels alone is: momentum and decay would move the weights all the same."""
+def test_guard_skips_a_nan_loss_without_gradient():
+    """Example: cross-entropy with only ignored pixels. Momentum and weight decay would change the weights."""
     model = net()
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters(), weight_decay=0.1))
     optim.guard = guard = StepGuard(model, torch.device("cpu"))

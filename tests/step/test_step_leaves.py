@@ -1,4 +1,4 @@
-"""The leaves of a batch are those that torch finds, in the same order."""
+"""`leaves_of` returns the same leaves as torch, in the same order."""
 
 from collections import OrderedDict, namedtuple
 
@@ -25,6 +25,6 @@ TREES = st.recursive(
 
 
 @given(TREES)
-def test_leaves_are_those_of_torch(tree):
+def test_leaves_match_torch(tree):
     found, expected = leaves_of(tree), tree_leaves(tree)
     assert list(map(id, found)) == list(map(id, expected))

@@ -1,4 +1,4 @@
-"""Decisions on the device: finite or not, the loss scale, averages."""
+"""Checks on the device: finite values, the loss scale, scalars."""
 
 import math
 
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_one_value_that_is_not_finite_is_found(value, dtype):
+def test_nonfinite_value_is_detected(value, dtype):
     tensors = [torch.ones(3, dtype=dtype), torch.zeros(0), torch.ones(2, 2, dtype=dtype)]
     assert all_finite(tensors)
     tensors[2][1, 0] = value
@@ -25,7 +25,7 @@ def test_the_largest_numbers_are_finite():
     assert all_finite([torch.full((9,), torch.finfo(torch.float32).max)])
 
 
-def test_tensors_are_kept_or_put_back_in_place():
+def test_keep_unless_restores_tensors_in_place():
     tensors, before = [torch.ones(2), torch.ones(3)], [torch.zeros(2), torch.zeros(3)]
     keep_unless(torch.tensor(True), tensors, before)
     assert all(bool(t.all()) for t in tensors)
@@ -40,7 +40,7 @@ def test_tensors_are_kept_or_put_back_in_place():
     st.sampled_from([2.0, 1.5, 1.0001]),
     st.sampled_from([1.0, 2.0**16, 2.0**127]),
 )
-def test_the_loss_scale_follows_torchs_own(steps, interval, growth, start):
+def test_loss_scale_matches_gradscaler(steps, interval, growth, start):
     options = dict(init_scale=start, growth_factor=growth, growth_interval=interval)
     scaler, reference = (torch.amp.GradScaler("cpu", **options) for _ in range(2))
     scale = LossScale(scaler, True, CPU)
@@ -60,14 +60,14 @@ def test_the_loss_scale_follows_torchs_own(steps, interval, growth, start):
     assert scaler.state_dict() == reference.state_dict()
 
 
-def test_a_fixed_loss_scale_stays():
+def test_fixed_loss_scale_does_not_change():
     scale = LossScale(torch.amp.GradScaler("cpu", init_scale=8.0), False, CPU)
     scale.adapt(torch.tensor(False))
     assert float(scale.scale) == 8.0
     torch.testing.assert_close(scale.unscale([torch.tensor([16.0])]), [torch.tensor([2.0])])
 
 
-def test_a_scalar_keeps_its_place():
+def test_scalar_keeps_its_tensor():
     scalar = Scalar(1.0, CPU)
     place = scalar.tensor
     scalar.set(0.25)

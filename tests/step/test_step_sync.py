@@ -1,4 +1,4 @@
-"""Gradients are sent in buckets, last ones first; each exactly once."""
+"""Gradients are sent in buckets, last ones first, each exactly once."""
 
 import torch
 from hypothesis import given
@@ -15,10 +15,10 @@ def test_every_gradient_is_in_one_bucket_of_its_dtype(sizes, limit):
     for bucket in buckets:
         assert bucket == sorted(bucket, reverse=True)
         assert len({grads[i].dtype for i in bucket}) == 1
-        # No bucket goes on after it is full.
+        # A full bucket gets no more gradients.
         assert sum(grads[i].numel() * grads[i].element_size() for i in bucket[:-1]) < limit
 
 
-def test_the_last_layers_leave_first():
+def test_last_layers_are_sent_first():
     grads = [torch.zeros(10) for _ in range(6)]
     assert GradientSync(2, bucket_bytes=80).buckets(grads) == [[5, 4], [3, 2], [1, 0]]

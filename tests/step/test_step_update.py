@@ -1,4 +1,4 @@
-"""torch's optimizers, run on gradients of a graph, move weights as they do by themselves."""
+"""`GraphUpdate` matches torch's optimizers."""
 
 from functools import partial
 
@@ -33,7 +33,7 @@ KINDS = {
 
 
 def without_bias():
-    """A network in which no gradient is pure rounding, which adaptive optimizers would blow up."""
+    """A network without zero gradients, whose rounding errors adaptive optimizers would amplify."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(96, 4))
 
@@ -44,7 +44,7 @@ def _fresh_compiler():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_moves_weights_as_the_optimizer_does(kind):
+def test_update_matches_the_optimizer(kind):
     make, data = KINDS[kind], batches()
 
     def falling(optimizer, number):
@@ -62,7 +62,7 @@ def test_it_moves_weights_as_the_optimizer_does(kind):
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
-def test_two_of_torchs_optimizers_step_after_the_graph(kind):
+def test_unsupported_optimizers_step_outside_of_the_graph(kind):
     def matrices():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -82,7 +82,7 @@ def test_two_of_torchs_optimizers_step_after_the_graph(kind):
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_sgds_momentum_may_change_at_every_step_for_no_graph(nesterov):
+def test_sgd_momentum_can_change_without_a_new_graph(nesterov):
     def cycle(optimizer, number):
         optimizer.param_groups[0]["momentum"] = 0.9 - 0.05 * number
 
@@ -94,7 +94,7 @@ def test_sgds_momentum_may_change_at_every_step_for_no_graph(nesterov):
     assert compiler.graphs == 1
 
 
-def test_a_momentum_that_comes_later_gets_its_state():
+def test_momentum_that_is_set_later_gets_its_state():
     def late(optimizer, number):
         optimizer.param_groups[0]["momentum"] = 0.9 if number > 3 else 0.0
 
@@ -115,8 +115,8 @@ DECAYING = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DECAYING)
-def test_compiled_code_keeps_the_decay_of_matrices(kind):
-    """Inductor of torch 2.13 loses the alpha of `add(a @ b, c, alpha=alpha)`, as a gradient plus a decay is written."""
+def test_compiled_code_keeps_the_weight_decay_of_matrices(kind):
+    """Inductor of torch 2.13 loses the alpha of `add(a @ b, c, alpha=alpha)`, the pattern of weight decay."""
 
     def matrices():
         torch.manual_seed(0)
@@ -133,7 +133,7 @@ def test_compiled_code_keeps_the_decay_of_matrices(kind):
     torch.testing.assert_close(own.state_dict(), model.state_dict(), rtol=1e-4, atol=1e-6)
 
 
-def test_betas_may_change_at_every_step_for_none():
+def test_betas_can_change_without_a_new_graph():
     def cycle(optimizer, number):
         optimizer.param_groups[0]["betas"] = (0.9 - 0.05 * number, 0.999)
 
@@ -144,7 +144,7 @@ def test_betas_may_change_at_every_step_for_none():
     assert compiler.graphs == 1
 
 
-def test_groups_of_each_parameter_are_one_in_the_graph():
+def test_equal_groups_are_merged_in_the_graph():
     params = list(without_bias().parameters())
     update = GraphUpdate(optim.SGD([{"params": [p]} for p in params], lr=0.1, momentum=0.9), params)
     assert [len(group.params) for group in update._groups] == [len(params)]
@@ -161,7 +161,7 @@ def test_groups_keep_their_own_settings():
     torch.testing.assert_close(own.state_dict(), model.state_dict())
 
 
-def test_it_is_for_torchs_optimizers_without_hooks():
+def test_can_trace_accepts_only_torch_optimizers_without_hooks():
     params = [nn.Parameter(torch.ones(2))]
     plain = optim.SGD(params, lr=0.1)
     assert can_trace(plain)

@@ -1,4 +1,4 @@
-"""A captured step is verified on copies: what it gets wrong is found, and nothing else is blamed or changed."""
+"""Verification detects wrong graphs and wrong compiled code, and has no side effects."""
 
 import copy
 
@@ -18,7 +18,7 @@ def _fresh_compiler():
 
 
 def capture(model, batch, change=None):
-    """Return a captured step of plain gradient descent, and the same step to run eagerly."""
+    """Return a captured step of gradient descent, and the same step for eager execution."""
     params = list(model.parameters())
 
     def step(x, y):
@@ -55,7 +55,7 @@ def deep(width=16, blocks=60):
 
 
 def perturbed(run):
-    """Round as another order of additions would."""
+    """Simulate the rounding of another order of additions."""
 
     def other(*inputs):
         with torch.no_grad():
@@ -68,12 +68,12 @@ def perturbed(run):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_right_graph_passes(dtype):
+def test_correct_graph_passes(dtype):
     x, y = batches(1)[0]
     assert verified(net().to(dtype), (x.to(dtype), y))
 
 
-def test_nothing_is_changed_by_capture_and_verification():
+def test_capture_and_verification_have_no_side_effects():
     model, batch = net(0.3), batches(1)[0]
     before = copy.deepcopy(model.state_dict())
     kept, state = copy.deepcopy(batch), torch.get_rng_state()
@@ -85,12 +85,12 @@ def test_nothing_is_changed_by_capture_and_verification():
 
 
 def test_rounding_of_an_ill_conditioned_network_passes():
-    """Its float32 gradients are far from float64, by torch's own kernels as by any compiler."""
+    """Its float32 gradients have large errors, with eager kernels and with any compiler."""
     x, y = batches(1, size=4)[0]
     assert verified(deep(), (x, y), perturbed)
 
 
-def test_what_the_compiler_gets_wrong_is_blamed_on_the_compiler():
+def test_wrong_compiled_code_is_reported_as_a_compiler_bug():
     def loses(run):
         def other(*inputs):
             kept = inputs[0].detach().clone()
@@ -105,7 +105,7 @@ def test_what_the_compiler_gets_wrong_is_blamed_on_the_compiler():
     assert caught.value.compiler
 
 
-def test_what_the_graph_lacks_is_not_blamed_on_the_compiler():
+def test_incomplete_graph_is_not_reported_as_a_compiler_bug():
     model, batch = net(), batches(1)[0]
 
     def eager(x, y):
@@ -133,8 +133,8 @@ def test_random_numbers_are_the_same_in_float64():
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
 
 
-def test_autocast_is_measured_against_float64():
-    """A bfloat16 step is a few percent from float64; that is its rounding, and no defect."""
+def test_autocast_is_compared_with_float64():
+    """The rounding error of a bfloat16 step is a few percent; this is not a compiler bug."""
     model, (x, y) = net(), batches(1)[0]
     params = list(model.parameters())
 

@@ -1,4 +1,4 @@
-"""The options, one file each, and the plan that says which of them a run uses."""
+"""Speed options, one module each, and `SpeedPlan`, which selects the options of a run."""
 
 from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile

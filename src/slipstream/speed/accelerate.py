@@ -1,4 +1,4 @@
-"""For people who keep their own loop: the Runner's step, with its options, as a function of a batch."""
+"""`accelerate`: the Runner's training step, with its speed options, for a custom training loop."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from slipstream.step.graph import GraphStep
 
 __all__ = ["TrainStep", "accelerate"]
 
-_ELSEWHERE = {
-    "gc": "concerns a whole run: take a Runner, or call gc.collect() in your loop",
-    "nan_guard": "needs somebody who reads the losses: take a Runner, or look at them in your loop",
-    "prefetch": "is the loop's: for batch in feed(loader, prefetch=2)",
+_UNSUPPORTED = {
+    "gc": "requires a Runner; in your own loop, call gc.collect()",
+    "nan_guard": "requires a Runner, which monitors the losses; in your own loop, check them yourself",
+    "prefetch": "requires a Runner; in your own loop, use: for batch in feed(loader, prefetch=2)",
 }
-"""Options that a step alone cannot pull."""
+"""Options that `accelerate` does not support, with the alternative."""
 
 
 def accelerate(
@@ -44,40 +44,40 @@ def accelerate(
     speed: Any = "auto",
     total_steps: int | None = None,
 ) -> TrainStep:
-    """Return a training step: `log = step(batch)` does forward, loss, backward, gradient sync, clipping, update.
+    """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
-    Where a process group exists (`slipstream.dist.init_dist`, or torch's own), gradients are averaged over it. The
-    model is moved to the accelerator in place, and stays the object to validate and save.
+    If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over it. The model is
+    moved to the accelerator in place; use the same object for validation and saving.
 
     Args:
         model: any module.
-        optimizer: over the model's parameters.
-        loss_fn: `loss_fn(outputs, targets)`, for batches `(inputs, targets)`; a scalar, or a dict of which those with
-            `loss` in their name are summed. Batches may be `(*inputs, targets)`.
-        speed: the options, `'auto'` or a dict of `SpeedPlan`'s fields.
-        total_steps: batches of the whole training, for what follows its end: the decay of `ema` of type 'exp', a
-            smaller last window of `accumulate`.
+        optimizer: an optimizer of the model's parameters.
+        loss_fn: `loss_fn(outputs, targets)` for batches `(inputs, targets)` or `(*inputs, targets)`. It returns a
+            scalar or a dict; the entries with `loss` in their name are summed.
+        speed: `'auto'` or a dict of the fields of `SpeedPlan`.
+        total_steps: number of batches of the whole training. Required for `ema` of type 'exp'; with `accumulate`, the
+            last window may then be smaller.
 
     Raises:
-        ConfigError: an option cannot work here.
+        ConfigError: an option is invalid or not supported here.
     """
     if not callable(loss_fn):
         raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
-    own = set(model.parameters())
-    if not any(param in own for group in optimizer.param_groups for param in group["params"]):
+    params = set(model.parameters())
+    if not any(param in params for group in optimizer.param_groups for param in group["params"]):
         raise ConfigError(
-            "it holds none of the model's parameters: make it from model.parameters()", "optimizer"
+            "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
-    for option, remedy in _ELSEWHERE.items():
+    for option, remedy in _UNSUPPORTED.items():
         if getattr(plan, option) and not plan.sources[option].startswith("auto"):
-            raise ConfigError(remedy, plan.place(option))
+            raise ConfigError(remedy, plan.config_path(option))
     if plan.parallel is not None and plan.parallel.sharded:
         raise ConfigError(
-            "the optimizer holds the weights from before they are sharded: take a Runner, which builds it afterwards",
-            plan.place("parallel"),
+            "requires an optimizer that is built after sharding; use a Runner",
+            plan.config_path("parallel"),
         )
     return TrainStep(prepare_model(model, plan, device), optimizer, loss_fn, plan, device, total_steps)
 
@@ -88,7 +88,7 @@ def _losses(
     """Return the losses of a batch `(*inputs, targets)`."""
     if not isinstance(batch, list | tuple) or len(batch) < 2:
         raise DataError(
-            f"a batch must be (inputs, targets), not {type(batch).__name__}: the loader's collate_fn makes it"
+            f"a batch must be (inputs, targets), not {type(batch).__name__}; change the loader's dataset or collate_fn"
         )
     *inputs, targets = batch
     loss = loss_fn(module(*inputs), targets)
@@ -96,7 +96,7 @@ def _losses(
 
 
 class TrainStep:
-    """What `accelerate` returns: a step, and the state that goes with it."""
+    """A training step with its state; the return value of `accelerate`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TrainStep:
         total_steps: int | None,
     ) -> None:
         self.model = model
-        """The model, in DDP if there are several processes."""
+        """The model, wrapped in DDP if there are several processes."""
         self.plan = plan
         self.optim: OptimWrapper = OPTIM_WRAPPERS.build(
             {"type": "OptimWrapper", **plan_optim({"optimizer": optimizer}, plan, device)}
@@ -120,28 +120,28 @@ class TrainStep:
         move = BaseDataPreprocessor().to(device)
         logger = logging.getLogger("slipstream")
         warn = logger.warning
-        self._lasting = ExitStack()
-        self._lasting.enter_context(switches(plan, device, warn))
-        self._lasting.enter_context(compiling(plan, unwrap_model(model), logger))
-        self.close = weakref.finalize(self, self._lasting.close)
-        """End the step: log what was compiled, put switches of the process back; else done when the step is gone."""
+        self._exit = ExitStack()
+        self._exit.enter_context(switches(plan, device, warn))
+        self._exit.enter_context(compiling(plan, unwrap_model(model), logger))
+        self.close = weakref.finalize(self, self._exit.close)
+        """Log the compile report and restore process-wide settings; called automatically when the step is deleted."""
         training = Training(model, self.optim, partial(_losses, loss_fn), move.cast_data)
         self._step: Any = build_step(training, plan, warn, logger.info)
         if isinstance(self._step, GraphStep):
-            self._lasting.callback(self._step.close)
+            self._exit.callback(self._step.close)
         self.average: BaseAveragedModel | None = None
         """The averaged weights, if the plan has `ema`."""
         if isinstance(plan.ema, EmaOptions):
-            self._keep_average(plan.ema, total_steps)
+            self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch; return `loss` and others as 0-dim tensors on the device, which nobody has waited for."""
+        """Train on one batch; return `loss` and other values as 0-dim tensors, without waiting for the device."""
         logs: dict[str, Tensor] = self._step(batch)
         return logs
 
     @property
     def compiled_scope(self) -> str | None:
-        """What is compiled now: 'step', 'model', 'block' or nothing (None)."""
+        """The scope that is compiled now: 'step', 'model', 'block', or None."""
         if isinstance(self._step, GraphStep) and self._step.captured:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None
@@ -152,18 +152,18 @@ class TrainStep:
 
     @property
     def steps(self) -> int:
-        """Batches trained on, those before a resume among them."""
+        """Number of trained batches, including those before a resume."""
         return self.optim.batches
 
-    def _keep_average(self, how: EmaOptions, total_steps: int | None) -> None:
-        place = self.plan.place("ema")
+    def _add_average(self, how: EmaOptions, total_steps: int | None) -> None:
+        path = self.plan.config_path("ema")
         if how.begin_epoch:
-            raise ConfigError("epochs are the loop's own: give begin_iter", place)
+            raise ConfigError("accelerate does not count epochs; use begin_iter instead of begin_epoch", path)
         if how.type == "exp" and total_steps is None:
             raise ConfigError(
-                "type 'exp' grows towards the end of the training: give accelerate(..., total_steps=), or "
+                "type 'exp' depends on the length of the training; pass total_steps to accelerate(), or use "
                 "ema=dict(type='threshold')",
-                place,
+                path,
             )
         core = unwrap_model(self.model)
         self.average = average = how.average(core)
@@ -172,7 +172,7 @@ class TrainStep:
             1, -(-total_steps // window) - max(how.begin_iter - 1, 0) // window
         )
 
-        optim = self.optim  # not self: a step that is dropped ends at once
+        optim = self.optim  # a reference to self would keep the step alive
         optim.parts.append(
             AveragePart(
                 average,
@@ -186,7 +186,7 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Let the model hold its averaged weights inside the block, for validation or saving; nothing without `ema`."""
+        """Swap the averaged weights into the model inside the context, if the plan has `ema`."""
         core = unwrap_model(self.model)
         with ExitStack() as stack:
             if self.average is not None and self.average.steps:
@@ -195,7 +195,7 @@ class TrainStep:
             yield core
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what goes on with a training, but for the model itself: optimizer, loss scale, average, progress."""
+        """Return the state except the model's: optimizer, loss scale, averaged weights and number of steps."""
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()
@@ -204,7 +204,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned, in the middle of an accumulation window, too."""
+        """Load a state from `state_dict`, also from the middle of an accumulation window."""
         self.optim.load_state_dict(state["optimizer"])
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:

@@ -1,8 +1,7 @@
-"""Option: recompute the inside of blocks in backward instead of keeping it in memory.
+"""Speed option: recompute the activations of blocks in backward instead of storing them.
 
-Chen et al. 2016 (arXiv 1604.06174), with torch's `checkpoint`. What a recomputation must not do twice, it does not:
-random numbers are drawn again from the same state, buffers (BatchNorm's running statistics) move once, and SyncBN
-sends nothing.
+Chen et al. 2016 (arXiv 1604.06174), with torch's `checkpoint`. The recomputation has no side effects: it draws the same
+random numbers, does not update buffers (BatchNorm's running statistics), and SyncBN does not communicate again.
 """
 
 from __future__ import annotations
@@ -37,26 +36,26 @@ _KEY = "activation_checkpointing"
 
 @dataclass(frozen=True)
 class ActivationCheckpointingOptions:
-    """`activation_checkpointing=dict(...)`; a list gives `modules`, True the defaults."""
+    """`activation_checkpointing=dict(...)`; a list sets `modules`, True selects the defaults."""
 
     modules: list[str] | None = None
-    """Blocks by name (`backbone.layer1`, with wildcards for parts between dots: `blocks.*`) or by class
-    (`Bottleneck`). By default those that repeat: the children of a `ModuleList` or `Sequential` that have
-    children of their own and are there at least twice. Of blocks inside one another the outermost counts."""
+    """Blocks by name (`backbone.layer1`, with wildcards between dots: `blocks.*`) or by class (`Bottleneck`). By
+    default the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose
+    class occurs at least twice. Of nested blocks only the outermost is used."""
     offload: bool = False
-    """Keep the blocks' inputs in host memory until backward; compiled code keeps them on the device."""
+    """Whether to store the inputs of blocks in host memory until backward; compiled code ignores it."""
 
     def __post_init__(self) -> None:
-        """Refuse what names no module."""
+        """Check that `modules` is a list of names."""
         if self.modules is not None and not (self.modules and all(isinstance(m, str) for m in self.modules)):
-            raise ConfigError(f"expected names of modules or classes, not {self.modules!r}", "modules")
+            raise ConfigError(f"must be names of modules or classes, not {self.modules!r}", "modules")
 
 
 def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions | None:
-    """Read `activation_checkpointing` as a configuration has it: True, False, None, a list of names or a dict.
+    """Read `activation_checkpointing`: True, False, None, a list of names or a dict.
 
     Raises:
-        ConfigError: anything else, an unknown option, or modules that are no names.
+        ConfigError: the value is of another type, an option is unknown, or `modules` are not strings.
     """
     if value is None or value is False or value == []:
         return None
@@ -68,17 +67,17 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
 
 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:
-    """Let blocks of `model` keep only their inputs for backward, in place; return the names of these blocks.
+    """Checkpoint the activations of blocks of `model`, in place; return the names of these blocks.
 
-    Nothing else about the model changes: names and keys stay, copies of it recompute for themselves, and a forward
-    without gradient is as before. `model` is not wrapped (DDP) yet, but may be sharded by `fully_shard`.
+    Names of modules and keys of the state dict do not change, the model can be copied, and a forward without gradients
+    is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
 
     Raises:
-        ConfigError: a name matches nothing, or a container that is never called; or no block repeats.
+        ConfigError: a name matches no module, or a container that is never called; or the model has no repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns of in-place operations for fear of kept results that change; the graph has none (tested).
-    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_of_context_fn)
+    # torch warns that in-place operations could change stored results; a test checks that they do not.
+    logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not _is_recomputed(module):
             module.forward = update_wrapper(
@@ -87,25 +86,25 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
     return list(chosen)
 
 
-# ---- which blocks ------------------------------------------------------------------------------------
+# ---- select blocks -----------------------------------------------------------------------------------
 
 
 def _names(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the modules inside a model with all their names; one that is used twice comes twice."""
+    """Return all names of the modules inside a model; a shared module has several."""
     return list(model.named_modules(remove_duplicate=False))[1:]
 
 
-def _chosen(model: nn.Module, words: list[str] | None) -> set[nn.Module]:
-    if words is not None:
-        return set(named_blocks(model, words, f"{_KEY}.modules"))
+def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
+    if patterns is not None:
+        return set(named_blocks(model, patterns, f"{_KEY}.modules"))
     found = {module for module in repeated_blocks(model) if module is not model}
     if not found:
-        raise ConfigError("no block of the model repeats: name those to recompute", _KEY)
+        raise ConfigError("the model has no repeated blocks; list the blocks to recompute in `modules`", _KEY)
     return found
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return by name those blocks that are, at least once, used outside of the others."""
+    """Return by name the blocks that occur at least once outside of the others."""
     names = [(name, module) for name, module in _names(model) if module in blocks]
     every = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
@@ -116,7 +115,7 @@ def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]
     return {name: module for module, name in outer.items()}
 
 
-# ---- how they run ------------------------------------------------------------------------------------
+# ---- run blocks --------------------------------------------------------------------------------------
 
 
 def _is_recomputed(module: nn.Module) -> bool:
@@ -126,12 +125,12 @@ def _is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Stand in for the `forward` of `module`. A `partial` of it is copied with its module, and pickled."""
+    """Replace the `forward` of `module`; as a `partial`, it can be copied and pickled with the module."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # torch looks for devices, whose random states it keeps, and for what to offload among positional inputs alone.
+    # torch searches only positional inputs for devices, whose random states it saves, and for tensors to offload.
     block, args = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
-    if torch.compiler.is_compiling():  # the compiler recomputes in the graph, where nothing happens twice
+    if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
@@ -139,26 +138,26 @@ def _recomputed(
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:
-    """Call `forward` with inputs of which the last have these names."""
+    """Call `forward`; the last inputs are keyword arguments with these names."""
     first = len(inputs) - len(names)
     return forward(*inputs[:first], **dict(zip(names, inputs[first:], strict=True)))
 
 
 def _keep_in_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Keep what drew random numbers and what processes sent one another; all else is computed again."""
+    """Save the results of random operators and of communication, and recompute all others."""
     random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
-    sent = getattr(operator, "namespace", "") == "_c10d_functional"
-    return CheckpointPolicy.MUST_SAVE if random or sent else CheckpointPolicy.PREFER_RECOMPUTE
+    communicates = getattr(operator, "namespace", "") == "_c10d_functional"
+    return CheckpointPolicy.MUST_SAVE if random or communicates else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _not_of_context_fn(record: logging.LogRecord) -> bool:
+def _not_about_context_fn(record: logging.LogRecord) -> bool:
     return "context_fn is passed to torch.utils.checkpoint" not in record.getMessage()
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
     if tensor.device.type == "cpu":
         return tensor.device, tensor
-    # Unlike torch's save_on_cpu, this keeps the memory format.
+    # Unlike torch's save_on_cpu, this preserves the memory format.
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
     return tensor.device, host.copy_(tensor, non_blocking=True)
 
@@ -168,65 +167,68 @@ def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
     return host.to(device, non_blocking=True)
 
 
-# ---- what happens once -------------------------------------------------------------------------------
+# ---- suppress side effects ---------------------------------------------------------------------------
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the surroundings of one forward of `module` and of its recomputation."""
-    again = _Again()
-    return again.remember(module), again
+    """Return the context managers of one forward of `module` and of its recomputation."""
+    recomputation = _Recomputation()
+    return recomputation.record(module), recomputation
 
 
-class _Again(AbstractContextManager[None]):
-    """Surroundings in which a recomputation finds what forward found, and of which nothing stays; reusable."""
+class _Recomputation(AbstractContextManager[None]):
+    """Context of a recomputation, with the buffers and SyncBN sums of the forward; reusable.
+
+    At its end, the buffers are as they were before the recomputation.
+    """
 
     def __init__(self) -> None:
-        # Where a buffer is, and what it was.
-        self._found: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        # What SyncBN received.
+        # The dict that holds a buffer, its name, and its value before forward.
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        # The sums over processes that SyncBN received.
         self._sums: list[Tensor] = []
-        self._leave = ExitStack()
+        self._exit = ExitStack()
 
     @contextmanager
-    def remember(self, module: nn.Module) -> Iterator[None]:
-        """Surround the forward."""
+    def record(self, module: nn.Module) -> Iterator[None]:
+        """Record buffers and SyncBN sums during the forward."""
         before = [
             (owner._buffers, name, buffer, buffer._version, _old(owner, buffer))
             for owner in module.modules()
             for name, buffer in owner._buffers.items()
             if buffer is not None
         ]
-        token = summing.set(partial(self._hear, summing.get()))
+        token = summing.set(partial(self._record_sum, summing.get()))
         try:
             yield
         finally:
             summing.reset(token)
-        for place, name, buffer, version, old in before:
+        for buffers, name, buffer, version, old in before:
             if old is None:
-                self._found.append((place, name, buffer))
-            elif place[name] is not buffer or buffer._version != version:
-                self._found.append((place, name, old))
+                self._buffers.append((buffers, name, buffer))
+            elif buffers[name] is not buffer or buffer._version != version:
+                self._buffers.append((buffers, name, old))
 
-    def _hear(self, outer: Any, values: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+    def _record_sum(self, outer: Any, values: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
         total = send(values) if outer is None else outer(values, send)
         self._sums.append(total.detach())
         return total
 
     def __enter__(self) -> None:
-        heard = iter(self._sums)
-        token = summing.set(lambda values, send: next(heard).detach().requires_grad_(values.requires_grad))
-        self._leave.callback(summing.reset, token)
-        for place, name, old in self._found:
-            self._leave.callback(place.__setitem__, name, place[name])
-            place[name] = old.clone()
+        sums = iter(self._sums)
+        token = summing.set(lambda values, send: next(sums).detach().requires_grad_(values.requires_grad))
+        self._exit.callback(summing.reset, token)
+        for buffers, name, old in self._buffers:
+            self._exit.callback(buffers.__setitem__, name, buffers[name])
+            buffers[name] = old.clone()
 
     def __exit__(self, *_: Any) -> None:
-        self._leave.close()
+        self._exit.close()
 
 
 def _old(owner: nn.Module, buffer: Tensor) -> Tensor | None:
-    """Return a copy of a buffer; None for BatchNorm, of which nobody sees that it writes.
+    """Return a copy of a buffer, or None for BatchNorm, whose output in training does not depend on its buffers.
 
-    Its output in training ignores what the buffer was.
+    BatchNorm updates its buffers without changing their version.
     """
     return None if isinstance(owner, _BatchNorm) else buffer.clone()

@@ -27,24 +27,24 @@ _KEY = "adaptive_clip"
 
 @dataclass(frozen=True)
 class AdaptiveClipOptions:
-    """`adaptive_clip=dict(...)`; True gives the defaults."""
+    """`adaptive_clip=dict(...)`; True selects the defaults."""
 
     clip_factor: float = 0.01
-    """The largest allowed ratio of the gradient's norm to the weight's norm, for each unit."""
+    """Maximum ratio of the gradient's norm to the weight's norm, for each unit."""
     eps: float = 1e-3
-    """Lower bound of a weight's norm, so that units whose weights are zero can learn."""
+    """Lower bound of a weight's norm, so units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)
     """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
     linear layer: `exclude=['head']`."""
 
     def __post_init__(self) -> None:
-        """Refuse limits that are not positive."""
+        """Check that the limits are positive."""
         for name in ("clip_factor", "eps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"must be positive, not {getattr(self, name)}", name)
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part of the step that clips.
+        """Return the part of the step that clips gradients.
 
         Raises:
             ConfigError: a name in `exclude` matches no module.
@@ -57,7 +57,7 @@ def read_adaptive_clip(value: Any) -> AdaptiveClipOptions | None:
     """Read `adaptive_clip`: True, False, None or a dict.
 
     Raises:
-        ConfigError: anything else, an unknown option, or a limit that is not positive.
+        ConfigError: the value is of another type, an option is unknown, or a limit is not positive.
     """
     if value is None or value is False:
         return None
@@ -71,7 +71,7 @@ class ClipUnits(StepPart):
     dimension or none is one unit.
 
     Args:
-        clip_factor, eps: those of `AdaptiveClipOptions`.
+        clip_factor, eps: see `AdaptiveClipOptions`.
         excluded: parameters whose gradients are not clipped.
     """
 

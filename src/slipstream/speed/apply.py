@@ -1,4 +1,4 @@
-"""Put the options of a plan to work, in the order in which they build on each other."""
+"""Apply the options of a plan to model and optimizer, in the required order."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ __all__ = [
 
 
 def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model on its device with the plan's options in it; what comes later works on what came before.
+    """Return the model on its device with the plan's options applied, wrapped if there are several processes.
 
     Raises:
-        ConfigError: the model comes wrapped for several processes, too late for an option inside of it.
+        ConfigError: the model is already wrapped, and an option must be applied to the unwrapped model.
     """
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
@@ -65,12 +65,12 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         model = convert_sync_batchnorm(model)
     model = model.to(device)
     if plan.precision is not None and plan.precision.name == "fp8":
-        with _placing(plan, "precision"):
+        with _with_config_path(plan, "precision"):
             convert_to_fp8(model)
     if plan.channels_last:
         to_channels_last(model, weights=plan.parallel is None or not plan.parallel.sharded)
     if plan.activation_checkpointing is not None:
-        with _placing(plan, "activation_checkpointing"):
+        with _with_config_path(plan, "activation_checkpointing"):
             checkpoint_activations(model, plan.activation_checkpointing)
     return wrap_model(model, plan, device) if is_distributed() else model
 
@@ -79,34 +79,33 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
     for option in ("sync_bn", "channels_last", "activation_checkpointing"):
         if getattr(plan, option):
             raise ConfigError(
-                f"the model comes wrapped in {type(model).__name__}, too late for this option: give the model itself",
-                plan.place(option),
+                f"the model is already wrapped in {type(model).__name__}; pass the unwrapped model to use this option",
+                plan.config_path(option),
             )
 
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model wrapped for several processes as the plan says."""
-    # A model that trains its parts itself calls them, not the wrapper around the whole: each part syncs its own.
+    """Return the model in the wrapper for several processes that the plan selects."""
+    # A model with its own train_step calls its submodules directly, so each submodule gets its own wrapper.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
     kind = cfg["type"]
     target = MODEL_WRAPPERS.resolve(kind) if isinstance(kind, str) else kind
-    # Whatever the configuration gives, the others keep their defaults.
     defaults: dict[str, Any] = {"module": model}
-    ours = issubclass(target, DistributedDataParallel | MMSeparateDistributedDataParallel)
-    if ours or "device_ids" in inspect.signature(target).parameters:
+    known = issubclass(target, DistributedDataParallel | MMSeparateDistributedDataParallel)
+    if known or "device_ids" in inspect.signature(target).parameters:
         defaults["device_ids"] = device_ids(device)
         defaults["broadcast_buffers"] = False
         defaults["find_unused_parameters"] = plan.find_unused_parameters
     with warnings.catch_warnings():
-        # Of torch's own class: its successor still syncs buffers once, at the start.
+        # torch deprecates this argument of DDP; its replacement still syncs buffers once, at the start.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
     return wrapped
 
 
 def overrides_train_step(model: nn.Module) -> bool:
-    """Say whether a model trains itself, as GANs do, by a `train_step` of its own."""
+    """Return whether the model overrides `train_step`, as GANs do."""
     wrappers = (MMDistributedDataParallel.train_step, MMFullyShardedDataParallel.train_step)
     standard = (BaseModel.train_step, *wrappers)
     return getattr(type(model), "train_step", standard[0]) not in standard
@@ -116,26 +115,26 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     """Return the configuration of the optimizer wrapper, if any, with the plan's precision, accumulation and clipping.
 
     Raises:
-        ConfigError: the plan says something that a ready wrapper, or one of another class, does not do.
+        ConfigError: `cfg` is an existing wrapper, or one of another class, whose settings differ from the plan.
     """
     if cfg is None:
         return None
-    own = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
-    options = [option for option in _WRAPPER_OPTIONS if getattr(plan, option) != getattr(own, option)]
-    words = {word: value for option in options for word, value in _WRAPPER_OPTIONS[option](plan).items()}
-    if not words:
+    current = SpeedPlan.read(optim_wrapper=cfg, device=device.type)
+    options = [option for option in _WRAPPER_OPTIONS if getattr(plan, option) != getattr(current, option)]
+    changes = {key: value for option in options for key, value in _WRAPPER_OPTIONS[option](plan).items()}
+    if not changes:
         return cfg
     if not is_plain_wrapper(cfg):
-        said = ", ".join(f"{word}={value!r}" for word, value in words.items())
+        kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         raise ConfigError(
-            f"{plan.place(options[0])} cannot change an optimizer wrapper that is made already or is not ours: give it "
-            f"{said} where it is made, or let optim_wrapper be a dict with an 'optimizer'",
+            f"{plan.config_path(options[0])} cannot change an existing or custom optimizer wrapper; pass {kwargs} to "
+            "its constructor, or let optim_wrapper be a dict with the key 'optimizer'",
             "optim_wrapper",
         )
-    return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **words}
+    return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **changes}
 
 
-def _precision_words(plan: SpeedPlan) -> dict[str, Any]:
+def _precision_keys(plan: SpeedPlan) -> dict[str, Any]:
     dtype = plan.precision.autocast_dtype if plan.precision else None
     if dtype is None:
         return {}
@@ -143,45 +142,47 @@ def _precision_words(plan: SpeedPlan) -> dict[str, Any]:
 
 
 _WRAPPER_OPTIONS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
-    "precision": _precision_words,
+    "precision": _precision_keys,
     "accumulate": lambda plan: {"accumulative_counts": plan.accumulate},
     "clip_grad": lambda plan: {"clip_grad": asdict(plan.clip_grad)} if plan.clip_grad else {},
 }
 
 
 def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
-    """Let the optimizer, or each of several, run fused kernels as the plan says."""
+    """Switch the optimizer, or each of several, to fused kernels if the plan enables them."""
     if plan.fused is False:
         return
-    parts = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
-    for part in parts:
-        with _placing(plan, "fused"):
-            fuse(part.optimizer, plan.fused)
+    wrappers = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
+    for wrapper in wrappers:
+        with _with_config_path(plan, "fused"):
+            fuse(wrapper.optimizer, plan.fused)
 
 
 @runtime_checkable
 class _MakesPart(Protocol):
-    """The options of a speed option that is a part of the step."""
+    """Options that create a part of the step."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part; `model` is not wrapped, `optim` is the wrapper that it will work in."""
+        """Return the part for the unwrapped `model` and the wrapper `optim` that will contain it."""
 
 
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
-    """Put the parts that the plan's options make before those in `optim.parts`, in the order of the plan's fields.
+    """Insert the parts of the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
-    So gradients are centralized, clipped by unit, and then clipped by `clip_grad`. Of several optimizers each gets
-    parts of its own. A part replaces one of the same class, so a second call changes nothing.
+    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. Each of several optimizers gets its
+    own parts. A part replaces one of the same class, so a second call changes nothing.
 
     Raises:
-        ConfigError: an option does not fit the model or the optimizer.
+        ConfigError: an option does not support the model or the optimizer.
     """
     core = unwrap_model(model)
-    made = {option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)}
+    part_options = {
+        option: how for option in plan.options() if isinstance(how := getattr(plan, option), _MakesPart)
+    }
     for wrapper in optim.values() if isinstance(optim, OptimWrapperDict) else [optim]:
         parts = []
-        for option, how in made.items():
-            with _placing(plan, option):
+        for option, how in part_options.items():
+            with _with_config_path(plan, option):
                 part = how.part(core, wrapper)
                 _check_part(part, option, core, wrapper)
             parts.append(part)
@@ -190,33 +191,33 @@ def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
 
 
 def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapper) -> None:
-    """Refuse a part that would be ignored, or that the model's gradients do not suit."""
+    """Raise a `ConfigError` if the wrapper ignores the part, or if the part does not support the model."""
     if (method := _ignores_parts(type(optim))) is not None:
         raise ConfigError(
             f"{type(optim).__name__}.{method} overrides OptimWrapper.{method} without calling it, so this option would "
-            f"have no effect: call super().{method}() there, or use OptimWrapper",
+            f"have no effect; call super().{method}() there, or use OptimWrapper",
             option,
         )
     if part.replaces_gradients and overrides_train_step(model):
         raise ConfigError(
-            f"computes the gradients itself, and {type(model).__name__}.train_step does so, too: remove one of them",
+            f"this option and {type(model).__name__}.train_step both compute the gradients; remove one of them",
             option,
         )
     if type(part).before_update is StepPart.before_update and not part.replaces_gradients:
         return
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
-            raise ConfigError(f"'{name}' has sparse gradients: build it with sparse=False", option)
+            raise ConfigError(f"does not support sparse gradients; build '{name}' with sparse=False", option)
 
 
 def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of a method that replaces one of `OptimWrapper`'s, by which the parts run, and never calls it."""
+    """Return the name of a method that overrides one of `OptimWrapper` without running the parts, or None."""
     for method in ("update_params", "update", "step"):
         for owner in kind.__mro__:
-            own = vars(owner).get(method)
-            if owner.__module__.startswith("slipstream.") and own is not None:
+            override = vars(owner).get(method)
+            if owner.__module__.startswith("slipstream.") and override is not None:
                 break
-            code = getattr(inspect.unwrap(own), "__code__", None) if own is not None else None
+            code = getattr(inspect.unwrap(override), "__code__", None) if override is not None else None
             if code is None:
                 continue
             names = _names(code)
@@ -230,14 +231,14 @@ def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and in those inside it."""
+    """Return the names of globals and attributes in a function and its nested functions."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 
 @contextmanager
 def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
-    """Have the plan's switches of the whole process on, as far as they concern the device, while this lasts."""
+    """Set the plan's process-wide switches for this kind of device inside the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
@@ -248,18 +249,18 @@ def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None])
 
 
 @contextmanager
-def _placing(plan: SpeedPlan, option: str) -> Iterator[None]:
-    """Place an error of an option where the option was set."""
+def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
+    """Set the path of a `ConfigError` to the config path of the option."""
     try:
         yield
     except ConfigError as error:
-        error.path = plan.place(option) + error.path.removeprefix(option)
+        error.path = plan.config_path(option) + error.path.removeprefix(option)
         raise
 
 
 @contextmanager
 def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogger) -> Iterator[None]:
-    """Keep what is compiled inside for the next start, and log at the end what broke, was recompiled or skipped."""
+    """Cache the code that is compiled inside the context, and log graph breaks and recompiles at its end."""
     if plan.compile is None:
         yield
         return
@@ -268,9 +269,9 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
     report = CompileReport(max(1, len({repr(block) for block in blocks})))
     report.start()
-    logger.info("torch.compile: the compilation of each kind of step may take minutes")
+    logger.info("torch.compile: each compilation may take minutes")
     try:
         yield
-    finally:  # the report listens to torch's compilations until then
+    finally:  # the report observes torch's compilations until then
         summary = report.finish()
     (logger.warning if summary.troubled else logger.info)(summary.text())

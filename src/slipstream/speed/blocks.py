@@ -1,4 +1,4 @@
-"""Which modules of a model are meant by names and classes."""
+"""Select modules of a model by name or class."""
 
 from __future__ import annotations
 
@@ -12,29 +12,31 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["named_blocks"]
 
 
-def named_blocks(model: nn.Module, words: Sequence[str], place: str) -> list[nn.Module]:
-    """Return the modules inside a model that the words name, in the model's order, each once.
+def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:
+    """Return the submodules of a model that match the patterns, in the model's order, each once.
 
     Args:
-        model: whose parts they are; it is not one of them.
-        words: names of modules, in which `*` and `?` stand for parts of a name between two dots (`layers.*`), or names
-            of classes, of which subclasses are meant, too.
-        place: of the words, for errors.
+        model: the model; the result never contains the model itself.
+        patterns: names of modules, with wildcards `*` and `?` that do not match dots (`layers.*`), or names of classes,
+            which also match their subclasses.
+        path: config path of the patterns, for errors.
 
     Raises:
-        ConfigError: a word names nothing, or a container that is never called.
+        ConfigError: a pattern matches no module, or matches a container that is never called.
     """
     known = list(model.named_modules(remove_duplicate=False))[1:]
     classes = {module: {kind.__name__ for kind in type(module).__mro__} for _, module in known}
     found: set[nn.Module] = set()
-    for word in words:
-        meant = {module for name, module in known if _matches(word, name) or word in classes[module]}
-        if not meant:
-            near = did_you_mean(word, [*(name for name, _ in known), *(type(m).__name__ for _, m in known)])
-            raise ConfigError(f"the model has no module and no class of modules '{word}'{near}", place)
-        if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in meant):
-            raise ConfigError(f"'{word}' only holds modules and is never called: write '{word}.*'", place)
-        found |= meant
+    for pattern in patterns:
+        matches = {module for name, module in known if _matches(pattern, name) or pattern in classes[module]}
+        if not matches:
+            near = did_you_mean(
+                pattern, [*(name for name, _ in known), *(type(m).__name__ for _, m in known)]
+            )
+            raise ConfigError(f"no module name or class in the model matches '{pattern}'{near}", path)
+        if any(isinstance(module, nn.ModuleList | nn.ModuleDict) for module in matches):
+            raise ConfigError(f"'{pattern}' is a container that is never called; use '{pattern}.*'", path)
+        found |= matches
     return list(dict.fromkeys(module for _, module in known if module in found))
 
 

@@ -1,4 +1,4 @@
-"""What a plan must know about the machine and the model."""
+"""Capabilities of the machine, and properties of the run and the model that a plan depends on."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["Capabilities", "convolution_share"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """The machine, the run and the model, as far as a plan depends on them; plain, so that a test can make up any."""
+    """Properties of the machine, the run and the model that a plan depends on."""
 
     device: str = "cpu"
     """Kind of device: `cpu`, `cuda`, `npu`, `xpu`, `mps`."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of an NVIDIA GPU; (0, 0) elsewhere."""
     bf16: bool = False
-    """Whether the device computes in bfloat16 itself."""
+    """Whether the device supports bfloat16 without emulation."""
     torchao: bool = False
     """Whether torchao is installed."""
     world_size: int = 1
     """Number of processes."""
     convolutions: float = 0.0
-    """Share of the model's parameters that are weights of 2-d convolutions."""
+    """Fraction of the model's parameters that are weights of 2-d convolutions."""
     plain_wrapper: bool = True
-    """Whether the optimizer wrapper can still be told its precision."""
+    """Whether the precision of the optimizer wrapper can still be set."""
     deterministic: bool = False
-    """Whether only deterministic algorithms may run."""
+    """Whether only deterministic algorithms are allowed."""
 
     @classmethod
     def here(cls, device: str, model: nn.Module, **run: bool | int) -> Capabilities:
-        """Return the capabilities of this machine; `run` gives `world_size`, `plain_wrapper` and `deterministic`."""
+        """Return the capabilities of this machine; `run` sets `world_size`, `plain_wrapper` and `deterministic`."""
         from importlib.util import find_spec
 
         nvidia = device == "cuda" and torch.version.hip is None
@@ -49,12 +49,12 @@ class Capabilities:
 
     @property
     def tf32(self) -> bool:
-        """Whether the GPU multiplies float32 matrices in TensorFloat-32."""
+        """Whether the GPU supports TensorFloat-32."""
         return self.capability >= (8, 0)
 
 
 def convolution_share(model: nn.Module) -> float:
-    """Return which share of a model's parameters are weights of 2-d convolutions, from 0 to 1."""
+    """Return the fraction of a model's parameters that are weights of 2-d convolutions, from 0 to 1."""
     total = sum(p.numel() for p in model.parameters() if not is_lazy(p))
     convolutions = {
         id(m.weight): m.weight.numel()

@@ -1,4 +1,4 @@
-"""Option: keep what torch.compile made for the next start, in a folder that nobody else can write to."""
+"""Cache the compiled code of a run in a folder that only the user can write to."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from slipstream.version import __version__
 
 __all__ = ["cache_folder", "folder_now", "use_cache"]
 
-_TORCHS = "TORCHINDUCTOR_CACHE_DIR"
-_TAG = "CACHEDIR.TAG"  # bford.info/cachedir: backups leave such folders out
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+_TAG = "CACHEDIR.TAG"  # marks cache folders for backup programs, see bford.info/cachedir
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Compiled code of Slipstream. It may be deleted at any time.
 """
 
 
 def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[str], None]) -> Path | None:
-    """Let inductor keep its code in this run's folder, and return the folder.
+    """Set inductor's cache folder for this run, and return it.
 
-    Call it before anything is compiled. The switch (the environment variable TORCHINDUCTOR_CACHE_DIR) is the process's:
-    the last run's choice holds. If the variable is already set, its folder stays; None is returned then, and where
-    `how` uses no cache or another backend. Torch finds code in the folder by its own hash of graph, options
-    and versions, so code that does not fit is never loaded.
+    Call this before anything is compiled. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
+    process, so the last run wins. Returns None, and changes nothing, if the user has set the variable, if `how`
+    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of graph, options and
+    versions, so code of another graph is never loaded.
 
     Args:
         model: on its device.
-        how: `cache` is a folder, or True for the user's (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream,
+        how: `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream,
             ~/.cache/slipstream).
-        plan: what else shapes the compiled code; its `repr` counts.
-        warn: called if the user's folder cannot be used; torch's own is used then.
+        plan: other options that affect the compiled code; its `repr` is part of the folder's key.
+        warn: called if the user's cache folder is not usable; torch's default folder is used instead.
 
     Raises:
-        ConfigError: the folder that `how.cache` names cannot be written, or others could put code there.
+        ConfigError: the folder in `how.cache` is not writable, or is writable by other users.
     """
     if not how.cache or how.backend != "inductor" or _chosen_by_user():
         return None
@@ -54,56 +54,56 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
     except (OSError, ConfigError) as error:
         if isinstance(how.cache, str):
             raise ConfigError(str(error), "compile.cache") from error
-        warn(f"compiled code is not kept for the next start: {error}. Set SLIPSTREAM_CACHE to another folder")
+        warn(f"compiled code is not cached: {error}. Set SLIPSTREAM_CACHE to another folder")
         return None
-    os.environ[_TORCHS] = str(folder)
+    os.environ[_VARIABLE] = str(folder)
     return folder
 
 
 @contextmanager
 def folder_now(folder: str | None) -> Iterator[None]:
-    """Let inductor use `folder` while this lasts, whatever another run has chosen since; None changes nothing."""
-    before = os.environ.get(_TORCHS)
+    """Set inductor's cache folder inside the context, even if another run has changed it; None changes nothing."""
+    before = os.environ.get(_VARIABLE)
     if folder is None or folder == before:
         yield
         return
-    os.environ[_TORCHS] = folder
+    os.environ[_VARIABLE] = folder
     try:
         yield
     finally:
         if before is None:
-            del os.environ[_TORCHS]
+            del os.environ[_VARIABLE]
         else:
-            os.environ[_TORCHS] = before
+            os.environ[_VARIABLE] = before
 
 
 def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
-    """Return the folder of this model, plan, machine and these versions; nothing is made.
+    """Return the cache folder for a model, plan and machine and the installed versions, without creating it.
 
-    Weights do not count, their shapes do.
+    It depends on the shapes of the weights, not on their values.
     """
     shapes = [
         (name, tuple(tensor.shape), str(tensor.dtype))
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     ]
     versions = (torch.__version__, __version__, platform.python_version())
-    # The repr of a function holds its address, which differs between starts.
+    # Remove addresses from the repr of functions: they differ between processes.
     key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
     name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _users()) / name
+    return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _user_cache()) / name
 
 
-def _users() -> Path:
-    own = os.environ.get("SLIPSTREAM_CACHE")
-    if own:
-        return Path(own).expanduser().absolute() / "compile"
-    # The standard has relative paths ignored.
-    shared = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    return (shared if shared.is_absolute() else Path.home() / ".cache") / "slipstream" / "compile"
+def _user_cache() -> Path:
+    configured = os.environ.get("SLIPSTREAM_CACHE")
+    if configured:
+        return Path(configured).expanduser().absolute() / "compile"
+    # The XDG specification requires that relative paths are ignored.
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "compile"
 
 
 def _machine(model: nn.Module) -> str:
-    """Return what code is made for: inductor compiles for the very CPU it runs on, and home folders are shared."""
+    """Describe the CPU and the accelerator, since inductor compiles for the exact CPU model."""
     tensor = next(chain(model.parameters(), model.buffers()), None)
     if tensor is not None and tensor.device.type == "cuda":
         accelerator = torch.cuda.get_device_name(tensor.device)
@@ -118,24 +118,24 @@ def _machine(model: nn.Module) -> str:
 
 
 def _chosen_by_user() -> bool:
-    """Say whether the variable names a folder that neither torch by itself nor an earlier run in this process chose."""
-    given = os.environ.get(_TORCHS)
-    if not given:
+    """Return whether the user has set the environment variable, not torch or an earlier run of this process."""
+    value = os.environ.get(_VARIABLE)
+    if not value:
         return False
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    return Path(given).resolve() != Path(default_cache_dir()).resolve() and not (Path(given) / _TAG).is_file()
+    return Path(value).resolve() != Path(default_cache_dir()).resolve() and not (Path(value) / _TAG).is_file()
 
 
 def _make(folder: Path) -> None:
-    """Make the folder, and check that only this user writes to it: what lies there is run."""
+    """Create the folder, and check that only this user can write to it, since its code is executed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name == "posix":
         found = folder.stat()
         if found.st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to another user, whose code would be run")
+            raise ConfigError(f"{folder} belongs to another user; refusing to load compiled code from it")
         if found.st_mode & 0o022:
             raise ConfigError(
-                f"others can write to {folder}, and their code would be run: chmod 700 {folder}"
+                f"{folder} is writable by other users; refusing to load compiled code from it. Run: chmod 700 {folder}"
             )
     (folder / _TAG).write_text(_TAG_TEXT, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What torch's compiler did, in lines of the user's code: breaks, recompiles and skipped CUDA graphs are said."""
+"""Report graph breaks, recompiles and skipped CUDA graphs of torch.compile, with lines of the user's code."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Recompiles of one function that a run may have: for validation, a ragged last batch, other heights, other widths."""
+"""Expected recompiles of one function: for validation, a smaller last batch, other heights, other widths."""
 
 
 def explain_failure(error: BaseException) -> str:
-    """Return why torch could not compile, and which line of user code it was where torch says so.
+    """Return why torch could not compile, with the line of user code if torch reports it.
 
     Args:
-        error: what the call of a compiled function raised.
+        error: the exception that the compiled function raised.
 
     Returns:
         "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
@@ -38,41 +38,44 @@ def explain_failure(error: BaseException) -> str:
     own = NotCapturedError.inside(error) or error
     varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
     if isinstance(own, UnstableGraphError):
-        return f"{own}{f'; it varied: {varied}' if varied else ''}"
+        return f"{own}{f'; cause of the last recompile: {varied}' if varied else ''}"
     if isinstance(own, SlipstreamError):
         return str(own)
     if "consumed returned tensor's grad_fn" in str(error):
         return (
-            "a module or the loss keeps a tensor with its gradient history, as the old weight_norm and spectral_norm, "
-            "pruning, or a hidden state that is not detached do: detach it, or use torch.nn.utils.parametrizations"
+            "a module or the loss stores a tensor that requires grad between steps, for example a hidden state, "
+            "pruning, or torch.nn.utils.weight_norm and spectral_norm; detach the tensor, or use "
+            "torch.nn.utils.parametrizations"
         )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # "backend='inductor' raised:" says nothing without the line below it.
+    # After "backend='inductor' raised:", the next line holds the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
-        reason = (
-            f"{reason}: torch's limit of recompiles is reached{f'; it varied: {varied}' if varied else ''}"
-        )
+        cause = f"; cause of the last recompile: {varied}" if varied else ""
+        reason = f"{reason}: torch's recompile limit is reached{cause}"
     where = _where(getattr(error, "real_stack", None) or ())
     return f"{type(error).__name__}: {reason}{f', at {where}' if where else ''}"
 
 
 def _where(stack: Iterable[FrameSummary]) -> str:
     """Return `net.py:18: `if y.sum() > 0:`` for the innermost frame of the user's own code, or an empty string."""
-    own = [frame for frame in stack if _is_users(frame.filename)]
+    own = [frame for frame in stack if _is_user_file(frame.filename)]
     return f"{own[-1].filename}:{own[-1].lineno}: `{own[-1].line}`" if own else ""
 
 
-def _is_users(file: str) -> bool:
-    """Say whether a file is neither of torch, of Slipstream, nor of Python's own library, nor generated."""
-    of_python = file.startswith(_LIBRARY) and "site-packages" not in file
-    return not file.startswith((*_ENGINE, "<")) and not of_python
+def _is_user_file(file: str) -> bool:
+    """Return whether a file is the user's: not generated, nor part of torch, Slipstream or Python's library."""
+    in_stdlib = file.startswith(_LIBRARY) and "site-packages" not in file
+    return not file.startswith((*_ENGINE, "<")) and not in_stdlib
 
 
 def limit_hit(since: int) -> str:
-    """Return what varied if torch, in this thread's calls since a `time.time_ns()`, reached its limit of recompiles.
+    """Return the cause of the last recompile if torch has reached its recompile limit, else an empty string.
 
-    It then leaves new kinds of calls of that function to eager execution. An empty string if it did not.
+    Beyond the limit, inputs that need another graph run eagerly.
+
+    Args:
+        since: only compilations since this `time.time_ns()` count.
     """
     for record in _records():
         if getattr(record, "start_time_us", 0) >= since // 1000 and (varied := _limit_hit(record)):
@@ -81,7 +84,7 @@ def limit_hit(since: int) -> str:
 
 
 def _records() -> list[Any]:
-    """Return what torch recorded of its latest compilations; it keeps 64."""
+    """Return torch's records of the latest compilations, at most 64."""
     records: list[Any] = torch._dynamo.utils.get_compilation_metrics()
     return records
 
@@ -92,39 +95,39 @@ def _limit_hit(record: Any) -> str:
 
 
 def _recompile_reason(record: Any) -> str:
-    """Return `tensor 'x' size mismatch at index 0. expected 2, actual 3`, without the number of the graph before it."""
+    """Return the reason without the graph's number: `tensor 'x' size mismatch at index 0. expected 2, actual 3`."""
     reason = (getattr(record, "recompile_reason", None) or "").strip().splitlines()
     return re.sub(r"^\S+/\S+: ", "", reason[0]) if reason else ""
 
 
 @dataclass(frozen=True)
 class CompileSummary:
-    """What torch compiled between two points of this process; each dict counts a line by how often it came up."""
+    """Statistics of torch.compile over a period of time; each dict maps a message to its number of occurrences."""
 
     graphs: int = 0
-    """Graphs captured, those behind breaks and recompiles included."""
+    """Number of captured graphs, including those after graph breaks and from recompiles."""
     cache_hits: int = 0
-    """Pieces of code (of forward and of backward) that inductor found in its cache."""
+    """Number of compiled graphs (forward and backward) that inductor found in its cache."""
     cache_misses: int = 0
-    """Pieces that it had to make."""
+    """Number of graphs that inductor had to compile."""
     breaks: dict[str, int] = field(default_factory=dict)
-    """Where a graph broke, and why."""
+    """Location and reason of each graph break."""
     recompiles: dict[str, int] = field(default_factory=dict)
-    """Which function was compiled again, and what varied."""
+    """Function and cause of each recompile."""
     unexpected: int = 0
-    """Recompiles of a function beyond four: validation, a ragged last batch, other heights, other widths."""
+    """Number of recompiles beyond four per function (validation, smaller last batch, other heights, other widths)."""
     eager: dict[str, int] = field(default_factory=dict)
-    """What varied when torch's limit of recompiles was reached: other such calls ran eagerly."""
+    """Cause of the last recompile before torch's recompile limit was reached; further such calls ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Why graphs ran without CUDA graphs although these were asked for."""
+    """Why torch skipped CUDA graphs that were requested."""
 
     @property
     def troubled(self) -> bool:
-        """Whether there is something that costs speed: log the text as a warning then."""
+        """Whether an entry costs speed, so that `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:
-        """Return one line of counts and, if something costs speed, a line for each cause."""
+        """Return one line of counts and one line for each cause that costs speed."""
         counts = [
             _count(self.graphs, "graph"),
             _count(sum(self.breaks.values()), "graph break"),
@@ -134,13 +137,13 @@ class CompileSummary:
         ]
         if self.cache_hits + self.cache_misses:
             counts.append(
-                f"{self.cache_hits} of {self.cache_hits + self.cache_misses} pieces of code from the cache"
+                f"{self.cache_hits} of {self.cache_hits + self.cache_misses} compiled graphs from the cache"
             )
         lines = [f"torch.compile: {', '.join(counts)}"]
         for title, causes, shown in (
             ("graph break", self.breaks, True),
             ("recompiled", self.recompiles, self.unexpected),
-            ("limit of recompiles reached, other calls ran eagerly", self.eager, True),
+            ("recompile limit reached, further calls ran eagerly", self.eager, True),
             ("CUDA graph skipped", self.skipped, True),
         ):
             if shown:
@@ -155,10 +158,11 @@ def _count(number: int, name: str) -> str:
 class CompileReport:
     """Counts what torch compiles between `start` and `finish`.
 
-    Torch's counters belong to the process: what other models compile meanwhile is counted, too.
+    Torch counts per process, so compilations of other models in the same period are included.
 
     Args:
-        kinds: how many unlike blocks share one function (scope 'block'): each may be compiled as often.
+        kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
+            scales with it.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -166,13 +170,13 @@ class CompileReport:
         self._started = False
 
     def start(self) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._started = True
         self._latest = next(iter(_records()[-1:]), None)
         self._new: list[Any] = []
         self._before = _counts()
         self._old_breaks = list(_breaks())
-        # Torch keeps 64 records, so they are taken whenever it compiles.
+        # Torch keeps 64 records, so collect them at every compilation.
         torch._dynamo.callback.callback_handler.register_start_callback(self._collect)
 
     def _collect(self, _: Any = None) -> None:
@@ -182,17 +186,17 @@ class CompileReport:
         self._latest = next(iter(records[-1:]), None)
 
     def finish(self) -> CompileSummary:
-        """Return what was counted since `start`, and stop counting.
+        """Stop counting, and return the statistics since `start`.
 
         Raises:
-            RuntimeError: it was not started.
+            RuntimeError: `start` was not called.
         """
         if not self._started:
-            raise RuntimeError("start() comes before finish()")
+            raise RuntimeError("call start() before finish()")
         self._started = False
         self._collect()
         handler = torch._dynamo.callback.callback_handler
-        if self._collect in handler.start_callbacks:  # torch._dynamo.reset() forgets them
+        if self._collect in handler.start_callbacks:  # torch._dynamo.reset() removes the callbacks
             handler.remove_start_callback(self._collect)
         counts = _counts() - self._before
         functions: Counter[str] = Counter()
@@ -217,16 +221,20 @@ class CompileReport:
         )
 
     def _new_breaks(self) -> Counter[str]:
-        old = {id(each) for each in self._old_breaks}  # not a length: torch._dynamo.reset() empties the list
+        # Compare objects, not lengths: torch._dynamo.reset() clears the list.
+        old = {id(each) for each in self._old_breaks}
         new = [each for each in _breaks() if id(each) not in old]
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return why CUDA graphs were skipped; torch counts all skips, and has reasons for those at compile time."""
+        """Return why CUDA graphs were skipped; torch counts all skips but records only reasons at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())
-        return {**known, **({"while running; TORCH_LOGS=cudagraphs says why": rest} if rest > 0 else {})}
+        return {
+            **known,
+            **({"at run time; set TORCH_LOGS=cudagraphs to see the reasons": rest} if rest > 0 else {}),
+        }
 
 
 def _counts() -> Counter[str]:

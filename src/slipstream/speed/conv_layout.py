@@ -1,4 +1,4 @@
-"""A pass over inductor's graph that lays out each convolution and its gradients as a CPU computes them fastest."""
+"""A pass over inductor's graph that selects the fastest memory layout of each convolution and its gradients on CPU."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ _BY_STRIDES = {
     _ATEN.as_strided.default, _ATEN.as_strided_scatter.default, _ATEN.resize.default, _ATEN.view.dtype,
     _ATEN.view_as_complex.default, _ATEN.view_as_real.default,
 }  # fmt: skip
-"""Operators whose result depends on how their operand lies in memory."""
+"""Operators whose result depends on the strides of their operand."""
 _HEAVY = 8
-"""The weight of a convolution that stays contiguous has more than this many times the elements of its activations."""
+"""A convolution stays contiguous if its weight has more than this many times the elements of its activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):
-    """`lay_out_convolutions`, with a name under which inductor caches compiled code."""
+    """`lay_out_convolutions` as a pass with a uuid, which inductor needs to cache compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph."""
         lay_out_convolutions(graph)
 
     def uuid(self) -> Any:
-        """Return a hash of this file, so that a changed pass does not find what the old one compiled."""
+        """Return a hash of this file, which invalidates cached code if the pass changes."""
         return get_hash_for_files((__file__,))
 
 
 def lay_out_convolutions(graph: fx.Graph) -> None:
     """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
-    A 1x1 convolution becomes a matrix product over the pixels. Any other takes its operands in channels_last, unless
-    its weight is much larger than its activations: oneDNN writes the gradient of a channels_last weight in another
-    order, and torch then transposes it, slowly.
+    A 1x1 convolution becomes a matrix product over the pixels. All others use channels_last, unless the weight is much
+    larger than the activations: oneDNN writes the gradient of a channels_last weight in another order, and torch then
+    transposes it, which is slow.
 
-    Without its option `layout_optimization`, inductor gives a convolution its operands with the strides of
-    `node.meta["val"]`. Those are recomputed here from the first node to the last, so that BatchNorm and ReLU between
-    two convolutions are computed in the layout of the convolutions. Operators that depend on strides, draw random
-    numbers or are not torch's get their operands with the strides that eager training gives them.
+    With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
+    This pass recomputes them from the first node to the last, so BatchNorm and ReLU between two convolutions use the
+    layout of the convolutions. Operators that depend on strides, draw random numbers or are not part of torch get their
+    operands with the strides of eager training.
 
-    Graphs of variable sizes are left unchanged.
+    Graphs with dynamic shapes are not changed.
     """
     convolutions = [n for n in graph.nodes if n.target in (_FORWARD, _BACKWARD)]
     if any(has_free_symbols([a.meta["val"] for a in n.all_input_nodes]) for n in convolutions):
@@ -88,7 +88,7 @@ class _Layouts:
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
-                    self._restore(node)  # its result is then as it was
+                    self._restore(node)  # its result then keeps its strides
                 else:
                     _update_strides(node)
 
@@ -111,11 +111,11 @@ class _Layouts:
         _update_strides(node)
 
     def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
-        """Return `node` if its result has this layout, else the one copy of it that has."""
+        """Return `node` if its result has this layout, else a copy with this layout, which is created once."""
         value = node.meta["val"]
         # `is_contiguous` ignores the strides of dimensions of one element; inductor does not.
         if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
-            node.meta["inductor_realize_to_strides"] = True  # stored once, and in this layout
+            node.meta["inductor_realize_to_strides"] = True  # store it once, in this layout
             return node
         key = (node, wanted)
         if key not in self.copies:
@@ -162,7 +162,7 @@ class _Layouts:
         image, weight, _ = _operands(node)
         grad = self._rows(cast(fx.Node, node.args[0]))
         for user in list(node.users):
-            if not user.users:  # a gradient that nobody wants, maybe None
+            if not user.users:  # an unused gradient, which may be None
                 self.graph.erase_node(user)
                 continue
             if user.args[1] == 0:
@@ -192,16 +192,16 @@ def _needs_eager_strides(node: fx.Node) -> bool:
         "val" not in n.meta for n in node.all_input_nodes
     ):
         return True
-    own = target.namespace in ("aten", "prims", "_c10d_functional")
-    return not own or target in _BY_STRIDES or torch.Tag.nondeterministic_seeded in target.tags
+    builtin = target.namespace in ("aten", "prims", "_c10d_functional")
+    return not builtin or target in _BY_STRIDES or torch.Tag.nondeterministic_seeded in target.tags
 
 
 def _update_strides(node: fx.Node) -> None:
-    """Recompute a node's result, whose strides follow from those of its operands."""
-    if node.target is _VIEW:  # of a tensor with other strides it can be a copy
+    """Recompute the fake result of a node, including its strides, from its operands."""
+    if node.target is _VIEW:  # with other strides, view may be impossible
         node.target = _RESHAPE
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
-    if tensors and callable(node.target):  # what makes a tensor from nothing keeps its strides
+    if tensors and callable(node.target):  # factory functions keep their strides
         with cast(Any, tensors[0]).fake_mode:
             node.meta["val"] = node.target(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Option: keep an average of the weights over the steps, and validate and save with it."""
+"""Speed option: average the weights over the steps, and validate and save with the average."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ _TYPES = (*DecaySchedule.types, "swa")
 
 @dataclass(frozen=True)
 class EmaOptions:
-    """`ema=dict(...)`: how the weights are averaged."""
+    """`ema=dict(...)`."""
 
     decay: float | None = None
-    """The largest share of the old average that an update keeps; None is 0.9999."""
+    """Maximum decay: the EMA weight of the old average in an update; None is 0.9999."""
     type: str = "exp"
-    """How the decay grows: `constant`, `threshold` or `exp`; or `swa`, the plain mean of all weights."""
+    """Schedule of the decay: `constant`, `threshold` or `exp`; or `swa` for the plain mean of all weights."""
     beta: float | None = None
-    """Of `exp`: how early it comes near its largest decay; None is 15."""
+    """Only for `exp`: the decay approaches its maximum faster with larger values; None is 15."""
     interval: int = 1
-    """Average every that many updates of the weights, beginning with the first."""
+    """Number of weight updates between two updates of the average, which starts with the first."""
     begin_iter: int = 0
-    """The iteration from which on to average."""
+    """First iteration that is averaged."""
     begin_epoch: int = 0
-    """The epoch from which on to average; at most one of the two."""
+    """First epoch that is averaged; set at most one of `begin_iter` and `begin_epoch`."""
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:
             hint = did_you_mean(self.type, _TYPES)
             raise ConfigError(f"must be one of {_TYPES}, not {self.type!r}{hint}", "type")
         if self.type != "swa":
-            DecaySchedule(decay_type=self.type, **self._given())
-        elif given := self._given():
-            raise ConfigError("'swa' is a plain mean and needs none: leave it out", next(iter(given)))
+            DecaySchedule(decay_type=self.type, **self._schedule_kwargs())
+        elif kwargs := self._schedule_kwargs():
+            raise ConfigError(
+                "does not apply to type 'swa', which is a plain mean; remove it", next(iter(kwargs))
+            )
         if self.interval < 1:
             raise ConfigError(f"must be at least 1, not {self.interval}", "interval")
         check_begin(self.begin_iter, self.begin_epoch)
 
-    def _given(self) -> dict[str, float]:
-        words = {"decay": self.decay, "beta": self.beta}
-        return {word: value for word, value in words.items() if value is not None}
+    def _schedule_kwargs(self) -> dict[str, float]:
+        kwargs = {"decay": self.decay, "beta": self.beta}
+        return {key: value for key, value in kwargs.items() if value is not None}
 
     def average(self, model: nn.Module) -> BaseAveragedModel:
-        """Return an average of this kind of the model's weights, which begins with a copy of them."""
+        """Return an average of this type, initialized with the model's weights."""
         if self.type == "swa":
             return StochasticWeightAverage(model, self.interval, update_buffers=True, every_batch=False)
         decay = DecaySchedule.decay if self.decay is None else self.decay
@@ -59,22 +61,22 @@ class EmaOptions:
 
 
 def read_ema(value: Any) -> EmaOptions | None:
-    """Read `ema` as a configuration has it: True, False, None or a dict.
+    """Read `ema`: True, False, None or a dict.
 
     Raises:
-        ConfigError: anything else, an unknown option, or a wrong value.
+        ConfigError: the value is of another type, or an option is unknown or has an invalid value.
     """
     if value is None or value is False:
         return None
     if isinstance(value, Mapping) and "momentum" in value:
-        raise ConfigError("is EMAHook's word for 1 - decay: give decay alone", "ema.momentum")
+        raise ConfigError("is a key of EMAHook (1 - decay); use decay instead", "ema.momentum")
     return options(EmaOptions, {} if value is True else value, "ema")
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:
-    """Raise a ConfigError unless at most one of the two is given, and neither is negative."""
+    """Raise a ConfigError if both are set, or if one is negative."""
     if begin_iter and begin_epoch:
-        raise ConfigError("give begin_iter or begin_epoch, not both", "begin_epoch")
+        raise ConfigError("set begin_iter or begin_epoch, not both", "begin_epoch")
     for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
         if value < 0:
             raise ConfigError(f"must not be negative, not {value}", name)

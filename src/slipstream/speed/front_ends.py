@@ -1,4 +1,4 @@
-"""The three front ends: MMEngine's words and SuperGradients' words in those of `speed=`."""
+"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) into those of `SpeedPlan`."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ FrontEnd = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """What one front end says about one option."""
+    """The value of one option in one front end."""
 
     option: str
-    place: str
+    path: str
     value: Any
 
 
 @dataclass(frozen=True)
 class UserHook:
-    """A hook that the configuration brings itself, and that the Runner registers as it is."""
+    """A hook from the user config that the Runner registers unchanged."""
 
     hook: Any
-    """Its configuration, or the hook."""
+    """The hook or its configuration."""
 
     def __repr__(self) -> str:
         return repr(self.hook)
@@ -42,43 +42,43 @@ class UserHook:
 def read_front_ends(
     speed: Any, cfg: FrontEnd, optim_wrapper: Any, custom_hooks: Any, env_cfg: Any, params: Any, device: str
 ) -> dict[str, FrontEnd]:
-    """Return what stands behind each front end, by the name that begins its places.
+    """Return the keys of each front end, by the prefix of its config paths.
 
-    What is no option is checked by whoever reads it.
+    Keys that are not options are not checked here.
 
     Raises:
-        ConfigError: `speed` or `training_params` is no dict, or `cfg` asks for what does not exist.
+        ConfigError: `speed` or `training_params` is not a dict, or `cfg` sets an unsupported option.
     """
-    for word in _REFUSED:
-        if cfg.get(word):
-            raise ConfigError("this option is not available yet: remove it from cfg", word)
+    for key in _REFUSED:
+        if cfg.get(key):
+            raise ConfigError("this option is not supported yet; remove it from cfg", key)
     if not isinstance(params, Mapping):
         raise ConfigError(f"must be a dict, not {params!r}", "training_params")
     return {
-        "speed": _own_words(speed, "speed"),
+        "speed": _speed_keys(speed, "speed"),
         "cfg": cfg,
-        "optim_wrapper": _wrapper_words(optim_wrapper, device),
+        "optim_wrapper": _wrapper_keys(optim_wrapper, device),
         "custom_hooks": {"EMAHook": _ema_hook(custom_hooks)},
         "env_cfg": env_cfg if isinstance(env_cfg, Mapping) else {},
         "training_params": {**params, "device": device},
-        "training_params.speed": _own_words(params.get("speed"), "training_params.speed"),
+        "training_params.speed": _speed_keys(params.get("speed"), "training_params.speed"),
     }
 
 
-def settings(words: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontEnd]) -> Iterator[Setting]:
-    """Yield what the front ends say; `words` holds the places of each option (`cfg.compile`)."""
-    for option, places in words.items():
-        for place in places:
-            front_end, _, key = place.rpartition(".")
-            translate = _TRANSLATED.get(place)
+def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontEnd]) -> Iterator[Setting]:
+    """Yield the settings of all front ends; `paths` maps each option to its config paths (`cfg.compile`)."""
+    for option, option_paths in paths.items():
+        for path in option_paths:
+            front_end, _, key = path.rpartition(".")
+            translate = _TRANSLATED.get(path)
             value = translate(front_ends[front_end]) if translate else front_ends[front_end].get(key)
-            # None says nothing, except of the kernels: there it is a word.
+            # None means that the option is not set. `fused` is the exception: there None is a value.
             if value is not None or (option == "fused" and key in front_ends[front_end]):
-                yield Setting(option, place, value)
+                yield Setting(option, path, value)
 
 
 def is_plain_wrapper(optim_wrapper: Any) -> bool:
-    """Say whether `optim_wrapper` can still be told its precision, accumulation and clipping."""
+    """Return whether precision, accumulation and clipping of `optim_wrapper` can still be set."""
     if isinstance(optim_wrapper, torch.optim.Optimizer):
         return True
     if not isinstance(optim_wrapper, Mapping) or not {"optimizer", "constructor"} & set(optim_wrapper):
@@ -86,26 +86,26 @@ def is_plain_wrapper(optim_wrapper: Any) -> bool:
     return _kind(optim_wrapper.get("type", "OptimWrapper")) in ("OptimWrapper", "AmpOptimWrapper")
 
 
-def _own_words(speed: Any, place: str) -> FrontEnd:
+def _speed_keys(speed: Any, path: str) -> FrontEnd:
     if speed is None:
         return {}
     if speed == "auto":
         return {"auto": True}
     if not isinstance(speed, Mapping):
-        raise ConfigError(f"must be 'auto' or a dict of options, not {speed!r}", place)
+        raise ConfigError(f"must be 'auto' or a dict of options, not {speed!r}", path)
     return speed
 
 
 def _kind(kind: Any) -> str:
-    """Return the name of a class that a configuration's `type` gives, without its scope."""
+    """Return the class name in the `type` of a configuration, without its scope."""
     return (kind if isinstance(kind, str) else getattr(kind, "__name__", "")).rsplit(".", 1)[-1]
 
 
-def _wrapper_words(wrapper: Any, device: str) -> FrontEnd:
-    """Return what an optimizer wrapper, ready or not, says about precision, accumulation and clipping."""
+def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
+    """Return precision, accumulation and clipping of an optimizer wrapper or of its configuration."""
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         counts = wrapper.accumulative_counts
-        # Not its property `dtype`, which would keep the device that the parameters are on before they are moved.
+        # Do not read the property `dtype`: it caches the device of the parameters, which are moved later.
         dtype = _short(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
         return {
             "dtype": dtype,
@@ -123,7 +123,7 @@ def _wrapper_words(wrapper: Any, device: str) -> FrontEnd:
 
 
 def _short(dtype: Any, device: str) -> str | None:
-    """Return `fp16` or `bf16`; None is what autocast takes on this kind of device when nobody names a dtype."""
+    """Return `fp16` or `bf16`; None stands for autocast's default dtype on this kind of device."""
     return _LOWER.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 
@@ -139,17 +139,17 @@ def _ema_hook(hooks: Any) -> UserHook | None:
 
 
 def _mixed_precision(params: FrontEnd) -> Any:
-    given = params.get("mixed_precision")
-    if isinstance(given, bool):
-        return _short(None, params["device"]) if given else "fp32"
-    return given
+    value = params.get("mixed_precision")
+    if isinstance(value, bool):
+        return _short(None, params["device"]) if value else "fp32"
+    return value
 
 
 def _torch_compile(params: FrontEnd) -> Any:
     if not params.get("torch_compile"):
         if params.get("torch_compile_loss"):
             raise ConfigError(
-                "the loss is compiled as a part of the step: give torch_compile instead",
+                "the loss is compiled as part of the step; set torch_compile instead",
                 "training_params.torch_compile_loss",
             )
         return params.get("torch_compile")
@@ -159,7 +159,7 @@ def _torch_compile(params: FrontEnd) -> Any:
     mode = params.get("torch_compile_mode")
     if mode is not None and options.setdefault("mode", mode) != mode:
         raise ConfigError(
-            f"is '{mode}', but torch_compile_options.mode is '{options['mode']}': give one of them",
+            f"is '{mode}', but torch_compile_options.mode is '{options['mode']}'; remove one of them",
             "training_params.torch_compile_mode",
         )
     return options or True
@@ -168,25 +168,25 @@ def _torch_compile(params: FrontEnd) -> Any:
 def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
-    given = dict(params.get("ema_params") or {})
-    if "exp_activation" in given:  # its older word for the type
-        exponential = given.pop("exp_activation")
-        given.setdefault("decay_type", "exp" if exponential else "constant")
-    if "decay_type" in given:
-        given["type"] = given.pop("decay_type")
-        if given["type"] != "exp":
-            given.pop("beta", None)  # its defaults add one to every type
-    return given or True
+    ema = dict(params.get("ema_params") or {})
+    if "exp_activation" in ema:  # older key of SuperGradients for the type
+        exponential = ema.pop("exp_activation")
+        ema.setdefault("decay_type", "exp" if exponential else "constant")
+    if "decay_type" in ema:
+        ema["type"] = ema.pop("decay_type")
+        if ema["type"] != "exp":
+            ema.pop("beta", None)  # SuperGradients' defaults set beta for every type
+    return ema or True
 
 
 def _multi_gpu(params: FrontEnd) -> str | None:
-    given = params.get("multi_gpu")
-    word = str(given).rsplit(".", 1)[-1].upper()
-    if given is None or word in ("OFF", "AUTO", "FALSE"):
+    value = params.get("multi_gpu")
+    name = str(value).rsplit(".", 1)[-1].upper()
+    if value is None or name in ("OFF", "AUTO", "FALSE"):
         return None
-    if word in ("DDP", "DISTRIBUTED_DATA_PARALLEL"):
+    if name in ("DDP", "DISTRIBUTED_DATA_PARALLEL"):
         return "ddp"
-    raise ConfigError(f"must be 'DDP' or 'Off', not {given!r}", "training_params.multi_gpu")
+    raise ConfigError(f"must be 'DDP' or 'Off', not {value!r}", "training_params.multi_gpu")
 
 
 def _clip_grad_norm(params: FrontEnd) -> Any:

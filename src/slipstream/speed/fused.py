@@ -1,4 +1,4 @@
-"""Option: the optimizer's fused kernels, which move many weights with one launch."""
+"""Speed option: fused optimizer kernels, which update many weights with one launch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["fuse", "read_fused"]
 
 
 def read_fused(value: Any) -> bool | None:
-    """Read `fused`: True (or an error), None (where it can be), or False (as the optimizer was built).
+    """Read `fused`: True (required), None (if supported), or False (do not change the optimizer).
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value is of another type.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -24,24 +24,24 @@ def read_fused(value: Any) -> bool | None:
 
 
 def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
-    """Let `optimizer` run fused kernels; return whether it does.
+    """Switch `optimizer` to fused kernels; return whether it uses them.
 
-    Without them torch takes its foreach kernels on accelerators and a loop over the weights on the CPU.
+    By default, torch uses foreach kernels on accelerators and a loop over the weights on the CPU.
 
     Args:
-        optimizer: a ready one, stepped or not.
-        wanted: None takes fused kernels where torch has them for the class, the devices and the dtypes,
-            unless the optimizer was built with `fused=` or `foreach=`; False leaves it as it was built.
+        optimizer: the optimizer; it may have made steps already.
+        wanted: None selects fused kernels if torch has them for the class, the devices and the dtypes, unless the
+            optimizer was built with `fused=` or `foreach=`; False does not change the optimizer.
 
     Raises:
-        ConfigError: `wanted` is True, and it cannot be.
+        ConfigError: `wanted` is True, and fused kernels are not supported.
     """
     if wanted is None and not kernels_chosen(optimizer) and why_not_fused(optimizer) is None:
         use_fused(optimizer)
     if wanted:
         if any(group.get("foreach") for group in optimizer.param_groups):
-            raise ConfigError("the optimizer has foreach=True: take one of the two", "fused")
+            raise ConfigError("the optimizer has foreach=True; use only one of fused and foreach", "fused")
         if reason := why_not_fused(optimizer):
-            raise ConfigError(f"{reason}; leave fused out, and the fastest there is will be taken", "fused")
+            raise ConfigError(f"{reason}; remove fused to use torch's default kernels", "fused")
         use_fused(optimizer)
     return all(group.get("fused") is True for group in optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Speed option: subtract from the gradient of each weight its mean (gradient centralization).
+"""Speed option: subtract the mean from the gradient of each weight (gradient centralization).
 
 Yong et al. 2020 (arXiv 2004.01461).
 """
@@ -24,10 +24,10 @@ _KEY = "gradient_centralization"
 
 @dataclass(frozen=True)
 class GradientCentralizationOptions:
-    """`gradient_centralization=dict(...)`; True gives the defaults."""
+    """`gradient_centralization=dict(...)`; True selects the defaults."""
 
     conv_only: bool = False
-    """Centralize only the weights of convolutions (three or more dimensions), not those of linear layers."""
+    """Whether to centralize only the weights of convolutions (three or more dimensions), not of linear layers."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part of the step that centralizes gradients."""
@@ -38,7 +38,7 @@ def read_gradient_centralization(value: Any) -> GradientCentralizationOptions | 
     """Read `gradient_centralization`: True, False, None or a dict.
 
     Raises:
-        ConfigError: anything else, or an unknown option.
+        ConfigError: the value is of another type, or an option is unknown.
     """
     if value is None or value is False:
         return None
@@ -46,13 +46,13 @@ def read_gradient_centralization(value: Any) -> GradientCentralizationOptions | 
 
 
 class CentralizeGradients(StepPart):
-    """Subtract from the gradient of each weight its mean over all dimensions but the first, before the update."""
+    """Before the update, subtract from the gradient of each weight its mean over all dimensions except the first."""
 
     def __init__(self, conv_only: bool = False) -> None:
-        self.least_dims = 3 if conv_only else 2
+        self.min_ndim = 3 if conv_only else 2
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
-        """Centralize in place; gradients with one dimension (biases, normalization) are left as they are."""
+        """Centralize in place; gradients with one dimension (biases, normalization) are not changed."""
         for grad in grads:
-            if grad.ndim >= self.least_dims:
+            if grad.ndim >= self.min_ndim:
                 grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))

@@ -1,4 +1,4 @@
-"""Inductor's options for the step as one graph, by device."""
+"""Inductor's options for a step that is one graph, for each kind of device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["inductor_options"]
 def inductor_options(device_type: str) -> dict[str, Any]:
     """Return inductor's options for a step on this device, as `torch.compile(options=...)` takes them.
 
-    Measured on one core of an AMD EPYC with AVX2, torch 2.13, in CPU time, batches of 4x3x64x64, against a loop in
-    channels_last (benchmarks/one_graph.py). PP-LiteSeg-T: inductor's own choice 1.18, with model and batch in
-    channels_last 0.86, these options 0.66. With these options STDC1 0.68, RegSeg 0.74, SegFormer-B0 0.81,
-    DDRNet-23-slim 0.62.
+    CPU time relative to an eager loop in channels_last (benchmarks/one_graph.py), measured on one core of an AMD EPYC
+    with AVX2, torch 2.13, batches of 4x3x64x64: PP-LiteSeg-T 1.18 with inductor's default layouts, 0.86 with model and
+    batch in channels_last, 0.66 with these options. Other networks with these options: STDC1 0.68, RegSeg 0.74,
+    SegFormer-B0 0.81, DDRNet-23-slim 0.62.
     """
     if device_type != "cpu":
         return {}
     return {
-        # Inductor's own layouts apply to the forward pass alone: it computes convolutions in channels_last, but gives
-        # `convolution_backward` its operands with their eager strides, and stores and transposes what both need.
-        # The pass assigns strides instead, and inductor follows strides if this option is off.
+        # Inductor's layout optimization covers only the forward pass: it computes convolutions in channels_last, but
+        # passes operands with eager strides to `convolution_backward`, which requires extra copies and transposes.
+        # LayOutConvolutions assigns strides instead, and inductor follows them if this option is off.
         "layout_optimization": False,
         "post_grad_custom_pre_pass": LayOutConvolutions(),
     }

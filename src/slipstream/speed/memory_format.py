@@ -1,4 +1,4 @@
-"""Option: `channels_last` keeps the channels of a pixel adjacent in memory, which fast convolutions prefer."""
+"""Speed option: `channels_last` memory format for the weights of convolutions and for images."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ T = TypeVar("T")
 
 
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
-    """Lay out, in place, the weights of convolutions so, and every batch that enters `model`.
+    """Convert the weights of convolutions in place, and add a hook that converts each batch before forward.
 
-    The parameters stay the same objects, and what is loaded into them takes their layout. Batches are laid out by a
-    hook before forward, in training and validation; a batch that arrives so is not copied.
+    The parameters stay the same objects, and loading a state dict keeps their format. The hook runs in training and
+    validation; it does not copy batches that already have the format.
 
     Args:
-        model: not wrapped yet: DDP makes its buckets in the layout of the weights.
-        weights: False for a model that `fully_shard` is to shard or has sharded: it wants weights as they come. The
-            batches alone make its convolutions work so.
+        model: not wrapped yet, since DDP creates its buckets in the memory format of the weights.
+        weights: False for a model that is used with `fully_shard`, which requires contiguous weights; channels_last
+            batches are enough for its convolutions to use this format.
     """
     for module in model.modules() if weights else ():
         weight = module._parameters.get("weight")
         if isinstance(module, _ConvNd) and weight is not None and not is_lazy(weight):
-            weight.data = _laid_out(weight.data)
-    if _lay_out_batch not in model._forward_pre_hooks.values():
-        model.register_forward_pre_hook(_lay_out_batch, with_kwargs=True)
+            weight.data = _converted(weight.data)
+    if _convert_batch not in model._forward_pre_hooks.values():
+        model.register_forward_pre_hook(_convert_batch, with_kwargs=True)
 
 
 def as_channels_last(batch: T) -> T:
-    """Return nested dicts, lists and tuples with their images so: float and uint8 tensors of 4 or 5 dimensions.
+    """Return nested dicts, lists and tuples with their images (4-d or 5-d float or uint8 tensors) in channels_last.
 
-    Those that are so already are returned as they are, and anything else, too.
+    Images that already have this format, and all other values, are returned unchanged.
     """
-    laid_out: T = tree_map_only(Tensor, _laid_out, batch)
-    return laid_out
+    converted: T = tree_map_only(Tensor, _converted, batch)
+    return converted
 
 
-def _laid_out(tensor: Tensor) -> Tensor:
+def _converted(tensor: Tensor) -> Tensor:
     if tensor.dtype not in _PIXELS or tensor.ndim not in _FORMATS:
         return tensor
     return tensor.contiguous(memory_format=_FORMATS[tensor.ndim])
 
 
-def _lay_out_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _convert_batch(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return as_channels_last((args, kwargs))

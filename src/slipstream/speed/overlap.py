@@ -1,4 +1,4 @@
-"""A pass over inductor's graph, so that gradients travel while backward still runs."""
+"""A pass over inductor's graph that overlaps the all-reduce of gradients with backward."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ __all__ = ["OVERLAP", "SendEarly", "send_early"]
 
 
 class SendEarly(CustomGraphPass):
-    """`send_early`, with a name by which compiled code can be kept."""
+    """`send_early` as a pass with a uuid, which inductor needs to cache compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder the graph."""
         send_early(graph)
 
     def uuid(self) -> Any:
-        """Return what tells this version of the pass from others."""
+        """Return an identifier of this version of the pass."""
         return "slipstream.send_early.1"
 
 
 def send_early(graph: fx.Graph) -> None:
-    """Start every all-reduce where its bucket is full, and wait for it where its result is needed.
+    """Move each all-reduce to the point where its bucket is full, and each wait to the first use of its result.
 
-    Traced as they are written, all of them would come after the whole backward. The order stays the same on
-    all ranks, as they compile the same graph.
+    Without this pass, all of them come after the whole backward. The order is the same on all ranks because they
+    compile the same graph.
     """
     nodes = list(graph.nodes)
     aten, comm = torch.ops.aten, torch.ops._c10d_functional
@@ -36,18 +36,19 @@ def send_early(graph: fx.Graph) -> None:
         aten.mul.Tensor, torch.ops.prims.convert_element_type.default,
     }  # fmt: skip
     early = {node for node in nodes if node.target is comm.all_reduce.default}
-    for node in reversed(nodes):  # what only packs a bucket moves with it
+    for node in reversed(nodes):  # operators that only pack a bucket move with it
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
-    place = {node: (i, 0) for i, node in enumerate(nodes)}
-    behind: dict[int, tuple[fx.Node, int]] = {}  # what was moved behind a node last, and how many were
+    order = {node: (i, 0) for i, node in enumerate(nodes)}
+    # By index of a node: the node that was last moved behind it, and the number of nodes that were moved there.
+    behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:
-            last = max(node.all_input_nodes, key=place.__getitem__)
-            rank = place[last][0]
-            anchor, count = behind.get(rank, (nodes[rank], 0))
+            last = max(node.all_input_nodes, key=order.__getitem__)
+            index = order[last][0]
+            anchor, count = behind.get(index, (nodes[index], 0))
             anchor.append(node)
-            behind[rank], place[node] = (node, count + 1), (rank, count + 1)
+            behind[index], order[node] = (node, count + 1), (index, count + 1)
     position = {node: i for i, node in enumerate(graph.nodes)}
     for node in nodes:
         if node.target is comm.wait_tensor.default and node.users:
@@ -55,9 +56,9 @@ def send_early(graph: fx.Graph) -> None:
 
 
 OVERLAP = {
-    # Both would put the gradients of weights, and with them the buckets, at the end of the step.
+    # Both options would move the gradients of weights, and so the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),
 }
-"""Inductor's options for a step that sums gradients over processes."""
+"""Inductor's options for a step that averages gradients over processes."""

@@ -1,4 +1,4 @@
-"""Option: several processes train one model together, with whole copies (DDP) or shares of it (FSDP2, HSDP)."""
+"""Speed option: distributed training with replicas (DDP) or shards (FSDP2, HSDP) of the model."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _SHARDED = "MMFullyShardedDataParallel"
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """What wraps the model when there are several processes."""
+    """The wrapper of the model if there are several processes."""
 
     kind: str
-    """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper of the user's own."""
+    """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""
     wrapper: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The same in the words of MMEngine's `model_wrapper_cfg`; without `type` it is DDP."""
+    """The wrapper's configuration as in MMEngine's `model_wrapper_cfg`; without `type` it is DDP."""
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a part of every weight."""
+        """Whether each process holds a shard of every weight."""
         return self.kind in ("fsdp2", "hsdp")
 
 
@@ -35,7 +35,7 @@ def read_parallel(value: Any) -> ParallelOptions | None:
     """Read `parallel`: one of 'ddp', 'fsdp2', 'hsdp', or `dict(type=..., ...)` with that wrapper's options.
 
     Raises:
-        ConfigError: anything else, or an unknown option of a sharded model.
+        ConfigError: the value is of another type, or an option of a sharded model is unknown.
     """
     if value is None or isinstance(value, ParallelOptions):
         return value
@@ -49,7 +49,7 @@ def read_parallel(value: Any) -> ParallelOptions | None:
         return ParallelOptions("ddp", rest)
     if kind == "hsdp":
         rest = {"shard_size": "machine", **rest}
-    options(FullyShardedOptions, rest, "parallel")  # a mistake is found on one process, too
+    options(FullyShardedOptions, rest, "parallel")  # also check the options in runs with a single process
     return ParallelOptions(kind, {"type": _SHARDED, **rest})
 
 

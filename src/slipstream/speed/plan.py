@@ -1,4 +1,4 @@
-"""Which options a run uses: read from three vocabularies into one typed plan."""
+"""`SpeedPlan`: the speed options of a run, read from three front ends."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CFG_OPTIONS = (
     "activation_checkpointing",
     "training_params",
 )
-"""The keys that a Runner reads from its `cfg` alone."""
+"""The keys of options that a Runner reads only from its `cfg`."""
 
 PARAMS_OPTIONS = (
     "speed",
@@ -61,15 +61,15 @@ PARAMS_OPTIONS = (
     "batch_accumulate",
     "clip_grad_norm",
 )
-"""The keys of SuperGradients' `training_params` that say something about options."""
+"""The keys of SuperGradients' `training_params` that set options."""
 
 
 @dataclass(frozen=True)
 class _Option:
-    """How an option is read, and where else than in `speed=` it may stand."""
+    """How to read an option, and its config paths besides `speed=`."""
 
     read: Callable[[Any], Any]
-    places: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
 
 
 def _switch(name: str) -> Callable[[Any], bool]:
@@ -82,7 +82,7 @@ def _read_ema(value: Any) -> EmaOptions | UserHook | None:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The options of a run. An option is a line here, and a file that reads its options and applies them."""
+    """The speed options of a run: one field per option. A module of this package reads and applies each option."""
 
     precision: Annotated[
         PrecisionOptions | None,
@@ -131,11 +131,11 @@ class SpeedPlan:
     expandable_segments: Annotated[bool, _Option(_switch("expandable_segments"))] = False
     gc: Annotated[int | None, _Option(read_gc)] = None
     auto: bool = False
-    """Whether to switch on what `choose` knows to pay."""
+    """Whether to enable the options that `choose` returns."""
     sources: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Where each option that was set was set: `cfg.compile`, `speed.precision`, `auto: why`."""
+    """For each option that is set, its config path (`cfg.compile`, `speed.precision`) or `auto: <reason>`."""
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
-    """Why `auto` left an option off."""
+    """For each option that `auto` leaves off, the reason."""
 
     @classmethod
     def read(
@@ -149,16 +149,16 @@ class SpeedPlan:
         training_params: Mapping[str, Any] | None = None,
         device: str = "cpu",
     ) -> SpeedPlan:
-        """Read what all front ends say; `complete` then adds what depends on the machine and the model.
+        """Read the options from all front ends; call `complete` to add those that depend on machine and model.
 
         Args:
-            speed: `'auto'`, or a dict of the fields above, of which `auto=True` is one.
-            cfg, optim_wrapper, custom_hooks, env_cfg: those of a Runner, in MMEngine's words.
-            training_params: in SuperGradients' words.
-            device: kind of device; it settles what a lower precision without a name is.
+            speed: `'auto'`, or a dict of the fields above, including `auto=True`.
+            cfg, optim_wrapper, custom_hooks, env_cfg: the arguments of a Runner, with MMEngine's keys.
+            training_params: with SuperGradients' keys.
+            device: kind of device; selects the dtype of mixed precision where none is given.
 
         Raises:
-            ConfigError: an option is unknown, has a wrong value, or two front ends say different things.
+            ConfigError: an option is unknown, has an invalid value, or is set to two different values.
         """
         front_ends = read_front_ends(
             speed,
@@ -169,24 +169,24 @@ class SpeedPlan:
             {} if training_params is None else training_params,
             device,
         )
-        asked = {_asks_for_auto(front_ends[place], place) for place in ("speed", "training_params.speed")}
+        autos = [_reads_auto(front_ends[path], path) for path in ("speed", "training_params.speed")]
         first: dict[str, Setting] = {}
         values: dict[str, Any] = {}
-        for setting in settings(_PLACES, front_ends):
+        for setting in settings(_CONFIG_PATHS, front_ends):
             value, earlier = _read(setting), first.setdefault(setting.option, setting)
             if values.setdefault(setting.option, value) != value:
                 raise ConfigError(
-                    f"{setting.value!r} contradicts {_shown(earlier.place)}={earlier.value!r}: give it in one place",
-                    _shown(setting.place),
+                    f"{setting.value!r} conflicts with {_shown(earlier.path)}={earlier.value!r}; remove one of them",
+                    _shown(setting.path),
                 )
-        sources = {option: setting.place for option, setting in first.items()}
-        return cls(**values, auto=True in asked, sources=sources)
+        sources = {option: setting.path for option, setting in first.items()}
+        return cls(**values, auto=any(autos), sources=sources)
 
     def complete(self, capabilities: Capabilities) -> SpeedPlan:
-        """Return the plan with what `auto` chooses where nobody has said anything.
+        """Return the plan with the choices of `auto` for options that are not set.
 
         Raises:
-            ConfigError: the plan cannot work (`slipstream.speed.refused`).
+            ConfigError: the plan is invalid (`slipstream.speed.refused`).
         """
         values: dict[str, Any] = {}
         sources, notes = dict(self.sources), {}
@@ -207,31 +207,31 @@ class SpeedPlan:
         """Return the names of all options."""
         return list(_OPTIONS)
 
-    def place(self, option: str) -> str:
-        """Return where the option was set, as an error names it."""
+    def config_path(self, option: str) -> str:
+        """Return the config path of an option for an error message."""
         return _shown(self.sources.get(option, option))
 
 
-def _asks_for_auto(words: Mapping[str, Any], place: str) -> bool:
-    """Check the names of the options in our own words, and return what they say about `auto`."""
+def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
+    """Check the names of the options in `speed`, and return its `auto`."""
     known = [*_OPTIONS, "auto"]
-    for word in words:
-        if word not in known:
-            raise UnknownNameError(f"no such option{did_you_mean(str(word), known)}", f"{place}.{word}")
-    return read_switch(words.get("auto"), f"{place}.auto")
+    for key in speed:
+        if key not in known:
+            raise UnknownNameError(f"no such option{did_you_mean(str(key), known)}", f"{path}.{key}")
+    return read_switch(speed.get("auto"), f"{path}.auto")
 
 
-def _shown(place: str) -> str:
-    """Return a place as it is written: what a Runner finds in `cfg` stands at the top of a configuration."""
-    return place.removeprefix("cfg.")
+def _shown(path: str) -> str:
+    """Return a config path as the user writes it: keys of `cfg` are at the top level of a configuration."""
+    return path.removeprefix("cfg.")
 
 
 def _read(setting: Setting) -> Any:
-    """Return the typed value of a setting; an error in it names the place where it was written."""
+    """Return the typed value of a setting; an error names its config path."""
     try:
         return _OPTIONS[setting.option].read(setting.value)
     except ConfigError as error:
-        error.path = _shown(setting.place) + error.path.removeprefix(setting.option)
+        error.path = _shown(setting.path) + error.path.removeprefix(setting.option)
         raise
 
 
@@ -240,7 +240,7 @@ _OPTIONS: Mapping[str, _Option] = {
     for name, hint in get_type_hints(SpeedPlan, include_extras=True).items()
     if hasattr(hint, "__metadata__")
 }
-_PLACES: Mapping[str, list[str]] = {
-    name: [f"speed.{name}", *option.places, f"training_params.speed.{name}"]
+_CONFIG_PATHS: Mapping[str, list[str]] = {
+    name: [f"speed.{name}", *option.paths, f"training_params.speed.{name}"]
     for name, option in _OPTIONS.items()
 }

@@ -1,4 +1,4 @@
-"""Option: in which precision a step computes."""
+"""Speed option: the floating-point precision of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["Precision", "PrecisionOptions", "convert_to_fp8", "read_precision", "tf32"]
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
-_WORDS: dict[str, Precision] = {
+_NAMES: dict[str, Precision] = {
     "fp32": "fp32",
     "float32": "fp32",
     "tf32": "tf32",
@@ -28,7 +28,7 @@ _WORDS: dict[str, Precision] = {
     "float8": "fp8",
 }
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-_FP8_TILE = 16  # what a float8 product's sizes must be multiples of
+_FP8_TILE = 16  # float8 matrix products require sizes that are multiples of this
 
 
 @dataclass(frozen=True)
@@ -36,36 +36,36 @@ class PrecisionOptions:
     """`precision='bf16'`."""
 
     name: Precision
-    """`fp32` (torch's own switches stay as they are), `tf32`, `bf16`, `fp16` or `fp8`."""
+    """`fp32` (torch's settings do not change), `tf32`, `bf16`, `fp16` or `fp8`."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast, or None for none; beside its float8 products an `fp8` step computes in bfloat16."""
+        """The dtype of autocast, or None without autocast; `fp8` uses bfloat16 outside of float8 matrix products."""
         return _AUTOCAST.get(self.name)
 
 
 def read_precision(value: Any) -> PrecisionOptions | None:
-    """Read `precision` as a configuration has it; None leaves everything as it is.
+    """Read `precision`; None changes nothing.
 
     Raises:
-        ConfigError: anything but the five words and torch's names for them (`bfloat16`, ...).
+        ConfigError: the value is neither one of the five names nor a name of torch (`bfloat16`, ...).
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value
-    if not isinstance(value, str) or value not in _WORDS:
-        hint = did_you_mean(value, _WORDS) if isinstance(value, str) else ""
+    if not isinstance(value, str) or value not in _NAMES:
+        hint = did_you_mean(value, _NAMES) if isinstance(value, str) else ""
         raise ConfigError(
-            f"must be one of {list(dict.fromkeys(_WORDS.values()))}, not {value!r}{hint}", "precision"
+            f"must be one of {list(dict.fromkeys(_NAMES.values()))}, not {value!r}{hint}", "precision"
         )
-    return PrecisionOptions(_WORDS[value])
+    return PrecisionOptions(_NAMES[value])
 
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Let an NVIDIA GPU multiply float32 matrices, and convolve, with 10 bits of mantissa, as long as it lasts.
+    """Enable TF32 (10 bits of mantissa) for float32 matrix products and convolutions inside the context.
 
-    Elsewhere nothing changes. Meanwhile torch refuses to be asked for the same things by their old names
-    (`allow_tf32`, `get_float32_matmul_precision`).
+    It has no effect on devices other than NVIDIA GPUs. Inside the context, torch raises an error if the older settings
+    (`allow_tf32`, `get_float32_matmul_precision`) are read.
     """
     cudnn: Any = torch.backends.cudnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
@@ -80,42 +80,42 @@ def tf32() -> Iterator[None]:
 
 
 def convert_to_fp8(model: nn.Module) -> int:
-    """Let the model's linear layers multiply in float8 (torchao), in place; return how many do.
+    """Convert the model's linear layers to float8 training (torchao), in place; return the number of converted layers.
 
-    Layers whose sizes are no multiples of 16 stay as they are. Parameters stay the same tensors under the same
-    names, and one scale for each tensor is found anew in each step, so that a checkpoint holds nothing else.
+    Layers whose sizes are not multiples of 16 are skipped. Parameters and their names do not change. The scales (one
+    per tensor) are computed in each step, so checkpoints have no additional entries.
 
     Raises:
-        ConfigError: the GPU cannot (it takes compute capability 8.9: Ada, Hopper or newer), torchao is not
-            installed, or no layer is fit for it.
+        ConfigError: the GPU does not support float8 (compute capability below 8.9), torchao is not installed, or no
+            layer can be converted.
     """
     _check_fp8_hardware()
     if find_spec("torchao") is None:
-        raise ConfigError("'fp8' needs torchao: pip install 'slipstream[fp8]'", "precision")
-    fit = {name for name, module in model.named_modules() if name and _fits_fp8(module)}
-    if not fit:
+        raise ConfigError("'fp8' requires torchao; run: pip install 'slipstream[fp8]'", "precision")
+    names = {name for name, module in model.named_modules() if name and _fits_fp8(module)}
+    if not names:
         raise ConfigError(
-            f"'fp8' would change nothing: {type(model).__name__} has no nn.Linear whose sizes are multiples of "
-            f"{_FP8_TILE}; take 'bf16'",
+            f"'fp8' has no effect: {type(model).__name__} has no nn.Linear whose sizes are multiples of {_FP8_TILE}; "
+            "use 'bf16'",
             "precision",
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # Of the weights' gradient the inner size is that of the batch, which may be anything.
+    # The inner size of the product for the weights' gradient is the batch size, which can be any number.
     config = Float8LinearConfig(pad_inner_dim=True)
-    convert_to_float8_training(model, module_filter_fn=lambda module, name: name in fit, config=config)
-    return len(fit)
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=config)
+    return len(names)
 
 
 def _check_fp8_hardware() -> None:
-    remedy = "take 'bf16'"
+    remedy = "use 'bf16'"
     if not torch.cuda.is_available() or torch.version.hip is not None:
-        raise ConfigError(f"'fp8' needs an NVIDIA GPU, and there is none here: {remedy}", "precision")
+        raise ConfigError(f"'fp8' requires an NVIDIA GPU, but none was found; {remedy}", "precision")
     capability = torch.cuda.get_device_capability()
     if capability < (8, 9):
         raise ConfigError(
-            f"'fp8' needs a GPU of compute capability 8.9 or higher (Ada, Hopper), and "
-            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}: {remedy}",
+            f"'fp8' requires a GPU of compute capability 8.9 or higher (Ada, Hopper), but "
+            f"{torch.cuda.get_device_name()} has {capability[0]}.{capability[1]}; {remedy}",
             "precision",
         )
 

@@ -1,4 +1,4 @@
-"""Options: switches of the whole process, put back when a run ends."""
+"""Speed options that are process-wide settings, restored when a run ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_switch(value: Any, name: str) -> bool:
     """Read a switch (`cudnn_benchmark`, `expandable_segments`): True, False or None.
 
     Raises:
-        ConfigError: anything else; `name` is its place.
+        ConfigError: the value is of another type; `name` is its config path.
     """
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -27,23 +27,23 @@ def read_switch(value: Any, name: str) -> bool:
 
 
 def read_gc(value: Any) -> int | None:
-    """Read `gc`: the steps between two collections; None and False leave Python's own rhythm.
+    """Read `gc`: the number of steps between two garbage collections; None and False keep Python's automatic ones.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value is not a positive integer.
     """
     if value is None or value is False:
         return None
     if type(value) is not int or value < 1:
         raise ConfigError(
-            f"must be the number of steps between two collections (such as 1000), not {value!r}", "gc"
+            f"must be the number of steps between two garbage collections (such as 1000), not {value!r}", "gc"
         )
     return value
 
 
 @contextmanager
 def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Have the options `cudnn_benchmark` and `expandable_segments` on, as given, for as long as the context lasts."""
+    """Enable the options `cudnn_benchmark` and `expandable_segments` inside the context if the arguments are true."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())
@@ -54,7 +54,7 @@ def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], No
 
 @contextmanager
 def cudnn_benchmark() -> Iterator[None]:
-    """Let cuDNN time its algorithms for each new shape, unless only deterministic algorithms may run."""
+    """Enable cuDNN's benchmark mode inside the context, except with deterministic algorithms."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
@@ -65,18 +65,18 @@ def cudnn_benchmark() -> Iterator[None]:
 
 @contextmanager
 def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
-    """Let the device's memory grow in segments that can be extended, which leaves less of it in unusable pieces.
+    """Enable the allocator's expandable segments inside the context, which reduces memory fragmentation.
 
-    It concerns what the device allocates from now on; `warn` hears of memory that is reserved already. What
-    PYTORCH_ALLOC_CONF says besides stays in force, and its own word on this comes back at the end.
+    Only new allocations are affected; `warn` is called if memory is already reserved. The other settings of
+    PYTORCH_ALLOC_CONF do not change. The previous setting is restored at the end.
     """
     before = torch._C._accelerator_getAllocatorSettings()
-    # The settings are always set as a whole: some of those left out would go back to torch's defaults.
+    # Pass all settings: torch resets some of those that are missing to their defaults.
     torch._C._accelerator_setAllocatorSettings(_with(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
         warn(
-            f"expandable_segments: {reserved / 2**20:.0f} MiB were reserved before, and stay as they are. To have all "
-            "of it in such segments, start with PYTORCH_ALLOC_CONF=expandable_segments:True"
+            f"expandable_segments does not affect the {reserved / 2**20:.0f} MiB that are already reserved. To use it "
+            "for all memory, start the process with PYTORCH_ALLOC_CONF=expandable_segments:True"
         )
     try:
         yield
@@ -85,8 +85,8 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
         torch._C._accelerator_setAllocatorSettings(after)
 
 
-def _with(settings: str, one: str) -> str:
-    return f"{settings},{one}" if settings else one  # of two words on one thing the later counts
+def _with(settings: str, setting: str) -> str:
+    return f"{settings},{setting}" if settings else setting  # the last value of a setting wins
 
 
 def _reserved_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Which plans cannot work, and what a machine cannot do: all of it, in two tables."""
+"""Checks of a plan: combinations of options that raise an error, and options that have no effect on a machine."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["IDLE", "REFUSED", "Refusal", "check", "idle"]
 
 @dataclass(frozen=True)
 class Refusal:
-    """A plan that cannot work."""
+    """An invalid plan."""
 
     option: str
-    """The option whose place the error names."""
+    """The option whose config path the error names."""
     when: Callable[[SpeedPlan, Capabilities], bool]
     message: str
-    """What is wrong, and the remedy."""
+    """What is wrong, and how to fix it."""
 
 
 def _named(plan: SpeedPlan, precision: str) -> bool:
@@ -38,22 +38,22 @@ REFUSED = (
     Refusal(
         "precision",
         lambda plan, capabilities: _named(plan, "fp8") and capabilities.capability < (8, 9),
-        "'fp8' needs an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper): take 'bf16'",
+        "'fp8' requires an NVIDIA GPU of compute capability 8.9 or higher (Ada, Hopper); use 'bf16'",
     ),
     Refusal(
         "precision",
         lambda plan, capabilities: _named(plan, "fp8") and not capabilities.torchao,
-        "'fp8' needs torchao: pip install 'slipstream[fp8]'",
+        "'fp8' requires torchao; run: pip install 'slipstream[fp8]'",
     ),
     Refusal(
         "cuda_graph",
         lambda plan, capabilities: plan.cuda_graph and capabilities.device != "cuda",
-        "replays the step on an NVIDIA or AMD GPU, and there is none here: leave it out",
+        "requires an NVIDIA or AMD GPU; none found. Remove this option",
     ),
     Refusal(
         "cuda_graph",
         lambda plan, capabilities: plan.cuda_graph and not _compiles_step(plan),
-        "replays the whole compiled step: add compile=dict(scope='step')",
+        "requires a step that is compiled as one graph; add compile=dict(scope='step')",
     ),
     Refusal(
         "compile",
@@ -63,7 +63,7 @@ REFUSED = (
             and plan.parallel is not None
             and plan.parallel.kind != "ddp"
         ),
-        "scope 'step' sums whole gradients itself, as DDP does: take scope='model', or parallel='ddp'",
+        "scope='step' does not support sharded models or custom wrappers; use scope='model' or parallel='ddp'",
     ),
     Refusal(
         "compile",
@@ -72,55 +72,55 @@ REFUSED = (
             and plan.compile.backend == "eager"
             and plan.activation_checkpointing is not None
         ),
-        "torch's backend 'eager' cannot run the backward of a checkpointed block: take 'aot_eager' or 'inductor'",
+        "backend 'eager' does not support activation_checkpointing; use 'aot_eager' or 'inductor'",
     ),
     Refusal(
         "find_unused_parameters",
         lambda plan, capabilities: (
             plan.find_unused_parameters and plan.parallel is not None and plan.parallel.sharded
         ),
-        "is DDP's; a sharded model needs no such search: leave it out",
+        "applies only to DDP; remove it or use parallel='ddp'",
     ),
 )
-"""Every plan that is refused when it is made."""
+"""The conditions under which `check` raises an error."""
 
 IDLE = (
     ("precision", lambda plan, capabilities: _named(plan, "tf32") and not capabilities.tf32,
-     "'tf32' needs an NVIDIA GPU of compute capability 8.0 or higher (Ampere); float32 is computed"),
+     "'tf32' requires an NVIDIA GPU of compute capability 8.0 or higher (Ampere); the step computes in float32"),
     ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.device != "cuda",
-     "there is no cuDNN on this device"),
+     "this device does not use cuDNN"),
     ("cudnn_benchmark", lambda plan, capabilities: plan.cudnn_benchmark and capabilities.deterministic,
-     "randomness.deterministic takes the same algorithm each time"),
+     "randomness.deterministic disables the benchmark"),
     ("expandable_segments", lambda plan, capabilities: plan.expandable_segments and capabilities.device != "cuda",
-     "it concerns the memory of a GPU"),
+     "this option only affects GPU memory"),
     ("prefetch", lambda plan, capabilities: bool(plan.prefetch) and capabilities.device == "cpu",
-     "batches are in the CPU's memory already"),
+     "batches are already in CPU memory"),
     ("activation_checkpointing", lambda plan, capabilities: (
         plan.activation_checkpointing is not None and plan.activation_checkpointing.offload
         and plan.compile is not None),
-     "offload: compiled code keeps the inputs of blocks on the device; they are recomputed all the same"),
+     "compiled code does not support offload; it keeps the inputs of blocks on the device and recomputes the rest"),
     ("sync_bn", lambda plan, capabilities: plan.sync_bn and capabilities.world_size == 1,
-     "one process has the whole batch"),
+     "a single process already normalizes over the whole batch"),
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
-     "there is one process: start several with --nproc or a launcher"),
+     "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Every option that has no effect on some machine: its name, when, and why. A plan may still hold it, so that one
-configuration serves a laptop and a cluster."""
+"""Options that have no effect under a condition: name, condition and reason. They raise no error, so the same
+configuration works on a laptop and on a cluster."""
 
 
 def check(plan: SpeedPlan, capabilities: Capabilities) -> None:
-    """Refuse a plan that cannot work.
+    """Check that a plan is valid.
 
     Raises:
-        ConfigError: the first line of `REFUSED` that applies, with the place that the option was set in.
+        ConfigError: an entry of `REFUSED` applies. The error names the config path of the option.
     """
     for refusal in REFUSED:
         if refusal.when(plan, capabilities):
-            raise ConfigError(refusal.message, plan.place(refusal.option))
+            raise ConfigError(refusal.message, plan.config_path(refusal.option))
 
 
 def idle(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str]]:
-    """Yield the options of a plan that have no effect here, and why."""
+    """Yield the name of each option that has no effect on this machine, and the reason."""
     for option, when, why in IDLE:
         if when(plan, capabilities):
             yield option, why

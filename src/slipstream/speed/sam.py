@@ -28,19 +28,19 @@ _TINY = 1e-12  # keeps a zero gradient from becoming NaN
 
 @dataclass(frozen=True)
 class SamOptions:
-    """`sam=dict(...)`; True gives the defaults."""
+    """`sam=dict(...)`; True selects the defaults."""
 
     rho: float = 0.05
-    """Norm of the perturbation of the weights. ASAM's paper takes about ten times as much as SAM's."""
+    """Norm of the perturbation of the weights. The ASAM paper uses values about ten times those of SAM."""
     adaptive: bool = False
-    """Scale the perturbation of each weight by its absolute value (ASAM)."""
+    """Whether to scale the perturbation of each weight by its absolute value (ASAM)."""
     eta: float = 0.01
-    """Of `adaptive`: added to the absolute values, so that zero weights are perturbed, too."""
+    """Added to the absolute values with `adaptive`; zero weights are then perturbed, too."""
 
     def __post_init__(self) -> None:
-        """Refuse a radius that is not positive, and a negative eta."""
+        """Check that rho is positive, and that eta is not negative."""
         if not self.rho > 0:
-            raise ConfigError(f"must be positive, not {self.rho}; remove sam to train without it", "rho")
+            raise ConfigError(f"must be positive, not {self.rho}; remove sam to disable it", "rho")
         if not self.eta >= 0:
             raise ConfigError(f"must not be negative, not {self.eta}", "eta")
 
@@ -53,7 +53,7 @@ def read_sam(value: Any) -> SamOptions | None:
     """Read `sam`: True, False, None or a dict.
 
     Raises:
-        ConfigError: anything else, an unknown option, or a wrong value.
+        ConfigError: the value is of another type, or an option is unknown or has an invalid value.
     """
     if value is None or value is False:
         return None
@@ -61,13 +61,13 @@ def read_sam(value: Any) -> SamOptions | None:
 
 
 class SharpnessAware(StepPart):
-    """Take the gradients at `w + rho * g / norm(g)` instead of those at the weights `w`.
+    """Compute the gradients at `w + rho * g / norm(g)` instead of at the weights `w`.
 
-    With `adaptive` they are taken at `w + rho * t² * g / norm(t * g)`, where `t = abs(w) + eta` for parameters with
-    `weight` in their own name and 1 for all others, as in the authors' code. A loss scale cancels in both.
+    With `adaptive`, they are computed at `w + rho * t² * g / norm(t * g)`, where `t = abs(w) + eta` for parameters with
+    `weight` in their last name component and 1 for all others, as in the authors' code. A loss scale cancels in both.
 
     Args:
-        model: the model, unwrapped; its buffers stay as the first pass leaves them.
+        model: the model, unwrapped; the second pass does not change its buffers.
         how: the options.
     """
 
@@ -85,7 +85,7 @@ class SharpnessAware(StepPart):
         compute: Callable[[], list[Tensor]],
         first: list[Tensor],
     ) -> list[Tensor]:
-        """Return the gradients at the perturbed weights; the weights and buffers are as before."""
+        """Return the gradients at the perturbed weights, and restore weights and buffers."""
         changed = [*(param.detach() for param in params), *self.model.buffers()]
         before = [tensor.clone() for tensor in changed]
         try:

@@ -1,4 +1,4 @@
-"""The words of options that are carried out elsewhere: SyncBN by the model, the others by the optimizer wrapper."""
+"""Read the options that other packages implement: `sync_bn` (model), `accumulate`, `clip_grad` (optimizer wrapper)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["read_accumulate", "read_clip_grad", "read_sync_bn"]
 
 
 def read_sync_bn(value: Any) -> bool:
-    """Read `sync_bn`: True or False, or `'torch'`, which is MMEngine's word for True.
+    """Read `sync_bn`: True, False, None, or MMEngine's `'torch'`, which is the same as True.
 
     Raises:
-        ConfigError: anything else.
+        ConfigError: the value is different.
     """
     if value in (None, False, True, "torch"):
         return bool(value)
@@ -23,10 +23,10 @@ def read_sync_bn(value: Any) -> bool:
 
 
 def read_accumulate(value: Any) -> int:
-    """Read `accumulate`: the number of batches whose gradients make one optimizer step.
+    """Read `accumulate`: the number of batches per optimizer step.
 
     Raises:
-        ConfigError: no integer, or below 1.
+        ConfigError: the value is not an integer, or is below 1.
     """
     if value is None:
         return 1
@@ -36,10 +36,10 @@ def read_accumulate(value: Any) -> int:
 
 
 def read_clip_grad(value: Any) -> GradClip | None:
-    """Read `clip_grad`: `dict(max_norm=...)` or `dict(type='value', clip_value=...)`; False and None are off.
+    """Read `clip_grad`: `dict(max_norm=...)` or `dict(type='value', clip_value=...)`; False and None disable it.
 
     Raises:
-        ConfigError: anything else; see `GradClip.from_dict`.
+        ConfigError: the value is of another type; see `GradClip.from_dict`.
     """
     if isinstance(value, GradClip):
         return value

@@ -1,4 +1,4 @@
-"""Which step trains a model: one graph, a compiled model in the eager step, or the eager step."""
+"""Build the training step: one graph, or the eager step with or without a compiled model."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ __all__ = ["Training", "build_step", "why_not_one_graph"]
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained, however it is done.
+    """The model, the optimizer and the functions that a step combines.
 
     Args:
-        model: the model, in a wrapper for several processes if there are several.
-        optim: moves its weights.
-        losses: `losses(module, inputs)` calls `module`, which is `model` or the bare model in it.
-        prepare: brings a batch to the device and to what `losses` wants.
-        reduce: turns losses into the one to minimise and the values to log.
+        model: the model, wrapped (for example in DDP) if there are several processes.
+        optim: updates the weights.
+        losses: `losses(module, inputs)` calls `module`, which is `model` or the unwrapped model, and returns losses.
+        prepare: moves a batch to the device and converts it to the inputs of `losses`.
+        reduce: turns the losses into the one to minimize and the values to log.
     """
 
     model: nn.Module
@@ -55,18 +55,18 @@ def build_step(
     training: Training,
     plan: SpeedPlan,
     warn: Callable[[str], None],
-    say: Callable[[str], None] = lambda _: None,
+    info: Callable[[str], None] = lambda _: None,
 ) -> Step:
-    """Return the step that the plan asks for; with no `scope` named, the widest that works.
+    """Return the step that the plan describes; without a `scope`, one graph if possible.
 
     Args:
-        training: what is trained.
-        plan: what is compiled, if anything, and whether it is replayed as a CUDA graph.
-        warn: is told, once, if the step cannot be what was asked for.
-        say: is told when the compiled step takes over from the eager one.
+        training: the model, the optimizer and the losses.
+        plan: selects what to compile, and whether to use a CUDA graph.
+        warn: called with a message if the step cannot be compiled as requested.
+        info: called with a message when the compiled step replaces the eager one.
 
     Raises:
-        ConfigError: scope 'step' was asked for by name, and this training cannot be one graph.
+        ConfigError: scope 'step' is set explicitly, and this training cannot be one graph.
     """
     model, optim, how = training.model, training.optim, plan.compile
 
@@ -80,10 +80,10 @@ def build_step(
     if how.scope in (None, "step"):
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _one_graph(training, core, how, warn, say, plan.cuda_graph)
+            return _one_graph(training, core, how, warn, info, plan.cuda_graph)
         if how.scope == "step":
-            raise ConfigError(f"the step cannot be one graph: {reason}. Take scope 'model'", "compile.scope")
-        warn(f"The step is not one graph, but the model is compiled: {reason}")
+            raise ConfigError(f"the step cannot be one graph: {reason}. Use scope='model'", "compile.scope")
+        warn(f"The step cannot be one graph: {reason}. Only the model is compiled")
     compile_model(core, how, warn)
     return eager
 
@@ -98,11 +98,11 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):
-        return f"{type(model).__name__} does its communication itself"
+        return f"{type(model).__name__} runs its own communication"
     if model.find_unused_parameters:
-        return "find_unused_parameters looks for them in each step"
+        return "find_unused_parameters searches the autograd graph in each step"
     if not isinstance(model.comm_hook, HalfPrecision | None):
-        return f"the communication hook {type(model.comm_hook).__name__} keeps a state of its own"
+        return f"the communication hook {type(model.comm_hook).__name__} is stateful"
     return None
 
 
@@ -111,7 +111,7 @@ def _one_graph(
     core: nn.Module,
     how: CompileOptions,
     warn: Callable[[str], None],
-    say: Callable[[str], None],
+    info: Callable[[str], None],
     cuda_graph: bool,
 ) -> GraphStep:
     optim = training.optim
@@ -125,10 +125,10 @@ def _one_graph(
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
             warn(
-                f"The step cannot be one graph ({explain_failure(error)}). The model alone is compiled instead: change "
-                "the line above, or set compile=dict(scope='model')"
+                f"The step cannot be one graph ({explain_failure(error)}). Only the model is compiled. Fix the line "
+                "named above, or set compile=dict(scope='model')"
             )
-            compile_model(core, how, warn, tells_limit=False)  # what varies has been reported
+            compile_model(core, how, warn, tells_limit=False)  # the warning above is enough
         return eager
 
     compile_model(core, how, warn)
@@ -152,20 +152,20 @@ def _one_graph(
         dynamic=False if replays and how.dynamic is None else how.dynamic,
         record=(lambda: RecordedCalls(CudaCapture(), warn)) if replays else None,
         background=BackgroundCompiler() if in_background else None,
-        say=say,
+        info=info,
     )
 
 
 def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
     if error.compiler:
         return (
-            f"The code that the backend {how.backend!r} made of the step computes other gradients or updates than "
-            f"torch's own operators ({error}): most likely a defect of the compiler. Training continues eagerly"
+            f"The step compiled by backend {how.backend!r} computes different gradients or updates than torch's eager "
+            f"operators ({error}). This is most likely a compiler bug. Training continues eagerly"
         )
     return (
-        f"The captured step lacks something that the eager step does ({error}). Likely causes are hooks, random "
-        "numbers that are not torch's, state outside of modules, and BatchNorm in a checkpoint, which is counted twice "
-        "when it is computed again. Training continues eagerly"
+        f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
+        "numbers that do not come from torch, state outside of modules, and BatchNorm in a checkpointed block, whose "
+        "recomputation updates the statistics twice. Training continues eagerly"
     )
 
 
@@ -177,7 +177,7 @@ def _sync(model: nn.Module) -> GradientSync | None:
 
 
 def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[Callable[..., Any], bool]:
-    """Return the compiler of a captured step, and whether its code is replayed as a CUDA graph."""
+    """Return the compiler of a captured step, and whether its code runs as a CUDA graph."""
     options = backend_options(how)
     if how.backend == "inductor":
         from slipstream.speed.inductor_options import inductor_options  # imports Dynamo, which takes seconds
@@ -187,7 +187,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
             from slipstream.speed.overlap import OVERLAP
 
             options = OVERLAP | options
-        # The whole step is replayed instead, with its optimizer state.
+        # One CUDA graph of the whole step replaces inductor's CUDA graphs.
         cuda_graph = bool(options.pop("triton.cudagraphs", False)) or cuda_graph
 
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
@@ -198,18 +198,18 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
             with folder_now(folder):
                 made = compile_fx(graph, inputs, config_patches=options)
-            # Torch keeps Dynamo out of the code by a wrapper; whoever calls the code here does so, too.
+            # Unwrap torch's wrapper that disables Dynamo: the callers here disable it themselves.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
-        given = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
-        run: Callable[..., Any] = chosen(graph, inputs, **given)
+        kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
+        run: Callable[..., Any] = chosen(graph, inputs, **kwargs)
         return run
 
     return compiled, cuda_graph and torch.cuda.is_available()
 
 
 class _OnlyEvaluation:
-    """A compiled model for validation, whose training is part of a larger graph."""
+    """A compiled model that is used for evaluation only, since the graph of the step contains its training."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled

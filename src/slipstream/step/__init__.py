@@ -1,4 +1,4 @@
-"""The heart: one training step."""
+"""The training step: eager, or compiled as one graph."""
 
 from slipstream.step.eager import EagerStep, Step, sum_losses
 

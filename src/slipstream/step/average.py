@@ -1,4 +1,4 @@
-"""Keep an average of the weights: the part of a step that decides when an update is due, and makes it."""
+"""`AveragePart`: the part of a step that updates an average of the weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["AveragePart"]
 
 
 class _Average(Protocol):
-    """What `slipstream.model.BaseAveragedModel` offers."""
+    """Interface of `slipstream.model.BaseAveragedModel`."""
 
     interval: int
     steps: int
@@ -23,28 +23,28 @@ class _Average(Protocol):
 
     @property
     def every_batch(self) -> bool:
-        """Whether a batch that does not end an accumulation window counts as an update."""
+        """Whether each batch counts as an update, not only the last one of an accumulation window."""
 
     def next_weight(self) -> float:
-        """Count an update and return the weight of the current parameters."""
+        """Count an update; return the EMA weight of the current parameters."""
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return averages and what is averaged, in the same order."""
+        """Return the averages and the averaged tensors of the model, in the same order."""
 
 
 class AveragePart(StepPart):
-    """Update an average of the weights after each batch for which one is due.
+    """Updates an average of the weights after each batch that counts as an update.
 
-    An average that counts every batch (`every_batch`, MMEngine's) is due after each; others at the end of each
-    accumulation window. The weight of the new parameters is a 0-dim tensor, so a decay that grows needs no new graph.
+    With `every_batch` (as in MMEngine), each batch counts; otherwise only the last one of an accumulation window. The
+    EMA weight of the new parameters is a tensor, so a change of the decay needs no new graph.
 
     Args:
         average: the average, a `BaseAveragedModel`.
-        model: the model that is averaged, unwrapped.
-        done: returns how many batches have been trained before the coming one.
+        model: the averaged model, unwrapped.
+        done: returns the number of batches trained so far.
         window: number of batches in an accumulation window.
-        total: number of batches of the whole training, None if unknown; the last one ends a smaller window.
-        begun: says for the number of a batch, from 1, whether averaging has begun.
+        total: number of batches of the whole training, None if unknown; the last window may be smaller.
+        begun: returns whether averaging has begun at a batch number (from 1).
     """
 
     def __init__(
@@ -60,21 +60,21 @@ class AveragePart(StepPart):
         self._done, self._window, self._total, self._begun = done, window, total, begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
-        # An average that is seldom due would otherwise be read and written in vain.
+        # With an interval, a graph would read and write the average at every step.
         elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = average.interval > 1 or elsewhere
         self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:
-        """Say whether batch number `batch`, from 1, counts as an update."""
+        """Return whether batch number `batch` (from 1) counts as an update."""
         if not self._begun(batch):
             return False
         return self.average.every_batch or batch % self._window == 0 or batch == self._total
 
     def before_batch(self) -> None:
-        """Count the coming batch if it is due, and let the step read the weight of its parameters."""
+        """Count the next batch, and set the EMA weight of its parameters; 0 if it does not count as an update."""
         batch = self._done() + 1
-        if self._counted == (batch, self.average.steps):  # the batch was counted, and then failed
+        if self._counted == (batch, self.average.steps):  # the step of the counted batch raised an exception
             self.average.steps -= 1
         due = self.is_due(batch)
         self._weight.set(self.average.next_weight() if due else 0.0)
@@ -82,7 +82,7 @@ class AveragePart(StepPart):
 
     @torch.no_grad()
     def after_batch(self) -> None:
-        """Move the average towards the parameters."""
+        """Update the average."""
         if torch.compiler.is_compiling():
             for average, current in zip(*self.average.pairs(self.model), strict=True):
                 average.lerp_(current.detach(), self._weight.read().to(average.dtype))

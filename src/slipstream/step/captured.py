@@ -1,4 +1,4 @@
-"""What a compiled step is made of, and whether it still fits; and which batches are worth compiling it for."""
+"""State that the graphs of a step share, checks that they are still valid, and the choice of batches to compile for."""
 
 from __future__ import annotations
 
@@ -30,29 +30,29 @@ _GLOBAL_HOOKS = (
 )
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
-_YOUNG = 2
-"""A graph that served no more batches than this was not worth its compilation."""
+_MIN_BATCHES = 2
+"""A graph that trains at most this many batches does not justify its compilation."""
 
 
 class CapturedStep:
-    """What the graphs of a step share, for as long as the same parameters are trained in the same groups.
+    """State that the graphs of a step share; valid while the trained parameters and their groups do not change.
 
     Args:
-        model: the bare model.
-        optim: holds the optimizer.
+        model: the model, unwrapped.
+        optim: the optimizer wrapper.
         params: the parameters that get a gradient.
-        updates_inside: whether the optimizer may step in the graph.
+        updates_inside: whether the graph may contain the optimizer's step.
     """
 
     run: Callable[..., Outputs]
     function: Callable[..., Outputs]
-    """The step, not compiled."""
+    """The uncompiled step."""
     direct: DirectCalls | None = None
-    """Calls the compiled code, where Dynamo need not."""
+    """Calls the compiled code without Dynamo, if possible."""
     recorded: RecordedCalls | None = None
     """Replays direct calls as CUDA graphs."""
-    said = False
-    """Whether it was reported that calls are not replayed."""
+    logged_no_replay = False
+    """Whether a message was logged that calls cannot be replayed."""
 
     def __init__(
         self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool
@@ -67,13 +67,13 @@ class CapturedStep:
         self.keeps_gradients = optim.accumulative_counts > 1 or self.update is None
         """Whether the graph reads and writes `p.grad`."""
         self.running: Any = None
-        """The compiled code that was called last."""
+        """The compiled code of the last call."""
         self.agreed: set[bool] = set()
-        """The kinds of batches (whether they end a window) of which all processes have verified a graph."""
+        """The kinds of batches (whether they end a window) whose graph all processes have verified."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """The kinds of batches (whether they end a window, their shapes) for which the background has compiled."""
+        """The kinds of batches (whether they end a window, their shapes) that were compiled in the background."""
         self.only_compiles = False
-        """Whether compiled code is called to see that it is there, and must not run."""
+        """Whether this process only compiles and must not run the compiled code."""
         self._hooked = is_hooked(optim.optimizer)
         self._optimizer_step = type(optim.optimizer).step
         self._owned = list(optim.parameters())
@@ -82,15 +82,15 @@ class CapturedStep:
         self._global_hooks = _global_hooks()
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
-        self._in_vain = 0
+        self._wasted = 0
 
-    def why_not(self) -> str | None:
-        """Return what has changed, so that the graph no longer fits, or None; called at each step."""
+    def find_change(self) -> str | None:
+        """Return the change that invalidates the graph, or None; called at each step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the parts of the step"
         now = list(optim.parameters())
-        if not (_are(optim.param_groups, self._groups) and _are(now, self._owned)):
+        if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
         # A graph is never made with hooks. Torch keeps and reuses the empty dict of a hook that was removed.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
@@ -107,7 +107,7 @@ class CapturedStep:
         return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
 
     def held(self) -> list[Tensor] | None:
-        """Return the gradients of the window so far, as the graph changes them in place; None if it keeps none."""
+        """Return the accumulated gradients, which the graph changes in place; None if the graph does not use them."""
         if not self.keeps_gradients:
             return None
         if self.optim.accumulative_counts == 1:
@@ -115,59 +115,59 @@ class CapturedStep:
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
     def count_batch(self, ends: bool) -> None:
-        """Count a batch that the graph of its kind trains."""
+        """Count a batch that a graph trains."""
         self._batches[ends] += 1
 
     def count_graph(self, ends: bool) -> None:
-        """Count a graph that is about to be made.
+        """Count a graph before its compilation.
 
         Raises:
-            UnstableGraphError: the graphs before it served too few batches each.
+            UnstableGraphError: previous graphs were used for too few batches each.
         """
-        if 0 < self._batches[ends] - 1 <= _YOUNG and self._graphs[ends]:
-            self._in_vain += 1
+        if 0 < self._batches[ends] - 1 <= _MIN_BATCHES and self._graphs[ends]:
+            self._wasted += 1
         self._graphs[ends] += 1
         self._batches[ends] = 1
-        if self._in_vain >= 3:
+        if self._wasted >= 3:
             raise UnstableGraphError(
-                "each step needs another graph: something that a graph holds fixed changes"
+                "each step needs a new graph, because a value that graphs treat as a constant changes"
             )
 
     @property
     def has_graphs(self) -> bool:
-        """Whether a graph was made."""
+        """Whether a graph was compiled."""
         return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:
         """Return names for the tensors of a step, by id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
-        own: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
+        params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         for param, values in self.optim.optimizer.state.items():
             for kind, value in values.items():
-                names[id(value)] = f"{kind} of '{own.get(param, 'a parameter')}'"
-        names.update({id(param): f"the weight '{name}'" for param, name in own.items()})
+                names[id(value)] = f"{kind} of '{params.get(param, 'a parameter')}'"
+        names.update({id(param): f"the weight '{name}'" for param, name in params.items()})
         for part in self.parts:
             names.update({id(tensor): name for name, tensor in part.state().items()})
         return names
 
     def updated(self) -> set[int]:
-        """Return the ids of the tensors that an update changes, apart from gradients."""
+        """Return the ids of the tensors that an update changes, except gradients."""
         state = (value for values in self.optim.optimizer.state.values() for value in values.values())
         return {
             id(tensor) for tensor in (*self.params, *state) if isinstance(tensor, Tensor) and tensor.numel()
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that change after a graph without update: they are none of its results."""
-        followers = (tensor for part in self.parts for tensor in part.state().values())
-        return {id(tensor) for tensor in (*self._owned, *followers)}
+        """Return the ids of the tensors that only change after a graph that does not contain the update."""
+        averages = (tensor for part in self.parts for tensor in part.state().values())
+        return {id(tensor) for tensor in (*self._owned, *averages)}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the step that are neither the model's nor the user's to replace."""
+        """Yield the tensors of the step that neither the model nor the user replaces."""
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
-        if self.update is not None:  # `why_not` notices a state tensor that is replaced
+        if self.update is not None:  # `find_change` detects replaced state tensors
             yield from self.update.tensors()
         for part in self.parts:
             yield from part.state().values()
@@ -176,38 +176,40 @@ class CapturedStep:
                     yield value.tensor
 
     def check_params(self) -> None:
-        """Refuse parameters for whose values torch takes Python numbers.
+        """Check for parameters that Dynamo would treat as Python numbers.
 
         Raises:
-            NotCapturedError: one has no dimension, is float64 and lies on the CPU.
+            NotCapturedError: a parameter is a 0-dim float64 tensor on the CPU.
         """
         if any(p.ndim == 0 and p.dtype == torch.float64 and p.device.type == "cpu" for p in self.params):
-            raise NotCapturedError("a float64 parameter has no dimension: give it the shape (1,)")
+            raise NotCapturedError("a float64 parameter is a 0-dim tensor; give it the shape (1,)")
 
     def check_hooks(self) -> None:
-        """Refuse hooks that only the autograd engine calls.
+        """Check for hooks that only `backward()` calls.
 
         Raises:
-            NotCapturedError: the first of them.
+            NotCapturedError: a parameter or module has such a hook.
         """
-        own = {param: name for name, param in self.model.named_parameters()}
+        names = {param: name for name, param in self.model.named_parameters()}
         for param in self._owned:
             if param._backward_hooks or param._post_accumulate_grad_hooks:
                 raise NotCapturedError(
-                    f"the parameter '{own.get(param, '?')}' has a hook, which only backward() calls: remove it, or "
-                    "change gradients in a part of the step"
+                    f"the parameter '{names.get(param, '?')}' has a hook, which only backward() calls; remove it, or "
+                    "change gradients in a StepPart"
                 )
         if modules._global_backward_hooks or modules._global_backward_pre_hooks:
-            raise NotCapturedError("torch has a global backward hook of modules, which only backward() calls")
+            raise NotCapturedError(
+                "a global backward hook of modules is registered, which only backward() calls; remove it"
+            )
         for name, module in self.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
                 raise NotCapturedError(
-                    f"the module '{name}' has a backward hook, which only backward() calls"
+                    f"the module '{name}' has a backward hook, which only backward() calls; remove it"
                 )
 
 
-def _are(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Say whether both hold the very same objects."""
+def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Return whether both sequences contain the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
 
 
@@ -226,16 +228,16 @@ def shapes(inputs: Any) -> list[torch.Size]:
 
 
 class Shapes:
-    """Decides which batches are worth a graph: those of the first shape, and others once they are many."""
+    """Selects the batches that use a graph: those of the first shape, and others once they are frequent."""
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None
         self._steps = self._others = 0
         self.varies = False
-        """Whether the last batch had another shape than the first."""
+        """Whether the shape of the last batch differs from that of the first."""
 
     def worth_a_graph(self, inputs: Any) -> bool:
-        """Count a batch; say whether a graph should train on it."""
+        """Count a batch, and return whether it should use a graph."""
         now = shapes(inputs)
         if self._first is None:
             self._first = now

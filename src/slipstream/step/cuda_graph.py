@@ -1,4 +1,4 @@
-"""Replay a compiled step as one CUDA graph: a step then costs the host one launch."""
+"""Replay a compiled step as one CUDA graph, which costs the host a single launch."""
 
 from __future__ import annotations
 
@@ -11,28 +11,30 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 __all__ = ["CudaCapture", "RecordedCalls"]
 
-_WARM_UPS = 3  # as torch advises: kernels are chosen and workspaces made before the capture
-_KINDS = 16  # of calls; each has a recording of its own, with memory of its own
+_WARM_UPS = (
+    3  # torch recommends warm-up runs, which select kernels and allocate workspaces before the capture
+)
+_MAX_GRAPHS = 16  # each graph has its own memory
 
 
 class Capture(Protocol):
-    """How a device records work."""
+    """Interface for capturing the kernels of a function."""
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Do the work where its allocations do not hinder a later recording."""
+        """Run the function such that its allocations do not affect a later capture."""
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record the work without doing it; return its outputs, and what does it."""
+        """Capture the function without running its kernels; return its outputs and a function that replays it."""
 
 
 class CudaCapture:
-    """Recording by `torch.cuda.CUDAGraph`."""
+    """Capture with `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Do the work on a stream beside the current one."""
+        """Run the function on a side stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             outputs = run()
@@ -40,7 +42,7 @@ class CudaCapture:
         return outputs
 
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Record the work as a CUDA graph."""
+        """Capture the function as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=self._stream):
             outputs = run()
@@ -48,22 +50,23 @@ class CudaCapture:
 
 
 class RecordedCalls:
-    """Records calls at the fourth with the same function and inputs of the same shapes, and then replays them.
+    """Captures calls of a function as CUDA graphs, and replays them.
 
-    The first calls are steps like any others, and recording changes nothing, so that no state (BatchNorm's
-    statistics, for instance) has to be put back. Tensors among the arguments are copied to fixed addresses before a
-    replay; those that the function changes in place are copied back after it. What is returned are copies. Everything
-    else that the function reads or changes must keep its address. Calls of a seventeenth kind are not recorded.
+    A call is captured when it is made for the fourth time with the same function and with inputs of the same shapes.
+    The first calls run normally, and the capture does not run kernels, so no state (for example BatchNorm's statistics)
+    must be restored. Before a replay, tensor arguments are copied to static buffers; arguments that the function
+    changes in place are copied back after it. Outputs are copies. All other tensors that the function reads or changes
+    must keep their addresses. At most 16 graphs are captured; further kinds of calls run without a graph.
 
     Args:
-        capture: how a device records work.
-        warn: called once if there are too many kinds of calls.
+        capture: captures the kernels of a call.
+        warn: called once if there are more than 16 kinds of calls.
     """
 
     def __init__(self, capture: Capture, warn: Callable[[str], None] | None = None) -> None:
         self._capture, self._warn = capture, warn
         self._calls: dict[Any, int] = {}
-        self._recorded: dict[Any, _Recording] = {}
+        self._graphs: dict[Any, _Graph] = {}
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
         """Call `run(arguments)`, which must not wait for the device, or replay it."""
@@ -71,27 +74,28 @@ class RecordedCalls:
             (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(arguments)
         )
         key = (run, *leaves)
-        recording = self._recorded.get(key)
-        if recording is None:
-            if len(self._calls) == _KINDS and key not in self._calls:
+        graph = self._graphs.get(key)
+        if graph is None:
+            if len(self._calls) == _MAX_GRAPHS and key not in self._calls:
                 return self._directly(run, arguments)
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
                 return self._capture.warm_up(lambda: run(arguments))
-            recording = self._recorded[key] = _Recording(run, arguments, self._capture)
-        return recording(arguments)
+            graph = self._graphs[key] = _Graph(run, arguments, self._capture)
+        return graph(arguments)
 
     def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
             self._warn(
-                f"More than {_KINDS} kinds of steps: further ones are not replayed as CUDA graphs. Shapes vary, or a "
-                "file name or number in the batch, or a setting of the optimizer: leave that out, or cuda_graph"
+                f"The step needs more than {_MAX_GRAPHS} CUDA graphs; other kinds of batches run without one. Shapes, "
+                "strings or numbers in the batch, or optimizer settings change too often: keep them constant, or "
+                "remove cuda_graph"
             )
             self._warn = None
         return run(arguments)
 
 
-class _Recording:
+class _Graph:
     """A call that is recorded."""
 
     def __init__(self, run: Callable[..., Any], arguments: Any, capture: Capture) -> None:

@@ -1,9 +1,9 @@
-"""Call the compiled code of a step without the detour through Dynamo's frame evaluation.
+"""Call the compiled code of a step without Dynamo's frame evaluation.
 
-Dynamo evaluates the guards of a captured function, gathers the inputs of the graph by their sources, calls the code and
-puts its outputs together. The inputs of a captured step are the batch, the gradients of the window, and tensors that do
-not change: they are gathered once. The guards are evaluated as before, by Dynamo's own guard manager, so whatever the
-graph holds fixed is checked at every step.
+In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
+calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
+tensors that are never replaced. This module collects the latter only once. It still evaluates Dynamo's guards at every
+step, so all values that the graph treats as constants are checked.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from slipstream.step.verification import Compiled
 __all__ = ["DirectCalls", "Outputs"]
 
 Outputs = tuple[dict[str, Tensor], Tensor | None]
-"""What to log, and whether all gradients were finite."""
+"""The values to log, and a 0-dim bool tensor: whether all gradients were finite."""
 
 _Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls a compiled step directly, for each graph of which Dynamo's way has been seen once.
+    """Calls the graphs of a compiled step directly after their first call through Dynamo.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, held, ends)`.
-        model: whose parameters and buffers the step may read.
-        others: the tensors that the step may read besides; they are never replaced by others.
+        model: the model; the step may read its parameters and buffers.
+        others: other tensors that the step may read; they are never replaced.
     """
 
     def __init__(self, function: Callable[..., Any], model: nn.Module, others: Iterable[Tensor]) -> None:
@@ -43,22 +43,22 @@ class DirectCalls:
         free = zip(function.__code__.co_freevars, cells, strict=True)
         self._locals: dict[str, Any] = {name: cell.cell_contents for name, cell in free}
         modules = list(model.modules())
-        self._places = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
+        self._tensor_dicts = [*(m._parameters for m in modules), *(m._buffers for m in modules)]
         self._held = self._tensors()
         self._others = {id(tensor) for tensor in others}
         self._known: list[_Call] = []
         self._seen: list[Any] = []
 
     def _tensors(self) -> list[Any]:
-        return list(chain.from_iterable(map(_VALUES, self._places)))
+        return list(chain.from_iterable(map(_VALUES, self._tensor_dicts)))
 
     def find(self, inputs: Any, held: Sequence[Tensor] | None, ends: bool) -> _Call | None:
-        """Return the call whose guards hold for these arguments, if there is one."""
+        """Return the call whose guards accept these arguments, or None."""
         if not self._known:
             return None
         now = self._tensors()
         if len(now) != len(self._held) or not all(map(is_, now, self._held)):
-            self._held, self._known = now, []  # Dynamo reads them anew
+            self._held, self._known = now, []  # the next call goes through Dynamo
             return None
         values = self._locals
         values["inputs"], values["held"], values["ends"] = inputs, held, ends
@@ -73,7 +73,7 @@ class DirectCalls:
             values["inputs"] = values["held"] = None
 
     def note(self, compiled: Compiled) -> None:
-        """Remember the guards of the code that Dynamo has made last."""
+        """Store the guards of the code that Dynamo has compiled last."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new
@@ -81,12 +81,12 @@ class DirectCalls:
             compiled.guards = new[0].guard_manager
 
     def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> bool:
-        """Learn from a call that went Dynamo's way how to make it directly; return whether that is possible.
+        """Record a call through Dynamo, so that the next one can be made directly; return whether that is possible.
 
         Args:
             compiled: the code that Dynamo called.
-            arguments: those of the function.
-            outputs: what the function returned.
+            arguments: arguments of the function.
+            outputs: return value of the function.
         """
         self.note(compiled)
         last, compiled.last = compiled.last, None
@@ -100,7 +100,7 @@ class DirectCalls:
 
 
 class _Call:
-    """One graph: its guards, its code, and where inputs and outputs go."""
+    """One graph: its guards, its code, and the positions of inputs and outputs."""
 
     def __init__(
         self,
@@ -108,12 +108,12 @@ class _Call:
         structure: Any,
         compiled: Compiled,
         fixed: list[Any],
-        places: list[tuple[int, int]],
+        positions: list[tuple[int, int]],
         logs: dict[str, int],
         finite: int | None,
     ) -> None:
         self.check, self.structure, self.compiled = check, structure, compiled
-        self._fixed, self._places = fixed, places
+        self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 
     @classmethod
@@ -126,37 +126,37 @@ class _Call:
         outputs: Outputs,
         known: Set[int],
     ) -> _Call | None:
-        """Return the call; None if the code reads or returns anything else than arguments and `known` tensors."""
-        given, made = last
+        """Return the call; None if the code uses inputs or outputs other than the arguments and `known` tensors."""
+        inputs, results = last
         variable = {id(leaf): i for i, leaf in enumerate(_leaves(arguments)) if isinstance(leaf, Tensor)}
-        places = [(i, variable[id(value)]) for i, value in enumerate(given) if id(value) in variable]
-        if not all(id(value) in variable or id(value) in known for value in given):
+        positions = [(i, variable[id(value)]) for i, value in enumerate(inputs) if id(value) in variable]
+        if not all(id(value) in variable or id(value) in known for value in inputs):
             return None
-        fixed = [None if id(value) in variable else value for value in given]
+        fixed = [None if id(value) in variable else value for value in inputs]
         logs, finite = outputs
-        index = {id(value): i for i, value in enumerate(made)}
+        index = {id(value): i for i, value in enumerate(results)}
         if not all(id(value) in index for value in (*logs.values(), *([] if finite is None else [finite]))):
             return None
-        places_of_logs = {name: index[id(value)] for name, value in logs.items()}
+        log_positions = {name: index[id(value)] for name, value in logs.items()}
         return cls(
             guards.check,
             structure_of(arguments[0]),
             compiled,
             fixed,
-            places,
-            places_of_logs,
+            positions,
+            log_positions,
             None if finite is None else index[id(finite)],
         )
 
     def __call__(self, arguments: _Arguments) -> Outputs:
         """Run the code."""
         leaves = _leaves(arguments)
-        given = self._fixed.copy()
-        for place, leaf in self._places:
-            given[place] = leaves[leaf]
-        made = self.compiled.call(given)
-        logs = {name: made[i] for name, i in self._logs.items()}
-        return logs, None if self._finite is None else made[self._finite]
+        inputs = self._fixed.copy()
+        for position, leaf in self._positions:
+            inputs[position] = leaves[leaf]
+        results = self.compiled.call(inputs)
+        logs = {name: results[i] for name, i in self._logs.items()}
+        return logs, None if self._finite is None else results[self._finite]
 
 
 def _leaves(arguments: _Arguments) -> list[Any]:
@@ -167,5 +167,5 @@ def _leaves(arguments: _Arguments) -> list[Any]:
 def _entries(code: Any) -> list[Any]:
     try:
         return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-    except AttributeError:  # torch without this function: every call goes Dynamo's way
+    except AttributeError:  # this version of torch lacks the function: all calls go through Dynamo
         return []

@@ -1,4 +1,4 @@
-"""What a compiled step asks of Dynamo while it is being captured."""
+"""Settings of Dynamo and checks during the capture of a step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ __all__ = ["has_side_effects", "refuse_python_random", "tracing"]
 
 
 def tracing() -> AbstractContextManager[Any]:
-    """Return the settings of torch with which a step is captured, if it is."""
+    """Return a context manager with Dynamo's settings for the capture of a step."""
     settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
-        # A number that a module counts up in forward would otherwise mean a new graph at every step.
+        # Without this, a counter that a module increments in forward causes a new graph at every step.
         allow_unspec_int_on_nn_module=True,
-        # Hooks that are added or removed later mean a new graph.
+        # Capture a new graph if hooks are added or removed later.
         skip_nnmodule_hook_guards=False,
-        # NumPy's random numbers would otherwise be drawn from torch's generator.
+        # Without this, NumPy's random numbers are drawn from torch's generator.
         use_numpy_random_stream=True,
     )
     return settings
 
 
 def _translator() -> Any:
-    """Return what captures a step, for its backend to ask."""
+    """Return Dynamo's translator of the current capture; called from a backend."""
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
 
 
 def has_side_effects() -> bool:
-    """Say whether Dynamo changes Python objects after the graph, other than those that the step itself makes."""
+    """Return whether Dynamo changes Python objects after the graph, except objects that the step creates."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects
@@ -44,15 +44,16 @@ def has_side_effects() -> bool:
 
 
 def refuse_python_random() -> None:
-    """Refuse a step that draws from Python's `random`: the draws of a batch that is only verified would be lost.
+    """Check that a step does not use Python's `random`, since the verification would consume random numbers.
 
     Raises:
-        NotCapturedError: it does.
+        NotCapturedError: the step uses Python's random module.
+        OnlyEagerError: the step uses a `random.Random`.
     """
     output = _translator().output
-    # By name: torch has two classes of it, in modules that move.
+    # Compare names: torch has two such classes, whose modules change between versions.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
-        # Also when it compiles the model alone, Dynamo draws other numbers from such an object.
-        raise OnlyEagerError("it draws from a random.Random: use torch's random numbers")
+        # Dynamo draws different numbers from such an object, even if it compiles only the model.
+        raise OnlyEagerError("the step uses a random.Random; use torch's random numbers")
     if output.random_calls:
-        raise NotCapturedError("it draws from Python's random module: use torch's random numbers")
+        raise NotCapturedError("the step uses Python's random module; use torch's random numbers")

@@ -1,7 +1,6 @@
-"""One training step, eagerly: forward, loss, backward, gradient sync, clipping, optimizer.
+"""The eager training step: forward, loss, backward, gradient sync, clipping, optimizer.
 
-The step depends on neither Runner nor registry; it takes a model and an optimizer wrapper, and returns
-device tensors that nobody has read yet.
+The step does not depend on the Runner or the registry. It returns tensors on the device without waiting for them.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
 
 class Step(Protocol):
-    """One training step: takes a batch, moves the weights, returns 0-dim tensors that stay on the device."""
+    """Interface of a training step: trains on a batch, and returns 0-dim tensors on the device."""
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on `batch` and return what to log, `loss` among it."""
+        """Train on `batch`, and return the values to log, including `loss`."""
         ...
 
 
 class EagerStep:
-    """The step as PyTorch's autograd engine runs it.
+    """The training step without compilation.
 
     Args:
         forward: `forward(batch) -> losses`, a dict of scalar tensors; those with `loss` in their name
             are summed. It may call a DDP-wrapped model.
-        model: the module that `forward` calls, wrapped or not, whose gradient sync can be held back.
-        optim: moves the weights.
-        reduce: turns the losses into the one to minimise and the values to log; by default their sum.
+        model: the module that `forward` calls, wrapped or not; its gradient sync is skipped during accumulation.
+        optim: updates the weights.
+        reduce: turns the losses into the one to minimize and the values to log; by default their sum.
     """
 
     def __init__(
@@ -73,9 +72,8 @@ class EagerStep:
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
             loss, logs = self._loss(batch)
-            optim.update_params(
-                loss, **self._only_own(loss)
-            )  # backward; at a window's end: clip, step, zero_grad
+            # Backward; at the end of an accumulation window also clip, step and zero_grad.
+            optim.update_params(loss, **self._backward_kwargs(loss))
         else:
             logs = self._repeated(batch, part)
         for part in optim.parts:
@@ -94,7 +92,7 @@ class EagerStep:
         return self.reduce(losses)
 
     def _repeated(self, batch: Any, part: StepPart) -> dict[str, Tensor]:
-        """Train with a part that computes the gradients more than once, of the same batch."""
+        """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
         # DDP's gradients are views of its buckets, which the next backward overwrites.
@@ -105,14 +103,14 @@ class EagerStep:
         logs: dict[str, Tensor] = {}
 
         def run() -> None:
-            # Every pass syncs: what the part makes of gradients must be the same on all processes.
+            # Sync in every pass, since the part must see the same gradients on all processes.
             with optim.autocast():
                 losses = self.forward(batch)
-            loss, seen = self.reduce(losses)
-            logs.update({} if logs else seen)
+            loss, values = self.reduce(losses)
+            logs.update({} if logs else values)
             for param in params:
                 param.grad = None
-            optim.backward_only(optim.scale_loss(loss), **self._only_own(loss))
+            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss))
 
         def gradients() -> list[Tensor]:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
@@ -136,10 +134,10 @@ class EagerStep:
             optim.update()
         return logs
 
-    def _only_own(self, loss: Tensor) -> dict[str, Any]:
-        """Return the argument of backward that leaves alone the parameters which another optimizer trains."""
+    def _backward_kwargs(self, loss: Tensor) -> dict[str, Any]:
+        """Return the `inputs` of backward, which restrict it to the parameters of this optimizer, if supported."""
         if self._restricts is None:
-            # DDP and FSDP wait for the gradients of all of their parameters, and reentrant checkpoints refuse.
+            # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
             wrapped = wrapped or any(is_sharded(param) for param in self.optim.parameters())
             nodes = _nodes(loss)
@@ -147,13 +145,13 @@ class EagerStep:
             self._reaches_inputs = any(True for _ in _inputs_among(nodes))
         if not self._restricts:
             return {}
-        own: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
-        if self._reaches_inputs:  # a tensor of the batch may get a gradient, too
-            own += _inputs_among(_nodes(loss))
-        return {"inputs": own} if own else {}
+        inputs: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
+        if self._reaches_inputs:  # tensors of the batch may require gradients, too
+            inputs += _inputs_among(_nodes(loss))
+        return {"inputs": inputs} if inputs else {}
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop what the backward of another step has left in our parameters, where that cannot be prevented."""
+        """Drop gradients from the backward of another step, if it could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 
@@ -180,11 +178,10 @@ def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of all losses (with gradient), and detached 0-dim values to log, `loss` first.
 
-    `loss` is logged as the sum, unless an entry has that very name; entries without `loss` in their name
-    are logged only.
+    `loss` is logged as the sum, unless an entry has this name; entries without `loss` in their name are only logged.
 
     Raises:
-        LossError: no entry is a loss, or one is not a scalar tensor (or a list of them).
+        LossError: there is no loss, or an entry is neither a scalar tensor nor a list of them.
     """
     if not isinstance(losses, Mapping):
         raise LossError(
@@ -199,7 +196,9 @@ def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
         if "loss" in name:
             total = scalar if total is None else total + scalar
     if total is None:
-        raise LossError(f"no entry has 'loss' in its name, so nothing can be minimised; got {sorted(losses)}")
+        raise LossError(
+            f"no entry has 'loss' in its name, so there is nothing to minimize; got {sorted(losses)}"
+        )
     return total, {"loss": total.detach(), **logs}
 
 
@@ -210,8 +209,10 @@ def _scalar(name: str, value: Any) -> Tensor:
         if value.numel() == 1:
             return value.reshape(())
         shape = tuple(value.shape)
-        raise LossError(f"'{name}' has the shape {shape}; a loss is a scalar: take its mean() or sum()")
+        raise LossError(
+            f"'{name}' has the shape {shape}, but a loss must be a scalar; use its mean() or sum()"
+        )
     if isinstance(value, list | tuple) and value:
-        parts = [_scalar(f"{name}[{i}]", part) for i, part in enumerate(value)]
-        return sum(parts[1:], start=parts[0])
+        scalars = [_scalar(f"{name}[{i}]", item) for i, item in enumerate(value)]
+        return sum(scalars[1:], start=scalars[0])
     raise LossError(f"'{name}' must be a scalar tensor or a list of them, not {value!r}")

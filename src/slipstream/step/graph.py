@@ -1,8 +1,8 @@
-"""One training step as one compiled graph: forward, loss, backward, gradient sync, clipping, optimizer, average.
+"""The training step as one compiled graph: forward, loss, backward, gradient sync, clipping, optimizer, average.
 
-`GraphStep._define` below is the step, top to bottom. Everything it changes (weights, buffers, optimizer state, loss
-scale, averages) are the very tensors that the module, the optimizer and the others hold, changed in place: a
-checkpoint, a validation or an eager step finds the same state, whichever step ran.
+`GraphStep._define` contains the step. It changes weights, buffers, optimizer state, loss scale and averages in place,
+in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step therefore
+see the same state.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 __all__ = ["GraphStep"]
 
 _REBUILDS = 8
-"""As often may what a graph depends on change, as torch may recompile a function."""
+"""Maximum number of changes that require a new graph, equal to torch's recompile limit."""
 _SETTING_CHANGES = 2
-"""After as many changes of settings that the graph holds fixed the optimizer steps after the graph."""
+"""After this many changes of settings that graphs treat as constants, the optimizer steps outside of the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -62,33 +62,35 @@ class _Called(NamedTuple):
 
 
 class GraphStep:
-    """The step as one graph, of a model whose step the autograd engine could also run.
+    """The training step as one compiled graph, with an eager step as fallback.
 
-    The first batch is trained by `eager`, which shows the parameters that get a gradient and makes the optimizer's
-    state. The second is captured, compiled and verified on copies of everything the graph reads, and trained by `eager`
-    once more; from then on the compiled code trains. A new graph is verified in the same way. So the user's Python code
-    runs exactly as often as without compilation, and whatever fails until then leaves no trace.
+    The first batch is trained by `eager`, which determines the parameters that get a gradient and creates the
+    optimizer's state. The second batch is captured, compiled and verified on copies of all inputs of the graph, and
+    trained by `eager`. All further batches are trained by the compiled code. Each new graph is verified in the same
+    way. The user's Python code therefore runs exactly as often as without compilation, and a failure until then has no
+    side effects.
 
-    Batches of another shape than the first are trained by `eager`, until they are many enough to pay for a graph with
-    variable shapes. Several ranks take the same path at every step: what one of them cannot capture, none uses, and
-    batches of any shape go into graphs, since another rank's may have the first shape.
+    Batches of other shapes than the first are trained by `eager` until they are frequent enough for a graph with
+    dynamic shapes. All ranks take the same path at every step: if one rank cannot capture a batch, all ranks train it
+    eagerly. With several ranks, batches of all shapes use graphs, because a batch of another rank may have the first
+    shape.
 
     Args:
-        loss_of: `loss_of(inputs) -> losses` for inputs on the device; calls the bare model, and is traceable.
-        prepare: `prepare(batch) -> inputs`, what is done outside the graph: transfer, normalisation.
-        model: the bare model.
-        optim: holds the optimizer, and says how to scale, accumulate and clip.
-        eager: the same training by the autograd engine, of what `prepare` returns.
-        backend: the compiler, as `torch.compile` takes it.
-        recover: is told why the graph cannot be used, and returns the step to take instead from then on, of what
-            `prepare` returns.
-        reduce: turns losses into the one to minimise and the values to log.
-        sync: averages gradients over the processes; None in one process.
-        verify: whether graphs are compared with the eager step before they train.
-        dynamic: whether shapes may vary; None finds out.
-        record: makes what records calls of the compiled step and replays them, as CUDA graphs.
-        background: compiles while batches are trained eagerly; None lets the batches wait.
-        say: is told from which batch on the graph is used, if that depends on `background`.
+        loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
+        prepare: `prepare(batch) -> inputs`, operations outside of the graph: transfer, normalization.
+        model: the model, unwrapped.
+        optim: the optimizer wrapper, with loss scale, accumulation and clipping.
+        eager: the eager step, which takes the result of `prepare`.
+        backend: a backend of `torch.compile`.
+        recover: called with the reason if the graph cannot be used; returns the step to use from then on, which takes
+            the result of `prepare`.
+        reduce: turns the losses into the one to minimize and the values to log.
+        sync: averages gradients over the processes; None for a single process.
+        verify: whether to compare graphs with the eager step before their first use.
+        dynamic: whether shapes may vary; None detects it.
+        record: creates the object that captures and replays calls as CUDA graphs.
+        background: compiles while batches are trained eagerly; None compiles before the next batch.
+        info: called with a message when the graph is first used.
     """
 
     def __init__(
@@ -106,25 +108,25 @@ class GraphStep:
         dynamic: bool | None = None,
         record: Callable[[], RecordedCalls] | None = None,
         background: BackgroundCompiler | None = None,
-        say: Callable[[str], None] = lambda _: None,
+        info: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.loss_of, self.prepare, self.reduce = loss_of, prepare, reduce or sum_losses
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
-        self.record, self.background, self.say = record, background, say
-        self._instead: EagerStep | None = None
+        self.record, self.background, self.info = record, background, info
+        self._fallback: EagerStep | None = None
         self._shapes = Shapes()
         self._trained: list[nn.Parameter] = []
-        self._guessed = self._started = False
+        self._inferred = self._started = False
         self._step: CapturedStep | None = None
         self._compiling: tuple[Any, ...] | None = None
         self._compiled_in: float | None = None
         self._rebuilds = self._setting_changes = 0
-        guess = weakref.WeakMethod(self._guess)
+        infer = weakref.WeakMethod(self._infer_trained)
 
         def loaded(_: Any) -> None:
-            if (method := guess()) is not None:
+            if (method := infer()) is not None:
                 method()
 
         if hasattr(optim.optimizer, "_optimizer_load_state_dict_post_hooks"):
@@ -132,11 +134,11 @@ class GraphStep:
 
     def close(self) -> None:
         """Drop the compiled code; further batches are trained eagerly."""
-        self._instead = self._instead or self.eager
-        self._forget()
+        self._fallback = self._fallback or self.eager
+        self._reset()
 
     def pause(self) -> None:
-        """End a compilation in the background; it starts again with the next batch."""
+        """Stop a compilation in the background; it restarts with the next batch."""
         self._compiling = None
         if self.background is not None:
             self.background.stop()
@@ -144,44 +146,43 @@ class GraphStep:
     @property
     def captured(self) -> bool:
         """Whether the step is one graph, or will be."""
-        return self._instead is None
+        return self._fallback is None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
         for part in self.optim.parts:
             part.before_batch()
         inputs = self.prepare(batch)
-        if self._instead is not None:
-            return self._instead.train(inputs)
+        if self._fallback is not None:
+            return self._fallback.train(inputs)
         if self.sync is None and not self._shapes.worth_a_graph(inputs):
             return self.eager.train(inputs)
         if self._step is not None:
-            changed = self._step.why_not()
+            changed = self._step.find_change()
         else:
             changed = None if all(p.requires_grad for p in self._trained) else "requires_grad of parameters"
         if changed is not None:
             self._count_change(changed)
             if self._rebuilds > _REBUILDS:
                 error = NotCapturedError(f"{changed} changed {self._rebuilds} times")
-                return self._give_up(error, inputs)
+                return self._fall_back(error, inputs)
         if self._step is None and not self._trained:
             if self._started or self.optim.batches == 0:
                 self._started = True
                 return self._observe(inputs)
-            self._guess()
+            self._infer_trained()
         if self.sync is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return self.eager.train(inputs)  # hooks of saved tensors apply to the autograd engine
+            return self.eager.train(inputs)  # only the autograd engine calls hooks of saved tensors
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1:
-                # The user has put gradients there, which belong to this update.
-                return self.eager.train(inputs)
+                return self.eager.train(inputs)  # add gradients that the user has set to this update
             self.optim.check_gradients()
         return self._train(inputs)
 
     # ---- the step --------------------------------------------------------------------------------------
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the step as a function, which refuses to run otherwise than compiled if it is for the compiler."""
+        """Return the step as a function; with `compiled`, it raises an error if Dynamo does not trace it."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, windows = captured.parts, optim.guard, optim.accumulative_counts > 1
@@ -191,14 +192,14 @@ class GraphStep:
             with optim.autocast():
                 losses = loss_of(inputs)
             loss, logs = reduce(losses)
-            sound = torch.isfinite(loss.detach())
+            finite = torch.isfinite(loss.detach())
             if windows:
                 loss = loss / window.read()
             if scale is not None:
                 loss = loss * scale.scale
             grads = list(torch.autograd.grad(loss, params))
-            if guard is not None:  # a mean over nothing is NaN without any gradient
-                grads[0] = torch.where(sound, grads[0], torch.nan)
+            if guard is not None:  # the mean of an empty tensor is NaN, but has no NaN gradient
+                grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
         def synced(inputs: Any) -> list[Tensor]:
@@ -206,10 +207,10 @@ class GraphStep:
             return grads if sync is None else sync(grads)
 
         def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
-            """Train on `inputs`; `held` are the gradients of the accumulation window so far, changed in place."""
+            """Train on `inputs`; `held` are the accumulated gradients, changed in place."""
             if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo has skipped the function
                 raise NotCapturedError(
-                    "torch.compile is switched off, or a TorchDispatchMode keeps it from compiling"
+                    "torch.compile is disabled, or a TorchDispatchMode is active that does not support it"
                 )
             grads, logs = gradients(inputs)
             if repeats is not None:
@@ -238,14 +239,14 @@ class GraphStep:
                             part.after_batch()
             return logs, finite
 
-        # Torch counts the graphs of a code object: each step has its own.
+        # Torch counts recompiles per code object, so give each step its own.
         step.__code__ = step.__code__.replace()
         return step
 
-    # ---- around it -------------------------------------------------------------------------------------
+    # ---- run the step ----------------------------------------------------------------------------------
 
     def _call(self, captured: CapturedStep, inputs: Any, ends: bool) -> _Called | None:
-        """Call the compiled step; None if it is still being compiled."""
+        """Call the compiled step; return None while it is being compiled."""
         optim = self.optim
         held = captured.held()
         captured.window.set(optim.window)
@@ -279,9 +280,9 @@ class GraphStep:
         optim, held = self.optim, called.held
         if called.learn is not None and captured.direct is not None and captured.running is not None:
             known = captured.direct.learn(captured.running, called.learn, called.outputs)
-            if not known and captured.recorded is not None and not captured.said:
-                captured.said = True
-                self.say(
+            if not known and captured.recorded is not None and not captured.logged_no_replay:
+                captured.logged_no_replay = True
+                self.info(
                     "The step is not replayed as a CUDA graph: it changes Python objects, or reads tensors that are "
                     "neither in the batch nor in the model"
                 )
@@ -310,7 +311,7 @@ class GraphStep:
         return logs
 
     def _observe(self, inputs: Any) -> dict[str, Tensor]:
-        """Train eagerly, and remember which parameters got a gradient."""
+        """Train eagerly, and record which parameters get a gradient."""
         optim = self.optim
 
         def seen() -> None:
@@ -328,7 +329,7 @@ class GraphStep:
             self.optim.on_gradients = None
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train by the graph, which is captured and verified first if there is none for this kind of batch."""
+        """Train with the graph, which is first captured and verified if there is none for this kind of batch."""
         ends = self.optim.should_sync()
         captured = self._step
         try:
@@ -340,33 +341,33 @@ class GraphStep:
             return self._verified(captured, found, inputs, ends)
         except Exception as error:
             if captured is not None and captured.running is not None and captured.running.running:
-                raise  # the code itself failed, as the eager step would have, and may have changed tensors
+                raise  # the code has failed while running, and may have changed tensors
             if (
                 self.sync is None
                 and captured is not None
                 and captured.has_graphs
                 and NotCapturedError.inside(error) is None
             ):
-                self._forget()  # another branch of the model may train other parameters: see which
+                self._reset()  # another branch of the model may train other parameters
                 return self._observe(inputs)
             if self.sync is None or captured is None:
-                return self._give_up(error, inputs)
+                return self._fall_back(error, inputs)
             if self.verify and ends not in captured.agreed:
                 return self._verified(captured, error, inputs, ends)
-            # Other ranks run their graph and wait for what this one sends: the same step, not compiled, sends it too.
+            # Other ranks run their graph and wait for this one: run the uncompiled step, which communicates the same.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             called = self._call(captured, inputs, ends)
         return self.eager.train(inputs) if called is None else self._finish(captured, called, ends)
 
     def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
-        """Return whether the graph for such a batch is being compiled in the background, which is started if need be.
+        """Start or check the background compilation for this kind of batch; return whether it is running.
 
-        Several ranks wait for the last one. What another rank's shapes need it compiles on its own, as in `_compile`.
+        All ranks train eagerly until the last one has finished. Each rank compiles for its own shapes.
         """
         if self.background is None:
             return False
-        # One graph of variable shapes serves all batches that are not shaped as the first.
+        # One graph with dynamic shapes handles all batches whose shape differs from the first.
         of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
         kind = (ends, *of_shape)
         if kind in captured.kinds:
@@ -377,38 +378,38 @@ class GraphStep:
             captured.kinds.add(self._compiling)
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
-                self.say(
+                self.info(
                     "Compilation in the background failed: the step is compiled now, while training waits"
                 )
             if not self.verify:
-                self._say_switch()
+                self._log_switch()
         if kind in captured.kinds:
             self._compiling = None
             return False
         self._compiling = kind
-        with suppress(OSError):  # without a process to do it in, compilation is done at the next batch
+        with suppress(OSError):  # if no process can be started, compile at the next batch
             self.background.start(partial(self._only_compile, captured, inputs, ends))
         return True
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
-        """Compile for such a batch, in a copy of this process."""
+        """Compile for this kind of batch; runs in a forked process."""
         self.background, captured.only_compiles = None, True
         with suppress(Captured):
             self._call(captured, inputs, ends)
 
-    def _say_switch(self) -> None:
+    def _log_switch(self) -> None:
         if self._compiled_in is not None:
             first, seconds = self.optim.batches + 1, self._compiled_in
-            self.say(
-                f"The step is one graph from batch {first} on (compiled in the background in {seconds:.0f} s)"
+            self.info(
+                f"The step runs as one graph from batch {first} on (compiled in the background in {seconds:.0f} s)"
             )
             self._compiled_in = None
 
     def _capture(self) -> CapturedStep:
-        """Return what the graphs share; they are made at the first call.
+        """Create the state that the graphs share; the graphs are compiled at their first call.
 
         Raises:
-            NotCapturedError: hooks forbid it.
+            NotCapturedError: there are hooks or parameters that a graph does not support.
         """
         inside = self._setting_changes < _SETTING_CHANGES
         captured = CapturedStep(self.model, self.optim, self._trained, inside)
@@ -416,7 +417,7 @@ class GraphStep:
         captured.check_params()
         captured.function = self._define(captured)
 
-        own, shared = weakref.ref(self), weakref.ref(captured)  # torch keeps every backend it was given
+        own, shared = weakref.ref(self), weakref.ref(captured)  # torch never releases a backend
 
         def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             step, captured = own(), shared()
@@ -434,26 +435,26 @@ class GraphStep:
     def _compile(
         self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Compile a graph that Dynamo has captured; the code runs once it is verified."""
+        """Compile a graph that Dynamo has captured; the code runs after its verification."""
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
-        # Once all ranks have a graph, one that needs another cannot verify it: the others would wait in vain.
+        # If all ranks have a verified graph, one rank cannot verify another graph alone: the others do not take part.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
-        made = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
+        compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
         def run(*args: Any) -> Any:
             if captured.only_compiles:
-                raise Captured(made, args)
-            captured.running = made
-            return made(*args)
+                raise Captured(compiled, args)
+            captured.running = compiled
+            return compiled(*args)
 
         return run
 
     def _verified(
         self, captured: CapturedStep, found: Captured | Exception, inputs: Any, ends: bool
     ) -> dict[str, Tensor]:
-        """Train on a batch eagerly, and compare with what the graph computes of it on copies."""
+        """Train on a batch eagerly, and compare the results with those of the graph on copies."""
         failure = None if isinstance(found, Captured) else found
         if isinstance(found, Captured) and captured.direct is not None:
             captured.direct.note(found.compiled)
@@ -466,7 +467,9 @@ class GraphStep:
             except Exception as error:
                 failure = error
         if any(self._agree(failure is not None or verification is None)):
-            return self._give_up(failure or NotCapturedError("another rank could not capture it"), inputs)
+            return self._fall_back(
+                failure or NotCapturedError("another rank cannot capture the step"), inputs
+            )
         assert isinstance(found, Captured)
         assert verification is not None
         outside, unseen = ends and captured.update is None, self._unseen(captured, found)
@@ -476,9 +479,9 @@ class GraphStep:
         known = list(map(id, captured.params))
 
         def settle() -> None:
-            # Another branch of the model was taken: capture it with the parameters it trains.
+            # If another branch of the model ran, capture it with the parameters that it trains.
             if self.sync is None and ends and trained and list(map(id, trained)) != known:
-                self._forget()
+                self._reset()
                 self._trained = trained
                 return
             if (
@@ -486,7 +489,7 @@ class GraphStep:
                 and not ends
                 and not set(map(id, _with_gradients(self.optim))).issubset(known)
             ):
-                self._forget()
+                self._reset()
                 return
             gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
             results = {} if ignored.issuperset(held) else gradients
@@ -515,27 +518,27 @@ class GraphStep:
         unseen: list[tuple[str, Tensor, int]],
         ends: bool,
     ) -> None:
-        """Compare the graph's results with those of the eager step, and use the graph from now on if they agree."""
-        failure, silent = None, False
+        """Compare the graph's results with those of the eager step, and accept the graph if they agree."""
+        failure, no_update = None, False
         try:
             for name, tensor, version in unseen:
                 if tensor._version != version:
-                    raise WrongNumbersError(f"{name} is changed by the eager step alone", compiler=False)
-            silent = not verification.compare(results, captured.updated() | set(results), ignored)
+                    raise WrongNumbersError(f"only the eager step changes {name}", compiler=False)
+            no_update = not verification.compare(results, captured.updated() | set(results), ignored)
         except WrongNumbersError as error:
             failure = error
-        differs, unclear = self._agree(failure is not None, silent)
+        differs, unclear = self._agree(failure is not None, no_update)
         if differs:
-            self._stop(failure or WrongNumbersError("on another rank", compiler=False))
+            self._replace(failure or WrongNumbersError("on another rank", compiler=False))
         elif not unclear:
             verification.take(results, ignored)
             found.compiled.verified = True
-            self._guessed = False
+            self._inferred = False
             captured.agreed.add(ends)
-            self._say_switch()
+            self._log_switch()
 
     def _unseen(self, captured: CapturedStep, found: Captured) -> list[tuple[str, Tensor, int]]:
-        """Return the buffers and, if the update is inside, state tensors that the graph does not read."""
+        """Return the buffers, and optimizer state if the graph contains the update, that the graph does not read."""
         known = {id(value) for value in found.inputs}
         names = captured.names()
         tensors = list(self.model.buffers())
@@ -553,10 +556,10 @@ class GraphStep:
             return list(flags)
         return self.sync.any_rank(flags, next(self.optim.parameters()).device)
 
-    # ---- what changes ------------------------------------------------------------------------------------
+    # ---- invalidate the graph ----------------------------------------------------------------------------
 
     def _count_change(self, changed: str) -> None:
-        """Forget the graph because of what has changed; settings that change often move the update out of it."""
+        """Drop the graph after a change; if settings change often, the next graph does not contain the update."""
         self._rebuilds += 1
         if (
             self._step is not None
@@ -564,40 +567,39 @@ class GraphStep:
             and changed in self._step.update.optimizer.param_groups[0]
         ):
             self._setting_changes += 1
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        if self._step is not None:  # torch keeps the code of a function for as long as the process lasts
+    def _reset(self) -> None:
+        if self._step is not None:  # torch does not release the compiled code of a function by itself
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self.pause()
-        self._step, self._trained, self._guessed = None, [], False
+        self._step, self._trained, self._inferred = None, [], False
 
-    def _guess(self) -> None:
-        """Go on with a loaded training by the graph at once, so that it has the numbers of one that was not cut off.
+    def _infer_trained(self) -> None:
+        """Infer the trained parameters from a loaded optimizer state, so a resumed run uses the graph at once.
 
-        Parameters with a state were trained; of optimizers without state, all are taken to be.
+        These are the parameters with a state; all parameters if the optimizer has no state.
         """
-        self._forget()
+        self._reset()
         optimizer = self.optim.optimizer
         state = optimizer.state
         if not state and not is_stateless(optimizer):
-            return  # it is about to make its first step, which may differ from the others
+            return  # the next step is the optimizer's first, which may differ from later steps
         params = [param for param in self.optim.parameters() if param.requires_grad]
         self._trained = [param for param in params if param in state] or params
-        self._guessed = True
+        self._inferred = True
 
-    def _stop(self, error: Exception) -> None:
-        self._instead = self.recover(error)
-        self._forget()
+    def _replace(self, error: Exception) -> None:
+        self._fallback = self.recover(error)
+        self._reset()
 
-    def _give_up(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
-        """Train on a batch, and from now on, by the step that takes the place of this one."""
-        if self._guessed:
-            self._forget()
+    def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
+        """Train on a batch eagerly, and use the step that `recover` returns from now on."""
+        if self._inferred:
+            self._reset()
             return self._observe(inputs)
-        # An error of the user's own is raised here, and the step stays as it is.
-        logs = self.eager.train(inputs)
-        self._stop(error)
+        logs = self.eager.train(inputs)  # an error in user code is raised here, without replacing the step
+        self._replace(error)
         return logs
 
 
@@ -606,17 +608,19 @@ def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
 
 
 def _check_batch(inputs: Any) -> None:
-    """Refuse tensors of a subclass, which compilers take for plain ones, and those whose gradient is not computed.
+    """Check for tensors that the compiled step would treat as plain ones, or whose gradient it does not compute.
 
     Raises:
-        OnlyEagerError: the batch holds one.
+        OnlyEagerError: the batch contains a tensor of a subclass.
     """
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):
             continue
         if type(leaf) not in (Tensor, nn.Parameter):
-            raise OnlyEagerError(f"the batch holds tensors of the class {type(leaf).__name__}")
+            raise OnlyEagerError(
+                f"the batch contains tensors of the class {type(leaf).__name__}, which compilation does not support"
+            )
         if leaf.is_nested:
-            raise OnlyEagerError("the batch holds a nested tensor")
+            raise OnlyEagerError("the batch contains a nested tensor, which compilation does not support")
         if leaf.requires_grad:
-            raise OnlyEagerError("the batch holds a tensor that requires a gradient")
+            raise OnlyEagerError("the batch contains a tensor that requires a gradient")

@@ -1,4 +1,4 @@
-"""Decisions about numbers that are taken on the device, so that the host never waits for them."""
+"""Checks of numbers on the device (finite gradients, loss scale), without waiting for it on the host."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ __all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "only_if", "preci
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 0-dim bool tensor on the tensors' device: whether every value of all of them is finite."""
-    largest = [x.detach().abs().amax().float() for x in tensors if x.numel()]  # NaN is larger than anything
+    """Return a 0-dim bool tensor on the tensors' device: whether all their elements are finite."""
+    largest = [x.detach().abs().amax().float() for x in tensors if x.numel()]  # amax propagates NaN
     return torch.isfinite(torch.stack(largest)).all()
 
 
 def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
-    """Put `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
+    """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
 
-    In a compiled graph this costs no memory traffic of its own: the choice is made where the values are written.
+    In a compiled graph this causes no additional memory traffic, because it is fused into the update.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(finite, tensor, old))
 
 
 def only_if(
-    finite: Tensor, update: Callable[[list[Tensor]], object], moved: Sequence[Tensor]
+    finite: Tensor, update: Callable[[list[Tensor]], object], updated: Sequence[Tensor]
 ) -> Callable[[list[Tensor]], None]:
-    """Return `update` such that the tensors it moves keep their values unless `finite` (0-dim bool) is true."""
+    """Wrap `update` to restore the tensors that it changes unless `finite` (0-dim bool) is true."""
 
     def guarded(grads: list[Tensor]) -> None:
-        before = [tensor.clone() for tensor in moved]
+        before = [tensor.clone() for tensor in updated]
         update(grads)
-        keep_unless(finite, moved, before)
+        keep_unless(finite, updated, before)
 
     return guarded
 
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors by `factor` (0-dim), in place."""
-    # Compiled, each product joins the kernel that reads it; eagerly, one call serves all tensors of one device.
+    # Inductor fuses each product into the kernel that reads it; eagerly, one foreach call is faster.
     if torch.compiler.is_compiling() or any(tensor.device != factor.device for tensor in tensors):
         for tensor in tensors:
             tensor.mul_(factor.to(tensor.device, tensor.dtype))
@@ -53,14 +53,14 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 where the device has it: numbers that the host computes, as Python does, in that precision."""
+    """Return float64 if the device supports it, else float32; float64 matches Python's numbers."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 class Scalar:
-    """A number that the host changes and a graph reads, written only when it changes.
+    """A number that the host sets and a graph reads; the tensor is written only if the number changes.
 
-    It is a tensor of one element: of a 0-dim float64 tensor on a CPU, torch takes the value for a Python number.
+    The tensor has the shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """
 
     def __init__(self, value: float, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
@@ -68,7 +68,7 @@ class Scalar:
         self.tensor = torch.full((1,), value, dtype=dtype, device=device)
 
     def set(self, value: float) -> None:
-        """Let the graph read `value` from now on."""
+        """Set the number."""
         if value != self.value:
             self.value = value
             self.tensor.fill_(value)
@@ -79,16 +79,16 @@ class Scalar:
 
 
 class LossScale:
-    """The state of a `torch.amp.GradScaler` as a graph uses it: scale and growth count are the scaler's own tensors.
+    """A traceable version of `torch.amp.GradScaler`, which shares the scale and the growth tracker with the scaler.
 
     Args:
-        scaler: whose tensors these are.
-        adapts: whether the scale follows overflows, or is fixed.
-        device: of the loss.
+        scaler: the scaler.
+        adapts: whether the scale is dynamic.
+        device: device of the loss.
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, adapts: bool, device: torch.device) -> None:
-        scaler.scale(torch.zeros((), device=device))  # makes its tensors
+        scaler.scale(torch.zeros((), device=device))  # creates its tensors
         self.scale: Tensor = scaler._scale  # type: ignore[assignment]
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
         self.adapts = adapts
@@ -97,26 +97,27 @@ class LossScale:
 
     @classmethod
     def of(cls, optim: OptimWrapper, device: torch.device) -> LossScale | None:
-        """Return the scale of an optimizer wrapper that has one."""
+        """Return the loss scale of an optimizer wrapper, or None if it has none."""
         scaler = optim.loss_scaler
         return None if scaler is None else cls(scaler, optim.adapts_scale, device)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        """What a step changes."""
+        """The tensors that a step changes: scale and growth tracker."""
         return self.scale, self.growth_tracker
 
     def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the gradients of the loss itself."""
+        """Return the gradients divided by the scale."""
         inverse = self.scale.double().reciprocal().float()  # as GradScaler computes it
         return [grad * inverse.to(grad.dtype) for grad in grads]
 
     def adapt(self, finite: Tensor) -> None:
-        """Follow `GradScaler.update`: fall after an overflow, rise after `interval` steps without one."""
+        """Update the scale as `GradScaler.update`: decrease after an overflow, increase after `interval` finite
+        steps."""
         if not self.adapts:
             return
         count = self.growth_tracker + 1
-        exact = self.scale.double()  # as torch multiplies it
+        exact = self.scale.double()  # as in torch
         grown = (exact * self.growth).float()
         full = finite & (count == self.interval)
         risen = torch.where(full & torch.isfinite(grown), grown, self.scale)

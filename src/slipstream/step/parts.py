@@ -1,8 +1,8 @@
-"""What a training step does around the optimizer's update, as one ordered list of parts.
+"""`StepPart`: operations around the optimizer's update, such as gradient clipping.
 
-`OptimWrapper.parts` is the list. The eager step calls the parts (`apply_update` and `EagerStep`); the compiled step
-traces the very same calls (`GraphStep`). A new part is therefore written once. Its methods must be traceable, unless
-`on_host` says otherwise: no `.item()`, no branch on a tensor's value; a number that changes is a 0-dim tensor.
+`OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
+(`GraphStep`) traces the same calls, so a part is written once. Unless `on_host` is set, its methods must be traceable:
+no `.item()`, no branch on a tensor's value; numbers that change are 0-dim tensors.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ __all__ = ["StepPart", "apply_update", "has_gradients"]
 
 
 class StepPart:
-    """Work around the optimizer's update; a subclass overrides what it needs.
+    """Base class of operations around the optimizer's update; subclasses override the methods they need.
 
-    The methods are called in this order, each for all parts in the order of the list:
+    The step calls the methods in this order, each for all parts in the order of the list:
 
-    1. `before_batch`, on the host, before each batch.
-    2. `gradients`, once a batch, in place of a plain forward and backward (at most one part of a list).
+    1. `before_batch`: on the host, before each batch.
+    2. `gradients`: once per batch, after forward and backward (at most one part of a list).
     3. `before_update`, `after_update`: at the end of an accumulation window, around `optimizer.step()`.
-    4. `after_batch`, after each batch.
+    4. `after_batch`: after each batch.
     """
 
     needs_previous: bool = False
-    """Whether `after_update` gets the parameters as they were before the update."""
+    """Whether `after_update` gets copies of the parameters from before the update."""
     on_host: bool = False
-    """Whether `after_batch` must run on the host, after a compiled step and not in it."""
+    """Whether `after_batch` must run on the host, outside of a compiled step."""
     replaces_gradients: bool = False
     """Whether `gradients` is overridden."""
 
     def before_batch(self) -> None:
-        """Prepare the coming batch on the host: count it, write changed numbers into tensors."""
+        """Prepare the next batch on the host: count it, write changed numbers into tensors."""
 
     def gradients(
         self,
@@ -43,12 +43,12 @@ class StepPart:
         compute: Callable[[], list[Tensor]],
         first: list[Tensor],
     ) -> list[Tensor]:
-        """Return the gradients of the batch, which `compute()` computes again at the parameters as they are then.
+        """Return the gradients of the batch; `compute()` computes them again with the current parameters.
 
         Args:
             params: the trained parameters; changes to them must be undone before returning.
             compute: runs forward and backward once more on the same batch.
-            first: the gradients of the first forward and backward, of the same shapes as `params`.
+            first: the gradients of the first forward and backward, with the shapes of `params`.
         """
         return first
 
@@ -58,10 +58,10 @@ class StepPart:
         """Change `grads` in place (unscaled, averaged over processes); return 0-dim tensors to log, if any."""
 
     def after_update(self, params: Sequence[nn.Parameter], previous: Sequence[Tensor]) -> None:
-        """Change `params` in place after the update; `previous` holds them as they were, if `needs_previous`."""
+        """Change `params` in place after the update; with `needs_previous`, `previous` holds their old values."""
 
     def after_batch(self) -> None:
-        """Follow the weights, for example with an average of them."""
+        """Process the new weights, for example update an average of them."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the tensors that the part changes, by name."""
@@ -74,9 +74,9 @@ def apply_update(
     grads: list[Tensor],
     update: Callable[[list[Tensor]], None],
 ) -> dict[str, Tensor]:
-    """Run the parts around `update(grads)`, which moves `params`; return what the parts log.
+    """Run the parts around `update(grads)`, which updates `params`; return the values that the parts log.
 
-    Called without gradient tracking, at the end of an accumulation window, eagerly and in a compiled step.
+    Both steps call this under `torch.no_grad()` at the end of an accumulation window.
     """
     logs: dict[str, Tensor] = {}
     for part in parts:
@@ -91,5 +91,5 @@ def apply_update(
 
 
 def has_gradients(params: Iterable[nn.Parameter]) -> bool:
-    """Say whether any parameter has a gradient."""
+    """Return whether any parameter has a gradient."""
     return any(map(is_not, map(attrgetter("grad"), params), repeat(None)))

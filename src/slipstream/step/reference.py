@@ -1,4 +1,4 @@
-"""Compute what a captured step should give: by torch's own kernels, and in float64."""
+"""Compute reference results of a captured step, with eager kernels and in float64."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph with copies of the tensors, of `dtype` where they are of a lower precision.
+    """Return the inputs of a graph with copies of the tensors, converted to `dtype` from lower precisions.
 
-    Strides are kept; tensors that share memory do so again, and what requires grad does so again.
+    The copies have the same strides, share memory as the originals do, and require grad if the originals do.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     memory: dict[int, tuple[Any, Tensor]] = {}
@@ -31,19 +31,19 @@ def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]
         flat = torch.as_strided(group[0].detach(), (end - start,), (1,), start)
         wanted = dtype if dtype is not None and flat.dtype in _LOWER else flat.dtype
         memory.update(dict.fromkeys(map(id, group), (start, flat.to(wanted, copy=True))))
-    made: dict[int, Tensor] = {}
+    copied: dict[int, Tensor] = {}
     for tensor in tensors:
         if id(tensor) in memory:
             start, flat = memory[id(tensor)]
             new = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset() - start).detach()
         else:
             new = tensor.detach().clone()
-        made[id(tensor)] = new.requires_grad_(tensor.requires_grad)
-    return [made[id(value)] if isinstance(value, Tensor) else value for value in inputs]
+        copied[id(tensor)] = new.requires_grad_(tensor.requires_grad)
+    return [copied[id(value)] if isinstance(value, Tensor) else value for value in inputs]
 
 
 def _by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
-    """Return the strided tensors that share memory, together."""
+    """Return the strided tensors, grouped by storage and dtype."""
     found: dict[Any, list[Tensor]] = {}
     for tensor in tensors:
         if tensor.layout is torch.strided and not is_sharded(tensor):
@@ -52,27 +52,27 @@ def _by_storage(tensors: Sequence[Tensor]) -> dict[Any, list[Tensor]]:
 
 
 def _extent(tensor: Tensor) -> int:
-    """Return how many elements lie between the first and the last one, both included."""
+    """Return the number of storage elements from the first to the last element of the tensor, inclusive."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False) -> None:
-    """Run a graph that Dynamo captured, operator by operator, which changes the tensors in `inputs`.
+    """Run a graph that Dynamo captured, operator by operator; this changes the tensors in `inputs`.
 
     Args:
-        graph: as a backend of `torch.compile` gets it.
-        inputs: those of the graph; with `double`, made by `copies(..., torch.float64)`.
-        double: compute in float64 and without autocast what the graph computes in lower precision. Random numbers are
-            drawn in the precision of the graph, so that they are the same.
+        graph: the graph that `torch.compile` passes to a backend.
+        inputs: inputs of the graph; with `double`, from `copies(..., torch.float64)`.
+        double: whether to compute in float64 and without autocast. Random numbers are still drawn in the precision of
+            the graph, so they are the same.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)
 
 
 class _Interpreter(fx.Interpreter):
-    """Runs a graph; what is recomputed in its backward is kept instead, which gives the same numbers."""
+    """Runs a graph without activation checkpointing, which does not change the results."""
 
     def __init__(self, graph: fx.GraphModule, double: bool) -> None:
         super().__init__(graph)
@@ -90,18 +90,18 @@ class _Interpreter(fx.Interpreter):
 
 
 class _InFloat64(TorchDispatchMode):
-    """Compute in float64 wherever a lower precision is named."""
+    """Replaces lower precisions by float64 in all operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
-            return _drawn(func, args, kwargs)
-        args, kwargs = tree_map(_raised, (args, kwargs))
+            return _draw(func, args, kwargs)
+        args, kwargs = tree_map(_float64_dtype, (args, kwargs))
         return tree_map_only(Tensor, _in_float64, func(*args, **kwargs))
 
 
-def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
-    """Draw random numbers as float32 does."""
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw random numbers in float32."""
     lower_args, lower_kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
     out = func(*lower_args, **lower_kwargs)
     if func._schema.is_mutable and isinstance(args[0], Tensor):
@@ -109,7 +109,7 @@ def _drawn(func: Any, args: Any, kwargs: Any) -> Any:
     return tree_map_only(Tensor, _in_float64, out)
 
 
-def _raised(value: Any) -> Any:
+def _float64_dtype(value: Any) -> Any:
     return torch.float64 if isinstance(value, torch.dtype) and value in _LOWER else value
 
 

@@ -1,4 +1,4 @@
-"""Sum gradients over the processes inside a graph, a bucket at a time."""
+"""Average gradients over the processes inside a graph, in buckets."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ from slipstream.dist import all_reduce
 
 __all__ = ["GradientSync"]
 
-_BUCKET_BYTES = 25 * 2**20  # as in DDP: large enough for bandwidth, small enough to leave while backward runs
+_BUCKET_BYTES = (
+    25 * 2**20
+)  # as in DDP: large enough for full bandwidth, small enough to overlap with backward
 
 
 class GradientSync:
-    """The mean of gradients over all ranks, by functional collectives, which `torch.compile` can trace.
+    """Averages gradients over all ranks with functional collectives, which `torch.compile` can trace.
 
-    Buckets hold the gradients in the order in which backward finishes them (the last layer's first), and every one
-    is sent before the first is waited for.
+    Buckets contain the gradients in the order in which backward computes them (last layer first). All buckets are sent
+    before the first wait.
 
     Args:
         world_size: number of ranks.
-        dtype: what is sent, e.g. `torch.bfloat16`; None sends gradients as they are.
-        bucket_bytes: least size at which a bucket is closed.
+        dtype: communication dtype, e.g. `torch.bfloat16`; None uses the dtype of the gradients.
+        bucket_bytes: minimum size of a full bucket in bytes.
     """
 
     def __init__(
@@ -37,14 +39,13 @@ class GradientSync:
         self.bucket_bytes = bucket_bytes
 
     def __call__(self, grads: Sequence[Tensor]) -> list[Tensor]:
-        """Return the mean of each gradient over all ranks, in the order given."""
+        """Return the mean of each gradient over all ranks, in the order of `grads`."""
         group = cast("dist.ProcessGroup", dist.group.WORLD)
         buckets = self.buckets(grads)
         sums = []
         for bucket in buckets:
-            flat = (
-                torch.cat([grads[i].reshape(-1) for i in bucket]) / self.world_size
-            )  # first: float16 overflows
+            # Divide before the sum, which could overflow in float16.
+            flat = torch.cat([grads[i].reshape(-1) for i in bucket]) / self.world_size
             sums.append(collectives.all_reduce(flat.to(self.dtype or flat.dtype), "sum", group))
         means: dict[int, Tensor] = {}
         for bucket, total in zip(buckets, sums, strict=True):
@@ -54,22 +55,22 @@ class GradientSync:
         return [means[i] for i in range(len(grads))]
 
     def any_rank(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return for each of the flags whether it is set on any rank; waits for them all."""
+        """Return for each flag whether it is set on any rank; waits for all ranks."""
         counts = torch.tensor(flags, dtype=torch.float32, device=device)
         all_reduce(counts, "sum")
         return [count > 0 for count in counts.tolist()]
 
     def buckets(self, grads: Sequence[Tensor]) -> list[list[int]]:
-        """Return the indices of the gradients in each bucket, last ones first; one dtype a bucket."""
-        closed: list[list[int]] = []
-        filling: dict[torch.dtype, tuple[list[int], int]] = {}
+        """Return the indices of the gradients in each bucket, last ones first; a bucket has one dtype."""
+        full: list[list[int]] = []
+        open_: dict[torch.dtype, tuple[list[int], int]] = {}
         for index in reversed(range(len(grads))):
             grad = grads[index]
-            members, size = filling.get(grad.dtype, ([], 0))
+            members, size = open_.get(grad.dtype, ([], 0))
             members, size = [*members, index], size + grad.numel() * grad.element_size()
             if size >= self.bucket_bytes:
-                closed.append(members)
-                filling.pop(grad.dtype, None)
+                full.append(members)
+                open_.pop(grad.dtype, None)
             else:
-                filling[grad.dtype] = (members, size)
-        return [*closed, *(members for members, _ in filling.values())]
+                open_[grad.dtype] = (members, size)
+        return [*full, *(members for members, _ in open_.values())]

@@ -1,10 +1,10 @@
-"""Verify a compiled step before it is used, without a side effect: on copies, against float64.
+"""Verify a compiled step against the eager step and float64, without side effects.
 
-One batch is computed three times on copies of everything that the graph reads: by the compiled code, by torch's own
-kernels from the captured graph, and in float64. The batch itself is trained eagerly, once. How far the captured graph
-in its own precision is from float64 is the rounding error of this network; compiled code and eager step may be a small
-multiple of it away. If the eager step is further away, the captured graph lacks something that the eager step does; if
-the compiled code is, the compiler is wrong.
+The verification computes one batch three times on copies of all inputs of the graph: with the compiled code, by
+interpreting the captured graph with eager kernels, and in float64. The eager step trains on the batch itself. The
+distance between the interpreted graph and float64 is the rounding error of the network. The compiled code and the eager
+step may differ from float64 by a small multiple of it. A larger error of the eager step means that the captured graph
+is incomplete; a larger error of the compiled code means a compiler bug.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ __all__ = [
 ]
 
 _MULTIPLE = 4.0
-"""How many times the rounding error of the captured graph a result may be away from float64."""
+"""Tolerated distance from float64, as a multiple of the rounding error of the captured graph."""
 _FLOOR = 3e-5
-"""Relative errors below this are rounding in any network."""
+"""Relative errors below this are always tolerated."""
 _WITHOUT_REFERENCE = 0.2
-"""The relative error that is tolerated where float64 cannot be computed."""
+"""Tolerated relative error if the float64 reference is not available."""
 
 
 class NotCapturedError(SlipstreamError, RuntimeError):
-    """A step cannot stay one graph, although torch could capture it here and now."""
+    """A step cannot be one graph, although torch may be able to capture it."""
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return the error of this kind that torch wraps in its own when a backend raises it, or that it is."""
+        """Return `error` if it is a `NotCapturedError`, or the one that torch has wrapped; else None."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
 
 class OnlyEagerError(NotCapturedError):
-    """No part of a step may be compiled: the compiler would change its numbers."""
+    """A step must run eagerly as a whole, because compilation would change its results."""
 
 
 class UnstableGraphError(OnlyEagerError):
-    """Steps would have to be captured again and again, since a value that a graph holds fixed changes."""
+    """A step needs a new graph too often, because a value that graphs treat as a constant changes."""
 
 
 class WrongNumbersError(SlipstreamError, RuntimeError):
-    """A compiled step does not compute what the eager step computes.
+    """A compiled step and the eager step compute different results.
 
     Args:
-        message: the tensor, and how far it is off.
-        compiler: whether the captured graph is right, and the code that the compiler made of it is not.
+        message: the tensor and its error.
+        compiler: whether the captured graph is correct but the compiled code is not.
     """
 
     def __init__(self, message: str, compiler: bool) -> None:
@@ -71,8 +71,8 @@ class WrongNumbersError(SlipstreamError, RuntimeError):
         self.compiler = compiler
 
 
-class Captured(BaseException):  # not an error, and no `except Exception` of a user may stop it
-    """A step has been captured and compiled, but not run: it must be verified with this batch first."""
+class Captured(BaseException):  # BaseException, so that `except Exception` in user code does not catch it
+    """A step has been captured and compiled but not run; it must be verified with this batch first."""
 
     def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class Captured(BaseException):  # not an error, and no `except Exception` of a u
 
 
 class Compiled:
-    """The code that a compiler made of a captured graph; it runs only after it was verified.
+    """The compiled code of a captured graph, which runs only after its verification.
 
     Args:
         graph: the captured graph.
         run: the compiled code.
-        verified: whether it may run at once.
+        verified: whether the code may run without verification.
         has_side_effects: whether Dynamo changes Python objects after the code has run.
     """
 
@@ -97,11 +97,11 @@ class Compiled:
         self.graph, self.run, self.verified = graph, run, verified
         self.has_side_effects = has_side_effects
         self.running = False
-        """Whether an exception comes from the code itself: tensors may have been changed."""
+        """Whether the code is running. After an exception, True means that tensors may have changed."""
         self.guards: Any = None
         """Dynamo's guard manager."""
         self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
-        """Inputs and outputs of the last call that went Dynamo's way."""
+        """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the code, or raise `Captured`."""
@@ -112,7 +112,7 @@ class Compiled:
         return outputs
 
     def call(self, inputs: Sequence[Any]) -> Any:
-        """Run the code, which is verified."""
+        """Run the verified code."""
         self.running = True
         outputs = self.run(*inputs)
         self.running = False
@@ -120,17 +120,17 @@ class Compiled:
 
 
 class Verification:
-    """The results of a captured step on copies, before the batch is trained eagerly.
+    """The results of a captured step, computed on copies before the eager step trains on the batch.
 
-    Everything is kept in host memory.
+    All results are stored in host memory.
 
     Args:
         captured: the step and its inputs for one batch.
-        device: where the step runs.
-        names: names of the tensors among the inputs, for messages.
+        device: device of the step.
+        names: names of the input tensors by id, for messages.
 
     Raises:
-        Exception: whatever the compiled code raises.
+        Exception: any exception of the compiled code.
     """
 
     def __init__(self, captured: Captured, device: torch.device, names: Mapping[int, str]) -> None:
@@ -139,25 +139,25 @@ class Verification:
         self._device = device
         graph = captured.compiled.graph
         self._before = _values(self.inputs)
-        own = copies(self.inputs)
+        inputs = copies(self.inputs)
         with self._forked():
-            captured.compiled.run(*own)
-        self._compiled = _values(own)
+            captured.compiled.run(*inputs)
+        self._compiled = _values(inputs)
         self._captured = self._interpreted(graph, double=False)
         self._exact = self._interpreted(graph, double=True)
 
     def _interpreted(self, graph: fx.GraphModule, double: bool) -> list[Tensor | None] | None:
-        """Return the results of the captured graph by torch's own kernels; None if they cannot be had."""
-        own = copies(self.inputs, torch.float64 if double else None)
+        """Return the results of the captured graph with eager kernels; None if it cannot be interpreted."""
+        inputs = copies(self.inputs, torch.float64 if double else None)
         try:
             if not double and _is_double(self.inputs):
-                # There is no higher precision: disturb the last digit instead.
-                own = [_disturbed(value) for value in own]
+                # Without a higher precision, estimate the rounding error by perturbing the last digit.
+                inputs = [_perturbed(value) for value in inputs]
             with self._forked():
-                interpret(graph, own, double)
-        except Exception:  # an operator without float64, or one that only a compiler can run
+                interpret(graph, inputs, double)
+        except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
-        return _values(own)
+        return _values(inputs)
 
     @contextmanager
     def _forked(self) -> Iterator[None]:
@@ -168,18 +168,18 @@ class Verification:
     def compare(
         self, results: Mapping[int, Tensor], updated: Collection[int], ignored: Collection[int]
     ) -> bool:
-        """Compare with what the eager step has made of the inputs.
+        """Compare the results with those of the eager step.
 
         Args:
-            results: by the id of an input, the result of the eager step where it is not in the input itself.
+            results: results of the eager step by the id of an input, for inputs that it does not change in place.
             updated: ids of the inputs that the update of the captured step changes.
-            ignored: ids of the inputs that the eager step changes after what is captured.
+            ignored: ids of the inputs that the eager step changes outside of the captured part.
 
         Returns:
-            Whether an update was seen: none is if the loss scale overflows.
+            Whether an update was made; False if the loss scale overflows.
 
         Raises:
-            WrongNumbersError: the eager step or the compiled code is too far from float64.
+            WrongNumbersError: the error of the eager step or the compiled code is too large.
         """
         eager = _values(
             [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
@@ -200,7 +200,7 @@ class Verification:
 
     @torch.no_grad()
     def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
-        """Let the compiled step's numbers count, so that they do not depend on when a graph was verified."""
+        """Copy the results of the compiled step into the inputs, so results do not depend on the verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
                 target = results.get(id(value), value)
@@ -226,20 +226,23 @@ class Verification:
 
 @dataclass(frozen=True)
 class _Row:
-    """How far the results for one tensor are from the exact one, as norms."""
+    """Errors of the results for one tensor, as norms of the difference from float64."""
 
     key: int
     name: str
     elements: int
     size: float
-    """Of the exact change."""
+    """Norm of the exact change."""
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
+    """Error of the captured graph, which is the rounding error."""
     eager: float
+    """Error of the eager step."""
     compiled: float
+    """Error of the compiled code."""
     digits: float
-    """What the last digits of the tensor's values amount to."""
+    """Norm of the tensor times the machine epsilon of its dtype."""
 
     @classmethod
     def of(
@@ -252,7 +255,7 @@ class _Row:
         captured: Tensor | None,
         exact: Tensor | None,
     ) -> _Row:
-        """Compare results; without an exact one, the eager result stands for it."""
+        """Compare results; the eager result is the reference if there is no exact one."""
         if captured is None or exact is None:
             captured, exact, known = eager, eager, False
         else:
@@ -274,13 +277,13 @@ class _Row:
 
     @property
     def kind(self) -> str:
-        """What is comparable: weights, momenta, buffers."""
+        """The kind of the tensor: weight, momentum, buffer, ..."""
         return self.name.partition("'")[0]
 
     def excess(self, compiler: bool, typical: _Typical) -> float:
-        """Return a distance as a multiple of what is tolerated; NaN is infinitely far."""
+        """Return the error as a multiple of the tolerance; infinity for NaN."""
         distance = self.compiled if compiler else self.eager
-        if not np.isfinite(self.noise):  # overflows, as it may in lower precision
+        if not np.isfinite(self.noise):  # an overflow, which is possible in lower precision
             return 0.0
         root = self.elements**0.5
         noise = max(self.noise, typical.relative * self.size, typical.noise * root)
@@ -290,24 +293,24 @@ class _Row:
         return float(distance / allowed)
 
     def message(self, compiler: bool) -> str:
-        """Return what is off, for people."""
+        """Return an error message for this tensor."""
         distance, size = self.compiled if compiler else self.eager, self.size or 1.0
         return (
-            f"{self.name} changes by {self.size:.2e}, and the result is {distance / size:.1e} of that away from the "
-            f"one in float64, where rounding explains {self.noise / size:.1e}"
+            f"{self.name} changes by {self.size:.2e}, with a relative error of {distance / size:.1e} against float64; "
+            f"the expected rounding error is {self.noise / size:.1e}"
         )
 
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians over all tensors of a kind: a single one may be exact by chance, or have no gradient but rounding."""
+    """Medians over all tensors of a kind, since a single tensor may be exact by chance or have a zero gradient."""
 
     relative: float
-    """Of the rounding error over the change."""
+    """Median of the rounding error relative to the change."""
     noise: float
-    """Of the rounding error of an element."""
+    """Median of the rounding error per element."""
     size: float
-    """Of the change of an element."""
+    """Median of the change per element."""
 
     @classmethod
     def of(cls, rows: Sequence[_Row]) -> _Typical:
@@ -331,21 +334,21 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
-    """Return copies of the tensors in host memory, None in the place of everything else."""
+    """Return copies of the tensors in host memory, and None for other values."""
     return [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else None for value in tensors]
 
 
 def _is_double(inputs: Sequence[Any]) -> bool:
-    """Say whether what is trained is float64 already."""
+    """Return whether a trained tensor is float64."""
     trained = (value for value in inputs if isinstance(value, Tensor) and value.requires_grad)
     return any(value.dtype == torch.float64 for value in trained)
 
 
 @torch.no_grad()
-def _disturbed(value: Any) -> Any:
-    """Change the last digit of each number, up or down."""
+def _perturbed(value: Any) -> Any:
+    """Add or subtract one machine epsilon (relative) for each element, in place."""
     if isinstance(value, Tensor) and value.is_floating_point():
-        generator = torch.Generator().manual_seed(0)  # the global one must not move
+        generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
         value.mul_(1 + torch.finfo(value.dtype).eps * signs.to(value.device))
     return value
