@@ -8,6 +8,7 @@ import test_compiled_memory
 import test_compiled_optimizers
 import test_compiled_replaced
 import test_compiled_state
+import test_compiled_structure
 from compiled_runs import FALLS_BACK, ONE_GRAPH, REFUSED, STEPS, TOLERANCE
 
 _TABLES = (
@@ -16,6 +17,7 @@ _TABLES = (
     test_compiled_hooks,
     test_compiled_optimizers,
     test_compiled_replaced,
+    test_compiled_structure,
     test_compiled_conditioning,
     test_compiled_cost,
     test_compiled_capture,
@@ -33,7 +35,7 @@ alone, and with a plain loop. Losses, weights, buffers, averages and other value
 
 Four changes are not detected: a hook of the node that accumulates a parameter's gradient
 (`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change of
-an environment variable that the model or the loss reads; and the number of calls of a function with
+an environment variable that the model or the loss reads; the number of calls of a function with
 `functools.lru_cache`, which Dynamo traces again; and a method of the model's class that is replaced during training.
 The last three limits apply to `torch.compile` in general. In a graph, an `assert` on values of tensors raises
 `RuntimeError`.

@@ -47,6 +47,8 @@ def explain_failure(error: BaseException) -> str:
             "pruning, or torch.nn.utils.weight_norm and spectral_norm; detach the tensor, or use "
             "torch.nn.utils.parametrizations"
         )
+    if "appears to not have been used in the graph" in str(error):
+        return "a batch leaves parameters without a gradient that other batches train, so each needs another graph"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line holds the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"

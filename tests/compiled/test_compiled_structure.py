@@ -1,0 +1,303 @@
+"""Changes that Dynamo's guards do not report: structure of batches, branches, optimizer steps."""
+
+import copy
+import functools
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compiled_runs import (
+    COMPILE,
+    FALLS_BACK,
+    TOLERANCE,
+    Base,
+    Case,
+    Training,
+    batches,
+    check,
+    check_plain,
+    params_of,
+    seed,
+    sgd,
+)
+from torch import nn
+
+from slipstream import accelerate
+
+
+class OfDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p, self.q = nn.Linear(4, 3).double(), nn.Linear(4, 3).double()
+
+    def forward(self, batch):
+        return self.p(batch["p"]) + torch.tanh(self.q(batch["q"]))
+
+
+def dict_order():
+    model, data = OfDict(), batches()
+    inputs = [
+        {"p": x, "q": x.flip(0)} if number < 7 else {"q": x.flip(0), "p": x}
+        for number, (x, _) in enumerate(data)
+    ]
+    return Training(model, sgd(model), batches=[(i, y) for i, (_, y) in zip(inputs, data, strict=True)])
+
+
+def target_order():
+    model, data = Base(), batches()
+
+    def loss(output, targets):
+        return F.mse_loss(output, targets["near"]) + 0.1 * F.l1_loss(output, targets["far"])
+
+    targets = [
+        {"near": y, "far": y + 3} if number % 2 else {"far": y + 3, "near": y}
+        for number, (_, y) in enumerate(data)
+    ]
+    return Training(model, sgd(model), loss, [(x, t) for (x, _), t in zip(data, targets, strict=True)])
+
+
+def unused_list():
+    model, data = OfDict(), batches()
+    inputs = [
+        {"names": ["a"] * (1 + number % 3), "p": x, "q": x.flip(0)} for number, (x, _) in enumerate(data)
+    ]
+    return Training(model, sgd(model), batches=[(i, y) for i, (_, y) in zip(inputs, data, strict=True)])
+
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.a, self.b = (nn.Linear(n, m).double() for n, m in ((4, 8), (8, 3), (8, 3)))
+
+    def forward(self, x, task):
+        hidden = torch.tanh(self.body(x))
+        return self.a(hidden) + self.b(hidden) if task == "b" else self.a(hidden)
+
+
+def branch(tasks):
+    def make():
+        model = TwoHeads()
+        data = [(x, task, y) for (x, y), task in zip(batches(), tasks, strict=True)]
+        return Training(model, sgd(model, momentum=0), batches=data)
+
+    return make
+
+
+def momentum_changes(values, **options):
+    def make():
+        model = Base()
+        optimizer = sgd(model, **options)
+
+        def set_momentum(value, _):
+            optimizer.param_groups[0]["momentum"] = value
+
+        before = {number: functools.partial(set_momentum, value) for number, value in values.items()}
+        return Training(model, optimizer, before=before)
+
+    return make
+
+
+def fresh_state():
+    model = Base()
+    optimizer = sgd(model, dampening=0.5)
+    state = copy.deepcopy(optimizer.state_dict())
+    return Training(model, optimizer, before={7: lambda _: optimizer.load_state_dict(state)})
+
+
+def doubled(step):
+    @functools.wraps(step)
+    def wrapper(*args, **kwargs):
+        step(*args, **kwargs)
+        return step(*args, **kwargs)
+
+    return wrapper
+
+
+def step_replaced(number):
+    def make():
+        model = Base()
+        optimizer = sgd(model)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+
+        def replace(_):
+            optimizer.step = doubled(optimizer.step)
+
+        return Training(model, optimizer, before={number: replace}, after=schedule.step)
+
+    return make
+
+
+def step_replaced_before_scheduler():
+    model = Base()
+    optimizer = sgd(model)
+    kept = type(optimizer).step
+
+    def step(self, *args, **kwargs):
+        kept(self, *args, **kwargs)
+        return kept(self, *args, **kwargs)
+
+    optimizer.step = types.MethodType(step, optimizer)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    return Training(model, optimizer, after=schedule.step)
+
+
+def class_step_replaced():
+    kept = torch.optim.SGD.step
+
+    def replace(_):
+        torch.optim.SGD.step = doubled(kept)
+
+    def restore():
+        torch.optim.SGD.step = kept
+
+    model = Base()
+    return Training(model, sgd(model), before={7: replace}, end=restore)
+
+
+class Recompute(torch.autograd.Function):
+    """A reentrant checkpoint: its backward computes the layer again, and calls backward itself."""
+
+    @staticmethod
+    def forward(ctx, layer, x):
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return layer(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.layer(x)
+        torch.autograd.backward(y, gradient)
+        return None, x.grad
+
+
+class Reentrant(Base):
+    def forward(self, x):
+        return self.last(torch.tanh(Recompute.apply(self.first, x.clone().requires_grad_())))
+
+
+def reentrant():
+    model = Reentrant()
+    return Training(model, sgd(model))
+
+
+def nested():
+    class OfNested(Base):
+        def forward(self, x):
+            return super().forward(torch.stack(list(x.unbind())))
+
+    model = OfNested()
+    return Training(
+        model, sgd(model), batches=[(torch.nested.nested_tensor(list(x)), y) for x, y in batches()]
+    )
+
+
+def self_distillation():
+    model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
+    fixed = torch.linspace(-1, 1, 24, dtype=torch.float64).reshape(6, 4)
+
+    def loss(output, targets):
+        with torch.no_grad():
+            other = model(fixed)
+        return F.mse_loss(output, targets) + 0.1 * F.mse_loss(output, other)
+
+    return Training(model, sgd(model), loss)
+
+
+CASES = [
+    Case("keys of a dict in another order", dict_order, fast=True),
+    Case("keys of the targets in another order", target_order),
+    Case("a list in the batch that nothing reads changes its length", unused_list, fast=True),
+    Case(
+        "a second head from the middle of a window on",
+        branch("aaaaaabababa"),
+        speed={"accumulate": 2},
+        fast=True,
+    ),
+    Case(
+        "a second head in single batches of a window",
+        branch("aaaaaaabaaab"),
+        FALLS_BACK,
+        "without a gradient",
+        speed={"accumulate": 2},
+    ),
+    Case(
+        "a second head in windows of three",
+        branch("aaaaaaabaaba"),
+        FALLS_BACK,
+        "without a gradient",
+        speed={"accumulate": 3},
+    ),
+    Case("momentum 0 and back", momentum_changes({6: 0.0, 9: 0.9}), fast=True),
+    Case("momentum 0 with dampening", momentum_changes({7: 0.0}, dampening=0.5)),
+    Case("momentum from 0", momentum_changes({7: 0.9}, momentum=0.0)),
+    Case("an optimizer state from before the first step", fresh_state, fast=True),
+    Case("optimizer.step replaced, with a scheduler", step_replaced(7), fast=True),
+    Case("optimizer.step replaced before the scheduler", step_replaced_before_scheduler),
+    Case("step of the optimizer's class replaced", class_step_replaced),
+    Case(
+        "an own reentrant checkpoint of the input",
+        reentrant,
+        FALLS_BACK,
+        "graph|requires_grad|backward",
+        fast=True,
+    ),
+    Case("a nested tensor in the batch", nested, FALLS_BACK, "nested tensor"),
+    Case("a loss that calls the model without gradients", self_distillation, fast=True),
+]
+
+
+@pytest.mark.parametrize("case", params_of(CASES))
+def test_compiled_step_matches_plain_loop(case):
+    check(case)
+
+
+@pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
+def test_eager_step_matches_plain_loop(case):
+    check_plain(case)
+
+
+@pytest.mark.parametrize("first", [1, 7])
+@pytest.mark.parametrize("compile", [None, COMPILE])
+def test_hooks_of_saved_tensors_are_called(first, compile):
+    def train(step_of):
+        seed()
+        model = Base()
+        step = step_of(model, sgd(model))
+        for number, batch in enumerate(batches(), 1):
+            if number >= first:
+                with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: 0.5 * x):
+                    step(batch)
+            else:
+                step(batch)
+        return model.state_dict()
+
+    def by_hand(model, optimizer):
+        def step(batch):
+            optimizer.zero_grad()
+            F.mse_loss(model(batch[0]), batch[1]).backward()
+            optimizer.step()
+
+        return step
+
+    def by_step(model, optimizer):
+        return accelerate(model, optimizer, F.mse_loss, speed=dict(compile=compile) if compile else {})
+
+    torch.testing.assert_close(train(by_step), train(by_hand), **TOLERANCE)
+
+
+@pytest.mark.parametrize("compile", [None, COMPILE])
+def test_an_input_that_requires_a_gradient_gets_one(compile):
+    seed()
+    model = Base()
+    step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=compile) if compile else {})
+    for x, y in batches():
+        x.requires_grad_()
+        other = copy.deepcopy(model)
+        step((x, y))
+        given = x.detach().clone().requires_grad_()
+        F.mse_loss(other(given), y).backward()
+        torch.testing.assert_close(x.grad, given.grad, **TOLERANCE)
