@@ -2,7 +2,7 @@
 
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
 (`GraphStep`) traces the same calls, so a part is written once. Unless `on_host` is set, its methods must be traceable:
-no `.item()`, no branch on a tensor's value; numbers that change are 0-dim tensors.
+no `.item()`, no branch on a tensor's value; a number that changes is a `slipstream.step.numerics.Scalar`.
 """
 
 from __future__ import annotations
