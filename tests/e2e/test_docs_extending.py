@@ -26,4 +26,4 @@ def test_the_line_is_that_of_the_plan():
 def test_the_table_names_the_whole_protocol():
     rows = re.findall(r"^\| (`.*?) \|", TEXT, re.MULTILINE)
     named = {name for row in rows for name in re.findall(r"`(\w+)", row)}
-    assert named == {name for name in vars(StepPart) if not name.startswith("_")} - {"context"}
+    assert named == {name for name in vars(StepPart) if not name.startswith("_")}

@@ -109,10 +109,8 @@ BACKWARD = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=rai
         (CompileOptions(BACKWARD), False, "no such instruction"),
         (CompileOptions(BACKWARD), True, "no such instruction"),
         (CompileOptions("eager", fullgraph=True), True, "graph_break"),
-        (CompileOptions(mode="fastest"), False, "fastest"),
         (CompileOptions("no_such_backend"), False, "no_such_backend"),
         (CompileOptions(options={"no_such_option": 1}), False, "no_such_option"),
-        (CompileOptions(mode="default", options={"max_autotune": True}), False, "mode"),
     ],
 )
 def test_failed_compilation_falls_back_to_eager_with_one_warning(how, broken_graph, reason):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.registry import HOOKS, MODELS
 from slipstream.speed.ema import check_begin
 from slipstream.step import EagerStep
-from slipstream.step.average import AveragePart
+from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
 
 if TYPE_CHECKING:
@@ -120,11 +119,11 @@ class EMAHook(Hook):
 
     def _updates(self, runner: Runner) -> int:
         """Return the total number of EMA updates."""
-        before = max(self.begin_iter - 1, 0)
+        skipped = self.begin_iter - 1
         if self.begin_epoch:
-            before = (self.begin_epoch - 1) * runner.train_loop.epoch_length
-        batches = 1 if self._average.every_batch else _accumulation(runner)  # per update
-        return max(1, math.ceil(runner.max_iters / batches) - before // batches)
+            skipped = (self.begin_epoch - 1) * runner.train_loop.epoch_length
+        window = 1 if self._average.every_batch else _accumulation(runner)
+        return update_count(runner.max_iters, skipped, window)
 
     def before_val_epoch(self, runner: Runner) -> None:
         """Swap in the averaged weights."""

@@ -24,7 +24,7 @@ from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
-from slipstream.step.average import AveragePart
+from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
 
 __all__ = ["TrainStep", "accelerate"]
@@ -168,9 +168,8 @@ class TrainStep:
         core = unwrap_model(self.model)
         self.average = average = how.average(core)
         window = 1 if average.every_batch else self.optim.accumulative_counts
-        average.total_steps = total_steps and max(
-            1, -(-total_steps // window) - max(how.begin_iter - 1, 0) // window
-        )
+        if total_steps:
+            average.total_steps = update_count(total_steps, how.begin_iter - 1, window)
 
         optim = self.optim  # a reference to self would keep the step alive
         optim.parts.append(

@@ -58,6 +58,12 @@ class CompileOptions:
         """Check the combination of options."""
         if self.blocks and self.scope != "block":
             raise ConfigError(f"requires scope='block', not {self.scope!r}", "blocks")
+        if self.backend == "inductor" and self.mode is not None and self.mode not in _MODES:
+            raise ConfigError(
+                f"must be one of {_MODES}, not {self.mode!r}{did_you_mean(self.mode, _MODES)}", "mode"
+            )
+        if self.mode is not None and self.options is not None:
+            raise ConfigError("mode and options exclude each other; remove one of them", "options")
 
 
 def read_compile(value: Any) -> CompileOptions | None:
@@ -71,12 +77,6 @@ def read_compile(value: Any) -> CompileOptions | None:
     if isinstance(value, str):  # a scope by its name
         value = {"scope": value}
     how = options(CompileOptions, {} if value is True else value, "compile")
-    if how.backend == "inductor" and how.mode is not None and how.mode not in _MODES:
-        raise ConfigError(
-            f"must be one of {_MODES}, not {how.mode!r}{did_you_mean(how.mode, _MODES)}", "compile.mode"
-        )
-    if how.mode is not None and how.options is not None:
-        raise ConfigError("mode and options exclude each other; remove one of them", "compile.options")
     backends = torch._dynamo.list_backends(exclude_tags=())
     if isinstance(how.backend, str) and how.backend not in backends:
         raise ConfigError(
@@ -160,10 +160,6 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
     if how.backend == "inductor":
         # Draw the same random numbers (of dropout, for example) as eager training.
         options["fallback_random"] = True
-        if how.mode and how.options:
-            raise ValueError("mode and options exclude each other")
-        if how.mode and how.mode not in _MODES:
-            raise ValueError(f"'{how.mode}' is not a mode of inductor; use one of {', '.join(_MODES)}")
         options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
     return options | (how.options or {})
 

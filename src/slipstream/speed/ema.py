@@ -1,4 +1,7 @@
-"""Speed option: average the weights over the steps, and validate and save with the average."""
+"""Speed option: average the weights over the steps, and validate and save with the average.
+
+The part of the step is `slipstream.step.average.AveragePart`, which `EMAHook` or `accelerate` adds.
+"""
 
 from __future__ import annotations
 

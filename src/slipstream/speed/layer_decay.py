@@ -74,7 +74,7 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
     """
     if value is None or value is False:
         return None
-    if isinstance(value, float):
+    if isinstance(value, int | float) and not isinstance(value, bool):
         value = {"decay": value}
     return options(LayerDecayOptions, {} if value is True else value, _KEY)
 

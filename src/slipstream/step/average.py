@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.step.numerics import Scalar, precise_dtype
 from slipstream.step.parts import StepPart
 
-__all__ = ["AveragePart"]
+__all__ = ["AveragePart", "update_count"]
 
 
 class _Average(Protocol):
@@ -30,6 +30,15 @@ class _Average(Protocol):
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return the averages and the averaged tensors of the model, in the same order."""
+
+
+def update_count(batches: int, skipped: int, window: int) -> int:
+    """Return the number of EMA updates in a training of `batches`, of which the first `skipped` do not count.
+
+    Args:
+        window: number of batches per update.
+    """
+    return max(1, -(-batches // window) - max(skipped, 0) // window)
 
 
 class AveragePart(StepPart):
@@ -85,11 +94,13 @@ class AveragePart(StepPart):
         """Update the average."""
         if torch.compiler.is_compiling():
             for average, current in zip(*self.average.pairs(self.model), strict=True):
-                average.lerp_(current.detach(), self._weight.read().to(average.dtype))
-        elif weight := self._weight.value:
+                weight = self._weight.read().to(average.dtype)
+                # Like the eager step, do not read weights that do not count: they may not be finite.
+                average.copy_(torch.where(weight == 0, average, average.lerp(current.detach(), weight)))
+        elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
             currents = [c.to(a.device) for a, c in zip(averages, currents, strict=True)]
-            torch._foreach_lerp_(averages, currents, weight)
+            torch._foreach_lerp_(averages, currents, step_weight)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the averages."""

@@ -35,6 +35,8 @@ class Step(Protocol):
 class EagerStep:
     """The training step without compilation.
 
+    As the fallback of a compiled step, it trains on the inputs that the compiled step has prepared.
+
     Args:
         forward: `forward(batch) -> losses`, a dict of scalar tensors; those with `loss` in their name
             are summed. It may call a DDP-wrapped model.
