@@ -326,7 +326,7 @@ def predicted(case: Case, strategy: str, cluster: Cluster, computing: float) -> 
 
 def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str:
     header = ["ms per step", "processes", "alone", "side by side", "exposed", "predicted", "measured",
-              "error", "error, knowing 'side by side'"]  # fmt: skip
+              "error", "error, given 'side by side'"]  # fmt: skip
     cells = [
         [
             f"{row['network']}, {row['strategy']}",
@@ -345,7 +345,7 @@ def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str
         c = cluster_of(measured["pings"], processes)
         lines.append(
             f"- {processes} processes: median absolute error {median(errors):.0%}, largest {max(errors):.0%} "
-            f"(knowing 'side by side': {median(informed):.0%}, {max(informed):.0%}); "
+            f"(given 'side by side': {median(informed):.0%}, {max(informed):.0%}); "
             f"alpha {c.intra.alpha * 1e6:.0f} us, beta {c.intra.beta * 1e9:.2f} s/GB, "
             f"launch {c.launch * 1e3:.2f} ms"
         )

@@ -23,10 +23,10 @@ _TABLES = (
     test_compiled_capture,
 )
 
-_TOP = """## What a compiled step can hold
+_TOP = """## What a compiled step supports
 
 `tests/compiled` trains {cases} cases for {steps} steps in float64: with `accelerate` and `compile`, with `accelerate`
-alone, and with a plain loop. Losses, weights, buffers, averages and other values of a case must agree within
+only, and with a plain loop. Losses, weights, buffers, averages and other values of a case must agree within
 {tolerance:g}.
 
 - *{one}*: the whole step stays one graph until the end, without warnings.

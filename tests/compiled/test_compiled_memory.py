@@ -161,7 +161,7 @@ ATTRIBUTES = [
     Case("a queue of three tensors", of(Queue, "queue")),
     Case("an int that forward counts and uses", of(Counter, "calls"), fast=True),
     Case(
-        "an int and a float that forward counts alone",
+        "an int and a float that forward counts but does not use",
         of(Unused, "calls", "time"),
         FALLS_BACK,
         "another graph",

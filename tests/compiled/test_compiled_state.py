@@ -309,7 +309,7 @@ LOSSES = [
         partial(with_loss, partial(BufferedLoss, False)),
         FALLS_BACK,
         "lacks",
-        remark="torch 2.13 takes 0-dim float64 tensors on a CPU for numbers",
+        remark="torch 2.13 treats 0-dim float64 tensors on a CPU as numbers",
     ),
     Case(
         "a loss module whose buffer changes in place", partial(with_loss, partial(BufferedLoss, False, (1,)))
@@ -332,7 +332,7 @@ LOSSES = [
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
 HOLDS = {
-    "Optimizers of pytorch_optimizer and one's own": OPTIMIZERS,
+    "Optimizers of pytorch_optimizer, and custom ones": OPTIMIZERS,
     "Buffers": BUFFERS,
     "Buffers and averages": AVERAGED,
     "Batches": BATCHES,

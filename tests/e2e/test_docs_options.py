@@ -57,7 +57,7 @@ def test_pages_are_short_and_have_the_same_sections(page):
     places = [text.find(part) for part in HEADINGS]
     assert -1 not in places
     assert places == sorted(places)
-    assert re.match(r"# .+\n\n.+\n\n\| front end \| the line \|\n", text)
+    assert re.match(r"# .+\n\n.+\n\n\| front end \| setting \|\n", text)
     assert len(text.splitlines()) <= LONGEST.get(page, 60)
     assert "../matrix.md" in text or page == "npu"  # optimizers by name are no option of a plan
 

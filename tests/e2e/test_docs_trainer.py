@@ -15,6 +15,6 @@ def table():
     """Return the rows of the page. Run print(table()) to render them again."""
     rows = []
     for key, meaning in TrainingParams.table().items():
-        text = f"only its default: {meaning.why}" if isinstance(meaning, Refused) else meaning
+        text = f"default value only: {meaning.why}" if isinstance(meaning, Refused) else meaning
         rows.append(f"| `{key}` | {text} |\n")
     return "".join(rows)

@@ -42,8 +42,8 @@ _BOTTOM = """## Tolerances
 - Without SyncBN the loop also normalises each process's half of a batch separately.
 - `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
   an epoch and of a window, and another run continues.
-- The graphs that Dynamo captures run uncompiled, those of recomputed convolutions with `aot_eager`. Inductor
-  compiles one training of each network, with all options but accumulation and resume.
+- The graphs that Dynamo captures run uncompiled; those of recomputed convolutions run with `aot_eager`. Inductor
+  compiles one run of each network, with all options except accumulation and resume.
 - In addition to pairs and triples, all compatible options are enabled together, in fp32, bf16 and fp16: as one
   graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
 - With {breaks} the graph can have breaks at the gathering of shards; the report at the end of the run says so.

@@ -121,7 +121,7 @@ def test_lr_in_momentum_matters_if_a_scheduler_changes_the_learning_rate():
 
 @pytest.mark.parametrize("name", ["lr", "alpha", "eps", "weight_decay", "momentum"])
 def test_rmsprop_tf_rejects_negative_numbers(name):
-    with pytest.raises(ConfigError, match=rf"^{name}: must not be negative, not -1"):
+    with pytest.raises(ConfigError, match=rf"^{name}: must not be negative, got -1"):
         RMSpropTF([nn.Parameter(torch.ones(2))], **{name: -1.0})
 
 

@@ -1,7 +1,7 @@
 """Checkpoints of sharded models: a folder to which each process writes its shards.
 
 `torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
-None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
+None instead of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
 other tools. This module never reads `.metadata`, because it is a pickle and can make torch unpickle further objects.
 """
 

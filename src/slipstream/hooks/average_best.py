@@ -39,7 +39,7 @@ class AverageBestHook(Hook):
 
     Args:
         metric: name of the validation metric that ranks the epochs.
-        rule: `greater` or `less`, whichever is better; by default inferred from the metric's name.
+        rule: `greater` or `less`: which values are better; by default inferred from the metric's name.
         count: maximum number of epochs to average.
         filename: file name of the averaged weights, in the work_dir.
     """

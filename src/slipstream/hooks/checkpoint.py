@@ -36,7 +36,7 @@ class CheckpointHook(Hook):
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
         save_last: save a checkpoint at the end of training, independent of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns.
-        rule: `greater` or `less`, whichever is better, for all metrics; by default inferred from their names.
+        rule: `greater` or `less`: which values are better, for all metrics; by default inferred from their names.
         filename_tmpl: file name with `{}` for the number. A name without `{}` is one file that is overwritten.
             Default: `epoch_{}.pth` or `iter_{}.pth`.
         save_begin: save no checkpoint before this number of epochs or steps.

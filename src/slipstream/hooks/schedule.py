@@ -92,7 +92,7 @@ class EarlyStoppingHook(Hook):
 
     Args:
         monitor: the metric's name.
-        rule: `greater` or `less`, whichever is better; by default inferred from the name.
+        rule: `greater` or `less`: which values are better; by default inferred from the name.
         min_delta: minimum change that counts as an improvement.
         strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.

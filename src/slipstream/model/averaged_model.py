@@ -83,7 +83,7 @@ class BaseAveragedModel(nn.Module):
         """Return the weighted mean of the update numbers (from 1) that the average contains after `total_steps`.
 
         Each update counts with its weight in the final average. For a plain mean of all weights, the result is the
-        middle of the training.
+        middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
@@ -326,7 +326,7 @@ class DecaySchedule:
             return min(self.decay, (1 + step) / (10 + step))
         if total_steps is None:
             raise ConfigError(
-                "'exp' requires the length of the training; set total_steps of the average, or use 'threshold'",
+                "'exp' requires the number of training steps; set total_steps of the average, or use 'threshold'",
                 "decay_type",
             )
         beta = 15.0 if self.beta is None else self.beta

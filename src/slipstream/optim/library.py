@@ -225,4 +225,4 @@ def _gradients(params: list[Tensor]) -> list[Tensor]:
 def _check_not_negative(options: Mapping[str, float]) -> None:
     for name, value in options.items():
         if value < 0:
-            raise ConfigError(f"must not be negative, not {value}", name)
+            raise ConfigError(f"must not be negative, got {value}", name)

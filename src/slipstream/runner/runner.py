@@ -46,7 +46,7 @@ __all__ = ["Runner"]
 
 @RUNNERS.register_module()
 class Runner(RunState):
-    """Train, validate and test a model. The arguments are those of MMEngine's Runner, and `speed`.
+    """Train, validate and test a model. The arguments are those of MMEngine's Runner plus `speed`.
 
     Each argument accepts an object or a configuration (a dict with a `type`). The constructor builds the model, moves
     it to the device and wraps it. Data loaders, optimizer and schedulers are built on first use.

@@ -152,7 +152,7 @@ class TrainStep:
 
     @property
     def steps(self) -> int:
-        """Number of trained batches, including those before a resume."""
+        """Number of batches processed, including those before a resume."""
         return self.optim.batches
 
     def _add_average(self, how: EmaOptions, total_steps: int | None) -> None:
@@ -161,7 +161,7 @@ class TrainStep:
             raise ConfigError("accelerate does not count epochs; use begin_iter instead of begin_epoch", path)
         if how.type == "exp" and total_steps is None:
             raise ConfigError(
-                "type 'exp' depends on the length of the training; pass total_steps to accelerate(), or use "
+                "type 'exp' depends on the number of training steps; pass total_steps to accelerate(), or use "
                 "ema=dict(type='threshold')",
                 path,
             )

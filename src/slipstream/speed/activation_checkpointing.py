@@ -179,7 +179,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 class _Recomputation(AbstractContextManager[None]):
     """Context of a recomputation, with the buffers and SyncBN sums of the forward; reusable.
 
-    At its end, the buffers are as they were before the recomputation.
+    On exit, the buffers have their values from before the recomputation.
     """
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class EmaOptions:
     beta: float | None = None
     """Only for `exp`: the decay approaches its maximum faster with larger values; None is 15."""
     interval: int = 1
-    """Number of weight updates between two updates of the average, which starts with the first."""
+    """Number of weight updates per update of the average. The average is updated at the first weight update."""
     begin_iter: int = 0
     """First iteration that is averaged."""
     begin_epoch: int = 0
@@ -82,4 +82,4 @@ def check_begin(begin_iter: int, begin_epoch: int) -> None:
         raise ConfigError("set begin_iter or begin_epoch, not both", "begin_epoch")
     for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
         if value < 0:
-            raise ConfigError(f"must not be negative, not {value}", name)
+            raise ConfigError(f"must not be negative, got {value}", name)

@@ -46,7 +46,7 @@ def read_gradient_centralization(value: Any) -> GradientCentralizationOptions | 
 
 
 class CentralizeGradients(StepPart):
-    """Before the update, subtract from the gradient of each weight its mean over all dimensions except the first."""
+    """Before the update, subtract its mean over all dimensions except the first from the gradient of each weight."""
 
     def __init__(self, conv_only: bool = False) -> None:
         self.min_ndim = 3 if conv_only else 2

@@ -42,7 +42,7 @@ class SamOptions:
         if not self.rho > 0:
             raise ConfigError(f"must be positive, not {self.rho}; remove sam to disable it", "rho")
         if not self.eta >= 0:
-            raise ConfigError(f"must not be negative, not {self.eta}", "eta")
+            raise ConfigError(f"must not be negative, got {self.eta}", "eta")
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part of the step that computes the gradients."""

@@ -65,7 +65,7 @@ class DirectCalls:
         try:
             structure = structure_of(inputs)
             for call in self._known:
-                # The guards leave the order of keys open, and what the step does not read.
+                # The guards check neither the order of keys nor values that the step does not read.
                 if call.structure == structure and call.check(values):
                     return call
             return None
@@ -73,7 +73,7 @@ class DirectCalls:
             values["inputs"] = values["held"] = None
 
     def note(self, compiled: Compiled) -> None:
-        """Store the guards of the code that Dynamo has compiled last."""
+        """Store the guards of the code that Dynamo compiled last."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new

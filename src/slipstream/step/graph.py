@@ -64,7 +64,7 @@ class _Called(NamedTuple):
 class GraphStep:
     """The training step as one compiled graph, with an eager step as fallback.
 
-    The first batch is trained by `eager`, which determines the parameters that get a gradient and creates the
+    The first batch is processed by `eager`, which determines the parameters that get a gradient and creates the
     optimizer's state. The second batch is captured, compiled and verified on copies of all inputs of the graph, and
     trained by `eager`. All further batches are trained by the compiled code. Each new graph is verified in the same
     way. The user's Python code therefore runs exactly as often as without compilation, and a failure until then has no
@@ -89,7 +89,7 @@ class GraphStep:
         verify: whether to compare graphs with the eager step before their first use.
         dynamic: whether shapes may vary; None detects it.
         record: creates the object that captures and replays calls as CUDA graphs.
-        background: compiles while batches are trained eagerly; None compiles before the next batch.
+        background: compiles while training continues eagerly; None compiles before the next batch.
         info: called with a message when the graph is first used.
     """
 
@@ -439,7 +439,7 @@ class GraphStep:
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
-        # If all ranks have a verified graph, one rank cannot verify another graph alone: the others do not take part.
+        # If all ranks have a verified graph, one rank cannot verify another graph on its own: others would not join.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
@@ -570,13 +570,13 @@ class GraphStep:
         self._reset()
 
     def _reset(self) -> None:
-        if self._step is not None:  # torch does not release the compiled code of a function by itself
+        if self._step is not None:  # torch does not release the compiled code of a function automatically
             torch._C._dynamo.eval_frame.reset_code(self._step.function.__code__)
         self.pause()
         self._step, self._trained, self._inferred = None, [], False
 
     def _infer_trained(self) -> None:
-        """Infer the trained parameters from a loaded optimizer state, so a resumed run uses the graph at once.
+        """Infer the trained parameters from a loaded optimizer state, so a resumed run uses the graph immediately.
 
         These are the parameters with a state; all parameters if the optimizer has no state.
         """

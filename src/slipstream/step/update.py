@@ -97,7 +97,7 @@ class GraphUpdate:
         view.write_back()
 
     def refresh(self) -> str | None:
-        """Write changed learning rates, betas and momenta into the tensors that the graph reads, without waiting.
+        """Write changed learning rates, betas and momenta into the tensors of the graph, without synchronizing.
 
         Returns:
             The name of another setting whose change invalidates the graph, or None.
@@ -259,7 +259,7 @@ def _sgd(optimizer: _OptimizerView) -> None:
 
 
 class _Scratch:
-    """Discards what a `step` writes into `self.state[param]`, since it has changed the state in place."""
+    """Discards what a `step` writes into `self.state[param]`, since the step changes the state in place."""
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return {}

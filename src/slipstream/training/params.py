@@ -69,7 +69,7 @@ class TrainingParams:
     load_opt_params: Annotated[bool, "a hook: False resets the optimizer state of a resumed run"] = True
     finetune: Annotated[
         bool,
-        "initial_lr: get_finetune_lr_dict of the network sets the rates; all parts but the heads are frozen",
+        "initial_lr: get_finetune_lr_dict of the network sets the rates; all parts except the heads are frozen",
     ] = False
 
     # Learning rates.

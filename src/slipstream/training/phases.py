@@ -61,7 +61,7 @@ class PhaseContext:
     After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
 
     Set `stop_training` to True to stop training after the current epoch and its validation. Callbacks may set
-    attributes of their own, which are kept.
+    additional attributes, which are kept.
     """
 
     def __init__(self, runner: Runner) -> None:

@@ -131,11 +131,11 @@ class Trainer:
         """Return the metrics of a network on a dataset.
 
         Args:
-            model: Default: the network of the last training.
-            test_loader: Default: the first test loader of the last training, else its validation loader.
+            model: Default: the network of the last call of `train`.
+            test_loader: Default: the first test loader of the last call of `train`, else its validation loader.
             test_metrics_list: In the form of `valid_metrics_list`, which is the default.
             silent_mode: Whether to log warnings only.
-            use_ema_net: Whether to test the EMA weights after a training with `ema`.
+            use_ema_net: Whether to test the EMA weights after training with `ema`.
         """
         own = self.runner is not None and use_ema_net and model in (None, self.net)
         needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")

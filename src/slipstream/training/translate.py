@@ -176,7 +176,7 @@ def _rule(params: TrainingParams) -> str:
 
 
 def _watched(params: TrainingParams) -> str | None:
-    """Return the spelling of the metric to watch that the metric itself uses, or None without metrics.
+    """Return the metric to watch under the name that the metric itself uses, or None without metrics.
 
     Raises:
         UnknownNameError: If no validation metric has that name.

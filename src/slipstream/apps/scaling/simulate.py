@@ -142,7 +142,7 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # The GPUs of a node reduce their partitions at the same time over shared cards: equal to n bytes at once.
+            # The GPUs of a node reduce their partitions at the same time over shared cards, as one of n bytes.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 

@@ -1,6 +1,6 @@
 """End an epoch or an evaluation at the same batch on all ranks, even if their data differ in length.
 
-A rank that trains one batch more than another would hang in the gradient all-reduce. The samplers of this package
+A rank that trains on one batch more than another would hang in the gradient all-reduce. The samplers of this package
 and torch's `DistributedSampler` give every rank the same number of batches; for other loaders the number is not
 known in advance.
 """
