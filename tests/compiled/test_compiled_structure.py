@@ -250,6 +250,9 @@ CASES = [
 ]
 
 
+HOLDS = {"Structure of batches, branches, and the optimizer": CASES}
+
+
 @pytest.mark.parametrize("case", params_of(CASES))
 def test_compiled_step_matches_plain_loop(case):
     check(case)
