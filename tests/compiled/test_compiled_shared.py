@@ -224,5 +224,5 @@ def test_step_raises_for_gradients_that_another_step_accumulates(speed, windows)
     ]
     batch = batches(1)[0]
     steps[0](batch)
-    with pytest.raises(ModelError, match="the other one"):
+    with pytest.raises(ModelError, match="the other wrapper"):
         steps[1](batch)

@@ -198,7 +198,7 @@ def test_optimizer_built_before_sharding_raises(answers):
     for answer in answers["optimizer_of_whole_weights"]:
         assert len(answer) == 3, answer
         for message in answer:
-            assert message.startswith("optim_wrapper: it holds the weights from before the model was sharded")
+            assert message.startswith("optim_wrapper: the optimizer was created before the model was sharded")
 
 
 def test_invalid_options_raise_with_the_remedy(answers):

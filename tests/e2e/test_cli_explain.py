@@ -63,7 +63,7 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     printed = explained(capsys, "parallel=fsdp2")
     assert "fsdp2" in row(printed, "parallel")
-    assert "no effect here: there is one process" in printed
+    assert "no effect here: only one process is running" in printed
     limits = printed[printed.index("on this machine (cpu):") :]
     assert "precision=fp8: 'fp8' requires an NVIDIA GPU" in limits
     assert "cuda_graph=True: " in limits
@@ -76,7 +76,7 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
         (["speed.precison=bf16"], "speed.precison: no such option; did you mean 'precision'"),
         (["speed=fast"], "speed: must be 'auto' or a dict"),
         (["speed.clip_grad={max_norm: 1}"], "optim_wrapper.clip_grad: "),
-        (["compile.scope=step", "parallel=hsdp"], "compile: scope 'step'"),
+        (["compile.scope=step", "parallel=hsdp"], "compile: scope='step'"),
         (["model.network.type=pp_lite_x_seg"], "did you mean 'pp_lite_t_seg'"),
         (["sped=auto"], "did you mean 'speed'"),
     ],

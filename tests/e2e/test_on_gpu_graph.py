@@ -76,7 +76,7 @@ def test_step_graph_trains_like_the_eager_step(case):
     graph = train(dict(scope="step"), **options, **(dict(cuda_graph=True) if replays else {}))
     step = graph[2]._step
     assert type(step) is GraphStep
-    assert step._instead is None
+    assert step._fallback is None
     assert (step._step.recorded is not None) == replays
     assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
 
@@ -98,7 +98,7 @@ def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
 
 def test_sync_batchnorm_in_one_process_is_captured():
     graph = train(dict(scope="step"), norm=SyncBatchNorm)
-    assert graph[2]._step._instead is None
+    assert graph[2]._step._fallback is None
     assert_agree(graph, train(None))
 
 
@@ -135,5 +135,5 @@ def test_failed_verification_leaves_a_working_optimizer():
     step = accelerate(model, optimizer, F.cross_entropy, dict(compile=how, accumulate=2))
     for batch in batches(4):
         step(batch)
-    assert step._step._instead is not None
+    assert step._step._fallback is not None
     assert torch.isfinite(model[0].weight).all()

@@ -174,7 +174,10 @@ def test_parallel_and_model_wrapper_cfg_set_the_same_option(cfg, kind, wrapper):
             "^parallel.warp: no such option; did you mean 'wrap'",
         ),
         (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "^parallel.param_dtype: expected"),
-        (dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)), "^parallel.min_params: give wrap or"),
+        (
+            dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)),
+            "^parallel.min_params: specify wrap or",
+        ),
         (dict(parallel=dict(type="fsdp2", min_params=0)), "^parallel.min_params: must be at least 1"),
         (dict(activation_checkpointing=[]), None),
     ],

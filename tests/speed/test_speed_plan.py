@@ -194,7 +194,11 @@ def test_every_choice_is_an_option_with_a_reason():
         (dict(cuda_graph=True, compile=dict(scope="model")), H100, "speed.cuda_graph: .*scope='step'"),
         (dict(compile=dict(scope="step"), parallel="fsdp2"), CPU, "speed.compile: .*scope='model'"),
         (dict(compile=dict(scope="step"), parallel="hsdp"), CPU, "speed.compile: .*scope='model'"),
-        (dict(find_unused_parameters=True, parallel="fsdp2"), CPU, "speed.find_unused_parameters: is DDP's"),
+        (
+            dict(find_unused_parameters=True, parallel="fsdp2"),
+            CPU,
+            "speed.find_unused_parameters: applies only to DDP",
+        ),
     ],
 )
 def test_invalid_plan_raises_with_config_path_and_remedy(speed, capabilities, message):

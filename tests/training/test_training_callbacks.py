@@ -297,7 +297,7 @@ def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     [
         (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop only supports VALIDATION_EPOCH_END"),
         (dict(mode="less"), r"mode: must be 'min' or 'max'"),
-        (dict(patience=-1), r"patience: must not be negative"),
+        (dict(patience=-1), r"patience: must be at least 0"),
     ],
 )
 def test_early_stop_rejects_invalid_arguments(tmp_path, options, message):

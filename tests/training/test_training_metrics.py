@@ -87,7 +87,7 @@ def test_scores_are_valid_predictions():
 
 
 def test_invalid_labels_and_shapes_are_rejected():
-    with pytest.raises(DataError, match=r"IoU met 1 target pixels and 1 predicted pixels outside 0\.\.3"):
+    with pytest.raises(DataError, match=r"IoU found 1 target pixels and 1 predicted pixels outside 0\.\.3"):
         value(IoU(4, IGNORE), [(torch.tensor([[[0, 9]]]), torch.tensor([[[7, 1]]]))])
     with pytest.raises(DataError, match="PixelAccuracy requires preds of class ids"):
         value(

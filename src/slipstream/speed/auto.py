@@ -55,6 +55,6 @@ def _precision(capabilities: Capabilities) -> Choice:
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        why = "compilation takes minutes, then convolutions take 0.6 to 0.9 of the time; try compile=True in long runs"
+        why = "compilation takes minutes, then convolutions take 0.6 to 0.9 of the time; try compile=True"
         return Choice("compile", why, on=False)
     return Choice("compile", "compilation takes a minute or more; measure compile=True", on=False)

@@ -192,7 +192,7 @@ def test_weights_load_from_each_kind_of_checkpoint(trained, wrap):
 def test_strict_loading_rejects_another_number_of_classes(trained):
     _, write = trained
     with pytest.raises(
-        CheckpointError, match=r"final_layer\.conv2\.weight is \(5, 64, 1, 1\) there and \(7, 64"
+        CheckpointError, match=r"final_layer\.conv2\.weight is \(5, 64, 1, 1\) in the checkpoint and \(7, 64"
     ):
         models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict))
 
@@ -259,7 +259,7 @@ def test_head_with_other_classes_is_skipped_and_logged(trained, capsys, way):
     network, write = trained
     loaded = models.get("ddrnet_23_slim", 7, checkpoint_path=write(dict), **way)
     assert (
-        "final_layer.conv2.weight is (5, 64, 1, 1) there and (7, 64, 1, 1) in the model"
+        "final_layer.conv2.weight is (5, 64, 1, 1) in the checkpoint and (7, 64, 1, 1) in the model"
         in capsys.readouterr().err
     )
     assert all(
@@ -326,5 +326,5 @@ def test_file_without_weights_raises_error(tmp_path):
 
 
 def test_missing_file_raises_error(tmp_path):
-    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         models.get("resnet18", 10, checkpoint_path=tmp_path / "none.pth")
