@@ -2,7 +2,8 @@
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
-All contenders run interleaved in one process on one thread. Ratios are computed within a round. jax is optional
+All contenders run interleaved in one process, which is bound to one core, because jax dispatches work to threads of its
+own. Ratios are computed within a round. jax is optional
 (`pip install jax`, part of the `bench` extra). The result reports if it is missing.
 """
 
@@ -16,6 +17,8 @@ from statistics import median
 from time import perf_counter, process_time
 from typing import Any, NamedTuple
 
+if hasattr(os, "sched_setaffinity"):
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
 # jax reads this once. torch also runs on one thread.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
