@@ -164,7 +164,7 @@ ATTRIBUTES = [
         "an int and a float that forward counts but does not use",
         of(Unused, "calls", "time"),
         FALLS_BACK,
-        "another graph",
+        "a new graph",
     ),
     Case("a branch on an int that forward counts", of(Every, "calls")),
     Case("a float that decreases at each step", of(Decaying, "share"), FALLS_BACK, "a new graph"),

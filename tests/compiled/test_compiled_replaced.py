@@ -169,7 +169,7 @@ REPLACED = [
         "a float64 parameter without dimension",
         partial(number, torch.optim.Rprop),
         FALLS_BACK,
-        "no dimension",
+        "0-dim tensor",
     ),
 ]
 HOLDS = {"What the loop replaces": REPLACED}
