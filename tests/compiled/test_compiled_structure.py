@@ -304,3 +304,4 @@ def test_an_input_that_requires_a_gradient_gets_one(compile):
         given = x.detach().clone().requires_grad_()
         F.mse_loss(other(given), y).backward()
         torch.testing.assert_close(x.grad, given.grad, **TOLERANCE)
+    step.close()

@@ -301,7 +301,7 @@ def test_last_accumulation_window_is_smaller_with_total_steps():
         (dict(gc=100), "speed.gc: requires a Runner"),
         (dict(prefetch=2), "speed.prefetch: requires a Runner"),
         (dict(ema=dict(type="constant", begin_epoch=1)), "speed.ema: accelerate does not count epochs"),
-        (dict(ema=True), "speed.ema: type 'exp' depends on the length"),
+        (dict(ema=True), "speed.ema: type 'exp' depends on the number of training steps"),
         (dict(compile=dict(backend="inducto")), "speed.compile.backend: 'inducto' is not a backend"),
         (dict(compil=True), "speed.compil: no such option"),
     ],
