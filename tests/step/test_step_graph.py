@@ -414,3 +414,19 @@ def test_what_parts_log_is_the_same_eagerly_and_in_the_graph(window):
     assert [("two" in step(batch)) for batch in batches()] == [
         (number + 1) % window == 0 for number in range(STEPS)
     ]
+
+
+def test_verification_without_memory_for_float64_falls_back_with_the_error(monkeypatch):
+    def no_memory(graph, inputs, double):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("slipstream.step.verification.interpret", no_memory)
+    model, reasons = net(), []
+    optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05))
+
+    def recover(error):
+        reasons.append(error)
+        return EagerStep(_losses_of(model), model, optim)
+
+    train(graph_step(model, optim, recover=recover), batches())
+    assert [type(reason) for reason in reasons] == [torch.OutOfMemoryError]
