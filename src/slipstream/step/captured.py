@@ -14,13 +14,13 @@ from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import LossScale, Scalar
 from slipstream.step.update import GraphUpdate, can_trace, is_hooked
-from slipstream.step.verification import NotCapturedError, UnstableGraphError
+from slipstream.step.verification import NotCapturedError, OnlyEagerError, UnstableGraphError
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
     from slipstream.step.cuda_graph import RecordedCalls
 
-__all__ = ["CapturedStep", "Shapes", "shapes"]
+__all__ = ["CapturedStep", "Shapes", "check_batch", "shapes"]
 
 _GLOBAL_HOOKS = (
     modules._global_forward_pre_hooks,
@@ -225,6 +225,25 @@ def shapes(inputs: Any) -> list[torch.Size]:
         return [tensor.shape for tensor in tensors]
     except RuntimeError:  # a nested tensor has none
         return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
+
+
+def check_batch(inputs: Any) -> None:
+    """Check for tensors that the compiled step would treat as plain ones, or whose gradient it does not compute.
+
+    Raises:
+        OnlyEagerError: the batch contains a tensor of a subclass.
+    """
+    for leaf in leaves_of(inputs):
+        if not isinstance(leaf, Tensor):
+            continue
+        if type(leaf) not in (Tensor, nn.Parameter):
+            raise OnlyEagerError(
+                f"the batch contains tensors of the class {type(leaf).__name__}, which compilation does not support"
+            )
+        if leaf.is_nested:
+            raise OnlyEagerError("the batch contains a nested tensor, which compilation does not support")
+        if leaf.requires_grad:
+            raise OnlyEagerError("the batch contains a tensor that requires a gradient")
 
 
 class Shapes:

@@ -17,11 +17,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from slipstream.step.background import BackgroundCompiler
-from slipstream.step.captured import CapturedStep, Shapes, shapes
+from slipstream.step.captured import CapturedStep, Shapes, check_batch, shapes
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.dynamo import has_side_effects, refuse_python_random, tracing
 from slipstream.step.eager import EagerStep, Losses, sum_losses
-from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
@@ -30,7 +29,6 @@ from slipstream.step.verification import (
     Captured,
     Compiled,
     NotCapturedError,
-    OnlyEagerError,
     Verification,
     WrongNumbersError,
 )
@@ -266,7 +264,7 @@ class GraphStep:
             )
         if held is not None and optim.accumulative_counts == 1:
             torch._foreach_zero_(held)  # the verification measures gradients by how far they are from these
-        _check_batch(inputs)
+        check_batch(inputs)
         try:
             with tracing():
                 outputs = captured.run(*arguments)
@@ -475,21 +473,14 @@ class GraphStep:
         outside, unseen = ends and captured.update is None, self._unseen(captured, found)
         held = dict(zip(map(id, found.held), captured.params, strict=False))
         ignored = captured.after_graph() if outside else set(held) if ends else set()
-
         known = list(map(id, captured.params))
 
         def settle() -> None:
             # If another branch of the model ran, capture it with the parameters that it trains.
-            if self.sync is None and ends and trained and list(map(id, trained)) != known:
+            now = list(map(id, trained if ends else _with_gradients(self.optim)))
+            if self.sync is None and (now and now != known if ends else not set(now).issubset(known)):
                 self._reset()
                 self._trained = trained
-                return
-            if (
-                self.sync is None
-                and not ends
-                and not set(map(id, _with_gradients(self.optim))).issubset(known)
-            ):
-                self._reset()
                 return
             gradients = {key: param.grad for key, param in held.items() if param.grad is not None}
             results = {} if ignored.issuperset(held) else gradients
@@ -605,22 +596,3 @@ class GraphStep:
 
 def _with_gradients(optim: OptimWrapper) -> list[nn.Parameter]:
     return [param for param in optim.parameters() if param.requires_grad and param.grad is not None]
-
-
-def _check_batch(inputs: Any) -> None:
-    """Check for tensors that the compiled step would treat as plain ones, or whose gradient it does not compute.
-
-    Raises:
-        OnlyEagerError: the batch contains a tensor of a subclass.
-    """
-    for leaf in leaves_of(inputs):
-        if not isinstance(leaf, Tensor):
-            continue
-        if type(leaf) not in (Tensor, nn.Parameter):
-            raise OnlyEagerError(
-                f"the batch contains tensors of the class {type(leaf).__name__}, which compilation does not support"
-            )
-        if leaf.is_nested:
-            raise OnlyEagerError("the batch contains a nested tensor, which compilation does not support")
-        if leaf.requires_grad:
-            raise OnlyEagerError("the batch contains a tensor that requires a gradient")
