@@ -33,12 +33,11 @@ only, and with a plain loop. Losses, weights, buffers, averages and other values
 - *{back}*: the results are the same. One warning names the cause, and the user's line if there is one.
 - *{refused}*: an error names the remedy before training starts.
 
-Four changes are not detected: a hook of the node that accumulates a parameter's gradient
+Three changes are not detected: a hook of the node that accumulates a parameter's gradient
 (`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change of
-an environment variable that the model or the loss reads; the number of calls of a function with
-`functools.lru_cache`, which Dynamo traces again; and a method of the model's class that is replaced during training.
-The last three limits apply to `torch.compile` in general. In a graph, an `assert` on values of tensors raises
-`RuntimeError`.
+an environment variable that the model or the loss reads; and the number of calls of a function with
+`functools.lru_cache`, which Dynamo traces again. The last two limits apply to `torch.compile` in general. In a graph,
+an `assert` on values of tensors raises `RuntimeError`.
 
 The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
 

@@ -155,7 +155,41 @@ def number(make):
     return Training(model, make(model.parameters(), lr=0.01), batches=batches(14))
 
 
+def methods(replace):
+    """A method of the class is replaced after the fifth step, and again after the ninth."""
+
+    class Block(Base):
+        def change(self, x):
+            return x * self.factor
+
+        @property
+        def factor(self):
+            return 1.5
+
+    class Net(Block):
+        pass
+
+    model = Net()
+    before = {6: lambda _: replace(Block, Net, 0.5), 10: lambda _: replace(Block, Net, 0.1)}
+    return Training(model, sgd(model), before=before)
+
+
+def replaced_forward(block, net, factor):
+    block.forward = lambda self, x: factor * self.last(torch.tanh(self.first(x)))
+
+
+def replaced_helper(block, net, factor):
+    net.change = lambda self, x: x * factor  # overrides the method of the base class
+
+
+def replaced_property(block, net, factor):
+    block.factor = property(lambda self: factor)
+
+
 REPLACED = [
+    Case("a forward that is replaced in the class", partial(methods, replaced_forward), fast=True),
+    Case("a method that is overridden in the class during training", partial(methods, replaced_helper)),
+    Case("a property that is replaced in the class", partial(methods, replaced_property)),
     Case("a tensor attribute that the loop replaces", masks, fast=True),
     Case("class weights that the loop replaces", class_weights),
     Case("a network in the loss that the loop replaces", teacher),

@@ -4,9 +4,12 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
-from slipstream.errors import LossError
+from slipstream import accelerate
+from slipstream.errors import LossError, ModelError
 from slipstream.model import BaseModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
 from slipstream.step import EagerStep, sum_losses
@@ -175,3 +178,36 @@ def test_a_tensor_of_one_element_counts_as_a_scalar():
 def test_invalid_loss_raises_with_its_name(losses, message):
     with pytest.raises(LossError, match=message):
         sum_losses(losses)
+
+
+class Checkpointed(nn.Module):
+    """A network that uses a reentrant checkpoint if `reentrant` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last, self.reentrant = nn.Linear(3, 4).double(), nn.Linear(4, 2).double(), False
+
+    def forward(self, x):
+        x = self.first(x)
+        x = checkpoint(torch.tanh, x, use_reentrant=True) if self.reentrant else torch.tanh(x)
+        return self.last(x)
+
+
+def test_reentrant_checkpoint_added_in_training_raises_once_with_a_remedy():
+    data = [(torch.ones(2, 3).double() * i, torch.ones(2, 2).double()) for i in range(4)]
+    models = []
+    for raises in (False, True):
+        torch.manual_seed(0)
+        model = Checkpointed()
+        step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        step(data[0])
+        model.reentrant = True
+        if raises:
+            with pytest.raises(ModelError, match="use_reentrant=False"):
+                step(data[1])
+        else:
+            step = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss)
+        for batch in data[2:]:
+            step(batch)
+        models.append(model.state_dict())
+    torch.testing.assert_close(models[1], models[0], rtol=1e-12, atol=1e-14)

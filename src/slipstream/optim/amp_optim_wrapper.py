@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from slipstream.errors import ConfigError
 from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
@@ -104,10 +105,12 @@ class AmpOptimWrapper(OptimWrapper):
             super().step(**kwargs)
             return
         scaler = self.loss_scaler
+        finite = None
         if self.parts:
             scaler.unscale_(self.optimizer)
+            finite = _no_overflow(scaler, self.optimizer)
         init_momentum(self.optimizer)
-        self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs))
+        self._apply_parts(lambda: scaler.step(self.optimizer, **kwargs), finite)
         scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
@@ -124,6 +127,13 @@ class AmpOptimWrapper(OptimWrapper):
         if self.loss_scaler is not None and scaler:
             self.loss_scaler.load_state_dict(scaler)
         super().load_state_dict(state)
+
+
+def _no_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
+    """Return a 0-dim bool tensor: whether all gradients that `scaler` has unscaled are finite."""
+    counts = list(scaler._found_inf_per_device(optimizer).values())
+    total: Tensor = sum((count.to(counts[0].device) for count in counts[1:]), start=counts[0])
+    return total == 0
 
 
 def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:

@@ -137,6 +137,8 @@ class OptimWrapper:
         """What the parts of the last update log."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
+        self.finite: Tensor | None = None
+        """During an update that the guard checks: whether the gradients are finite (0-dim bool)."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -190,10 +192,10 @@ class OptimWrapper:
 
     def step(self, **kwargs: Any) -> None:
         """Run the optimizer step with `parts` around it."""
-        self._apply_parts(lambda: self.optimizer.step(**kwargs))
+        self._apply_parts(lambda: self.optimizer.step(**kwargs), self.finite)
 
-    def _apply_parts(self, step: Callable[[], Any]) -> None:
-        """Call `step`, which runs the optimizer step, with `parts` around it."""
+    def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
+        """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts unless `finite`."""
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
         if not params:
@@ -201,7 +203,7 @@ class OptimWrapper:
             return
         grads = [param.grad for param in params if param.grad is not None]
         with torch.no_grad():
-            self.logs = apply_update(self.parts, params, grads, lambda _: step())
+            self.logs = apply_update(self.parts, params, grads, lambda _: step(), finite)
         self.grad_norm = self.logs.get("grad_norm")
 
     def zero_grad(self, **kwargs: Any) -> None:

@@ -163,6 +163,14 @@ class StepGuard:
         """Call `optim.step()`, and undo or skip it if the gradients are not finite."""
         params = [p for p in optim.parameters() if p.grad is not None]
         finite = _finite_everywhere(params, self.count.tensor.device)
+        optim.finite = finite
+        try:
+            self._step(optim, params, finite)
+        finally:
+            optim.finite = None
+        self.settle(finite)
+
+    def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:
             optim.step()
         elif self._seen.issuperset(params):
@@ -172,7 +180,6 @@ class StepGuard:
             if finite:  # waits for the device
                 optim.step()
                 self._seen.update(params)
-        self.settle(finite)
 
     @torch.no_grad()
     def settle(self, finite: Tensor) -> None:

@@ -80,6 +80,7 @@ class CapturedStep:
         self._groups = list(optim.param_groups)
         self._seen = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
+        self._methods = [_Methods(kind) for kind in {type(module) for module in model.modules()}]
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
         self._wasted = 0
@@ -97,6 +98,9 @@ class CapturedStep:
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
             return "the global hooks of modules"
+        for methods in self._methods:
+            if methods.changed():
+                return f"a method of the class {methods.kind.__name__}"
         if (
             is_hooked(optim.optimizer) != self._hooked
             or type(optim.optimizer).step is not self._optimizer_step
@@ -211,6 +215,29 @@ class CapturedStep:
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether both sequences contain the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
+
+
+class _Methods:
+    """The methods and properties of a class of modules, without special methods; a graph contains their code."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self.kind = kind
+        bases = (base for base in kind.__mro__ if base not in (nn.Module, object))
+        names = {
+            name
+            for base in bases
+            for name, value in vars(base).items()
+            if callable(value) or isinstance(value, classmethod | property)
+        }
+        self._get = attrgetter("forward", *(name for name in names if not name.startswith("__")))
+        self._values = self._get(kind)
+
+    def changed(self) -> bool:
+        """Return whether one of them was replaced or deleted."""
+        try:
+            return bool(self._get(self.kind) != self._values)
+        except AttributeError:
+            return True
 
 
 def _global_hooks() -> list[tuple[int, ...]]:

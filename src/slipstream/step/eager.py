@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist.sharding import is_sharded
-from slipstream.errors import LossError
+from slipstream.errors import LossError, ModelError
 from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
@@ -75,7 +75,11 @@ class EagerStep:
         if part is None:
             loss, logs = self._loss(batch)
             # Backward; at the end of an accumulation window also clip, step and zero_grad.
-            optim.update_params(loss, **self._backward_kwargs(loss))
+            try:
+                optim.update_params(loss, **self._backward_kwargs(loss))
+            except RuntimeError as error:
+                self._check_reentrant(error)
+                raise
         else:
             logs = self._repeated(batch, part)
         for part in optim.parts:
@@ -151,6 +155,15 @@ class EagerStep:
         if self._reaches_inputs:  # tensors of the batch may require gradients, too
             inputs += _inputs_among(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
+
+    def _check_reentrant(self, error: RuntimeError) -> None:
+        """Raise a `ModelError` if a reentrant checkpoint is the cause of an error in backward."""
+        if "use_reentrant" in str(error):
+            self._restricts = False
+            raise ModelError(
+                "a reentrant checkpoint was added to the model after the first batch; use "
+                "checkpoint(..., use_reentrant=False), or add it before the first batch"
+            ) from error
 
     def _drop_leaked_gradients(self) -> None:
         """Drop gradients from the backward of another step, if it could not be restricted to its own parameters."""

@@ -226,7 +226,7 @@ class GraphStep:
                     if scale is not None or guard is not None:
                         finite = all_finite(grads)
                     guarded = update if finite is None else only_if(finite, update, [*params, *update.state])
-                    logs = {**logs, **apply_update(parts, params, grads, guarded)}
+                    logs = {**logs, **apply_update(parts, params, grads, guarded, finite)}
                     if scale is not None and finite is not None:
                         scale.adapt(finite)
                 elif held is not None:

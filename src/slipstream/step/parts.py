@@ -13,6 +13,8 @@ from operator import attrgetter, is_not
 
 from torch import Tensor, nn
 
+from slipstream.step.numerics import keep_unless
+
 __all__ = ["StepPart", "apply_update", "has_gradients"]
 
 
@@ -73,21 +75,38 @@ def apply_update(
     params: Sequence[nn.Parameter],
     grads: list[Tensor],
     update: Callable[[list[Tensor]], None],
+    finite: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Run the parts around `update(grads)`, which updates `params`; return the values that the parts log.
 
     Both steps call this under `torch.no_grad()` at the end of an accumulation window.
+
+    Args:
+        finite: a 0-dim bool tensor on the device. Unless it is true, `update` changes nothing, and what the parts
+            change is undone: the parameters and the tensors of `state`.
     """
     logs: dict[str, Tensor] = {}
-    for part in parts:
-        logs.update(part.before_update(params, grads) or {})
+    before, after = _overriding(parts, "before_update"), _overriding(parts, "after_update")
+    around = [part for part in parts if part in before or part in after]
     previous: list[Tensor] = []
-    if any(part.needs_previous for part in parts):
+    if any(part.needs_previous for part in parts) or (finite is not None and after):
         previous = [param.detach().clone() for param in params]
+    state = [] if finite is None else [t for part in around for t in part.state().values()]
+    old = [tensor.clone() for tensor in state]
+    for part in before:
+        logs.update(part.before_update(params, grads) or {})
     update(grads)
-    for part in parts:
+    for part in after:
         part.after_update(params, previous)
+    if finite is not None:
+        keep_unless(finite, state, old)
+        if after:
+            keep_unless(finite, params, previous)
     return logs
+
+
+def _overriding(parts: Sequence[StepPart], method: str) -> list[StepPart]:
+    return [part for part in parts if getattr(type(part), method) is not getattr(StepPart, method)]
 
 
 def has_gradients(params: Iterable[nn.Parameter]) -> bool:
