@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
-from slipstream.dataset.loading.loader import build_dataloader, is_infinite, set_epoch
+from slipstream.dataset.loading.loader import batch_size, build_dataloader, is_infinite, set_epoch
 from slipstream.dataset.loading.lockstep import agree_on_length, until_all_end, until_one_ends
 from slipstream.dataset.loading.samplers import EpochBatchSampler
 from slipstream.dist import get_rank, get_world_size, report_progress
@@ -59,6 +59,9 @@ class BaseLoop:
 
 class _TrainLoop(BaseLoop):
     """Base class of both training loops: runs the training step and schedules validation."""
+
+    counts_epochs = True
+    """Whether training is counted in epochs."""
 
     def __init__(
         self,
@@ -112,6 +115,49 @@ class _TrainLoop(BaseLoop):
     @property
     def _goal(self) -> int:
         raise NotImplementedError
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per step, summed over all processes."""
+        return (batch_size(self.dataloader) or 1) * get_world_size()
+
+    def position(self, by_epoch: bool | None) -> dict[str, Any]:
+        """Return the position for a checkpoint.
+
+        Args:
+            by_epoch: True at the end of an epoch that is not yet counted, False after a step that is not yet
+                counted, None if the counters are up to date.
+        """
+        ends_epoch = bool(by_epoch) and self.counts_epochs
+        return {
+            "epoch": self._epoch + ends_epoch,
+            "iter": self._iter + (1 if by_epoch is False else 0),
+            "inner_samples": 0 if ends_epoch else self.inner_iter * self.samples_per_step,
+            "samples_per_step": self.samples_per_step,
+            # The checkpoint at the end of an epoch or step is written before its validation.
+            "validated": by_epoch is not self.counts_epochs,
+        }
+
+    def resume_at(self, position: Mapping[str, Any]) -> None:
+        """Continue at a saved position; if the batch size or world size changed, keep the number of samples."""
+        samples, logger = self.samples_per_step, self._runner.logger
+        before = position.get("samples_per_step", samples)
+        start = position.get("inner_samples", 0) // samples
+        if self.counts_epochs:  # an incomplete last batch is counted as a full one
+            start = min(start, self.epoch_length)
+        iteration = position["iter"]
+        if before != samples:
+            iteration = (
+                position["epoch"] * self.epoch_length + start
+                if self.counts_epochs
+                else iteration * before // samples
+            )
+            logger.warning(
+                f"The checkpoint was written with {before} samples per step; this run uses {samples}. "
+                f"Iteration {position['iter']} becomes iteration {iteration}"
+            )
+        self.resume(position["epoch"], iteration, start, position.get("validated", True))
+        logger.info(f"Resumed at epoch {position['epoch']}, iteration {iteration}")
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
@@ -272,6 +318,7 @@ class IterBasedTrainLoop(_TrainLoop):
     """
 
     max_epochs = 1
+    counts_epochs = False
 
     def __init__(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,20 @@ from torch import nn
 
 from slipstream.checkpoint import (
     get_random_state,
+    load_weights,
     mark_last_checkpoint,
     set_random_state,
     write_checkpoint,
 )
 from slipstream.config import Config, options
-from slipstream.dist import is_main_process
+from slipstream.dataset.loading.workers import end_workers
+from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, ProgressBarHook
 from slipstream.model import unwrap_model
+from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
-from slipstream.registry import RUNNERS, default_scope
+from slipstream.registry import LOOPS, RUNNERS, default_scope
 from slipstream.runner import builders, planning, resume
 from slipstream.runner.environment import (
     EnvOptions,
@@ -33,19 +37,27 @@ from slipstream.runner.environment import (
     set_random_seed,
     setup_env,
 )
-from slipstream.runner.logs import name_run, open_logs, write_config
-from slipstream.runner.run_state import RunState
-from slipstream.runner.user_config import TRIPLES, add_config_path, loop_options, unread_keys, with_defaults
+from slipstream.runner.logs import config_text, name_run, open_logs, write_config
+from slipstream.runner.loops import BaseLoop
+from slipstream.runner.user_config import (
+    TRIPLES,
+    add_config_path,
+    add_loop_path,
+    loop_options,
+    unread_keys,
+    with_defaults,
+)
 from slipstream.speed import CFG_OPTIONS, compile_model
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
 from slipstream.step import Step
 from slipstream.step.graph import GraphStep
+from slipstream.version import __version__
 
 __all__ = ["Runner"]
 
 
 @RUNNERS.register_module()
-class Runner(RunState):
+class Runner:
     """Train, validate and test a model. The arguments are those of MMEngine's Runner plus `speed`.
 
     Each argument accepts an object or a configuration (a dict with a `type`). The constructor builds the model, moves
@@ -302,7 +314,9 @@ class Runner(RunState):
         """Load the weights of a checkpoint and return it."""
         checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        resume.load_model_weights(self, checkpoint, strict, str(filename))
+        state = checkpoint.get("state_dict", checkpoint)
+        for line in load_weights(unwrap_model(self.model), state, strict, str(filename)):
+            self.logger.warning(f"Loading {filename}: {line}")
         self.logger.info(f"Loaded {filename}")
         return checkpoint
 
@@ -316,8 +330,22 @@ class Runner(RunState):
         """Resume the run that wrote the checkpoint, at the next step."""
         self.resuming = True
         checkpoint = self.load_checkpoint(filename, map_location, strict=True)
-        resume.restore_training(self, checkpoint, resume_optimizer, resume_param_scheduler)
+        self._restore(checkpoint, resume_optimizer, resume_param_scheduler)
         self.resuming = False
+
+    def _restore(self, checkpoint: Mapping[str, Any], optimizer: bool, schedulers: bool) -> None:
+        """Restore everything except the weights."""
+        resume.check_complete(checkpoint, self.logger.warning)
+        if checkpoint.get("message_hub"):
+            self.message_hub.load_state_dict(checkpoint["message_hub"])
+        if optimizer and self.optim_wrapper is not None:
+            resume.restore_optimizer(self.model, self.optim_wrapper, checkpoint)
+        if schedulers and self.param_schedulers:
+            resume.restore_schedulers(self.param_schedulers, checkpoint)
+        self.train_loop.resume_at(checkpoint["meta"])
+        states = checkpoint["meta"].get("random_state")
+        if states and len(states) == get_world_size():
+            self.resumed_random_state = states[get_rank()]
 
     def save_checkpoint(
         self,
@@ -343,15 +371,49 @@ class Runner(RunState):
             consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
         """
         self.read_logs()  # raises an error before a non-finite run replaces its checkpoints
-        checkpoint = resume.make_checkpoint(self, by_epoch, save_optimizer, save_param_scheduler, meta)
+        checkpoint = self._state(by_epoch, save_optimizer, save_param_scheduler)
+        checkpoint["meta"].update(meta or {})
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
         path = write_checkpoint(checkpoint, Path(out_dir) / filename, self.logger.warning, consolidate)
         if mark_last and is_main_process():
             mark_last_checkpoint(self.work_dir, path)
 
+    def _state(
+        self, by_epoch: bool | None, save_optimizer: bool, save_param_scheduler: bool
+    ) -> dict[str, Any]:
+        """Return the run's state in MMEngine's checkpoint layout; see `save_checkpoint` for the arguments."""
+        resume.check_weights(unwrap_model(self.model), self.iter + 1)
+        if self.is_training:
+            average_batchnorm(self.model)
+        state: dict[str, Any] = {
+            "meta": self._meta(by_epoch),
+            "state_dict": unwrap_model(self.model).state_dict(),
+            "message_hub": self.message_hub.state_dict(),
+        }
+        if save_optimizer and self.optim_wrapper is not None:
+            state |= resume.optimizer_state(self.model, self.optim_wrapper)
+        if save_param_scheduler and self.param_schedulers is not None:
+            state["param_schedulers"] = resume.scheduler_states(self.param_schedulers)
+        return state
+
+    def _meta(self, by_epoch: bool | None) -> dict[str, Any]:
+        dataset = getattr(self.train_dataloader, "dataset", None) if self.is_training else None
+        return {
+            **self.train_loop.position(by_epoch),
+            "seed": self.seed,
+            "random_state": all_gather_object(get_random_state()),
+            "experiment_name": self.experiment_name,
+            "time": time.strftime("%Y%m%d_%H%M%S"),
+            "slipstream_version": __version__,
+            "cfg": self.cfg_text,
+            "dataset_meta": getattr(dataset, "metainfo", None),
+        }
+
     def restore_random_state(self) -> None:
-        """Restore the random state of the resumed checkpoint; called just before the first step."""
-        resume.restore_random_state(self)
+        """Restore the random state of the resumed checkpoint, just before the first step; later calls do nothing."""
+        if self.resumed_random_state is not None:
+            set_random_state(self.resumed_random_state)
+            self.resumed_random_state = None
 
     def _set_seed(self, resumed: int | None) -> None:
         configured = self._randomness.seed
@@ -424,3 +486,131 @@ class Runner(RunState):
             )
         if arguments["resume"] is True and self._resume_from is None:
             self.logger.info(f"No checkpoint to resume in {self.work_dir}; starting a new run")
+
+    # ---- state: loops are built on first access -------------------------------------------------------
+
+    def _loop(self, mode: str) -> Any:
+        """Return the loop of `mode`; the first call builds it."""
+        loop = self._loops[mode]
+        if isinstance(loop, Mapping):
+            try:
+                loop = self._loops[mode] = LOOPS.build(loop, default_args={"runner": self})
+            except ConfigError as error:
+                add_loop_path(error, mode)
+                raise
+        return loop
+
+    def _end_workers(self) -> None:
+        for loop in self._loops.values():
+            if isinstance(loop, BaseLoop):
+                end_workers(loop.dataloader)
+
+    @property
+    def train_loop(self) -> Any:
+        """The training loop."""
+        return self._loop("train")
+
+    @property
+    def val_loop(self) -> Any:
+        """The validation loop, or None."""
+        return self._loop("val")
+
+    @property
+    def test_loop(self) -> Any:
+        """The test loop, or None."""
+        return self._loop("test")
+
+    @property
+    def train_dataloader(self) -> Any:
+        """The training loader."""
+        return self.train_loop.dataloader
+
+    @property
+    def val_dataloader(self) -> Any:
+        """The validation loader."""
+        return self.val_loop.dataloader
+
+    @property
+    def test_dataloader(self) -> Any:
+        """The test loader."""
+        return self.test_loop.dataloader
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether training counts epochs; True if there is no training loop."""
+        loop = self._loops["train"]
+        kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
+        counts: bool = getattr(kind, "counts_epochs", True)
+        return counts
+
+    @property
+    def _position(self) -> Any:
+        """The training loop, or None if it is not built."""
+        loop = self._loops["train"]
+        return None if isinstance(loop, Mapping) else loop
+
+    @property
+    def epoch(self) -> int:
+        """Finished epochs."""
+        return self._position.epoch if self._position else 0
+
+    @property
+    def iter(self) -> int:
+        """Finished training steps."""
+        return self._position.iter if self._position else 0
+
+    @property
+    def inner_iter(self) -> int:
+        """Finished steps of the current epoch."""
+        return self._position.inner_iter if self._position else 0
+
+    @property
+    def max_epochs(self) -> int:
+        """Total number of epochs; 1 if training counts iterations."""
+        return self._position.max_epochs if self._position else 1
+
+    @property
+    def max_iters(self) -> int:
+        """Total number of training steps."""
+        return self._position.max_iters if self._position else 1
+
+    @property
+    def samples_per_step(self) -> int:
+        """Samples per training step, summed over all processes."""
+        samples: int = self.train_loop.samples_per_step
+        return samples
+
+    @property
+    def all_param_schedulers(self) -> list[Any]:
+        """All schedulers, of all optimizers."""
+        schedulers = self.param_schedulers or []
+        return (
+            [s for part in schedulers.values() for s in part] if isinstance(schedulers, dict) else schedulers
+        )
+
+    @property
+    def cfg_text(self) -> str:
+        """The configuration as YAML text."""
+        return config_text(self.cfg)
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model's class."""
+        kinds = type(unwrap_model(self.model)).__mro__
+        # For a sharded model, torch creates a class that derives from FSDPModule and the user's class.
+        return next(kind.__name__ for kind in kinds if not hasattr(kind, "unshard"))
+
+    @property
+    def distributed(self) -> bool:
+        """Whether there is a process group."""
+        return is_distributed()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return get_rank()
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return get_world_size()
