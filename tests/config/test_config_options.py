@@ -55,15 +55,15 @@ def test_instances_are_returned_and_none_gives_defaults():
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"accumulate": "abc"}, r"^speed\.accumulate: expected int or None, not 'abc'$"),
-        ({"accumulate": True}, r"^speed\.accumulate: expected int or None, not True$"),
-        ({"sync_bn": "off"}, r"^speed\.sync_bn: expected bool, not 'off'$"),
-        ({"ema": "abc"}, r"^speed\.ema: expected Ema or bool or None, not 'abc'$"),
-        ({"ema": {"type": "linear"}}, r"^speed\.ema\.type: expected 'exp' or 'constant', not 'linear'$"),
+        ({"accumulate": "abc"}, r"^speed\.accumulate: must be int or None, not 'abc'$"),
+        ({"accumulate": True}, r"^speed\.accumulate: must be int or None, not True$"),
+        ({"sync_bn": "off"}, r"^speed\.sync_bn: must be bool, not 'off'$"),
+        ({"ema": "abc"}, r"^speed\.ema: must be Ema or bool or None, not 'abc'$"),
+        ({"ema": {"type": "linear"}}, r"^speed\.ema\.type: must be 'exp' or 'constant', not 'linear'$"),
         ({"ema": {"decay": 2}}, r"^speed\.ema: decay must lie in \[0, 1\], not 2$"),
-        ({"inner": 3}, r"^speed\.inner: expected Ema, not 3$"),
-        ({"several": {"decay": 1}}, r"^speed\.several: expected list"),
-        ([1], r"^speed: expected a dict of Speed, not \[1\]$"),
+        ({"inner": 3}, r"^speed\.inner: must be Ema, not 3$"),
+        ({"several": {"decay": 1}}, r"^speed\.several: must be list"),
+        ([1], r"^speed: must be a dict of Speed, not \[1\]$"),
     ],
 )
 def test_errors_of_wrong_values_name_path_type_and_value(values, message):
@@ -81,8 +81,8 @@ def test_error_of_unknown_key_names_path_and_nearest_key():
 
 
 def test_missing_field_is_named():
-    with pytest.raises(ConfigError, match=r"^part\.name: expected str, but the key is missing$"):
+    with pytest.raises(ConfigError, match=r"^part\.name: must be str, but the key is missing$"):
         options(Required, {}, "part")
     assert options(Required, {"name": "x"}, "") == Required("x")
-    with pytest.raises(ConfigError, match=r"^name: expected str, not 3$"):
+    with pytest.raises(ConfigError, match=r"^name: must be str, not 3$"):
         options(Required, {"name": 3}, "")

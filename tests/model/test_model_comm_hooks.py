@@ -47,7 +47,7 @@ def matrix(rank, seed=1):
         (dict(type="powersgd", ranks=2), r"comm_hook\.ranks: no such option; did you mean 'rank'?"),
         (dict(type="powersgd", rank=0), r"comm_hook\.rank: must be at least 1, not 0"),
         (dict(type="powersgd", start_step=-1), r"comm_hook\.start_step: must not be negative"),
-        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: expected int, not 'soon'"),
+        (dict(type="powersgd", start_step="soon"), r"comm_hook\.start_step: must be int, not 'soon'"),
     ],
 )
 def test_invalid_comm_hook_raises_with_its_name(how, message):

@@ -392,8 +392,8 @@ def test_activation_checkpointing_is_read_from_a_config():
         ({"modules": []}, ConfigError, "activation_checkpointing.modules: must be names"),
         ({"modules": "a"}, ConfigError, "activation_checkpointing.modules: expected"),
         ([1], ConfigError, "activation_checkpointing.modules: must be names"),
-        (3, ConfigError, "activation_checkpointing: expected a dict"),
-        ("layer1", ConfigError, "activation_checkpointing: expected a dict"),
+        (3, ConfigError, "activation_checkpointing: must be a dict"),
+        ("layer1", ConfigError, "activation_checkpointing: must be a dict"),
     ],
 )
 def test_invalid_activation_checkpointing_raises(value, error, message):

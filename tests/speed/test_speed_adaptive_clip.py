@@ -63,7 +63,7 @@ def test_nonfinite_and_zero_gradients_do_not_change():
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (0.01, ConfigError, "speed.adaptive_clip: expected a dict"),
+        (0.01, ConfigError, "speed.adaptive_clip: must be a dict"),
         (dict(clip=0.1), UnknownNameError, "did you mean 'clip_factor'"),
         (dict(clip_factor=0.0), ConfigError, "speed.adaptive_clip.clip_factor: must be positive, not 0.0"),
         (dict(eps=-1.0), ConfigError, "speed.adaptive_clip.eps: must be positive"),

@@ -282,15 +282,15 @@ def test_compile_is_read_from_a_config():
     ("value", "error", "message"),
     [
         ({"mod": "default"}, UnknownNameError, "compile.mod: no such option; did you mean 'mode'?"),
-        ({"fullgraph": "yes"}, ConfigError, "compile.fullgraph: expected bool, not 'yes'"),
-        ({"mode": 3}, ConfigError, "compile.mode: expected str or None, not 3"),
+        ({"fullgraph": "yes"}, ConfigError, "compile.fullgraph: must be bool, not 'yes'"),
+        ({"mode": 3}, ConfigError, "compile.mode: must be str or None, not 3"),
         (
             {"scope": "net"},
             ConfigError,
             "compile.scope: expected 'step' or 'model' or 'block' or None, not 'net'",
         ),
         ({"blocks": ["Block"]}, ConfigError, "compile.blocks: requires scope='block', not None"),
-        ({"cache": 3}, ConfigError, "compile.cache: expected bool or str, not 3"),
+        ({"cache": 3}, ConfigError, "compile.cache: must be bool or str, not 3"),
         ({"backend": "inductr"}, ConfigError, "compile.backend: 'inductr' is not a backend of torch.compile"),
         (
             "inductor",

@@ -66,10 +66,10 @@ def test_swa_is_the_plain_mean():
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (3, r"^ema: expected a dict"),
-        ("exp", r"^ema: expected a dict"),
+        (3, r"^ema: must be a dict"),
+        ("exp", r"^ema: must be a dict"),
         (dict(deacy=0.9), r"^ema\.deacy: .*'decay'"),
-        (dict(decay="0.9"), r"^ema\.decay: expected float"),
+        (dict(decay="0.9"), r"^ema\.decay: must be float"),
         (dict(decay=0.0), r"^ema\.decay: must lie between 0 and 1, not 0.0"),
         (dict(decay=1), r"^ema\.decay: must lie between 0 and 1, not 1"),
         (dict(decay=-0.5), r"^ema\.decay: must lie between"),

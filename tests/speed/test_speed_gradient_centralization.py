@@ -52,9 +52,9 @@ def test_centralized_gradients_have_zero_mean_rows():
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        ("yes", ConfigError, "speed.gradient_centralization: expected a dict"),
+        ("yes", ConfigError, "speed.gradient_centralization: must be a dict"),
         (dict(conv_onyl=True), UnknownNameError, "did you mean 'conv_only'"),
-        (dict(conv_only=1.5), ConfigError, "speed.gradient_centralization.conv_only: expected bool"),
+        (dict(conv_only=1.5), ConfigError, "speed.gradient_centralization.conv_only: must be bool"),
     ],
 )
 def test_invalid_value_raises_with_its_config_path(value, kind, message):

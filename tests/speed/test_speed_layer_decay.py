@@ -224,7 +224,7 @@ def test_third_party_optimizers_are_probed():
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        ("0.75", ConfigError, "speed.layer_decay: expected a dict"),
+        ("0.75", ConfigError, "speed.layer_decay: must be a dict"),
         (1.5, ConfigError, "speed.layer_decay.decay: must be above 0 and at most 1, not 1.5"),
         (dict(decay=0.0), ConfigError, "speed.layer_decay.decay: must be above 0"),
         (dict(dekay=0.5), UnknownNameError, "did you mean 'decay'"),

@@ -211,7 +211,7 @@ def test_guard_skips_a_step_if_only_the_second_pass_is_nonfinite(how, tmp_path):
 @pytest.mark.parametrize(
     ("value", "kind", "message"),
     [
-        (0.05, ConfigError, "speed.sam: expected a dict"),
+        (0.05, ConfigError, "speed.sam: must be a dict"),
         (dict(rho=0.0), ConfigError, "speed.sam.rho: must be positive, not 0.0; remove sam"),
         (dict(eta=-0.1), ConfigError, "speed.sam.eta: must not be negative"),
         (dict(adaptiv=True), UnknownNameError, "did you mean 'adaptive'"),

@@ -35,7 +35,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     if isinstance(mapping, cls):
         return mapping
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise ConfigError(f"expected a dict of {cls.__name__}, not {mapping!r}", path)
+        raise ConfigError(f"must be a dict of {cls.__name__}, not {mapping!r}", path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     values = {}
@@ -46,7 +46,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     missing = dataclasses.MISSING
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
-            raise ConfigError(f"expected {describe(hints[name])}, but the key is missing", join(path, name))
+            raise ConfigError(f"must be {describe(hints[name])}, but the key is missing", join(path, name))
     return _construct(cls, values, path)
 
 
@@ -63,7 +63,7 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
         # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
     if not fits:
-        raise ConfigError(f"expected {describe(annotation)}, not {value!r}", path)
+        raise ConfigError(f"must be {describe(annotation)}, not {value!r}", path)
     return value
 
 

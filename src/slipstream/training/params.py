@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, fields
 from types import UnionType
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.typecheck import describe, matches
+from slipstream.config import options
+from slipstream.errors import ConfigError
 
 __all__ = ["Refused", "TrainingParams", "plain"]
 
@@ -153,15 +153,9 @@ class TrainingParams:
         if not isinstance(plain_values := plain(mapping), Mapping):
             raise ConfigError(f"must be a dict, not {mapping!r}", "training_params")
         values = {key: value for key, value in plain_values.items() if key not in _DROPPED}
-        hints, known = get_type_hints(cls), [f.name for f in fields(cls)]
-        for key, value in values.items():
-            if key not in known:
-                hint = did_you_mean(str(key), known)
-                raise UnknownNameError(f"unknown key{hint}", f"training_params.{key}")
-            if value is not None and not matches(value, hints[key]):
-                raise ConfigError(f"must be {describe(hints[key])}, not {value!r}", f"training_params.{key}")
-        kept = {key: v for key, v in values.items() if v is not None or _may_be_none(hints[key])}
-        params = cls(**_with_current_names(kept))
+        hints = get_type_hints(cls)
+        kept = {key: v for key, v in values.items() if v is not None or _may_be_none(hints.get(key, Any))}
+        params = options(cls, _with_current_names(kept), "training_params")
         params._check()
         return params
 
