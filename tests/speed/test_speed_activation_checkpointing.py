@@ -389,9 +389,13 @@ def test_activation_checkpointing_is_read_from_a_config():
     ("value", "error", "message"),
     [
         ({"module": ["a"]}, UnknownNameError, "activation_checkpointing.module: .*'modules'"),
-        ({"modules": []}, ConfigError, "activation_checkpointing.modules: must be names"),
-        ({"modules": "a"}, ConfigError, "activation_checkpointing.modules: expected"),
-        ([1], ConfigError, "activation_checkpointing.modules: must be names"),
+        ({"modules": []}, ConfigError, "activation_checkpointing.modules: must not be empty"),
+        (
+            {"modules": "a"},
+            ConfigError,
+            r"activation_checkpointing.modules: must be list\[str\] or None, not 'a'",
+        ),
+        ([1], ConfigError, r"activation_checkpointing.modules: must be list\[str\] or None, not \[1\]"),
         (3, ConfigError, "activation_checkpointing: must be a dict"),
         ("layer1", ConfigError, "activation_checkpointing: must be a dict"),
     ],

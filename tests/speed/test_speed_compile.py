@@ -287,7 +287,7 @@ def test_compile_is_read_from_a_config():
         (
             {"scope": "net"},
             ConfigError,
-            "compile.scope: expected 'step' or 'model' or 'block' or None, not 'net'",
+            "compile.scope: must be 'step' or 'model' or 'block' or None, not 'net'",
         ),
         ({"blocks": ["Block"]}, ConfigError, "compile.blocks: requires scope='block', not None"),
         ({"cache": 3}, ConfigError, "compile.cache: must be bool or str, not 3"),
@@ -295,7 +295,7 @@ def test_compile_is_read_from_a_config():
         (
             "inductor",
             ConfigError,
-            "compile.scope: expected 'step' or 'model' or 'block' or None, not 'inductor'",
+            "compile.scope: must be 'step' or 'model' or 'block' or None, not 'inductor'",
         ),
         (
             {"mode": "reduce-overhed"},

@@ -6,7 +6,7 @@ Only `.py` configuration files execute code; YAML, JSON, TOML and overrides are 
 from slipstream.config.action import DictAction
 from slipstream.config.config import Config
 from slipstream.config.config_dict import ConfigDict
-from slipstream.config.options import options
+from slipstream.config.options import optional, options
 from slipstream.config.override import parse_override
 
-__all__ = ["Config", "ConfigDict", "DictAction", "options", "parse_override"]
+__all__ = ["Config", "ConfigDict", "DictAction", "optional", "options", "parse_override"]

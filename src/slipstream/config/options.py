@@ -12,7 +12,7 @@ from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.typecheck import describe, matches
 
-__all__ = ["options"]
+__all__ = ["optional", "options"]
 
 T = TypeVar("T")
 
@@ -48,6 +48,13 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
         if name not in values and field.default is missing and field.default_factory is missing:
             raise ConfigError(f"must be {describe(hints[name])}, but the key is missing", join(path, name))
     return _construct(cls, values, path)
+
+
+def optional(cls: type[T], value: Any, path: str) -> T | None:
+    """Read an option that can be disabled: None and False return None, True the defaults, others as in `options`."""
+    if value is None or value is False:
+        return None
+    return options(cls, {} if value is True else value, path)
 
 
 def _field(annotation: Any, value: Any, path: str) -> Any:

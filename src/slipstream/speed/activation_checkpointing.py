@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from slipstream.config import options
+from slipstream.config import optional
 from slipstream.errors import ConfigError
 from slipstream.model.sync_batchnorm import summing
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
@@ -46,9 +46,9 @@ class ActivationCheckpointingOptions:
     """Whether to store the inputs of blocks in host memory until backward; compiled code ignores it."""
 
     def __post_init__(self) -> None:
-        """Check that `modules` is a list of names."""
-        if self.modules is not None and not (self.modules and all(isinstance(m, str) for m in self.modules)):
-            raise ConfigError(f"must be names of modules or classes, not {self.modules!r}", "modules")
+        """Check that `modules` is not empty."""
+        if self.modules is not None and not self.modules:
+            raise ConfigError("must not be empty; remove it to use the model's repeated blocks", "modules")
 
 
 def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions | None:
@@ -57,13 +57,9 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
     Raises:
         ConfigError: the value is of another type, an option is unknown, or `modules` are not strings.
     """
-    if value is None or value is False or value == []:
-        return None
-    if value is True:
-        value = {}
-    elif isinstance(value, list):
-        value = {"modules": value}
-    return options(ActivationCheckpointingOptions, value, _KEY)
+    if isinstance(value, list):
+        value = {"modules": value} if value else None
+    return optional(ActivationCheckpointingOptions, value, _KEY)
 
 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import options
 from slipstream.errors import ConfigError
 from slipstream.speed.blocks import named_blocks
 from slipstream.step.parts import StepPart
@@ -20,7 +19,7 @@ from slipstream.step.parts import StepPart
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["AdaptiveClipOptions", "ClipUnits", "read_adaptive_clip"]
+__all__ = ["AdaptiveClipOptions", "ClipUnits"]
 
 _KEY = "adaptive_clip"
 
@@ -51,17 +50,6 @@ class AdaptiveClipOptions:
         """
         modules = named_blocks(model, self.exclude, f"{_KEY}.exclude")
         return ClipUnits(self.clip_factor, self.eps, [p for module in modules for p in module.parameters()])
-
-
-def read_adaptive_clip(value: Any) -> AdaptiveClipOptions | None:
-    """Read `adaptive_clip`: True, False, None or a dict.
-
-    Raises:
-        ConfigError: the value is of another type, an option is unknown, or a limit is not positive.
-    """
-    if value is None or value is False:
-        return None
-    return options(AdaptiveClipOptions, {} if value is True else value, _KEY)
 
 
 class ClipUnits(StepPart):

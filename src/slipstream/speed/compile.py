@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from slipstream.config import options
+from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
@@ -72,11 +72,10 @@ def read_compile(value: Any) -> CompileOptions | None:
     Raises:
         ConfigError: the value is of another type, or an option is unknown.
     """
-    if value is None or value is False:
+    # A string is the name of a scope.
+    how = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
+    if how is None:
         return None
-    if isinstance(value, str):  # a scope by its name
-        value = {"scope": value}
-    how = options(CompileOptions, {} if value is True else value, "compile")
     backends = torch._dynamo.list_backends(exclude_tags=())
     if isinstance(how.backend, str) and how.backend not in backends:
         raise ConfigError(
@@ -87,29 +86,27 @@ def read_compile(value: Any) -> CompileOptions | None:
 
 
 def compile_model(
-    model: nn.Module, how: CompileOptions, warn: Callable[[str], None], tells_limit: bool = True
-) -> int:
+    model: nn.Module, how: CompileOptions, warn: Callable[[str], None], warn_limit: bool = True
+) -> None:
     """Compile `model`, or with scope 'block' its blocks, in place, for training and evaluation.
 
     The keys of the state dict do not change. Call this before the model is wrapped in DDP, and before `fully_shard`
-    shards the blocks. If a module cannot be compiled, it runs eagerly, and so do all blocks of its class; `warn` is
-    called once with the reason.
+    shards the blocks. Compilation happens in the first calls. If a module cannot be compiled, it runs eagerly, and so
+    do all blocks of its class; `warn` is called once with the reason.
 
-    Returns:
-        Number of different modules to compile, for `CompileReport`. Compilation happens in the first calls.
+    Args:
+        warn_limit: whether to call `warn` also if torch's recompile limit is reached.
 
     Raises:
         ConfigError: `how.blocks` matches no module, or the model has no repeated blocks.
     """
     modules = compiled_blocks(model, how) if how.scope == "block" else [model]
-    kinds = len({repr(module) for module in modules})
-    limit = _recompile_limit(kinds)
+    limit = _recompile_limit(len({repr(module) for module in modules}))
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for module in modules:
         by_class[type(module)].append(module)
     for same_class in by_class.values():
-        _compile(same_class, how, limit, _Group(same_class, warn, tells_limit))
-    return kinds
+        _compile(same_class, how, limit, _Group(same_class, warn, warn_limit))
 
 
 def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
@@ -202,12 +199,10 @@ def _cloning(compiled: Any) -> Callable[..., Any]:
 class _Group:
     """Modules of one class; if the compilation of one fails, all run eagerly."""
 
-    def __init__(
-        self, modules: list[nn.Module], warn: Callable[[str], None], tells_limit: bool = True
-    ) -> None:
+    def __init__(self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool) -> None:
         self.modules = modules
         self.warn = warn
-        self.limited = not tells_limit
+        self.warn_limit = warn_limit
 
     def give_up(self, module: nn.Module, error: Exception) -> None:
         for each in self.modules:
@@ -219,8 +214,8 @@ class _Group:
 
     def notice(self, module: nn.Module, since: int) -> None:
         """Warn once if torch has reached its recompile limit since the time `since`."""
-        if not self.limited and (varied := limit_hit(since)):
-            self.limited = True
+        if self.warn_limit and (varied := limit_hit(since)):
+            self.warn_limit = False
             self.warn(
                 f"{type(module).__name__} reached torch's recompile limit; inputs that need another graph run eagerly. "
                 f"Cause of the last recompile: {varied}. Set compile=dict(dynamic=True), or use fewer batch shapes"

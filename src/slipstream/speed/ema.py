@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from slipstream.config import options
+from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model import BaseAveragedModel, DecaySchedule, ScheduledEMA, StochasticWeightAverage
 
@@ -69,11 +69,9 @@ def read_ema(value: Any) -> EmaOptions | None:
     Raises:
         ConfigError: the value is of another type, or an option is unknown or has an invalid value.
     """
-    if value is None or value is False:
-        return None
     if isinstance(value, Mapping) and "momentum" in value:
         raise ConfigError("is a key of EMAHook (1 - decay); use decay instead", "ema.momentum")
-    return options(EmaOptions, {} if value is True else value, "ema")
+    return optional(EmaOptions, value, "ema")
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:

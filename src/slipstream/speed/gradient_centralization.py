@@ -7,19 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from slipstream.config import options
 from slipstream.step.parts import StepPart
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["CentralizeGradients", "GradientCentralizationOptions", "read_gradient_centralization"]
-
-_KEY = "gradient_centralization"
+__all__ = ["CentralizeGradients", "GradientCentralizationOptions"]
 
 
 @dataclass(frozen=True)
@@ -32,17 +29,6 @@ class GradientCentralizationOptions:
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part of the step that centralizes gradients."""
         return CentralizeGradients(self.conv_only)
-
-
-def read_gradient_centralization(value: Any) -> GradientCentralizationOptions | None:
-    """Read `gradient_centralization`: True, False, None or a dict.
-
-    Raises:
-        ConfigError: the value is of another type, or an option is unknown.
-    """
-    if value is None or value is False:
-        return None
-    return options(GradientCentralizationOptions, {} if value is True else value, _KEY)
 
 
 class CentralizeGradients(StepPart):

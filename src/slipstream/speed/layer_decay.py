@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from slipstream.config import options
+from slipstream.config import optional
 from slipstream.errors import ConfigError
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
@@ -72,11 +72,9 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
     Raises:
         ConfigError: the value is of another type, an option is unknown, or the decay is not in (0, 1].
     """
-    if value is None or value is False:
-        return None
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = {"decay": value}
-    return options(LayerDecayOptions, {} if value is True else value, _KEY)
+    return optional(LayerDecayOptions, value, _KEY)
 
 
 class DecayLayers(StepPart):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from slipstream.config import options
+from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.step.numerics import all_finite, keep_unless
@@ -54,13 +54,10 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
     Raises:
         ConfigError: the value is of another type, or an option is unknown.
     """
-    if value is None or value is False:
-        return None
     if isinstance(value, str) and value not in _ACTIONS:
         hint = did_you_mean(value, _ACTIONS)
         raise ConfigError(f"must be 'stop', 'skip' or a dict, not {value!r}{hint}", "nan_guard")
-    kwargs = {"action": value} if isinstance(value, str) else {} if value is True else value
-    return options(NanGuardOptions, kwargs, "nan_guard")
+    return optional(NanGuardOptions, {"action": value} if isinstance(value, str) else value, "nan_guard")
 
 
 def poison(loss: Tensor) -> Tensor:

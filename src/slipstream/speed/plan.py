@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Annotated, Any, get_type_hints
 
+from slipstream.config import optional
 from slipstream.dataset.loading.feed import read_prefetch
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.optim import GradClip
@@ -14,24 +15,21 @@ from slipstream.speed.activation_checkpointing import (
     ActivationCheckpointingOptions,
     read_activation_checkpointing,
 )
-from slipstream.speed.adaptive_clip import AdaptiveClipOptions, read_adaptive_clip
+from slipstream.speed.adaptive_clip import AdaptiveClipOptions
 from slipstream.speed.auto import choose
 from slipstream.speed.capabilities import Capabilities
 from slipstream.speed.compile import CompileOptions, read_compile
 from slipstream.speed.ema import EmaOptions, read_ema
 from slipstream.speed.front_ends import Setting, UserHook, read_front_ends, settings
 from slipstream.speed.fused import read_fused
-from slipstream.speed.gradient_centralization import (
-    GradientCentralizationOptions,
-    read_gradient_centralization,
-)
+from slipstream.speed.gradient_centralization import GradientCentralizationOptions
 from slipstream.speed.layer_decay import LayerDecayOptions, read_layer_decay
 from slipstream.speed.nan_guard import NanGuardOptions, read_nan_guard
 from slipstream.speed.parallel import ParallelOptions, read_parallel
 from slipstream.speed.precision import PrecisionOptions, read_precision
 from slipstream.speed.process import read_gc, read_switch
 from slipstream.speed.refused import check
-from slipstream.speed.sam import SamOptions, read_sam
+from slipstream.speed.sam import SamOptions
 from slipstream.speed.simple_options import read_accumulate, read_clip_grad, read_sync_bn
 
 __all__ = ["CFG_OPTIONS", "PARAMS_OPTIONS", "SpeedPlan"]
@@ -70,6 +68,10 @@ class _Option:
 
     read: Callable[[Any], Any]
     paths: tuple[str, ...] = ()
+
+
+def _dict(options: type[Any], name: str) -> _Option:
+    return _Option(partial(optional, options, path=name))
 
 
 def _switch(name: str) -> Callable[[Any], bool]:
@@ -111,11 +113,11 @@ class SpeedPlan:
         _Option(read_clip_grad, ("optim_wrapper.clip_grad", "training_params.clip_grad_norm")),
     ] = None
     gradient_centralization: Annotated[
-        GradientCentralizationOptions | None, _Option(read_gradient_centralization)
+        GradientCentralizationOptions | None, _dict(GradientCentralizationOptions, "gradient_centralization")
     ] = None
-    adaptive_clip: Annotated[AdaptiveClipOptions | None, _Option(read_adaptive_clip)] = None
+    adaptive_clip: Annotated[AdaptiveClipOptions | None, _dict(AdaptiveClipOptions, "adaptive_clip")] = None
     layer_decay: Annotated[LayerDecayOptions | None, _Option(read_layer_decay)] = None
-    sam: Annotated[SamOptions | None, _Option(read_sam)] = None
+    sam: Annotated[SamOptions | None, _dict(SamOptions, "sam")] = None
     activation_checkpointing: Annotated[
         ActivationCheckpointingOptions | None,
         _Option(read_activation_checkpointing, ("cfg.activation_checkpointing",)),

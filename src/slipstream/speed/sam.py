@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from slipstream.config import options
 from slipstream.errors import ConfigError
 from slipstream.optim.optim_wrapper import total_norm
 from slipstream.step.parts import StepPart
@@ -20,9 +19,8 @@ from slipstream.step.parts import StepPart
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
 
-__all__ = ["SamOptions", "SharpnessAware", "read_sam"]
+__all__ = ["SamOptions", "SharpnessAware"]
 
-_KEY = "sam"
 _TINY = 1e-12  # keeps a zero gradient from becoming NaN
 
 
@@ -47,17 +45,6 @@ class SamOptions:
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part of the step that computes the gradients."""
         return SharpnessAware(model, self)
-
-
-def read_sam(value: Any) -> SamOptions | None:
-    """Read `sam`: True, False, None or a dict.
-
-    Raises:
-        ConfigError: the value is of another type, or an option is unknown or has an invalid value.
-    """
-    if value is None or value is False:
-        return None
-    return options(SamOptions, {} if value is True else value, _KEY)
 
 
 class SharpnessAware(StepPart):

@@ -128,7 +128,7 @@ def _one_graph(
                 f"The step cannot be one graph ({explain_failure(error)}). Only the model is compiled. Fix the line "
                 "named above, or set compile=dict(scope='model')"
             )
-            compile_model(core, how, warn, tells_limit=False)  # the warning above is enough
+            compile_model(core, how, warn, warn_limit=False)  # the warning above is enough
         return eager
 
     compile_model(core, how, warn)
