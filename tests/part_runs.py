@@ -153,7 +153,7 @@ def run(folder, how, together=False, model=None, optimizer=None, hooks=(), **opt
     runner.train()
     if how == "compiled":
         assert isinstance(runner.step, GraphStep)
-        assert runner.step.captured
+        assert runner.step.uses_graph
     average = next((hook.ema_model for hook in runner.hooks if hasattr(hook, "ema_model")), None)
     return (None, dict(unwrap_model(runner.model).state_dict()), _average(average)), runner
 

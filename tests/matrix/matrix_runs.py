@@ -174,7 +174,7 @@ def _state(module):
 def _in_force(runner, record, backend):
     """Return the active options, whether they were requested or not."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
-    one_graph = isinstance(step, GraphStep) and step.captured and step._step is not None
+    one_graph = isinstance(step, GraphStep) and step.uses_graph and step._step is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:
         recomputed = backend.recomputed > 0
     else:

@@ -118,6 +118,6 @@ def test_error_in_compiled_code_is_raised_and_training_can_continue():
     with pytest.raises(IndexError):
         step((torch.tensor([[0, 9], [2, 3]]), torch.tensor([0, 1])))
     assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-    assert step.captured
+    assert step.uses_graph
     step(good)
     assert not torch.equal(before[0], next(model.parameters()))

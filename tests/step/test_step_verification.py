@@ -9,7 +9,7 @@ from graphs import batches, net
 from torch import nn
 
 from slipstream.step.reference import copies, interpret
-from slipstream.step.verification import Captured, Compiled, Verification, WrongNumbersError
+from slipstream.step.verification import Compiled, Verification, VerificationNeeded, WrongNumbersError
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def capture(model, batch, change=None):
         pytest.raises(BaseException) as caught,  # noqa: PT011
     ):
         torch.compile(step, fullgraph=True, backend=backend)(*batch)
-    assert isinstance(caught.value, Captured)
+    assert isinstance(caught.value, VerificationNeeded)
     return caught.value, step
 
 

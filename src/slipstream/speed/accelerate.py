@@ -141,8 +141,8 @@ class TrainStep:
 
     @property
     def compiled_scope(self) -> str | None:
-        """The scope that is compiled now: 'step', 'model', 'block', or None."""
-        if isinstance(self._step, GraphStep) and self._step.captured:
+        """What is compiled: 'step' (also before its graph is ready), 'model', 'block', or None if the step runs eagerly."""
+        if isinstance(self._step, GraphStep) and self._step.uses_graph:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None
         compiled = any(

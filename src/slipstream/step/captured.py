@@ -66,7 +66,7 @@ class CapturedStep:
         self.update = GraphUpdate(optim.optimizer, params) if inside else None
         self.keeps_gradients = optim.accumulative_counts > 1 or self.update is None
         """Whether the graph reads and writes `p.grad`."""
-        self.running: Any = None
+        self.last_compiled: Any = None
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
         """The kinds of batches (whether they end a window) whose graph all processes have verified."""

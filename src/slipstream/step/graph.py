@@ -26,10 +26,10 @@ from slipstream.step.parts import apply_update, has_gradients
 from slipstream.step.sync import GradientSync
 from slipstream.step.update import is_stateless
 from slipstream.step.verification import (
-    Captured,
     Compiled,
     NotCapturedError,
     Verification,
+    VerificationNeeded,
     WrongNumbersError,
 )
 
@@ -142,8 +142,8 @@ class GraphStep:
             self.background.stop()
 
     @property
-    def captured(self) -> bool:
-        """Whether the step is one graph, or will be."""
+    def uses_graph(self) -> bool:
+        """Whether the step trains with a graph, now or once it is compiled and verified."""
         return self._fallback is None
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
@@ -254,11 +254,11 @@ class GraphStep:
             return None
         if optim.guard is not None:
             optim.guard.before_forward()
-        if captured.running is not None:
-            captured.running.running = False
+        if captured.last_compiled is not None:
+            captured.last_compiled.running = False
         captured.count_batch(ends)
         if call is not None:
-            captured.running = call.compiled
+            captured.last_compiled = call.compiled
             return _Called(
                 call(arguments) if captured.recorded is None else captured.recorded(call, arguments), held
             )
@@ -268,7 +268,7 @@ class GraphStep:
         try:
             with tracing():
                 outputs = captured.run(*arguments)
-        except Captured as found:
+        except VerificationNeeded as found:
             found.held = held or []
             raise
         return _Called(outputs, held, arguments)
@@ -276,8 +276,8 @@ class GraphStep:
     def _finish(self, captured: CapturedStep, called: _Called, ends: bool) -> dict[str, Tensor]:
         """Do on the host what is not part of the compiled step; return what to log."""
         optim, held = self.optim, called.held
-        if called.learn is not None and captured.direct is not None and captured.running is not None:
-            known = captured.direct.learn(captured.running, called.learn, called.outputs)
+        if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
+            known = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
             if not known and captured.recorded is not None and not captured.logged_no_replay:
                 captured.logged_no_replay = True
                 self.info(
@@ -334,11 +334,11 @@ class GraphStep:
             if captured is None:
                 captured = self._capture()
             called = self._call(captured, inputs, ends)
-        except Captured as found:
+        except VerificationNeeded as found:
             assert captured is not None
             return self._verified(captured, found, inputs, ends)
         except Exception as error:
-            if captured is not None and captured.running is not None and captured.running.running:
+            if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
                 raise  # the code has failed while running, and may have changed tensors
             if (
                 self.sync is None
@@ -392,7 +392,7 @@ class GraphStep:
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
         """Compile for this kind of batch; runs in a forked process."""
         self.background, captured.only_compiles = None, True
-        with suppress(Captured):
+        with suppress(VerificationNeeded):
             self._call(captured, inputs, ends)
 
     def _log_switch(self) -> None:
@@ -443,21 +443,21 @@ class GraphStep:
 
         def run(*args: Any) -> Any:
             if captured.only_compiles:
-                raise Captured(compiled, args)
-            captured.running = compiled
+                raise VerificationNeeded(compiled, args)
+            captured.last_compiled = compiled
             return compiled(*args)
 
         return run
 
     def _verified(
-        self, captured: CapturedStep, found: Captured | Exception, inputs: Any, ends: bool
+        self, captured: CapturedStep, found: VerificationNeeded | Exception, inputs: Any, ends: bool
     ) -> dict[str, Tensor]:
         """Train on a batch eagerly, and compare the results with those of the graph on copies."""
-        failure = None if isinstance(found, Captured) else found
-        if isinstance(found, Captured) and captured.direct is not None:
+        failure = None if isinstance(found, VerificationNeeded) else found
+        if isinstance(found, VerificationNeeded) and captured.direct is not None:
             captured.direct.note(found.compiled)
         verification = None
-        if not any(self._agree(failure is not None)) and isinstance(found, Captured):
+        if not any(self._agree(failure is not None)) and isinstance(found, VerificationNeeded):
             try:
                 captured.check_hooks()
                 device = captured.params[0].device
@@ -468,7 +468,7 @@ class GraphStep:
             return self._fall_back(
                 failure or NotCapturedError("another rank cannot capture the step"), inputs
             )
-        assert isinstance(found, Captured)
+        assert isinstance(found, VerificationNeeded)
         assert verification is not None
         outside, unseen = ends and captured.update is None, self._unseen(captured, found)
         held = dict(zip(map(id, found.held), captured.params, strict=False))
@@ -502,7 +502,7 @@ class GraphStep:
     def _settle(
         self,
         captured: CapturedStep,
-        found: Captured,
+        found: VerificationNeeded,
         verification: Verification,
         results: dict[int, Tensor],
         ignored: set[int],
@@ -528,7 +528,7 @@ class GraphStep:
             captured.agreed.add(ends)
             self._log_switch()
 
-    def _unseen(self, captured: CapturedStep, found: Captured) -> list[tuple[str, Tensor, int]]:
+    def _unseen(self, captured: CapturedStep, found: VerificationNeeded) -> list[tuple[str, Tensor, int]]:
         """Return the buffers, and optimizer state if the graph contains the update, that the graph does not read."""
         known = {id(value) for value in found.inputs}
         names = captured.names()

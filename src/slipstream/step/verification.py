@@ -23,12 +23,12 @@ from slipstream.errors import SlipstreamError
 from slipstream.step.reference import copies, interpret
 
 __all__ = [
-    "Captured",
     "Compiled",
     "NotCapturedError",
     "OnlyEagerError",
     "UnstableGraphError",
     "Verification",
+    "VerificationNeeded",
     "WrongNumbersError",
 ]
 
@@ -71,7 +71,9 @@ class WrongNumbersError(SlipstreamError, RuntimeError):
         self.compiler = compiler
 
 
-class Captured(BaseException):  # BaseException, so that `except Exception` in user code does not catch it
+class VerificationNeeded(
+    BaseException
+):  # BaseException, so that `except Exception` in user code does not catch it
     """A step has been captured and compiled but not run; it must be verified with this batch first."""
 
     def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
@@ -104,9 +106,9 @@ class Compiled:
         """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the code, or raise `Captured`."""
+        """Run the code, or raise `VerificationNeeded`."""
         if not self.verified:
-            raise Captured(self, inputs)
+            raise VerificationNeeded(self, inputs)
         outputs = self.call(inputs)
         self.last = inputs, outputs
         return outputs
@@ -133,7 +135,7 @@ class Verification:
         Exception: any exception of the compiled code.
     """
 
-    def __init__(self, captured: Captured, device: torch.device, names: Mapping[int, str]) -> None:
+    def __init__(self, captured: VerificationNeeded, device: torch.device, names: Mapping[int, str]) -> None:
         self.inputs = captured.inputs
         self.names = names
         self._device = device
