@@ -141,7 +141,7 @@ class TrainStep:
 
     @property
     def compiled_scope(self) -> str | None:
-        """What is compiled: 'step' (also before its graph is ready), 'model', 'block', or None if the step runs eagerly."""
+        """What is compiled: 'step' (also before its graph is ready), 'model', 'block', or None (eager)."""
         if isinstance(self._step, GraphStep) and self._step.uses_graph:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None
