@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry.build import build_from_cfg
@@ -94,6 +94,16 @@ class Registry:
     def root(self) -> Registry:
         """The registry at the top of the parent chain."""
         return self.parent.root if self.parent else self
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, module: None = None
+    ) -> Callable[[T], T]: ...
+
+    @overload
+    def register_module(
+        self, name: str | Sequence[str] | None = None, force: bool = False, *, module: T
+    ) -> T: ...
 
     def register_module(
         self,
