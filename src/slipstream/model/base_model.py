@@ -68,7 +68,7 @@ class BaseModel(BaseModule):
         """Return the sum of the losses and the values to log."""
         return sum_losses(losses)
 
-    def forward(self, inputs: Any, data_samples: Any = None, mode: str = "tensor") -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # type checkers accept any arguments in a subclass
         """Return losses, predictions or the network's output, depending on `mode`."""
         raise NotImplementedError(f"{type(self).__name__} must define forward(..., mode)")
 
