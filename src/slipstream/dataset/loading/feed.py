@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from slipstream.errors import ConfigError
 
 __all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"]
 
+Batch = TypeVar("Batch")
 _WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
@@ -32,7 +33,9 @@ def read_prefetch(value: Any) -> int:
     return value
 
 
-def feed(loader: Iterable[Any], device: torch.device | str | None = None, prefetch: int = 2) -> DeviceFeed:
+def feed(
+    loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
+) -> DeviceFeed[Batch]:
     """Return `loader` as an iterable of batches on `device`; None is the accelerator, or the CPU if there is none."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
@@ -58,7 +61,7 @@ class CopyStream(Protocol):
         """Return the batch on the device, ready for kernels that are launched afterwards."""
 
 
-class DeviceFeed:
+class DeviceFeed(Generic[Batch]):
     """A loader whose batches are on the device; it copies `prefetch` batches ahead while a step runs.
 
     Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype (uint8 takes a quarter of the
@@ -78,7 +81,7 @@ class DeviceFeed:
 
     def __init__(
         self,
-        loader: Iterable[Any],
+        loader: Iterable[Batch],
         device: torch.device | str | None = None,
         prefetch: int = 2,
         copy_stream: CopyStream | None = None,
@@ -91,10 +94,10 @@ class DeviceFeed:
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]  # raises the loader's TypeError if it has no length
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         return self.ahead(iter(self.loader))
 
-    def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def ahead(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Return the remaining batches of an iterator over the loader, on the device."""
         if self._copy_stream is None:
             if self.device.type == "cpu":
