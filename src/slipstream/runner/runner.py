@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
     get_random_state,
@@ -53,6 +55,24 @@ from slipstream.step import Step
 from slipstream.step.graph import GraphStep
 from slipstream.version import __version__
 
+if TYPE_CHECKING:
+    from slipstream.config_types import (
+        AnyMapping,
+        AutoScaleLrCfg,
+        DataLoaderCfg,
+        DefaultHooksCfg,
+        EnvCfg,
+        EpochTrainCfg,
+        EvalCfg,
+        IterTrainCfg,
+        LimitedLoaderCfg,
+        LoopTrainCfg,
+        OptimWrapperCfg,
+        RandomnessCfg,
+        SpeedCfg,
+        TrainableModel,
+    )
+
 __all__ = ["Runner"]
 
 
@@ -89,34 +109,36 @@ class Runner:
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, Any],
+        model: TrainableModel | Mapping[str, Any],
         work_dir: str | Path,
-        train_dataloader: Any = None,
-        val_dataloader: Any = None,
-        test_dataloader: Any = None,
-        train_cfg: Mapping[str, Any] | None = None,
-        val_cfg: Mapping[str, Any] | None = None,
-        test_cfg: Mapping[str, Any] | None = None,
-        auto_scale_lr: Mapping[str, Any] | None = None,
-        optim_wrapper: Any = None,
+        train_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
+        val_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
+        test_dataloader: DataLoader[Any] | DataLoaderCfg | LimitedLoaderCfg | AnyMapping | None = None,
+        train_cfg: EpochTrainCfg | IterTrainCfg | LoopTrainCfg | AnyMapping | None = None,
+        val_cfg: EvalCfg | AnyMapping | None = None,
+        test_cfg: EvalCfg | AnyMapping | None = None,
+        auto_scale_lr: AutoScaleLrCfg | AnyMapping | None = None,
+        optim_wrapper: (
+            OptimWrapper | Optimizer | OptimWrapperCfg | Mapping[str, OptimWrapper] | AnyMapping | None
+        ) = None,
         param_scheduler: Any = None,
         val_evaluator: Any = None,
         test_evaluator: Any = None,
-        default_hooks: Mapping[str, Any] | None = None,
-        custom_hooks: Sequence[Any] | None = None,
+        default_hooks: DefaultHooksCfg | AnyMapping | None = None,
+        custom_hooks: Sequence[Hook | Mapping[str, Any]] | None = None,
         data_preprocessor: Any = None,
         load_from: str | Path | None = None,
         resume: bool | str | Path = False,
         launcher: str = "none",
-        env_cfg: Mapping[str, Any] | None = None,
+        env_cfg: EnvCfg | AnyMapping | None = None,
         log_processor: Any = None,
         log_level: str = "INFO",
         visualizer: Any = None,
         default_scope: str = "slipstream",
-        randomness: Mapping[str, Any] | None = None,
+        randomness: RandomnessCfg | AnyMapping | None = None,
         experiment_name: str | None = None,
         cfg: Any = None,
-        speed: Any = None,
+        speed: Literal["auto"] | SpeedCfg | AnyMapping | None = None,
     ) -> None:
         arguments = {name: value for name, value in locals().items() if name != "self"}
         self.cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg or {}))

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from slipstream.speed.steps import Training, build_step
 from slipstream.step.average import AveragePart, update_count
 from slipstream.step.graph import GraphStep
 
+if TYPE_CHECKING:
+    from slipstream.config_types import AnyMapping, SpeedCfg
+
 __all__ = ["TrainStep", "accelerate"]
 
 _UNSUPPORTED = {
@@ -41,7 +44,7 @@ def accelerate(
     model: nn.Module,
     optimizer: Optimizer,
     loss_fn: Callable[[Any, Any], Tensor | Mapping[str, Tensor]],
-    speed: Any = "auto",
+    speed: Literal["auto"] | SpeedCfg | AnyMapping | None = "auto",
     total_steps: int | None = None,
 ) -> TrainStep:
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.

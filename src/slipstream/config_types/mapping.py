@@ -1,0 +1,30 @@
+"""`AnyMapping`: a mapping that type checkers accept instead of a `TypedDict`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+__all__ = ["AnyMapping", "ValidOption"]
+
+MYPY = False  # mypy reads this name as True
+
+
+class ValidOption:
+    """The type that mypy reports as expected for the values of a dict with an unknown key or a wrong value."""
+
+
+class AnyMapping(Protocol):
+    """A mapping with string keys and values of type `Any`."""
+
+    def keys(self) -> Iterable[str]:
+        """Return the keys."""
+        ...
+
+    if MYPY:
+        # `Any` is compatible with `ValidOption`; the type that is inferred for a value in a literal is not.
+        def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
+
+    else:
+        # With `ValidOption`, pyright would reject every `dict(...)`, which it does not compare with a TypedDict.
+        def __getitem__(self, key: str, /) -> Any: ...
