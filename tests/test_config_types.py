@@ -82,7 +82,6 @@ def keys(kind):
         ("IterTrainCfg", keys(loops.IterBasedTrainLoop) | {"by_epoch"}),
         ("LoopTrainCfg", keys(loops.EpochBasedTrainLoop) | keys(loops.IterBasedTrainLoop) | {"type"}),
         ("EvalCfg", keys(loops.ValLoop) | keys(loops.TestLoop) | {"type"}),
-        ("DataLoaderCfg", keys(DataLoader) | {"num_batch_per_epoch"}),
         ("RandomnessCfg", keys(Randomness)),
         ("EnvCfg", keys(EnvOptions)),
         ("CheckpointHookCfg", keys(CheckpointHook) | HOOK),
@@ -94,9 +93,10 @@ def test_keys_are_those_of_the_reader(name, expected):
     assert keys(getattr(config_types, name)) == expected
 
 
-def test_keys_of_ddp_are_parameters_of_the_wrapper():
-    known = keys(MMDistributedDataParallel) | keys(DistributedDataParallel)
-    assert keys(config_types.DdpCfg) - {"type"} <= known
+def test_keys_for_classes_of_torch_are_their_parameters():
+    ddp = keys(MMDistributedDataParallel) | keys(DistributedDataParallel)
+    assert keys(config_types.DdpCfg) - {"type"} <= ddp
+    assert keys(config_types.DataLoaderCfg) - {"num_batch_per_epoch"} <= keys(DataLoader)
 
 
 @pytest.mark.parametrize("option", SpeedPlan.options())
