@@ -12,7 +12,7 @@ from slipstream.cli.main import main
 from slipstream.optim import build_optim_wrapper
 from slipstream.registry import HOOKS
 from slipstream.speed import SpeedPlan
-from slipstream.speed.refused import IDLE, REFUSED
+from slipstream.speed.plan import IDLE, REFUSED
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ from matrix_by_hand import WINDOW
 from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
 from matrix_options import BREAKS, OF_SEVERAL, OPTIONS, REFUSED, TOLERANCES, possible, refusal, triples
 
-from slipstream.speed.refused import REFUSED as REFUSED_PLANS
+from slipstream.speed.plan import REFUSED as REFUSED_PLANS
 
 PAGE = Path(__file__).parents[2] / "docs" / "matrix.md"
 COMPILED = Path(__file__).parents[1] / "compiled"

@@ -9,7 +9,7 @@ from torch import nn
 from slipstream.config import ConfigDict
 from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
 from slipstream.registry import MODELS, OPTIM_WRAPPERS, TRANSFORMS, Registry, build_from_cfg
-from slipstream.registry.build import locate
+from slipstream.registry.registry import locate
 
 PARTS = Registry("part", scope="slipstream")
 SGD = torch.optim.SGD([torch.zeros(1)])

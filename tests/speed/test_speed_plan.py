@@ -6,9 +6,8 @@ from torch import nn
 
 from slipstream.errors import ConfigError
 from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
-from slipstream.speed.auto import choose
-from slipstream.speed.capabilities import convolution_share
-from slipstream.speed.refused import IDLE, REFUSED, idle
+from slipstream.speed.auto import choose, convolution_share
+from slipstream.speed.plan import IDLE, REFUSED, idle
 
 CPU = Capabilities()
 H100 = Capabilities(device="cuda", capability=(9, 0), bf16=True, torchao=True, convolutions=0.9, world_size=8)

@@ -2,7 +2,6 @@
 
 from slipstream.checkpoint.files import (
     find_latest_checkpoint,
-    load_checkpoint,
     mark_last_checkpoint,
     plain,
     remove_checkpoint,
@@ -10,7 +9,13 @@ from slipstream.checkpoint.files import (
     write_text,
 )
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
-from slipstream.checkpoint.sharded import consolidate, read_meta, sharded_name, write_checkpoint
+from slipstream.checkpoint.sharded import (
+    consolidate,
+    load_checkpoint,
+    read_meta,
+    sharded_name,
+    write_checkpoint,
+)
 from slipstream.checkpoint.weights import load_weights, revise
 
 __all__ = [

@@ -10,7 +10,7 @@ import pickle
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,11 @@ import torch
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import replacing
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 __all__ = [
     "find_latest_checkpoint",
-    "load_checkpoint",
     "mark_last_checkpoint",
     "plain",
+    "read_file",
     "remove_checkpoint",
     "save_checkpoint",
     "write_text",
@@ -53,24 +50,12 @@ def write_text(path: Path, text: str) -> None:
         temporary.write_text(text)
 
 
-def load_checkpoint(
-    path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
-) -> dict[str, Any]:
-    """Read a checkpoint: a file, or the folder of a sharded checkpoint. This never executes code from it.
-
-    Args:
-        path: path of the checkpoint.
-        map_location: device of the loaded tensors.
-        mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default they are not sharded.
+def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
+    """Read a checkpoint file, without executing code from it.
 
     Raises:
-        CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
+        CheckpointError: the file does not exist, is damaged, or contains pickled objects.
     """
-    path = Path(path)
-    if path.is_dir():
-        from slipstream.checkpoint.sharded import load_sharded
-
-        return load_sharded(path, map_location, mesh)
     if not path.is_file():
         known = (p for pattern in ("*.pth", "*.sharded") for p in path.parent.glob(pattern))
         siblings = [p.name for p in known] if path.parent.is_dir() else []

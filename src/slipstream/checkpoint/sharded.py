@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from slipstream.checkpoint.files import load_checkpoint, plain, save_checkpoint
+from slipstream.checkpoint.files import plain, read_file, save_checkpoint
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
 from slipstream.dist.sharding import is_sharded, placements_on, whole
 from slipstream.errors import CheckpointError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["consolidate", "load_sharded", "read_meta", "sharded_name", "write_checkpoint"]
+__all__ = ["consolidate", "load_checkpoint", "load_sharded", "read_meta", "sharded_name", "write_checkpoint"]
 
 PLAIN = "plain.pth"
 Warn = Callable[[str], None]
@@ -71,6 +71,23 @@ def write_checkpoint(
     return path
 
 
+def load_checkpoint(
+    path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
+) -> dict[str, Any]:
+    """Read a checkpoint: a file, or the folder of a sharded checkpoint. This never executes code from it.
+
+    Args:
+        path: path of the checkpoint.
+        map_location: device of the loaded tensors.
+        mesh: device mesh over which to shard the tensors of a sharded checkpoint; by default they are not sharded.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist, is damaged, or contains pickled objects.
+    """
+    path = Path(path)
+    return load_sharded(path, map_location, mesh) if path.is_dir() else read_file(path, map_location)
+
+
 def load_sharded(
     folder: Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
@@ -85,7 +102,7 @@ def load_sharded(
     Raises:
         CheckpointError: the checkpoint is incomplete or damaged.
     """
-    content = load_checkpoint(folder / PLAIN, map_location)
+    content = read_file(folder / PLAIN, map_location)
     try:
         checkpoint, index = content["checkpoint"], content["index"]
         tensors = {key: _empty(entry, map_location, mesh) for key, entry in index.items()}
@@ -101,7 +118,7 @@ def load_sharded(
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` entry of a checkpoint without reading the shards of a sharded checkpoint."""
-    content = load_checkpoint(path / PLAIN).get("checkpoint", {}) if path.is_dir() else load_checkpoint(path)
+    content = read_file(path / PLAIN).get("checkpoint", {}) if path.is_dir() else read_file(path)
     meta: dict[str, Any] = content.get("meta", {})
     return meta
 

@@ -75,7 +75,7 @@ def _print_table(plan: SpeedPlan, capabilities: Capabilities) -> None:
 
 
 def _rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, str, str, str]]:
-    from slipstream.speed.refused import idle
+    from slipstream.speed.plan import idle
 
     without_effect = {option: f"no effect here: {why}" for option, why in idle(plan, capabilities)}
     for option in plan.options():
@@ -91,7 +91,7 @@ def _rows(plan: SpeedPlan, capabilities: Capabilities) -> Iterator[tuple[str, st
 def _limits(capabilities: Capabilities) -> Iterator[tuple[str, str]]:
     """Yield each option that this machine does not support, with the reason."""
     from slipstream.speed import SpeedPlan
-    from slipstream.speed.refused import REFUSED, idle
+    from slipstream.speed.plan import REFUSED, idle
 
     for option, value in _MACHINE_BOUND:
         plan = SpeedPlan.read({"compile": True, option: value})

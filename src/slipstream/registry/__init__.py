@@ -1,7 +1,6 @@
 """Registries of classes and functions, and building of objects from configuration dicts."""
 
-from slipstream.registry.build import build_from_cfg
-from slipstream.registry.registry import Registry, default_scope, init_default_scope
+from slipstream.registry.registry import Registry, build_from_cfg, default_scope, init_default_scope
 from slipstream.registry.root import (
     DATA_SAMPLERS,
     DATASETS,

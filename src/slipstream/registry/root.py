@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from slipstream.registry.build import build_from_cfg
-from slipstream.registry.registry import ROOT_SCOPE, Registry
+from slipstream.registry.registry import ROOT_SCOPE, Registry, build_from_cfg
 
 __all__ = [
     "DATASETS",

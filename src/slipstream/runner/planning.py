@@ -21,7 +21,7 @@ from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_mo
 from slipstream.speed.apply import overrides_train_step
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.front_ends import is_plain_wrapper
-from slipstream.speed.refused import idle
+from slipstream.speed.plan import idle
 from slipstream.speed.steps import Training, build_step
 from slipstream.step import Step
 

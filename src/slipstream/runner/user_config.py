@@ -10,7 +10,7 @@ from typing import Any
 
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.registry import LOOPS
-from slipstream.registry.build import locate
+from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
 
 __all__ = [

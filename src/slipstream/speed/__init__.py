@@ -1,6 +1,6 @@
 """Speed options, one module each, and `SpeedPlan`, which selects the options of a run."""
 
-from slipstream.speed.capabilities import Capabilities
+from slipstream.speed.auto import Capabilities
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile
 from slipstream.speed.plan import CFG_OPTIONS, PARAMS_OPTIONS, SpeedPlan
 

@@ -20,7 +20,7 @@ from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
-from slipstream.speed.capabilities import Capabilities
+from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.steps import Training, build_step
