@@ -5,18 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import re
-import tomllib
 import traceback
 import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-import yaml
-
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.placeholders import Placeholders
-from slipstream.config.yaml_format import Loader
 from slipstream.errors import ConfigError, did_you_mean
 
 __all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_document"]
@@ -153,6 +149,10 @@ def _base_names(value: Any, path: Path) -> list[str]:
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
+    import yaml  # here and below, since a Runner without configuration files does not need it
+
+    from slipstream.config.yaml_format import Loader
+
     try:
         tree = yaml.load(text, Loader)
     except yaml.MarkedYAMLError as error:
@@ -179,6 +179,8 @@ def _parse_json(text: str, path: Path) -> Any:
 
 
 def _parse_toml(text: str, path: Path) -> Any:
+    import tomllib
+
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

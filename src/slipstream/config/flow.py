@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from slipstream.config.yaml_format import scalar
 from slipstream.errors import ConfigError
 
 __all__ = ["parse_value"]
@@ -40,6 +39,8 @@ def parse_value(text: str) -> Any:
 
 
 def _scalar(text: str) -> Any:
+    from slipstream.config.yaml_format import scalar
+
     return None if text in ("none", "None") else scalar(text)
 
 

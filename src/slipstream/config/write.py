@@ -12,10 +12,7 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any
 
-import yaml
-
 from slipstream.config.merge import join
-from slipstream.config.yaml_format import Dumper
 from slipstream.errors import ConfigError, did_you_mean
 
 __all__ = ["to_text"]
@@ -131,6 +128,10 @@ def _split(value: Any) -> tuple[str, list[tuple[str, Any]], str]:
 
 
 def _to_yaml(values: dict[str, Any]) -> str:
+    import yaml
+
+    from slipstream.config.yaml_format import Dumper
+
     return yaml.dump(values, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=_WIDTH)
 
 

@@ -1,40 +1,80 @@
-"""Data sets, transforms and data loaders."""
+"""Data sets, transforms and data loaders; public names are imported on first use."""
 
-from slipstream.dataset.loading.collate import default_collate, pseudo_collate
-from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.loading.sample_index import SampleIndex, sample_rng
-from slipstream.dataset.loading.samplers import DefaultSampler, InfiniteSampler
-from slipstream.dataset.sources.base import Sample, SegmentationDataset, Transform, default_palette
-from slipstream.dataset.sources.cache import DecodeCache
-from slipstream.dataset.sources.cifar10 import CIFAR10
-from slipstream.dataset.sources.cityscapes import CityscapesDataset
-from slipstream.dataset.sources.cityscapes_classes import (
-    CITYSCAPES_CLASSES,
-    CITYSCAPES_IGNORE_INDEX,
-    CITYSCAPES_PALETTE,
-)
-from slipstream.dataset.sources.fashion_mnist import FashionMNIST
-from slipstream.dataset.sources.image_folder import ImageMaskFolder
-from slipstream.dataset.sources.wrappers import AtLeast, ClassBalancedDataset, ConcatDataset, RepeatDataset
-from slipstream.dataset.transforms.device_transforms import apply_device_transforms
-from slipstream.dataset.transforms.geometry import (
-    SegColorJitter,
-    SegConvertToTensor,
-    SegCropImageAndMask,
-    SegNormalize,
-    SegPadShortToCropSize,
-    SegRandomFlip,
-    SegRandomRescale,
-    SegRescale,
-    SegStandardize,
-)
-from slipstream.dataset.transforms.image_transforms import (
-    Normalize,
-    RandomCrop,
-    RandomHorizontalFlip,
-    ToTensor,
-)
-from slipstream.dataset.transforms.pipeline import apply_transforms
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.dataset.loading.collate import default_collate, pseudo_collate
+    from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+    from slipstream.dataset.loading.sample_index import SampleIndex, sample_rng
+    from slipstream.dataset.loading.samplers import DefaultSampler, InfiniteSampler
+    from slipstream.dataset.sources.base import Sample, SegmentationDataset, Transform, default_palette
+    from slipstream.dataset.sources.cache import DecodeCache
+    from slipstream.dataset.sources.cifar10 import CIFAR10
+    from slipstream.dataset.sources.cityscapes import CityscapesDataset
+    from slipstream.dataset.sources.cityscapes_classes import (
+        CITYSCAPES_CLASSES,
+        CITYSCAPES_IGNORE_INDEX,
+        CITYSCAPES_PALETTE,
+    )
+    from slipstream.dataset.sources.fashion_mnist import FashionMNIST
+    from slipstream.dataset.sources.image_folder import ImageMaskFolder
+    from slipstream.dataset.sources.wrappers import (
+        AtLeast,
+        ClassBalancedDataset,
+        ConcatDataset,
+        RepeatDataset,
+    )
+    from slipstream.dataset.transforms.device_transforms import apply_device_transforms
+    from slipstream.dataset.transforms.geometry import (
+        SegColorJitter,
+        SegConvertToTensor,
+        SegCropImageAndMask,
+        SegNormalize,
+        SegPadShortToCropSize,
+        SegRandomFlip,
+        SegRandomRescale,
+        SegRescale,
+        SegStandardize,
+    )
+    from slipstream.dataset.transforms.image_transforms import (
+        Normalize,
+        RandomCrop,
+        RandomHorizontalFlip,
+        ToTensor,
+    )
+    from slipstream.dataset.transforms.pipeline import apply_transforms
+
+_MODULES = {
+    "loading.collate": ["default_collate", "pseudo_collate"],
+    "loading.loader": ["build_dataloader", "set_epoch"],
+    "loading.sample_index": ["SampleIndex", "sample_rng"],
+    "loading.samplers": ["DefaultSampler", "InfiniteSampler"],
+    "sources.base": ["Sample", "SegmentationDataset", "Transform", "default_palette"],
+    "sources.cache": ["DecodeCache"],
+    "sources.cifar10": ["CIFAR10"],
+    "sources.cityscapes": ["CityscapesDataset"],
+    "sources.cityscapes_classes": ["CITYSCAPES_CLASSES", "CITYSCAPES_IGNORE_INDEX", "CITYSCAPES_PALETTE"],
+    "sources.fashion_mnist": ["FashionMNIST"],
+    "sources.image_folder": ["ImageMaskFolder"],
+    "sources.wrappers": ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"],
+    "transforms.device_transforms": ["apply_device_transforms"],
+    "transforms.geometry": [
+        "SegColorJitter",
+        "SegConvertToTensor",
+        "SegCropImageAndMask",
+        "SegNormalize",
+        "SegPadShortToCropSize",
+        "SegRandomFlip",
+        "SegRandomRescale",
+        "SegRescale",
+        "SegStandardize",
+    ],
+    "transforms.image_transforms": ["Normalize", "RandomCrop", "RandomHorizontalFlip", "ToTensor"],
+    "transforms.pipeline": ["apply_transforms"],
+}
 
 __all__ = [
     "CIFAR10",
@@ -77,3 +117,14 @@ __all__ = [
     "sample_rng",
     "set_epoch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _MODULES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"slipstream.dataset.{module}"), name)
+    raise AttributeError(f"module 'slipstream.dataset' has no attribute '{name}'")
+
+
+def __dir__() -> list[str]:
+    return __all__

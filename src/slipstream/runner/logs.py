@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from slipstream.checkpoint import write_text
 from slipstream.config import Config
 from slipstream.dist import broadcast_object_list, get_rank, is_main_process
@@ -108,6 +106,8 @@ def write_config(
 
 def config_text(cfg: Config, form: str = "yaml") -> str:
     """Return the configuration as text, or a comment with the reason if it holds objects."""
+    import yaml
+
     try:
         return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.to_dict())))
     except (ConfigError, TypeError, ValueError) as error:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, cycle, islice
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -125,10 +125,10 @@ class _Trials:
         self._indices = cycle(chain.from_iterable(batches))
         probes = self._probe(1)
         self.sample_seconds = [seconds for seconds, _ in probes]
-        self.batch_seconds = self.size * fmean(self.sample_seconds)
+        self.batch_seconds = self.size * float(np.mean(self.sample_seconds))
         self.batch_bytes = self.size * max(size for _, size in probes)
         if self.batch_seconds < _TRIAL_TIME / 2:  # a batch may be faster than the sum of its samples
-            self.batch_seconds = median(seconds for seconds, _ in self._probe(self.size))
+            self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int) -> dict[int, float]:
         """Return samples/s by number of workers; stop when more workers no longer help, or at the time limit."""
@@ -144,7 +144,7 @@ class _Trials:
 
     def slowest_batch(self) -> float:
         """Return the time of a batch with the slowest sample seen, relative to the mean time of a batch."""
-        mean = fmean(self.sample_seconds)
+        mean = float(np.mean(self.sample_seconds))
         return (mean * (self.size - 1) + max(self.sample_seconds)) / (mean * self.size)
 
     def _throughput(self, workers: int, chunk: int) -> float:
