@@ -27,8 +27,6 @@ ckpt_name run_id resume_from_remote_sg_logger resume_strict_load speed
 """,
 )
 
-WRONG = {bool: "yes", int: "many", float: "much", str: 3, list: 5, dict: 5}
-
 
 def test_each_key_of_supergradients_has_a_translation():
     table = TrainingParams.table()
@@ -65,20 +63,9 @@ def test_unsupported_key_raises_error_with_reason(key):
     assert str(refused.value) == f"training_params.{key}: {TrainingParams.table()[key].why}"
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        key
-        for key in KEYS
-        if type(getattr(TrainingParams(), key)) in WRONG and key not in ("optimizer", "sg_logger")
-    ],
-)
-def test_each_key_rejects_a_value_of_another_type(key):
-    wrong = WRONG[type(getattr(TrainingParams(), key))]
-    if key in ("mixed_precision",):  # also accepts a name
-        wrong = 3
-    with pytest.raises(ConfigError, match=rf"training_params\.{key}: must be .*, not {wrong!r}"):
-        TrainingParams.read({key: wrong})
+def test_value_of_another_type_raises_with_the_key():
+    with pytest.raises(ConfigError, match=r"training_params\.run_test_freq: must be int, not 'many'"):
+        TrainingParams.read(dict(run_test_freq="many"))
 
 
 def test_unknown_key_suggests_the_nearest():
