@@ -12,7 +12,9 @@ from torch.optim import SGD, AdamW
 
 from slipstream.model import BaseAveragedModel
 from slipstream.optim import AmpOptimWrapper, OptimWrapper
+from slipstream.speed import SpeedPlan
 from slipstream.speed.nan_guard import StepGuard
+from slipstream.speed.steps import Training, build_step
 from slipstream.step import EagerStep
 from slipstream.step.average import AveragePart
 from slipstream.step.parts import StepPart
@@ -430,3 +432,40 @@ def test_verification_without_memory_for_float64_falls_back_with_the_error(monke
 
     train(graph_step(model, optim, recover=recover), batches())
     assert [type(reason) for reason in reasons] == [torch.OutOfMemoryError]
+
+
+# ---- preparation of the inputs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_are_prepared_under_autocast(compiled):
+    """As in MMEngine, a matrix product in the data preprocessor runs in lower precision."""
+    colours = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    data = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
+
+    def net():
+        torch.manual_seed(0)
+        return nn.Linear(4, 3)
+
+    def losses(module, x):
+        return {"loss": module(x).float().square().mean()}
+
+    model = net()
+    optim = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
+    training = Training(model, optim, losses, lambda x: x @ colours)
+    how = dict(compile=dict(scope="step", backend="aot_eager", cache=False)) if compiled else {}
+    step = build_step(training, SpeedPlan.read(how), pytest.fail)
+    found = torch.stack([step(x)["loss"] for x in data])
+
+    other, expected = net(), []
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for x in data:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            prepared = x @ colours
+            assert prepared.dtype == torch.bfloat16
+            loss = losses(other, prepared)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.detach())
+    torch.testing.assert_close(found, torch.stack(expected), rtol=1e-6, atol=1e-7)

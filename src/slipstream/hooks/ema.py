@@ -93,21 +93,21 @@ class EMAHook(Hook):
         assert optim is not None, "training requires an optimizer wrapper"
         if self._in_step and self._part is not None:  # left by an earlier training with the same optimizer
             optim.parts.remove(self._part)
-        self._part = part = AveragePart(
+        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after that. Sharded
+        # weights may get new storage when they are first gathered.
+        guarded = getattr(optim, "guard", None) is not None
+        self._part = AveragePart(
             average,
             self.model,
             done=lambda: runner.iter,
             window=_accumulation(runner),
             total=runner.max_iters,
             begun=lambda batch: batch >= self.begin_iter and runner.epoch + 1 >= self.begin_epoch,
+            on_host=guarded or mesh_of(self.model) is not None,
         )
-        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after that. Sharded
-        # weights may get new storage when they are first gathered.
-        guarded = getattr(optim, "guard", None) is not None
-        part.on_host |= guarded or mesh_of(self.model) is not None
         self._in_step = isinstance(runner.step, EagerStep | GraphStep)
         if self._in_step:
-            optim.parts.append(part)
+            optim.parts.append(self._part)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

@@ -30,8 +30,8 @@ class BaseAveragedModel(nn.Module):
     """A copy of a model that holds a running average of its weights.
 
     Subclasses define `weight(step)`, the factor of the current weights in update number `step`. The first update
-    copies the weights. One `_foreach_lerp_` updates all tensors, and the step count is a Python integer, so an
-    update does not synchronize with the device.
+    copies the weights. The step count is a Python integer, so an update does not synchronize with the device. Training
+    steps update the average through `AveragePart`.
 
     Args:
         model: the model to average (unwrapped).

@@ -70,17 +70,14 @@ def build_step(
     """
     model, optim, how = training.model, training.optim, plan.compile
 
-    def forward(batch: Any) -> Losses:
-        return training.losses(model, training.prepare(batch))
-
-    eager = EagerStep(forward, model, optim, training.reduce)
+    eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
     if how is None:
         return eager
     core = unwrap_model(model)
     if how.scope in (None, "step"):
         reason = why_not_one_graph(model, optim)
         if reason is None:
-            return _one_graph(training, core, how, warn, info, plan.cuda_graph)
+            return _one_graph(training, eager, core, how, warn, info, plan.cuda_graph)
         if how.scope == "step":
             raise ConfigError(f"the step cannot be one graph: {reason}. Use scope='model'", "compile.scope")
         warn(f"The step cannot be one graph: {reason}. Only the model is compiled")
@@ -108,15 +105,13 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
 
 def _one_graph(
     training: Training,
+    eager: EagerStep,
     core: nn.Module,
     how: CompileOptions,
     warn: Callable[[str], None],
     info: Callable[[str], None],
     cuda_graph: bool,
 ) -> GraphStep:
-    optim = training.optim
-    eager = EagerStep(partial(training.losses, training.model), training.model, optim, training.reduce)
-
     def recover(error: Exception) -> EagerStep:
         core._compiled_call_impl = None
         if isinstance(error, WrongNumbersError):
@@ -141,7 +136,7 @@ def _one_graph(
         loss_of=partial(training.losses, core),
         prepare=training.prepare,
         model=core,
-        optim=optim,
+        optim=training.optim,
         eager=eager,
         backend=backend,
         recover=recover,

@@ -44,8 +44,16 @@ def update_count(batches: int, skipped: int, window: int) -> int:
 class AveragePart(StepPart):
     """Updates an average of the weights after each batch that counts as an update.
 
-    With `every_batch` (as in MMEngine), each batch counts; otherwise only the last one of an accumulation window. The
-    EMA weight of the new parameters is a tensor, so a change of the decay needs no new graph.
+    With `every_batch` (as in MMEngine), each batch counts; otherwise only the last one of an accumulation window.
+
+    On the host, `before_batch` asks the average for the EMA weight of the new parameters (`next_weight`: 1 for the
+    first update, 0 if the batch does not count, otherwise 1 - decay), and writes it into a tensor of one element. A
+    change of the decay therefore needs no new graph. `after_batch` computes `average.lerp(parameters, weight)`. In a
+    compiled step it is part of the graph, except (`on_host`)
+
+    - if the average has an `interval`, or is on another device than the parameters,
+    - if the caller sets `on_host`, or
+    - if the optimizer's update is not in the graph.
 
     Args:
         average: the average, a `BaseAveragedModel`.
@@ -54,6 +62,7 @@ class AveragePart(StepPart):
         window: number of batches in an accumulation window.
         total: number of batches of the whole training, None if unknown; the last window may be smaller.
         begun: returns whether averaging has begun at a batch number (from 1).
+        on_host: whether to update the average outside of a compiled step.
     """
 
     def __init__(
@@ -64,6 +73,7 @@ class AveragePart(StepPart):
         window: int = 1,
         total: int | None = None,
         begun: Callable[[int], bool] = lambda batch: True,
+        on_host: bool = False,
     ) -> None:
         self.average, self.model = average, model
         self._done, self._window, self._total, self._begun = done, window, total, begun
@@ -71,7 +81,7 @@ class AveragePart(StepPart):
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval, a graph would read and write the average at every step.
         elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
-        self.on_host = average.interval > 1 or elsewhere
+        self.on_host = on_host or average.interval > 1 or elsewhere
         self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:

@@ -33,16 +33,15 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """The training step without compilation.
-
-    As the fallback of a compiled step, it trains on the inputs that the compiled step has prepared.
+    """The training step without compilation; also the fallback of a compiled step, which prepares the inputs itself.
 
     Args:
-        forward: `forward(batch) -> losses`, a dict of scalar tensors; those with `loss` in their name
+        forward: `forward(inputs) -> losses`, a dict of scalar tensors; those with `loss` in their name
             are summed. It may call a DDP-wrapped model.
         model: the module that `forward` calls, wrapped or not; its gradient sync is skipped during accumulation.
         optim: updates the weights.
         reduce: turns the losses into the one to minimize and the values to log; by default their sum.
+        prepare: `prepare(batch) -> inputs`, such as the transfer to the device; under autocast, as in MMEngine.
     """
 
     def __init__(
@@ -51,8 +50,9 @@ class EagerStep:
         model: nn.Module,
         optim: OptimWrapper,
         reduce: Callable[[Losses], tuple[Tensor, dict[str, Tensor]]] | None = None,
+        prepare: Callable[[Any], Any] = lambda batch: batch,
     ) -> None:
-        self.forward = forward
+        self.forward, self.prepare = forward, prepare
         self.model = model
         self.optim = optim
         self.reduce = reduce or sum_losses
@@ -63,17 +63,19 @@ class EagerStep:
         """Train on one batch."""
         for part in self.optim.parts:
             part.before_batch()
-        return self.train(batch)
+        with self.optim.autocast():
+            inputs = self.prepare(batch)
+        return self.train(inputs)
 
-    def train(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch for which the parts are prepared (`StepPart.before_batch`)."""
+    def train(self, inputs: Any) -> dict[str, Tensor]:
+        """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called."""
         optim = self.optim
         if has_gradients(optim.parameters()):
             self._drop_leaked_gradients()
             optim.check_gradients()
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
-            loss, logs = self._loss(batch)
+            loss, logs = self._loss(inputs)
             # Backward; at the end of an accumulation window also clip, step and zero_grad.
             try:
                 optim.update_params(loss, **self._backward_kwargs(loss))
@@ -81,7 +83,7 @@ class EagerStep:
                 self._check_reentrant(error)
                 raise
         else:
-            logs = self._repeated(batch, part)
+            logs = self._repeated(inputs, part)
         for part in optim.parts:
             part.after_batch()
         if optim.should_update():
@@ -92,12 +94,12 @@ class EagerStep:
             logs["grad_norm"] = optim.grad_norm
         return logs
 
-    def _loss(self, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _loss(self, inputs: Any) -> tuple[Tensor, dict[str, Tensor]]:
         with self.optim.optim_context(self.model):  # autocast; no gradient sync inside an accumulation window
-            losses = self.forward(batch)
+            losses = self.forward(inputs)
         return self.reduce(losses)
 
-    def _repeated(self, batch: Any, part: StepPart) -> dict[str, Tensor]:
+    def _repeated(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
         """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
@@ -111,7 +113,7 @@ class EagerStep:
         def run() -> None:
             # Sync in every pass, since the part must see the same gradients on all processes.
             with optim.autocast():
-                losses = self.forward(batch)
+                losses = self.forward(inputs)
             loss, values = self.reduce(losses)
             logs.update({} if logs else values)
             for param in params:

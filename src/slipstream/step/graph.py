@@ -75,10 +75,10 @@ class GraphStep:
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
-        prepare: `prepare(batch) -> inputs`, operations outside of the graph: transfer, normalization.
+        prepare: `prepare(batch) -> inputs`, operations outside of the graph: transfer, normalization; under autocast.
         model: the model, unwrapped.
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
-        eager: the eager step, which takes the result of `prepare`.
+        eager: the eager step; its `train` gets the result of `prepare`.
         backend: a backend of `torch.compile`.
         recover: called with the reason if the graph cannot be used; returns the step to use from then on, which takes
             the result of `prepare`.
@@ -150,7 +150,8 @@ class GraphStep:
         """Train on one batch."""
         for part in self.optim.parts:
             part.before_batch()
-        inputs = self.prepare(batch)
+        with self.optim.autocast():
+            inputs = self.prepare(batch)
         if self._fallback is not None:
             return self._fallback.train(inputs)
         if self.sync is None and not self._shapes.worth_a_graph(inputs):
