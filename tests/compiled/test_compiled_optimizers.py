@@ -156,7 +156,45 @@ def float_then_tensor():
     return Training(model, optimizer, before=change)
 
 
+def tensor_for_one_batch(kind, key, value, other):
+    """A setting is a tensor (or holds tensors) in batch 5, and the same float as before in all other batches."""
+    model = net()
+    optimizer = kind(model.parameters(), **{"lr": 0.02, key: value})
+    group = optimizer.param_groups[0]
+    return Training(
+        model,
+        optimizer,
+        before={5: lambda _: group.update({key: other}), 6: lambda _: group.update({key: value})},
+    )
+
+
+def betas_in_place():
+    model = net()
+    optimizer = optim.AdamW(model.parameters(), lr=0.02)
+    betas = optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+
+    def change(_):
+        betas[0] = 0.5
+
+    return Training(model, optimizer, before={6: change})
+
+
+LARGE, SMALL = (torch.tensor(value, dtype=torch.float64) for value in (0.5, 0.1))
 LEARNING_RATES = [
+    Case(
+        "a float as learning rate, a tensor for one batch",
+        partial(tensor_for_one_batch, optim.SGD, "lr", 0.02, LARGE),
+        fast=True,
+    ),
+    Case(
+        "a learning rate of AdamW that is a tensor for one batch",
+        partial(tensor_for_one_batch, optim.AdamW, "lr", 0.02, SMALL),
+    ),
+    Case(
+        "betas that are tensors for one batch",
+        partial(tensor_for_one_batch, optim.Adam, "betas", (0.9, 0.99), (LARGE, LARGE)),
+    ),
+    Case("betas in a list that is changed in place", betas_in_place, fast=True),
     *(
         Case(
             f"a tensor as learning rate of {kind.__name__}, {name}", partial(tensor_lr, name, kind, **options)

@@ -186,7 +186,73 @@ def replaced_property(block, net, factor):
     block.factor = property(lambda self: factor)
 
 
+class LossBase(nn.Module):
+    weight = 1.0
+
+    def distance(self, scores, targets):
+        return F.mse_loss(scores, targets)
+
+    def forward(self, scores, targets):
+        return self.weight * self.distance(scores, targets)
+
+
+def loss_class(name, value):
+    class Loss(LossBase):
+        pass
+
+    model = Base()
+    return Training(model, sgd(model), Loss(), before={6: lambda _: setattr(Loss, name, value)})
+
+
+def other_distance(self, scores, targets):
+    return F.l1_loss(scores, targets)
+
+
+def reloaded():
+    """Like IPython's autoreload, which replaces the code of functions in place."""
+
+    class Loss(LossBase):
+        def distance(self, scores, targets):
+            return F.mse_loss(scores, targets)
+
+    def reload(_):
+        Loss.distance.__code__ = other_distance.__code__
+
+    model = Base()
+    return Training(model, sgd(model), Loss(), before={6: reload})
+
+
+class Scale:
+    """A helper that is not a module."""
+
+    factor = 1.5
+
+    def __call__(self, x):
+        return self.factor * self.change(x)
+
+    def change(self, x):
+        return x
+
+
+def helper_class(name, value):
+    class Helper(Scale):
+        pass
+
+    model = Base()
+    model.change = Helper()
+    return Training(model, sgd(model), before={6: lambda _: setattr(Helper, name, value)})
+
+
 REPLACED = [
+    Case(
+        "a method overridden in the class of the loss",
+        partial(loss_class, "distance", other_distance),
+        fast=True,
+    ),
+    Case("a number overridden in the class of the loss", partial(loss_class, "weight", 0.3)),
+    Case("the code of a method of the loss", reloaded),
+    Case("a number in the class of a helper object", partial(helper_class, "factor", 0.5), fast=True),
+    Case("a method in the class of a helper object", partial(helper_class, "change", lambda self, x: 3 * x)),
     Case("a forward that is replaced in the class", partial(methods, replaced_forward), fast=True),
     Case("a method that is overridden in the class during training", partial(methods, replaced_helper)),
     Case("a property that is replaced in the class", partial(methods, replaced_property)),

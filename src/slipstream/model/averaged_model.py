@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_, methodcaller
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import all_reduce_params
 from slipstream.dist.sharding import local, mesh_of
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.registry import MODELS
 
 __all__ = [
@@ -24,6 +27,8 @@ __all__ = [
     "ScheduledEMA",
     "StochasticWeightAverage",
 ]
+
+_VALUES = methodcaller("values")
 
 
 class BaseAveragedModel(nn.Module):
@@ -142,10 +147,13 @@ class BaseAveragedModel(nn.Module):
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         """Return averages and weights in the same order, without copies; for a sharded model, its local shards."""
-        if self._cached is None or self._cached[0] is not model:
+        cached = self._cached
+        if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
             # A tuple, because a Module attribute would register the model as a submodule.
-            self._cached = (model, self._averaged(self.module), self._averaged(model))
-        return self._cached[1].tensors(), self._cached[2].tensors()
+            cached = (model, self._averaged(self.module), self._averaged(model))
+            _check_shapes(cached[1].tensors(), cached[2].tensors())
+            self._cached = cached
+        return cached[1].tensors(), cached[2].tensors()
 
     def _averaged(self, model: nn.Module) -> _Averaged:
         buffers = [
@@ -156,7 +164,12 @@ class BaseAveragedModel(nn.Module):
         ]
         owners = {id(module._buffers[name]): (module, name) for module, name in buffers}
         averaged = [owners[id(buffer)] for buffer in self._buffers_of(model)]
-        return _Averaged([local(param) for param in model.parameters()], averaged)
+        modules = list(model.modules())
+        owned: list[dict[str, Any]] = [
+            *(module._modules for module in modules),
+            *(module._parameters for module in modules),
+        ]
+        return _Averaged([local(param) for param in model.parameters()], averaged, owned, _values(owned))
 
     def _buffers_of(self, model: nn.Module) -> list[Tensor]:
         """Return the buffers that are averaged."""
@@ -179,10 +192,32 @@ class _Averaged:
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
     """Owner and name of each buffer, because a forward may assign a new tensor to it."""
+    owned: list[dict[str, Any]]
+    """The submodules and parameters of each module of the model."""
+    values: list[Any]
+    """The values of `owned`."""
+
+    def is_current(self) -> bool:
+        """Return whether no module and no parameter was replaced."""
+        now = _values(self.owned)
+        return len(now) == len(self.values) and all(map(is_, now, self.values))
 
     def tensors(self) -> list[Tensor]:
         """Return the current tensors."""
         return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
+
+
+def _values(dicts: list[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(_VALUES, dicts)))
+
+
+def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
+    shapes = [[tensor.shape for tensor in tensors] for tensors in (averages, currents)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(
+            "a layer was replaced by one with other parameters, which the average of the weights does not have; "
+            "replace layers before the average is created"
+        )
 
 
 def _copy(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
-from slipstream.speed.compile_report import explain_failure, limit_hit
+from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
 
 __all__ = ["CompileOptions", "compile_model", "compiled_blocks", "read_compile"]
 
@@ -209,7 +209,7 @@ class _Group:
             each._compiled_call_impl = None
         self.warn(
             f"{type(module).__name__} cannot be compiled ({explain_failure(error)}); it runs eagerly. "
-            "Fix the line named above, or remove compile"
+            f"{'Fix the line named above, or remove' if failed_line(error) else 'Remove'} compile"
         )
 
     def notice(self, module: nn.Module, since: int) -> None:

@@ -17,7 +17,7 @@ import slipstream
 from slipstream.errors import SlipstreamError
 from slipstream.step.verification import NotCapturedError, UnstableGraphError
 
-__all__ = ["CompileReport", "CompileSummary", "explain_failure", "limit_hit"]
+__all__ = ["CompileReport", "CompileSummary", "explain_failure", "failed_line", "limit_hit"]
 
 _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (torch, slipstream))
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
@@ -55,8 +55,13 @@ def explain_failure(error: BaseException) -> str:
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
         cause = f"; cause of the last recompile: {varied}" if varied else ""
         reason = f"{reason}: torch's recompile limit is reached{cause}"
-    where = _where(getattr(error, "real_stack", None) or ())
+    where = failed_line(error)
     return f"{type(error).__name__}: {reason}{f', at {where}' if where else ''}"
+
+
+def failed_line(error: BaseException) -> str:
+    """Return the line of user code that torch could not compile; empty if torch does not report it."""
+    return _where(getattr(error, "real_stack", None) or ())
 
 
 def _where(stack: Iterable[FrameSummary]) -> str:

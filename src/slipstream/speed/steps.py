@@ -19,7 +19,7 @@ from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_cache import folder_now
-from slipstream.speed.compile_report import explain_failure
+from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
@@ -119,9 +119,10 @@ def _one_graph(
         elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
+            remedy = "Fix the line named above, or set" if failed_line(error) else "Set"
             warn(
-                f"The step cannot be one graph ({explain_failure(error)}). Only the model is compiled. Fix the line "
-                "named above, or set compile=dict(scope='model')"
+                f"The step cannot be one graph ({explain_failure(error)}). Only the model is compiled. {remedy} "
+                "compile=dict(scope='model')"
             )
             compile_model(core, how, warn, warn_limit=False)  # the warning above is enough
         return eager
@@ -159,8 +160,8 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
         )
     return (
         f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
-        "numbers that do not come from torch, state outside of modules, and BatchNorm in a checkpointed block, whose "
-        "recomputation updates the statistics twice. Training continues eagerly"
+        "numbers that do not come from torch, state outside of modules, an active TorchFunctionMode, and BatchNorm in "
+        "a checkpointed block, whose recomputation updates the statistics twice. Training continues eagerly"
     )
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from slipstream.step.class_changes import ClassChanges
 from slipstream.step.direct import DirectCalls, Outputs
 from slipstream.step.leaves import leaves_of
 from slipstream.step.numerics import LossScale, Scalar
@@ -42,6 +43,7 @@ class CapturedStep:
         optim: the optimizer wrapper.
         params: the parameters that get a gradient.
         updates_inside: whether the graph may contain the optimizer's step.
+        called: the functions that compute and reduce the losses.
     """
 
     run: Callable[..., Outputs]
@@ -55,7 +57,12 @@ class CapturedStep:
     """Whether a message was logged that calls cannot be replayed."""
 
     def __init__(
-        self, model: nn.Module, optim: OptimWrapper, params: list[nn.Parameter], updates_inside: bool
+        self,
+        model: nn.Module,
+        optim: OptimWrapper,
+        params: list[nn.Parameter],
+        updates_inside: bool,
+        called: Sequence[Callable[..., Any]] = (),
     ) -> None:
         self.model, self.optim, self.params = model, optim, params
         device = params[0].device
@@ -80,7 +87,7 @@ class CapturedStep:
         self._groups = list(optim.param_groups)
         self._seen = list(map(_REQUIRES_GRAD, self._owned))
         self._global_hooks = _global_hooks()
-        self._methods = [_Methods(kind) for kind in {type(module) for module in model.modules()}]
+        self._classes = ClassChanges(model, *called)
         self._batches = {True: 0, False: 0}
         self._graphs = {True: 0, False: 0}
         self._wasted = 0
@@ -98,9 +105,10 @@ class CapturedStep:
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
             return "the global hooks of modules"
-        for methods in self._methods:
-            if methods.changed():
-                return f"a method of the class {methods.kind.__name__}"
+        if (name := self._classes.find()) is not None:
+            return f"the class {name}"
+        if self.scale is not None and self.scale.is_changed():
+            return "the settings of the loss scale"
         if (
             is_hooked(optim.optimizer) != self._hooked
             or type(optim.optimizer).step is not self._optimizer_step
@@ -134,7 +142,8 @@ class CapturedStep:
         self._batches[ends] = 1
         if self._wasted >= 3:
             raise UnstableGraphError(
-                "each step needs a new graph, because a value that graphs treat as a constant changes"
+                "each step needs a new graph, because a value that graphs treat as a constant changes, or because "
+                "torch.compiler.reset() is called"
             )
 
     @property
@@ -215,29 +224,6 @@ class CapturedStep:
 def _same_objects(some: Sequence[Any], others: Sequence[Any]) -> bool:
     """Return whether both sequences contain the same objects."""
     return len(some) == len(others) and all(map(is_, some, others))
-
-
-class _Methods:
-    """The methods and properties of a class of modules, without special methods; a graph contains their code."""
-
-    def __init__(self, kind: type[nn.Module]) -> None:
-        self.kind = kind
-        bases = (base for base in kind.__mro__ if base not in (nn.Module, object))
-        names = {
-            name
-            for base in bases
-            for name, value in vars(base).items()
-            if callable(value) or isinstance(value, classmethod | property)
-        }
-        self._get = attrgetter("forward", *(name for name in names if not name.startswith("__")))
-        self._values = self._get(kind)
-
-    def changed(self) -> bool:
-        """Return whether one of them was replaced or deleted."""
-        try:
-            return bool(self._get(self.kind) != self._values)
-        except AttributeError:
-            return True
 
 
 def _global_hooks() -> list[tuple[int, ...]]:

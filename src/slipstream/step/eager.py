@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import LossError, ModelError
+from slipstream.step.leaves import leaves_of
 from slipstream.step.parts import StepPart, has_gradients
 
 if TYPE_CHECKING:
@@ -67,8 +68,12 @@ class EagerStep:
             inputs = self.prepare(batch)
         return self.train(inputs)
 
-    def train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called."""
+    def train(self, inputs: Any, with_host_parts: bool = True) -> dict[str, Tensor]:
+        """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called.
+
+        Args:
+            with_host_parts: whether to call `after_batch` also for parts with `on_host`.
+        """
         optim = self.optim
         if has_gradients(optim.parameters()):
             self._drop_leaked_gradients()
@@ -78,14 +83,15 @@ class EagerStep:
             loss, logs = self._loss(inputs)
             # Backward; at the end of an accumulation window also clip, step and zero_grad.
             try:
-                optim.update_params(loss, **self._backward_kwargs(loss))
+                optim.update_params(loss, **self._backward_kwargs(loss, inputs))
             except RuntimeError as error:
                 self._check_reentrant(error)
                 raise
         else:
             logs = self._repeated(inputs, part)
         for part in optim.parts:
-            part.after_batch()
+            if with_host_parts or not part.on_host:
+                part.after_batch()
         if optim.should_update():
             logs.update(optim.logs)
         else:
@@ -99,7 +105,7 @@ class EagerStep:
             losses = self.forward(inputs)
         return self.reduce(losses)
 
-    def _repeated(self, inputs: Any, part: StepPart) -> dict[str, Tensor]:
+    def _repeated(self, batch: Any, part: StepPart) -> dict[str, Tensor]:
         """Train with a part that computes the gradients of a batch more than once."""
         optim = self.optim
         params = [param for param in optim.parameters() if param.requires_grad]
@@ -113,12 +119,12 @@ class EagerStep:
         def run() -> None:
             # Sync in every pass, since the part must see the same gradients on all processes.
             with optim.autocast():
-                losses = self.forward(inputs)
+                losses = self.forward(batch)
             loss, values = self.reduce(losses)
             logs.update({} if logs else values)
             for param in params:
                 param.grad = None
-            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss))
+            optim.backward_only(optim.scale_loss(loss), **self._backward_kwargs(loss, batch))
 
         def gradients() -> list[Tensor]:
             grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
@@ -142,7 +148,7 @@ class EagerStep:
             optim.update()
         return logs
 
-    def _backward_kwargs(self, loss: Tensor) -> dict[str, Any]:
+    def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
         """Return the `inputs` of backward, which restrict it to the parameters of this optimizer, if supported."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
@@ -154,7 +160,7 @@ class EagerStep:
         if not self._restricts:
             return {}
         inputs: list[Tensor] = [param for param in self.optim.parameters() if param.requires_grad]
-        if self._reaches_inputs:  # tensors of the batch may require gradients, too
+        if self._reaches_inputs or _requires_grad(batch):
             inputs += _inputs_among(_nodes(loss))
         return {"inputs": inputs} if inputs else {}
 
@@ -171,6 +177,10 @@ class EagerStep:
         """Drop gradients from the backward of another step, if it could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
+
+
+def _requires_grad(batch: Any) -> bool:
+    return any(leaf.requires_grad for leaf in leaves_of(batch) if isinstance(leaf, Tensor))
 
 
 def _nodes(loss: Tensor) -> set[Any]:

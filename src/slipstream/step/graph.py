@@ -170,8 +170,11 @@ class GraphStep:
                 self._started = True
                 return self._observe(inputs)
             self._infer_trained()
-        if self.sync is None and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            return self.eager.train(inputs)  # only the autograd engine calls hooks of saved tensors
+        if self.sync is None and (
+            torch.is_anomaly_enabled()
+            or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        ):
+            return self.eager.train(inputs)  # only the autograd engine checks for NaN and calls these hooks
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1:
                 return self.eager.train(inputs)  # add gradients that the user has set to this update
@@ -411,7 +414,7 @@ class GraphStep:
             NotCapturedError: there are hooks or parameters that a graph does not support.
         """
         inside = self._setting_changes < _SETTING_CHANGES
-        captured = CapturedStep(self.model, self.optim, self._trained, inside)
+        captured = CapturedStep(self.model, self.optim, self._trained, inside, (self.loss_of, self.reduce))
         captured.check_hooks()
         captured.check_params()
         captured.function = self._define(captured)
@@ -495,9 +498,14 @@ class GraphStep:
                 settle()
 
         with self._on_gradients(seen):
-            logs = self.eager.train(inputs)
+            logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
             settle()
+            for (
+                part
+            ) in self.optim.parts:  # after `settle`, which may replace the weights by those of the graph
+                if part.on_host:
+                    part.after_batch()
         return logs
 
     def _settle(

@@ -92,14 +92,22 @@ class LossScale:
         self.scale: Tensor = scaler._scale  # type: ignore[assignment]
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
         self.adapts = adapts
-        self.growth, self.backoff = scaler.get_growth_factor(), scaler.get_backoff_factor()
-        self.interval = scaler.get_growth_interval()
+        self._scaler = scaler
+        self.growth, self.backoff, self.interval = self._settings()
 
     @classmethod
     def of(cls, optim: OptimWrapper, device: torch.device) -> LossScale | None:
         """Return the loss scale of an optimizer wrapper, or None if it has none."""
         scaler = optim.loss_scaler
         return None if scaler is None else cls(scaler, optim.adapts_scale, device)
+
+    def _settings(self) -> tuple[float, float, int]:
+        scaler = self._scaler
+        return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+
+    def is_changed(self) -> bool:
+        """Return whether the settings of the scaler have changed."""
+        return self._settings() != (self.growth, self.backoff, self.interval)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:

@@ -146,7 +146,8 @@ class _Group:
         self.count_dtype = dtype
         self.counters = [name in _COUNTERS for name in names]
         own = sources[0]
-        self.tensor_settings = {name: own[name] for name in _as_tensors(optimizer, own)}
+        self.tensor_settings = {name: _copied(own[name]) for name in _as_tensors(optimizer, own)}
+        self.from_tensors: set[str] = set()  # settings whose last value was a tensor
         # The number of elements of each setting, 0 for a scalar.
         self.layout = [
             (name, len(value) if isinstance(value, tuple | list) else 0)
@@ -160,7 +161,9 @@ class _Group:
         # One 1-d tensor for all numbers: Dynamo treats 0-dim float64 CPU tensors as Python numbers.
         self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
         plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(optimizer, own)
-        self.fixed = {name: value for name, value in plain.items() if name not in self.tensor_settings}
+        self.fixed = {
+            name: _copied(value) for name, value in plain.items() if name not in self.tensor_settings
+        }
         self.fixed.pop("capturable", None)
         self.on_device = device.type != "cpu"
         self.has_capturable = "capturable" in own
@@ -178,10 +181,12 @@ class _Group:
             if holds_tensors(value):  # a scheduler may have changed them in place
                 for index, number in enumerate(numbers, position):
                     self.numbers[index].copy_(_tensor(number), non_blocking=True)
-            elif value != self.tensor_settings[name]:
+                self.from_tensors.add(name)
+            elif name in self.from_tensors or value != self.tensor_settings[name]:
+                self.from_tensors.discard(name)
                 for index, number in enumerate(numbers, position):
                     self.numbers[index] = number
-                self.tensor_settings[name] = value
+                self.tensor_settings[name] = _copied(value)
             position += len(numbers)
         for source in self.sources:
             for name in self.fixed:
@@ -358,6 +363,11 @@ def _tensor(number: Any) -> Tensor:
         if isinstance(number, Tensor)
         else torch.tensor(number, dtype=torch.float64)
     )
+
+
+def _copied(value: Any) -> Any:
+    """Return a list as a copy, since a loop may change it in place."""
+    return list(value) if isinstance(value, list) else value
 
 
 def _as_list(value: Any) -> list[Any]:
