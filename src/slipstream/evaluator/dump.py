@@ -25,7 +25,7 @@ _PLAIN = (bool, int, float, str, type(None))
 class DumpResults(BaseMetric):
     """Write the predictions to a file, one entry per sample; returns no metric values.
 
-    The file contains a list of tensors and plain values, in the order of the data set, which
+    The file contains a list of tensors and plain values, in the order of the dataset, which
     `torch.load(path, weights_only=True)` can read. A batch (a dict or tuple of tensors or lists of equal length) is
     split into samples; a list must contain samples. `Evaluator.offline_evaluate` accepts the loaded list.
 

@@ -48,7 +48,7 @@ class BaseMetric(ABC):
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The data set's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
+        """The dataset's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -72,7 +72,7 @@ class BaseMetric(ABC):
         """Return the metric's values over all ranks, equal on each rank, and clear the results.
 
         Args:
-            size: Number of samples in the data set; results beyond it, from samples that a sampler repeated to
+            size: Number of samples in the dataset; results beyond it, from samples that a sampler repeated to
                 equalize the ranks, are dropped.
 
         Raises:

@@ -78,7 +78,7 @@ class SegVisualizationHook(Hook):
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
         if palette is None or "classes" not in meta:
             raise DataError(
-                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the data set"
+                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the dataset"
             )
         rows = []
         for image, target, prediction in self._rows:

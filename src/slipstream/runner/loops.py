@@ -73,7 +73,7 @@ class _TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Batches per epoch, the same on every rank; None if the data set has no length."""
+        """Batches per epoch, the same on every rank; None if the dataset has no length."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
         self.val_begin = val_begin
@@ -265,11 +265,11 @@ class EpochBasedTrainLoop(_TrainLoop):
             )
         self.max_epochs = max_epochs
         if self.epoch_length is None:
-            raise DataError("the data set has no length; train by iterations (train_cfg.by_epoch=False)")
+            raise DataError("the dataset has no length; train by iterations (train_cfg.by_epoch=False)")
         self.max_iters = max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
-                "the training loader yields no batches: the data set is smaller than one batch and drop_last is True"
+                "the training loader yields no batches: the dataset is smaller than one batch and drop_last is True"
             )
 
     @property

@@ -74,7 +74,7 @@ def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
     This is for models whose forward runs collectives, such as sharded models.
 
     Raises:
-        DataError: A rank has no batch, and its data set is iterable, so that no sample can be repeated.
+        DataError: A rank has no batch, and its dataset is iterable, so that no sample can be repeated.
     """
     iterator = iter(loader)
     batch = last = next(iterator, _END)

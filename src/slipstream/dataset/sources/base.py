@@ -1,4 +1,4 @@
-"""Base class of segmentation data sets: loading, caching, transforms, conversion to tensors."""
+"""Base class of segmentation datasets: loading, caching, transforms, conversion to tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette"]
 
 
 class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
-    """Base class of data sets of images with one class id per pixel.
+    """Base class of datasets of images with one class id per pixel.
 
     A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
