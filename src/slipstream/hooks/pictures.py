@@ -31,7 +31,7 @@ class SegVisualizationHook(Hook):
 
     Args:
         num_samples: number of samples.
-        interval: validations between two images.
+        interval: number of validation runs between two images.
     """
 
     priority = "LOW"
