@@ -78,7 +78,7 @@ class Evaluator:
         Args:
             data_samples: One prediction per sample.
             data: The samples of the dataset, in the same order, for metrics that use them.
-            chunk_size: Number of samples in each call of `process`.
+            chunk_size: Number of samples in each call to `process`.
 
         Raises:
             DataError: `data` and `data_samples` differ in length.

@@ -183,9 +183,9 @@ def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> Sample
 def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
     for key in sorted((first.keys() | other.keys()) - ignored):
         ours, theirs = first.get(key), other.get(key)
-        # Tuples, lists and arrays with the same values are equal.
+        # Tuples, lists and arrays with the same values count as identical.
         if not np.array_equal(ours, theirs):  # type: ignore[arg-type]
             raise DataError(
                 f"metainfo['{key}'] of dataset {position} is {theirs!r}, but dataset 0 has {ours!r}; "
-                f"make them equal, or pass ignore_keys=['{key}'] if they may differ"
+                f"make them identical, or pass ignore_keys=['{key}'] if they may differ"
             )

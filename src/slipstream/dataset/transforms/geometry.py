@@ -222,7 +222,7 @@ class SegColorJitter:
 
 
 class Affine(ABC):
-    """Base of transforms of the form `image * scale + shift`; they come last in a dataset's list."""
+    """Base class for transforms of the form `image * scale + shift`; they come last in a dataset's list."""
 
     @abstractmethod
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
