@@ -62,7 +62,7 @@ class BuildError(ConfigError, TypeError):
 
 
 class DataError(SlipstreamError, ValueError):
-    """A data set, sample or batch has an unexpected type, shape or content."""
+    """A dataset, sample or batch has an unexpected type, shape or content."""
 
 
 class ModelError(SlipstreamError, ValueError):

@@ -27,7 +27,7 @@ COMPILE = dict(backend="aot_eager", cache=False)
 DECAY = 0.9
 EMA = dict(decay=DECAY, type="constant")
 
-ONE_GRAPH, FALLS_BACK, REFUSED = "one graph", "falls back", "refused"
+ONE_GRAPH, FALLS_BACK, REFUSED = "one graph", "falls back", "raises an error"
 
 
 @dataclass

@@ -31,11 +31,11 @@ only, and with a plain loop. Losses, weights, buffers, averages and other values
 
 - *{one}*: the whole step stays one graph until the end, without warnings.
 - *{back}*: the results are the same. One warning names the cause, and the user's line if there is one.
-- *{refused}*: an error names the remedy before training starts.
+- *{refused}*: before training starts; the message names the remedy.
 
 Three changes are not detected: a hook of the node that accumulates a parameter's gradient
-(`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change of
-an environment variable that the model or the loss reads; and the number of calls of a function with
+(`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change to
+an environment variable that the model or the loss reads; and the number of calls to a function with
 `functools.lru_cache`, which Dynamo traces again. The last two limits apply to `torch.compile` in general. In a graph,
 an `assert` on values of tensors raises `RuntimeError`.
 

@@ -59,7 +59,7 @@ def test_two_processes_print_the_output_of_one(trained):
     assert done.stdout.count("Done: ") == 1
     assert done.stdout.count("Saved checkpoint epoch_3.pth") == 1
     assert done.stderr == ""
-    assert re.search(r"Trained 6 steps", done.stdout), "8 samples, 2 in each of 2 processes, 3 epochs"
+    assert re.search(r"Trained for 6 steps", done.stdout), "8 samples, 2 in each of 2 processes, 3 epochs"
 
 
 def test_cores_are_divided_among_the_processes(trained):

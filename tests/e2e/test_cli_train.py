@@ -193,4 +193,4 @@ def test_options_can_be_enabled_on_the_command_line(slipstream, tmp_path):
     ]
     amp = ["optim_wrapper.type=AmpOptimWrapper", "optim_wrapper.dtype=bfloat16"]
     done = slipstream("train", "street_scenes_pp_lite_t", *SMALL, *one, *amp)
-    assert "Trained 2 steps" in done.stdout
+    assert "Trained for 2 steps" in done.stdout

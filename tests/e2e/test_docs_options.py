@@ -96,7 +96,7 @@ def test_each_inline_snippet_is_valid():
 
 
 def test_errors_are_listed_as_raised():
-    assert table(INDEX, "What is refused") == [[f"`{r.option}`", r.message] for r in REFUSED]
+    assert table(INDEX, "What raises an error") == [[f"`{r.option}`", r.message] for r in REFUSED]
 
 
 def test_options_without_effect_are_listed_as_logged():

@@ -1,4 +1,4 @@
-"""ClassCountHook: the class counts of model and data set must match."""
+"""ClassCountHook: the class counts of model and dataset must match."""
 
 import pytest
 import torch

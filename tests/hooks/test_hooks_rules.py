@@ -55,7 +55,7 @@ def test_by_epoch_checkpoints_require_epoch_based_training(tmp_path):
     hook = dict(type="CheckpointHook", by_epoch=True)
     runner = make(tmp_path, train_cfg=dict(by_epoch=False, max_iters=4), default_hooks=dict(checkpoint=hook))
     with pytest.raises(
-        ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: is True, but training counts iterations"
+        ConfigError, match=r"default_hooks\.checkpoint\.by_epoch: is True, but training is iteration-based"
     ):
         runner.train()
 

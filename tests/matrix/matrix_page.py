@@ -15,7 +15,7 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} trainings;
+{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} training runs;
 each triple is trained on one of the networks). The tests compare losses, final weights and averages with a
 hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. They also
 check that each requested option was active, and no other. This page is generated from the tables that the tests
@@ -27,7 +27,7 @@ python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled cod
 ```
 
 - ✓ gives the results of the hand-written loop
-- ✗ is refused with an error (below); ✓/✗ is refused on one of the networks
+- ✗ raises an error (below); ✓/✗ raises an error on one of the networks
 - 1/2 only one of the two can be selected
 """
 
@@ -38,7 +38,7 @@ _BOTTOM = """## Tolerances
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows. The comparison includes the skipped step and the changes of the scale.
+  step overflows. The comparison includes the skipped step and the changes in the scale.
 - Without SyncBN the loop also normalises each process's half of a batch separately.
 - `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
   an epoch and of a window, and another run continues.

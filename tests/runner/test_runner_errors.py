@@ -42,7 +42,7 @@ EPOCHS = dict(by_epoch=True, max_epochs=1)
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(3, 0)])), "train_cfg.dynamic_intervals: ", "(3, 0)"),
         (dict(train_cfg=dict(**EPOCHS, dynamic_intervals=[(9, 1), (3, 2)])), "train_cfg.dynamic_int", "ascending"),
         (dict(train_cfg=dict(type="EpochBasedTrainLop", max_epochs=1)), "train_cfg", "EpochBasedTrainLoop"),
-        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "exclude each other"),
+        (dict(train_cfg=dict(type="EpochBasedTrainLoop", **EPOCHS)), "train_cfg: ", "mutually exclusive"),
         (dict(train_cfg=3), "train_cfg: ", "dict"),
         # data
         (dict(train_dataloader=loader(TensorDataset(torch.zeros(0, 4)))), "train_dataloader", "no samples"),

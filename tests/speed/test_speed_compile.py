@@ -305,7 +305,7 @@ def test_compile_is_read_from_a_config():
         (
             {"mode": "default", "options": {}},
             ConfigError,
-            "compile.options: mode and options exclude each other",
+            "compile.options: mode and options are mutually exclusive",
         ),
     ],
 )

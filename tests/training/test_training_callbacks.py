@@ -289,7 +289,7 @@ def test_early_stop_follows_supergradients_arguments(tmp_path, options, values, 
 def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     entry = dict(EarlyStop=dict(phase="VALIDATION_EPOCH_END", monitor="loss", verbose=True))
     called(tmp_path, entry, epochs=2, log_level="INFO", **validation(Scripted([0.5, 0.6], "loss")))
-    assert "best loss 0.5, 1 validations ago" in "".join(capsys.readouterr())
+    assert "best loss 0.5, 1 validation runs ago" in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(

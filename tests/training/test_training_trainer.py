@@ -303,7 +303,7 @@ def test_wrong_number_of_classes_raises_error_before_the_first_step(tmp_path):
 
 def test_datasets_with_different_classes_raise_error(tmp_path):
     params = {**SGD, "valid_metrics_list": ["Accuracy"]}
-    with pytest.raises(ModelError, match=r"the data set has 3 classes \(a, b, \.\.\.\), but the model has 2"):
+    with pytest.raises(ModelError, match=r"the dataset has 3 classes \(a, b, \.\.\.\), but the model has 2"):
         Trainer("exp", tmp_path).train(
             network(), params, DataLoader(Named(), 8), DataLoader(Named(("a", "b", "c")), 8)
         )

@@ -1,6 +1,6 @@
 """Read and write checkpoint files.
 
-Files are written atomically, contain only tensors and plain values, and are read with `weights_only=True`.
+Files are written atomically, contain only tensors and built-in Python values, and are read with `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LAST = "last_checkpoint"
 def save_checkpoint(checkpoint: Mapping[str, Any], path: str | Path, warn: Callable[[str], None]) -> None:
     """Write `checkpoint` to `path` atomically: a crash leaves either the old file or the complete new one.
 
-    Values that are neither tensors nor plain values are omitted with a call of `warn`, because `torch.load` cannot
-    read them with `weights_only=True`.
+    Values that are neither tensors nor built-in Python values are omitted, and `warn` is called, because `torch.load`
+    cannot read them with `weights_only=True`.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,8 +68,8 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(
             f"{path} contains pickled objects or is damaged. Pickled objects are never loaded, because they can "
             "execute code. If you trust the file, convert it: load it with c = torch.load(path, weights_only=False), "
-            "remove all values other than tensors and plain values (such as MMEngine's 'message_hub'), and call "
-            "torch.save(c, path)"
+            "remove all values other than tensors and built-in Python values (such as MMEngine's 'message_hub'), "
+            "and call torch.save(c, path)"
         ) from error
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(f"{path} cannot be read: {error}") from error
@@ -79,7 +79,7 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
 
 
 def _is_torch_file(path: Path) -> bool:
-    """Return whether the file starts like a file of `torch.save`: a zip archive, or a pickle (old format)."""
+    """Return whether the file starts like a file written by `torch.save`: a zip archive, or a pickle (old format)."""
     with path.open("rb") as file:
         return file.read(1) in (b"P", b"\x80")
 
@@ -124,7 +124,7 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
-    """Copy `value`; convert NumPy values to numbers and tensors; omit values that are not plain."""
+    """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types."""
     if isinstance(value, torch.nn.Parameter):
         return value.detach()
     if value is None or type(value) in _PLAIN or isinstance(value, torch.Tensor):
@@ -151,7 +151,10 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
         return str(value)
     if isinstance(value, torch.device | torch.dtype):
         return value
-    warn(f"{where} is not saved: a {type(value).__name__} is neither a tensor nor a plain value")
+    warn(
+        f"{where} is not saved: a {type(value).__name__} is neither a tensor nor a built-in Python value (number, "
+        "string, list, dict, ...)"
+    )
     return _OMITTED
 
 

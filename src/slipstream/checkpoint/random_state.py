@@ -1,4 +1,4 @@
-"""Save and restore the random state of a process as plain values."""
+"""Save and restore the random state of a process as built-in Python values."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn)
     save_checkpoint(load_sharded(folder), out, warn)
 
 
-# ---- trees of plain values -----------------------------------------------------------------------------
+# ---- trees of built-in Python values -------------------------------------------------------------------
 
 
 def _map_sharded(
@@ -211,7 +211,7 @@ def _on_main(action: Callable[[], None], path: Path) -> None:
 
 
 def _index(metadata: Metadata, paths: dict[str, list[Any]]) -> dict[str, Any]:
-    """Return torch's index as plain values: for each key, the path, dtype, shape and shards of the tensor."""
+    """Return torch's index as built-in Python values: for each key, the path, dtype, shape and shards of the tensor."""
     index: dict[str, Any] = {}
     for key, path in paths.items():
         entry: Any = metadata.state_dict_metadata[key]

@@ -105,7 +105,7 @@ def _faults_of_files(dataset: Any, index: int) -> Iterator[str]:
 
 
 def _content(part: Part, samples: list[_Sample]) -> dict[str, Any]:
-    """Return the statistics of a dataset as plain values."""
+    """Return the statistics of a dataset as built-in Python values."""
     pixels, images = Counter[int](), Counter[int]()
     for sample in samples:
         pixels.update(sample.ids)

@@ -32,7 +32,7 @@ __all__ = [
 
 # Environment variable with the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# File in this folder that stores the progress of the work_dir when the launch began.
+# File in this folder that records how far the run in the work_dir had progressed when the launch began.
 _PROGRESS = "progress"
 
 

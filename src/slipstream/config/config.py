@@ -129,7 +129,7 @@ class Config(MutableMapping[str, Any]):
     def dump(self, file: str | Path | None = None) -> str | None:
         """Write the values to `file`, in the format of its suffix; without a file, return the text.
 
-        The text has the format of `filename`; the default is Python. Loading it gives an equal configuration, with
+        The text has the format of `filename`; the default is Python. Loading it gives the same configuration, with
         two exceptions: classes, functions and objects such as `torch.bfloat16` are written as their dotted import
         string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra `slipstream[toml]`.
 
@@ -190,7 +190,7 @@ class Config(MutableMapping[str, Any]):
         self._replace(changed._cfg_dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the values as new plain dicts, lists and tuples."""
+        """Return the values as new built-in dicts, lists and tuples."""
         return self._cfg_dict.to_dict()
 
     def copy(self) -> Config:

@@ -10,7 +10,7 @@ __all__ = ["ConfigDict", "unwrap", "wrap"]
 
 
 class ConfigDict(dict[Any, Any]):
-    """A dict with attribute access; nested dicts, also in lists and tuples, become `ConfigDict`s.
+    """A dict with attribute access; nested dicts, including those in lists and tuples, become `ConfigDict`s.
 
     It is a subclass of dict: `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name of a
     dict method (`items`), the attribute is the method and `cfg["items"]` the value.
@@ -68,7 +68,7 @@ class ConfigDict(dict[Any, Any]):
         return self.copy()
 
     def to_dict(self) -> dict[Any, Any]:
-        """Return the values as new plain dicts, lists and tuples."""
+        """Return the values as new built-in dicts, lists and tuples."""
         return {key: unwrap(value) for key, value in self.items()}
 
 
@@ -85,7 +85,7 @@ def wrap(value: Any) -> Any:
 
 
 def unwrap(value: Any) -> Any:
-    """Return `value` with every dict in it as a plain dict."""
+    """Return `value` with every dict in it as a built-in dict."""
     if isinstance(value, dict):
         return {key: unwrap(item) for key, item in value.items()}
     if type(value) in (list, tuple):

@@ -26,7 +26,7 @@ def to_text(values: dict[Any, Any], suffix: str) -> str:
     """Return `values` as text in the format of `suffix`.
 
     Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths
-    as strings, NumPy numbers as plain numbers. Tuples are kept in Python and become lists in other formats.
+    as strings, NumPy numbers as Python numbers. Tuples are kept in Python and become lists in other formats.
 
     Raises:
         ConfigError: The format does not support a value; the message names its key.

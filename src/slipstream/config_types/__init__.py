@@ -1,6 +1,6 @@
 """Types of the dicts that `Runner` and `accelerate` accept, for editors and type checkers.
 
-The class that a docstring names documents the keys. At run time the values are plain dicts, and their readers check
+The class that a docstring names documents the keys. At run time the values are built-in dicts, and their readers check
 them. For type checkers:
 
 - mypy checks the keys and values of `dict(...)`, `{...}` and `SpeedCfg(...)`. pyright infers the type of `dict(...)`

@@ -1,4 +1,4 @@
-"""Data sets, transforms and data loaders; public names are imported on first use."""
+"""Datasets, transforms and data loaders; public names are imported on first use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives on tensors with MMEngine's names; they also work without a process group.
+"""Collectives on tensors, named as in MMEngine; they also work without a process group.
 
 `src` and `dst` are global ranks, as in torch. Tensors with different shapes on different ranks would cause wrong
 results or a broken connection. If the group has a CPU backend, the ranks therefore first compare the shapes and

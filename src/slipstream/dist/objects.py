@@ -1,4 +1,4 @@
-"""Collectives on Python objects with MMEngine's names; they also work without a process group.
+"""Collectives on Python objects, named as in MMEngine; they also work without a process group.
 
 Objects are pickled and sent through the CPU backend if the group has one.
 """
@@ -76,12 +76,12 @@ def collect_results(
 
 
 def collect_results_cpu(result_part: list[Any], size: int, tmpdir: str | None = None) -> list[Any] | None:
-    """Alias of `collect_results` with MMEngine's name."""
+    """Alias of `collect_results`, under its MMEngine name."""
     return collect_results(result_part, size, "cpu", tmpdir)
 
 
 def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
-    """Alias of `collect_results` with MMEngine's name."""
+    """Alias of `collect_results`, under its MMEngine name."""
     return collect_results(result_part, size, "gpu")
 
 

@@ -52,7 +52,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest absolute value in sharded tensors as a 0-dim tensor, equal on all processes.
+    """Return the largest absolute value in sharded tensors as a 0-dim tensor, the same on all processes.
 
     A process may have an empty shard of some or all tensors; torch's infinity norm fails in this case.
     """

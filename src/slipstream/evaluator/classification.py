@@ -87,8 +87,8 @@ class Accuracy(CountingMetric):
         *right, total, bad = results
         if bad:
             raise DataError(
-                f"{bad} of {total} targets are not classes of the model (found by Accuracy); map the data set's labels "
-                "to 0..classes-1, or set the model's number of classes to that of the data set"
+                f"{bad} of {total} targets are not classes of the model (found by Accuracy); map the dataset's labels "
+                "to 0..classes-1, or set the model's number of classes to that of the dataset"
             )
         return {
             f"top{k}": 100 * n / total if total else float("nan")

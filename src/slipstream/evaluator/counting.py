@@ -18,9 +18,9 @@ __all__ = ["CountingMetric"]
 class CountingMetric(BaseMetric):
     """A metric computed from a vector of int64 counts.
 
-    `process` adds to the counts on the device of the predictions, without a device synchronization. `evaluate` sums
-    the counts over the ranks and reads them once. Every processed sample counts, so a sampler must not repeat samples
-    to equalize the ranks (Slipstream's does not in evaluation).
+    `process` adds to the counts on the device of the predictions, without synchronizing with the device. `evaluate`
+    sums the counts over the ranks and reads them once. Every processed sample counts, so a sampler must not repeat
+    samples to give all ranks the same number (Slipstream's sampler does not do this during evaluation).
 
     Subclasses implement `num_counts`, `count` and `compute_metrics`, which receives the counts as a list.
     """
@@ -33,7 +33,7 @@ class CountingMetric(BaseMetric):
 
     @abstractmethod
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add one batch to `counts` in place, without a device synchronization.
+        """Add one batch to `counts` in place, without synchronizing with the device.
 
         Raises:
             DataError: The shapes do not match.
@@ -51,7 +51,7 @@ class CountingMetric(BaseMetric):
         self.count(self._counts, preds, targets)
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metric's values over all ranks, equal on each rank, and reset the counts.
+        """Return the metric's values over all ranks (the same on every rank), and reset the counts.
 
         Raises:
             DataError: Labels out of range were counted.

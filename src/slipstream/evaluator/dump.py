@@ -25,8 +25,8 @@ _PLAIN = (bool, int, float, str, type(None))
 class DumpResults(BaseMetric):
     """Write the predictions to a file, one entry per sample; returns no metric values.
 
-    The file contains a list of tensors and plain values, in the order of the data set, which
-    `torch.load(path, weights_only=True)` can read. A batch (a dict or tuple of tensors or lists of equal length) is
+    The file contains a list of tensors and built-in Python values, in the order of the dataset, which
+    `torch.load(path, weights_only=True)` can read. A batch (a dict or tuple of tensors or lists of the same length) is
     split into samples; a list must contain samples. `Evaluator.offline_evaluate` accepts the loaded list.
 
     Args:
@@ -35,7 +35,7 @@ class DumpResults(BaseMetric):
 
     Raises:
         ConfigError: The file has another suffix.
-        DataError: Predictions contain objects other than tensors, arrays and plain values.
+        DataError: Predictions contain objects other than tensors, arrays and built-in Python values.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ def _samples(batch: Any) -> list[Any]:
 
 
 def _storable(value: Any, path: str) -> Any:
-    """Return `value` as CPU tensors that do not share memory, and plain containers and values."""
+    """Return `value` as CPU tensors that do not share memory, and built-in Python containers and values."""
     if isinstance(value, Tensor):
         # Copy, because saving or sending a view would include the storage of the whole batch.
         return value.detach().to("cpu", copy=True)
@@ -98,4 +98,6 @@ def _storable(value: Any, path: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if type(value) in _PLAIN:
         return value
-    raise DataError(f"DumpResults cannot store {path}, {describe(value)}; return tensors or plain values")
+    raise DataError(
+        f"DumpResults cannot store {path}, {describe(value)}; return tensors or built-in Python values"
+    )

@@ -34,7 +34,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The data set's `metainfo`, or None before it is set; setting it hands it to every metric."""
+        """The dataset's `metainfo`, or None before it is set; setting it hands it to every metric."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -52,7 +52,7 @@ class Evaluator:
         """Return the values of all metrics over all ranks by name, and reset the metrics.
 
         Args:
-            size: Number of samples in the data set.
+            size: Number of samples in the dataset.
 
         Raises:
             ConfigError: Two metrics report the same name.
@@ -77,8 +77,8 @@ class Evaluator:
 
         Args:
             data_samples: One prediction per sample.
-            data: The samples of the data set, in the same order, for metrics that use them.
-            chunk_size: Number of samples in each call of `process`.
+            data: The samples of the dataset, in the same order, for metrics that use them.
+            chunk_size: Number of samples in each call to `process`.
 
         Raises:
             DataError: `data` and `data_samples` differ in length.

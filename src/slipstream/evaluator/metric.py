@@ -1,4 +1,4 @@
-"""Base class of metrics, compatible with MMEngine."""
+"""Base class for metrics, compatible with MMEngine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["BaseMetric"]
 
 
 class BaseMetric(ABC):
-    """Base of metrics that collect one result per sample (or batch) and compute their values at the end.
+    """Base class for metrics that collect one result per sample (or batch) and compute their values at the end.
 
     Subclasses implement `process`, which appends to `self.results`, and `compute_metrics`.
 
@@ -39,7 +39,10 @@ class BaseMetric(ABC):
         if collect_device not in ("cpu", "gpu"):
             raise ConfigError(f"must be 'cpu' or 'gpu', not {collect_device!r}", "collect_device")
         if collect_dir is not None and collect_device != "cpu":
-            raise ConfigError("requires collect_device='cpu'; remove one of them", "collect_dir")
+            raise ConfigError(
+                "requires collect_device='cpu'; remove collect_dir, or set collect_device='cpu'",
+                "collect_dir",
+            )
         self.collect_device = collect_device
         self.collect_dir = collect_dir
         self.prefix = prefix or self.default_prefix
@@ -48,7 +51,7 @@ class BaseMetric(ABC):
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The data set's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
+        """The dataset's `metainfo` (`classes`, `palette`, `ignore_index`), or None before it is set."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -69,11 +72,11 @@ class BaseMetric(ABC):
         """Return the values by name; `results` are those of all ranks, in the order of the samples."""
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the metric's values over all ranks, equal on each rank, and clear the results.
+        """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: Number of samples in the data set; results beyond it, from samples that a sampler repeated to
-                equalize the ranks, are dropped.
+            size: Number of samples in the dataset; results beyond it, from samples that a sampler repeated to
+                give all ranks the same number, are dropped.
 
         Raises:
             DistributedError: `compute_metrics` failed on rank 0 (rank 0 raises the original error).
@@ -105,7 +108,7 @@ class BaseMetric(ABC):
         return self._named(self.compute_metrics(results))
 
     def _named(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Add the prefix to the names and convert scalars to plain numbers."""
+        """Add the prefix to the names and convert scalars to built-in Python numbers."""
         prefix = f"{self.prefix}/" if self.prefix else ""
         return {prefix + name: _plain(value) for name, value in metrics.items()}
 

@@ -21,7 +21,7 @@ _DEFAULT_IGNORE_INDEX = 255
 
 @METRICS.register_module()
 class IoUMetric(CountingMetric):
-    """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the data set.
+    """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the dataset.
 
     TP is the number of correctly predicted pixels of a class; T and P are the numbers of its pixels in the targets
     and in the predictions:
@@ -39,8 +39,8 @@ class IoUMetric(CountingMetric):
 
     Args:
         iou_metrics: Which of `mIoU`, `mDice` and `mFscore` to report.
-        ignore_index: Target id of ignored pixels; by default that of the data set's metainfo, or 255 if it has none.
-        num_classes: By default the number of the data set's `classes`.
+        ignore_index: Target id of ignored pixels; by default that of the dataset's metainfo, or 255 if it has none.
+        num_classes: By default the number of the dataset's `classes`.
         per_class: Also report `IoU/<class name>` of every class.
         collect_device, prefix, collect_dir: See `BaseMetric`.
 
@@ -73,14 +73,14 @@ class IoUMetric(CountingMetric):
 
     @property
     def num_classes(self) -> int:
-        """Number of classes: the argument, or the length of the data set's `classes`."""
+        """Number of classes: the argument, or the length of the dataset's `classes`."""
         if self._num_classes is not None:
             return self._num_classes
         classes = (self.dataset_meta or {}).get("classes")
         if not classes:
             raise ConfigError(
                 "the number of classes of IoUMetric is unknown; set num_classes, "
-                "or set 'classes' in the data set's metainfo"
+                "or set 'classes' in the dataset's metainfo"
             )
         return len(classes)
 
@@ -155,7 +155,7 @@ class IoUMetric(CountingMetric):
         if bad_targets or bad_preds:
             raise DataError(
                 f"{type(self).__name__} found {bad_targets} target pixels and {bad_preds} predicted pixels outside "
-                f"0..{classes - 1}; map the data set's labels to that range or to the ignore_index "
+                f"0..{classes - 1}; map the dataset's labels to that range or to the ignore_index "
                 f"({self.ignore_index}), and set num_classes to the model's number of classes"
             )
         return np.array(results[: classes**2], dtype=np.float64).reshape(classes, classes)

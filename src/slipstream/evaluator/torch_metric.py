@@ -28,8 +28,9 @@ class TorchMetric(BaseMetric):
     a collection keep their names.
 
     torchmetrics reduces the values over the ranks. Every processed sample counts, so a sampler must not repeat
-    samples to equalize the ranks (Slipstream's does not in evaluation). Many torchmetrics classes validate each batch
-    on the host, which synchronizes with the device; `validate_args=False` prevents this.
+    samples to give all ranks the same number (Slipstream's sampler does not do this during evaluation). Many
+    torchmetrics classes validate each batch on the host, which synchronizes with the device; `validate_args=False`
+    prevents this.
 
     Args:
         metric: The object, or a dict whose `type` is its class.
@@ -65,7 +66,7 @@ class TorchMetric(BaseMetric):
         self.metric.update(preds, targets)
 
     def evaluate(self, size: int) -> dict[str, Any]:
-        """Return the value over all ranks as plain numbers, and reset the metric."""
+        """Return the value over all ranks as built-in Python numbers, and reset the metric."""
         if not self._on_device:  # a rank without batches must still take part in the collective
             self._move_to(get_comm_device())
         value = self.metric.compute()

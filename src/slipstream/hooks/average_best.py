@@ -80,7 +80,7 @@ class AverageBestHook(Hook):
         value = pick(self, metrics or {}, self.metric, "metric")
         number, by = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
         entry = (value, f"{by}_{number}.pth")
-        # Sorting is stable: among equal values, the earlier epoch ranks first.
+        # Sorting is stable: among identical values, the earlier epoch ranks first.
         ranked = sorted(
             [*(kept for kept in self._best if kept[1] != entry[1]), entry],
             key=lambda kept: kept[0],
@@ -100,7 +100,7 @@ class AverageBestHook(Hook):
         """Save and validate the average, and log its metrics under `average_model/`."""
         if not self._best:
             runner.logger.warning(
-                f"AverageBestHook: no epoch was saved because no validation returned a finite '{self.metric}'; "
+                f"AverageBestHook: no epoch was saved because no validation run returned a finite '{self.metric}'; "
                 "no average is computed"
             )
             return

@@ -29,18 +29,19 @@ class CheckpointHook(Hook):
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
-        by_epoch: whether `interval` counts epochs; by default the unit of the training loop.
+        by_epoch: whether `interval` counts epochs; by default, whether the training loop does.
         save_optimizer, save_param_scheduler: whether to save their state, which a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
-        save_last: save a checkpoint at the end of training, independent of `interval`.
+        save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns.
         rule: `greater` or `less`: which values are better, for all metrics; by default inferred from their names.
         filename_tmpl: file name with `{}` for the number. A name without `{}` is one file that is overwritten.
             Default: `epoch_{}.pth` or `iter_{}.pth`.
         save_begin: save no checkpoint before this number of epochs or steps.
-        best_filename: file name of the best checkpoint, for a single metric; by default derived from metric and number.
+        best_filename: file name of the best checkpoint, for a single metric; by default derived from the metric's name
+            and the number of epochs or steps.
         save_epochs: epochs (starting at 1) whose checkpoints are kept as `ckpt_epoch_1.pth`, as with SuperGradients'
             `save_ckpt_epoch_list`.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
@@ -100,7 +101,9 @@ class CheckpointHook(Hook):
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
         if any(epoch < 1 for epoch in self.save_epochs):
-            raise ConfigError(f"must be epochs of at least 1, not {min(self.save_epochs)}", "save_epochs")
+            raise ConfigError(
+                f"must contain only epochs of 1 or more, not {min(self.save_epochs)}", "save_epochs"
+            )
 
     # ---- regular checkpoints ----------------------------------------------------------------------
 
@@ -109,9 +112,9 @@ class CheckpointHook(Hook):
         if self.by_epoch is None:
             self.by_epoch = runner.by_epoch
         if self.by_epoch and not runner.by_epoch:
-            raise self.wrong("is True, but training counts iterations; remove it", "by_epoch")
+            raise self.wrong("is True, but training is iteration-based; remove it", "by_epoch")
         if self.save_epochs and not self.by_epoch:
-            raise self.wrong("lists epochs, but checkpoints count iterations; remove it", "save_epochs")
+            raise self.wrong("lists epochs, but checkpoints are saved by iteration; remove it", "save_epochs")
         if never := sorted(epoch for epoch in self.save_epochs if epoch > runner.max_epochs):
             runner.logger.warning(
                 f"CheckpointHook: save_epochs contains {never}, but training ends after epoch {runner.max_epochs}"
@@ -185,7 +188,7 @@ class CheckpointHook(Hook):
         hub.update_info(f"best_ckpt/{key}", name)
         # by_epoch=None, because the epoch (or step) is already counted.
         runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
-        runner.logger.info(f"The best checkpoint with {value:.4f} {key} is saved to {name}")
+        runner.logger.info(f"Saved the best checkpoint ({key} {value:.4f}) to {name}")
         if previous and previous != name and is_main_process():
             remove_checkpoint(self._folder, previous)
         return True
@@ -193,5 +196,5 @@ class CheckpointHook(Hook):
     def _rule(self, key: str) -> str:
         try:
             return better(key, self.rule)
-        except ConfigError as error:  # `auto` selects the metric only after the first validation
+        except ConfigError as error:  # `auto` selects the metric only after the first validation run
             raise self.wrong(str(error.args[0]), error.path) from None

@@ -1,4 +1,4 @@
-"""Check that the model and the data set have the same number of classes."""
+"""Check that the model and the dataset have the same number of classes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = ["ClassCountHook"]
 
 @HOOKS.register_module()
 class ClassCountHook(Hook):
-    """Set the number of classes of a `Segmentor`, `Classifier` or `SupervisedModel` from the data set.
+    """Set the number of classes of a `Segmentor`, `Classifier` or `SupervisedModel` from the dataset.
 
-    This is one of the default hooks (`class_count`). It runs before the first batch and skips data sets without
+    This is one of the default hooks (`class_count`). It runs before the first batch and skips datasets without
     `classes` in their `metainfo`.
 
     Raises:
@@ -48,7 +48,7 @@ class ClassCountHook(Hook):
             return
         if model.num_classes not in (None, len(classes)):
             raise ModelError(
-                f"the data set has {len(classes)} classes ({', '.join(classes[:2])}, ...), but the model has "
+                f"the dataset has {len(classes)} classes ({', '.join(classes[:2])}, ...), but the model has "
                 f"{model.num_classes}; set the model's num_classes (arch_params.num_classes in a recipe) to "
                 f"{len(classes)}"
             )

@@ -78,7 +78,7 @@ class EMAHook(Hook):
         """Initialise the average from the model's weights, unless it was resumed; add it to the training step."""
         self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
-            raise self.wrong("counts epochs, but training counts iterations; use begin_iter", "begin_epoch")
+            raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
         average = self._average
         average.total_steps = self._updates(runner)
         if average.steps == 0:

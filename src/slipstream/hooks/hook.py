@@ -30,7 +30,7 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Return a priority, a name or a number from 0 to 100, as a number."""
+    """Convert a `Priority`, the name of one, or a number from 0 to 100 to a number."""
     if isinstance(priority, str):
         if priority.upper() not in Priority.__members__:
             hint = did_you_mean(priority, Priority.__members__)
@@ -42,7 +42,7 @@ def get_priority(priority: int | str | Priority) -> int:
 
 
 class Hook:
-    """Base class of hooks. The Runner only calls the stages that a subclass overrides.
+    """Base class for hooks. The Runner only calls the stages that a subclass overrides.
 
     `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is
     `train`, `val` or `test`), except in modes whose own method is overridden. Outputs of a training step are
@@ -51,7 +51,7 @@ class Hook:
 
     priority: int | str = "NORMAL"
     source: Mapping[str, Any] | None = None
-    """The configuration that the hook was built from; locates errors in the user config."""
+    """The configuration that the hook was built from, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (
         "before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter",
         "after_train_iter", "after_train_epoch", "before_val", "before_val_epoch", "before_val_iter",
@@ -163,7 +163,7 @@ class Hook:
     # ---- intervals ------------------------------------------------------------------------------------
 
     def every_n_epochs(self, runner: Runner, n: int, start: int = 0) -> bool:
-        """Return whether the epoch that ends now is the n-th, 2n-th, ... after `start`."""
+        """Return whether the current epoch is the n-th, 2n-th, ... after `start`."""
         done = runner.epoch + 1 - start
         return n > 0 and done > 0 and done % n == 0
 
@@ -172,7 +172,7 @@ class Hook:
         return n > 0 and (batch_idx + 1) % n == 0
 
     def every_n_train_iters(self, runner: Runner, n: int, start: int = 0) -> bool:
-        """Return whether the step that ends now is the n-th, 2n-th, ... of the run after `start`."""
+        """Return whether the current step is the n-th, 2n-th, ... of the run after `start`."""
         done = runner.iter + 1 - start
         return n > 0 and done > 0 and done % n == 0
 
@@ -181,11 +181,11 @@ class Hook:
         return batch_idx + 1 == length(dataloader)
 
     def is_last_train_epoch(self, runner: Runner) -> bool:
-        """Return whether the epoch that ends now is the last epoch of the run."""
+        """Return whether the current epoch is the last epoch of the run."""
         return runner.epoch + 1 == runner.max_epochs
 
     def is_last_train_iter(self, runner: Runner) -> bool:
-        """Return whether the step that ends now is the last step of the run."""
+        """Return whether the current step is the last step of the run."""
         return runner.iter + 1 == runner.max_iters
 
     def wrong(self, message: str, option: str) -> ConfigError:

@@ -20,7 +20,7 @@ class HookList:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook or build it from its configuration, which may contain `priority`.
+        """Add a hook, which is built first if a configuration is given; the configuration may contain `priority`.
 
         Raises:
             ConfigError: `hook` is neither a hook nor a valid configuration.
@@ -39,7 +39,8 @@ class HookList:
             own = get_priority(hook.priority)
         except ConfigError as error:
             if isinstance(source, Mapping):
-                error.source = source  # type: ignore[attr-defined]  # the dict in the user config, by identity
+                # The same dict object as in the user config, so that it can be found by identity.
+                error.source = source  # type: ignore[attr-defined]
             raise
         position = sum(get_priority(other.priority) <= own for other in self._hooks)
         self._hooks.insert(position, hook)

@@ -45,7 +45,7 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
 
     def before_train(self, runner: Runner) -> None:
-        """Store the training loop's unit, and log short epochs in spite of `ignore_last`."""
+        """Store whether training is by epoch, and log short epochs despite `ignore_last`."""
         self._by_epoch = runner.by_epoch
         self._ignore_last = self.ignore_last
         if self._by_epoch and runner.train_loop.epoch_length < self.interval:
@@ -73,14 +73,14 @@ class LoggerHook(Hook):
     def after_val_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Log the progress of the validation."""
+        """Log validation progress."""
         if self.every_n_inner_iters(batch_idx, self.interval):
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "val")[1])
 
     def after_test_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: Any = None
     ) -> None:
-        """Log the progress of the test."""
+        """Log test progress."""
         if self.every_n_inner_iters(batch_idx, self.interval):
             runner.logger.info(runner.log_processor.get_log_after_iter(runner, batch_idx, "test")[1])
 

@@ -31,7 +31,7 @@ class SegVisualizationHook(Hook):
 
     Args:
         num_samples: number of samples.
-        interval: validations between two images.
+        interval: number of validation runs between two images.
     """
 
     priority = "LOW"
@@ -78,7 +78,7 @@ class SegVisualizationHook(Hook):
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
         if palette is None or "classes" not in meta:
             raise DataError(
-                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the data set"
+                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the dataset"
             )
         rows = []
         for image, target, prediction in self._rows:

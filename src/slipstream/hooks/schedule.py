@@ -35,12 +35,12 @@ class ParamSchedulerHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Step the schedulers that count iterations."""
+        """Step the iteration-based schedulers."""
         for scheduler in self._by_iter:
             scheduler.step()
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Step the schedulers that count epochs."""
+        """Step the epoch-based schedulers."""
         for scheduler in self._by_epoch:
             scheduler.step()
 
@@ -88,7 +88,7 @@ def pick(hook: Hook, metrics: dict[str, float], key: str, option: str) -> float:
 
 @HOOKS.register_module()
 class EarlyStoppingHook(Hook):
-    """Stop training if a metric has not improved for `patience` validations.
+    """Stop training if a metric has not improved for `patience` validation runs.
 
     Args:
         monitor: the metric's name.
@@ -96,7 +96,7 @@ class EarlyStoppingHook(Hook):
         min_delta: minimum change that counts as an improvement.
         strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
-        patience: validations without improvement before training stops.
+        patience: number of validation runs without improvement before training stops.
         stopping_threshold: stop as soon as the metric reaches this value.
     """
 
@@ -154,7 +154,7 @@ class EarlyStoppingHook(Hook):
             self._best, self._waited = score, 0
             return ""
         self._waited += 1
-        return f"has not improved for {self._waited} validations" if self._waited >= self.patience else ""
+        return f"has not improved for {self._waited} validation runs" if self._waited >= self.patience else ""
 
 
 @HOOKS.register_module()

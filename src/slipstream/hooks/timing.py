@@ -86,7 +86,7 @@ class IterTimerHook(Hook):
         hub.update_info("eta", hub.get_scalar(f"{mode}/time").mean() * left, resumed=False)
 
     def after_val(self, runner: Runner) -> None:
-        """Exclude the validation from the next step's time."""
+        """Exclude the validation time from the next step's time."""
         self._last = perf_counter()
 
     def after_train(self, runner: Runner) -> None:
@@ -95,14 +95,14 @@ class IterTimerHook(Hook):
         if self._steps:
             images = self._steps * runner.samples_per_step
             runner.logger.info(
-                f"Trained {self._steps} steps in {self._spent:.1f} s: {images / self._spent:.1f} images/s"
+                f"Trained for {self._steps} steps in {self._spent:.1f} s: {images / self._spent:.1f} images/s"
             )
             runner.message_hub.update_info("images_per_second", images / self._spent, resumed=False)
 
 
 @HOOKS.register_module()
 class DistSamplerSeedHook(Hook):
-    """A hook without effect, kept for MMEngine configurations that name it.
+    """A no-op hook, kept for MMEngine configurations that use it.
 
     The loops set the epoch of every sampler.
     """

@@ -78,7 +78,7 @@ class HistoryBuffer:
 
     @property
     def data(self) -> tuple[npt.NDArray[Any], npt.NDArray[np.int64]]:
-        """The kept values and their counts, oldest first, as two arrays of equal length."""
+        """The kept values and their counts, oldest first, as two arrays of the same length."""
         return np.array(self._values), np.array(self._counts, dtype=np.int64)
 
     @classmethod

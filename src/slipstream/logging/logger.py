@@ -42,7 +42,7 @@ class MMLogger(logging.Logger):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Callable[..., MMLogger], tuple[Any, ...]]:
-        # Modules and data sets that hold a logger may be copied or sent to a worker. The copy has no log file.
+        # Modules and datasets that hold a logger may be copied or sent to a worker. The copy has no log file.
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Base classes of models, data preprocessors, distributed wrappers and weight averages."""
+"""Base classes for models, data preprocessors, distributed wrappers and weight averages."""
 
 from slipstream.model.averaged_model import (
     BaseAveragedModel,

@@ -40,7 +40,7 @@ class BaseAveragedModel(nn.Module):
 
     Args:
         model: the model to average (unwrapped).
-        interval: number of updates between two changes of the average.
+        interval: number of updates between two changes to the average.
         device: device of the averages; by default the device of the model.
         update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
             buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are

@@ -22,7 +22,7 @@ __all__ = ["BaseModel", "run_forward"]
 
 
 class BaseModel(BaseModule):
-    """Base class of models with a training, validation and test step.
+    """Base class for models with a training, validation and test step.
 
     Subclasses define `forward(*batch, mode)` for batches that are tuples or lists, or `forward(**batch, mode)` for
     batches that are dicts. Mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the

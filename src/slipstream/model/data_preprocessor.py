@@ -56,7 +56,7 @@ class BaseDataPreprocessor(nn.Module):
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
-        # The module has no parameter that stores the device, so it tracks every call of .to().
+        # The module has no parameter that stores the device, so it tracks every call to .to().
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self

@@ -25,7 +25,7 @@ class SlidingWindow:
     stride: tuple[int, int] = (768, 768)
     """Horizontal and vertical distance between windows, in pixels."""
     batch_size: int = 4
-    """Number of windows in a batch; it limits the memory of the network."""
+    """Number of windows in a batch; it limits the memory that the network uses."""
 
     def __post_init__(self) -> None:
         for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
@@ -33,8 +33,8 @@ class SlidingWindow:
                 raise ConfigError(f"must be width and height in pixels, not {pair!r}", name)
         if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
             raise ConfigError(
-                f"must not exceed crop_size {self.crop_size!r}, but is {self.stride!r}; otherwise pixels between "
-                "windows are skipped",
+                f"must not exceed crop_size {self.crop_size!r}, because pixels between windows would be skipped, but "
+                f"is {self.stride!r}",
                 "stride",
             )
         if self.batch_size < 1:

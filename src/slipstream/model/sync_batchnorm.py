@@ -23,7 +23,7 @@ _Send = Callable[[Tensor], Tensor]
 
 summing: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar("summing", default=None)
 """Replacement of the all-reduce in eager forwards, called with the values and the all-reduce function. Activation
-checkpointing sets it to reuse the sums of the first forward."""
+checkpointing sets it to reuse the sums of the first forward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -83,7 +83,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # zeros that depend on x, because the backward of the other ranks waits for the backward of this rank
+    else:  # zeros that depend on x, because the backward pass of other ranks waits for that of this rank
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
@@ -138,7 +138,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def average_batchnorm(model: nn.Module) -> None:
-    """Average the running BatchNorm statistics over all ranks in one message; SyncBN statistics are already equal.
+    """Average the running BatchNorm statistics over all ranks in one message; SyncBN statistics already match.
 
     The statistics differ because each rank processes different batches. Without this average, the checkpoint would
     contain only the statistics of rank 0, while validation uses the statistics of every rank.

@@ -1,4 +1,4 @@
-"""Weight initializers with MMEngine's names, for `init_cfg`."""
+"""Weight initializers, named as in MMEngine, for `init_cfg`."""
 
 from __future__ import annotations
 

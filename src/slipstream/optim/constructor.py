@@ -273,7 +273,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return a key that is equal for equal options."""
+    """Return a key that is the same for identical options."""
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
 
 

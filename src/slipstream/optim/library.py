@@ -63,7 +63,7 @@ class RMSpropTF(_Foreach):
         weight_decay: factor of the weights that are added to the gradient.
         momentum: decay of the momentum.
         centered: subtract the square of the mean gradient from the mean squares.
-        decoupled_decay: multiply the weights by `1 - weight_decay` instead, independent of the learning rate.
+        decoupled_decay: multiply the weights by `1 - weight_decay` instead, regardless of the learning rate.
         lr_in_momentum: if False, multiply by the learning rate after the momentum, like torch.
 
     Raises:

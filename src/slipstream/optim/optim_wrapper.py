@@ -90,7 +90,7 @@ class _Guard(Protocol):
     """Skip steps whose loss or gradients are not finite, without synchronization."""
 
     def before_forward(self) -> None:
-        """Save the state that a forward changes."""
+        """Save the state that a forward pass changes."""
 
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss; if it is not finite, its gradients are NaN."""
@@ -273,7 +273,7 @@ class OptimWrapper:
         return remainder if in_last else counts
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context of forward and backward: `no_sync` inside an accumulation window."""
+        """Return the context of the forward and backward passes: `no_sync` inside an accumulation window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):

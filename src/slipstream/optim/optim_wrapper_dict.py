@@ -15,7 +15,7 @@ __all__ = ["OptimWrapperDict"]
 
 
 class OptimWrapperDict(OptimWrapper):
-    """A dict of `OptimWrapper`s; `train_step` of the model accesses each by name (for example in GANs)."""
+    """A dict of `OptimWrapper`s; the model's `train_step` accesses each by name (for example in GANs)."""
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
         for name, wrapper in optim_wrappers.items():

@@ -28,9 +28,9 @@ class ZeroRedundancyOptimizer(Optimizer):
     """An optimizer whose state is partitioned over the processes (Rajbhandari et al. 2020, stage 1).
 
     Each parameter belongs to one process. The largest parameters are assigned first, to the process with the fewest
-    values. A step updates the parameters of its partition and gathers the other parameters, which needs memory for
-    one more copy of the parameters. With one process it behaves like the inner optimizer. The inner optimizer must
-    update each parameter independently, as all optimizers of torch do.
+    values. In each step, a process updates the parameters in its partition and gathers the other parameters, which
+    needs memory for one more copy of the parameters. With one process it behaves like the inner optimizer. The inner
+    optimizer must update each parameter independently, as all torch optimizers do.
 
     The format of `state_dict` is that of the inner optimizer, so a run can resume with any number of processes and
     with the inner optimizer. torch's class of the same name does not support this: it requires parameters of one
@@ -108,7 +108,7 @@ class ZeroRedundancyOptimizer(Optimizer):
             self.optim.add_param_group(self._own(self.param_groups[-1]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state (on the CPU) on rank 0, and the state of the own partition on the other ranks.
+        """Return the full state (on the CPU) on rank 0, and this rank's partition of the state on the other ranks.
 
         Every rank must call this.
         """
@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return own
 
     def _gather_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all ranks on rank 0; the ranks send one after another to limit the memory."""
+        """Return the states of all ranks on rank 0; the ranks send one at a time to limit memory use."""
         state = tree_map_only(Tensor, lambda t: t.cpu(), state)
         for source in range(1, len(self._partitions)):
             if get_rank() == source:
@@ -130,7 +130,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return dict(sorted(state.items()))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of the own partition from a `state_dict` of this class or of the inner optimizer."""
+        """Load this rank's partition of the state from a `state_dict` of this class or of the inner optimizer."""
         mine = {id(p) for p in self._partitions[get_rank()]}
         parameters = chain.from_iterable(group["params"] for group in self.param_groups)
         numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])

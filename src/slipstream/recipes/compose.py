@@ -1,4 +1,4 @@
-"""Compose a recipe in SuperGradients' syntax to plain values with Hydra."""
+"""Compose a recipe in SuperGradients' syntax to built-in Python values with Hydra."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _SUPERGRADIENTS = "super_gradients"
 
 
 def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
-    """Return a recipe as plain values. Nothing is built and no module in it is imported.
+    """Return a recipe as built-in Python values. Nothing is built and no module in it is imported.
 
     The defaults list is followed, overrides are applied and interpolations are resolved. `training_params`, in the
     file or in an override, is a synonym of `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
@@ -213,7 +213,7 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_targets(value: Any) -> Any:
-    """Return the values with Hydra's `_target_` dicts of plain values replaced by these values."""
+    """Return the values with Hydra's `_target_` dicts of built-in Python values replaced by these values."""
     if isinstance(value, list):
         return [_without_targets(item) for item in value]
     if not isinstance(value, dict):

@@ -19,7 +19,7 @@ _COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperpara
 
 
 def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
-    """Return the names and descriptions (the comment in the first line) of all recipes, those in `config_dir` first."""
+    """Return the names and descriptions (the comment on the first line) of all recipes, those in `config_dir` first."""
     found: dict[str, str] = {}
     for folder in (*([Path(config_dir)] if config_dir else []), FOLDER):
         for path in sorted(folder.glob("[a-z]*.yaml")):
@@ -52,7 +52,7 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
         return Path(name)  # Config.fromfile reports errors in the file
     raise UnknownNameError(
         f"no recipe is named '{name}'{did_you_mean(name, recipes(config_dir))} "
-        "(`slipstream recipes` lists them; a configuration file requires its extension)"
+        "(`slipstream recipes` lists them; to use a configuration file, include its extension)"
     )
 
 

@@ -25,7 +25,7 @@ ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# Extras of this package that install the packages of namespaces.
+# This package's extras that install the packages of namespaces.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
@@ -346,7 +346,7 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Only annotations of this package are checked; those of other packages are often inexact.
+    # Only this package's annotations are checked; those of other packages are often inexact.
     if not str(getattr(target, "__module__", "")).startswith("slipstream."):
         return
     constructor = target.__init__ if inspect.isclass(target) else target

@@ -1,4 +1,4 @@
-"""The root registries, with MMEngine's names. Downstream libraries add child registries."""
+"""The root registries, named as in MMEngine. Downstream libraries add child registries."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Randomness:
     seed: int | None = None
     """Seed of all random number generators. None draws one seed for all ranks and logs it."""
     deterministic: bool = False
-    """Use only deterministic algorithms, also on the accelerator. This is slower."""
+    """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
     """Add the rank to the seed of the model's random numbers (dropout). The data order does not depend on it."""
 
@@ -60,7 +60,7 @@ class EnvOptions:
     dist_cfg: dict[str, Any] = field(default_factory=dict)
     """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
     resource_limit: int = 4096
-    """Minimum soft limit of open files; many workers require a high limit."""
+    """Minimum soft limit on the number of open files; many workers require a high limit."""
 
 
 def default_device() -> torch.device:

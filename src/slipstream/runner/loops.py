@@ -58,10 +58,10 @@ class BaseLoop:
 
 
 class _TrainLoop(BaseLoop):
-    """Base class of both training loops: runs the training step and schedules validation."""
+    """Base class for both training loops: runs the training step and schedules validation."""
 
     counts_epochs = True
-    """Whether training is counted in epochs."""
+    """Whether training is epoch-based."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class _TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Batches per epoch, the same on every rank; None if the data set has no length."""
+        """Batches per epoch, the same on every rank; None if the dataset has no length."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
         self.val_begin = val_begin
@@ -105,7 +105,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def val_interval(self) -> int:
-        """Epochs or iterations between two validations, at the current progress."""
+        """Epochs or iterations between two validation runs, at the current progress."""
         return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
 
     @property
@@ -162,7 +162,7 @@ class _TrainLoop(BaseLoop):
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
 
-        If `validated` is False, the loop first runs the validation that is due at this point, if any.
+        If `validated` is False, the loop first runs validation that is due at this point, if any.
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated = start, validated
@@ -229,7 +229,7 @@ class _TrainLoop(BaseLoop):
     def _where(self) -> str:
         if self._runner.model.training:
             return f"epoch {self._epoch + 1}, iteration {self._iter + 1} of training"
-        return f"the validation after {self._epoch} epochs, {self._iter} iterations of training"
+        return f"validation after {self._epoch} epochs, {self._iter} iterations of training"
 
 
 @LOOPS.register_module()
@@ -241,7 +241,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
-        val_interval: epochs between two validations; the last epoch is always validated.
+        val_interval: epochs between two validation runs; the last epoch is always validated.
         dynamic_intervals: pairs (epoch, val_interval from this epoch on).
     """
 
@@ -265,11 +265,11 @@ class EpochBasedTrainLoop(_TrainLoop):
             )
         self.max_epochs = max_epochs
         if self.epoch_length is None:
-            raise DataError("the data set has no length; train by iterations (train_cfg.by_epoch=False)")
+            raise DataError("the dataset has no length; train by iterations (train_cfg.by_epoch=False)")
         self.max_iters = max_epochs * self.epoch_length
         if self.max_iters == 0:
             raise DataError(
-                "the training loader yields no batches: the data set is smaller than one batch and drop_last is True"
+                "the training loader yields no batches: the dataset is smaller than one batch and drop_last is True"
             )
 
     @property
@@ -313,7 +313,7 @@ class IterBasedTrainLoop(_TrainLoop):
         dataloader: a loader or its configuration.
         max_iters: number of steps.
         val_begin: the first iteration after which to validate.
-        val_interval: iterations between two validations; the last iteration is always validated.
+        val_interval: iterations between two validation runs; the last iteration is always validated.
         dynamic_intervals: pairs (iteration, val_interval from this iteration on).
     """
 

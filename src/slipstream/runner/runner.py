@@ -279,7 +279,7 @@ class Runner:
 
     @contextmanager
     def _run_context(self) -> Iterator[None]:
-        """Activate the run's logger, hub and options; close log files and hooks on exit, also after an error."""
+        """Activate the run's logger, hub and options; close log files and hooks on exit, even after an error."""
         set_random_state(self._random_state)
         try:
             with (
@@ -446,7 +446,7 @@ class Runner:
     # ---- hooks ---------------------------------------------------------------------------------------
 
     def register_hook(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook. Hooks of equal priority run in the order of registration."""
+        """Add a hook. Hooks with the same priority run in the order of registration."""
         self._hooks.register(hook, priority)
 
     def register_custom_hooks(self, hooks: Sequence[Hook | Mapping[str, Any]]) -> None:
@@ -559,7 +559,7 @@ class Runner:
 
     @property
     def by_epoch(self) -> bool:
-        """Whether training counts epochs; True if there is no training loop."""
+        """Whether training is epoch-based; True if there is no training loop."""
         loop = self._loops["train"]
         kind = loop["type"] if isinstance(loop, Mapping) else type(loop)
         counts: bool = getattr(kind, "counts_epochs", True)
@@ -588,7 +588,7 @@ class Runner:
 
     @property
     def max_epochs(self) -> int:
-        """Total number of epochs; 1 if training counts iterations."""
+        """Total number of epochs; 1 if training is iteration-based."""
         return self._position.max_epochs if self._position else 1
 
     @property

@@ -85,7 +85,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
 def _train_options(options: dict[str, Any]) -> dict[str, Any]:
     if "type" in options:
         if "by_epoch" in options:
-            raise ConfigError("'type' and 'by_epoch' exclude each other; remove one of them", "train_cfg")
+            raise ConfigError("'type' and 'by_epoch' are mutually exclusive; remove one of them", "train_cfg")
         if isinstance(options["type"], str):
             with add_config_path({}, "train_cfg"):
                 options["type"] = LOOPS.resolve(options["type"])

@@ -144,7 +144,7 @@ class TrainStep:
 
     @property
     def compiled_scope(self) -> str | None:
-        """What is compiled: 'step' (also before its graph is ready), 'model', 'block', or None (eager)."""
+        """What is compiled: 'step' (even before its graph is ready), 'model', 'block', or None (eager)."""
         if isinstance(self._step, GraphStep) and self._step.uses_graph:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None
@@ -206,7 +206,7 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict`, also from the middle of an accumulation window."""
+        """Load a state from `state_dict`, even one from the middle of an accumulation window."""
         self.optim.load_state_dict(state["optimizer"])
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:

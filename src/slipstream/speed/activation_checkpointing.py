@@ -65,8 +65,8 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:
     """Checkpoint the activations of blocks of `model`, in place; return the names of these blocks.
 
-    Names of modules and keys of the state dict do not change, the model can be copied, and a forward without gradients
-    is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
+    Names of modules and keys of the state dict do not change, the model can be copied, and a forward pass without
+    gradients is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
 
     Raises:
         ConfigError: a name matches no module, or a container that is never called; or the model has no repeated blocks.
@@ -167,13 +167,13 @@ def _from_host(packed: tuple[torch.device, Tensor]) -> Tensor:
 
 
 def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return the context managers of one forward of `module` and of its recomputation."""
+    """Return the context managers for a forward pass of `module` and for its recomputation."""
     recomputation = _Recomputation()
     return recomputation.record(module), recomputation
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context of a recomputation, with the buffers and SyncBN sums of the forward; reusable.
+    """Context of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
     On exit, the buffers have their values from before the recomputation.
     """
@@ -187,7 +187,7 @@ class _Recomputation(AbstractContextManager[None]):
 
     @contextmanager
     def record(self, module: nn.Module) -> Iterator[None]:
-        """Record buffers and SyncBN sums during the forward."""
+        """Record buffers and SyncBN sums during the forward pass."""
         before = [
             (owner._buffers, name, buffer, buffer._version, _old(owner, buffer))
             for owner in module.modules()

@@ -34,7 +34,7 @@ class CompileOptions:
     mode: str | None = None
     """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
     dynamic: bool | None = None
-    """Whether shapes may vary; None detects it."""
+    """Whether shapes may vary; None means that this is detected automatically."""
     fullgraph: bool = False
     """Whether a graph break is an error."""
     options: dict[str, Any] | None = None
@@ -52,7 +52,8 @@ class CompileOptions:
     """Compare compiled steps with eager ones before the first use (scope 'step')."""
     wait: bool = False
     """Compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU, Linux). By
-    default, steps run eagerly during compilation, and the first compiled step depends on its duration."""
+    default, steps run eagerly during compilation, so which step is the first compiled one depends on how long
+    compilation takes."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
@@ -63,7 +64,7 @@ class CompileOptions:
                 f"must be one of {_MODES}, not {self.mode!r}{did_you_mean(self.mode, _MODES)}", "mode"
             )
         if self.mode is not None and self.options is not None:
-            raise ConfigError("mode and options exclude each other; remove one of them", "options")
+            raise ConfigError("mode and options are mutually exclusive; remove one of them", "options")
 
 
 def read_compile(value: Any) -> CompileOptions | None:
@@ -95,7 +96,7 @@ def compile_model(
     do all blocks of its class; `warn` is called once with the reason.
 
     Args:
-        warn_limit: whether to call `warn` also if torch's recompile limit is reached.
+        warn_limit: whether to also call `warn` if torch's recompile limit is reached.
 
     Raises:
         ConfigError: `how.blocks` matches no module, or the model has no repeated blocks.
@@ -128,7 +129,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
             "compile.blocks",
         )
     blocks = set(found)
-    # Skip an nn.Sequential of blocks: each of them would need its own graph.
+    # Skip every nn.Sequential that contains blocks, because it would need its own graph.
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
@@ -162,7 +163,7 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that `nn.Module.compile` compiles, wrapped for modules of torch itself."""
+    """Return the function that `nn.Module.compile` compiles, wrapped for torch's own modules."""
     forward = getattr(type(module), "forward", None)  # None for a scripted module
     if not str(getattr(forward, "__module__", "")).startswith("torch."):
         return module._call_impl
@@ -254,7 +255,7 @@ class _Guarded:
         # With graph breaks, an earlier graph may have updated BatchNorm before a later one fails.
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            # Compile the backward graph now: a failure during backward could not be recovered.
+            # Compile the backward graph now: a failure during backward could not be recovered from.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 result = self.compiled(*args, **kwargs)
         except BaseException:
@@ -269,5 +270,5 @@ class _Guarded:
 def _is_compiler_error(error: Exception) -> bool:
     """Return whether an error comes from torch's compiler and not from the model."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-    # With fullgraph=True, torch raises this error after the call if it has skipped the forward.
+    # With fullgraph=True, torch raises this error after the call if it has skipped the forward pass.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)

@@ -80,7 +80,7 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
 class DecayLayers(StepPart):
     """Scale the update of each parameter by a factor: `previous + factor * (updated - previous)`.
 
-    For optimizers whose update is proportional to the learning rate (`scales_with_lr`), this equals a step with
+    For optimizers whose update is proportional to the learning rate (`scales_with_lr`), this is the same as a step with
     `factor` times the learning rate, including weight decay. The learning rates that schedulers set do not change.
 
     Args:

@@ -82,7 +82,7 @@ def _read_ema(value: Any) -> EmaOptions | UserHook | None:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The speed options of a run: one field per option. A module of this package reads and applies each option."""
+    """The speed options of a run: one field per option. A module in this package reads and applies each option."""
 
     precision: Annotated[
         PrecisionOptions | None,

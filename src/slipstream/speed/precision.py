@@ -48,7 +48,7 @@ def read_precision(value: Any) -> PrecisionOptions | None:
     """Read `precision`; None changes nothing.
 
     Raises:
-        ConfigError: the value is neither one of the five names nor a name of torch (`bfloat16`, ...).
+        ConfigError: the value is neither one of the five names nor one of torch's names (`bfloat16`, ...).
     """
     if value is None or isinstance(value, PrecisionOptions):
         return value

@@ -6,7 +6,7 @@
 - `update`, `numerics`, `sync`: the optimizer, the loss scale and the gradient sync inside a graph.
 - `captured`: the state that the graphs of a step share, and the changes that make them invalid.
 - `verification`, `reference`: the comparison of a new graph with the eager step and with float64.
-- `direct`, `cuda_graph`: calls of compiled code without Dynamo, and their replay as CUDA graphs.
+- `direct`, `cuda_graph`: calls to compiled code without Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
 - `dynamo`, `leaves`: settings of Dynamo, and the tensors of a batch.
 """

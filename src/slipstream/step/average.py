@@ -48,7 +48,7 @@ class AveragePart(StepPart):
 
     On the host, `before_batch` asks the average for the EMA weight of the new parameters (`next_weight`: 1 for the
     first update, 0 if the batch does not count, otherwise 1 - decay), and writes it into a tensor of one element. A
-    change of the decay therefore needs no new graph. `after_batch` computes `average.lerp(parameters, weight)`. In a
+    change in the decay therefore needs no new graph. `after_batch` computes `average.lerp(parameters, weight)`. In a
     compiled step it is part of the graph, except (`on_host`)
 
     - if the average has an `interval`, or is on another device than the parameters,

@@ -50,7 +50,7 @@ class CudaCapture:
 
 
 class RecordedCalls:
-    """Captures calls of a function as CUDA graphs, and replays them.
+    """Captures calls to a function as CUDA graphs, and replays them.
 
     A call is captured when it is made for the fourth time with the same function and with inputs of the same shapes.
     The first calls run normally, and the capture does not run kernels, so no state (for example BatchNorm's statistics)

@@ -2,8 +2,8 @@
 
 In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
 calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
-tensors that are never replaced. This module collects the latter only once. It still evaluates Dynamo's guards at every
-step, so all values that the graph treats as constants are checked.
+tensors that are never replaced. This module collects the last of these only once. It still evaluates Dynamo's
+guards at every step, so all values that the graph treats as constants are checked.
 """
 
 from __future__ import annotations

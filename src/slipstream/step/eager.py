@@ -174,7 +174,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients from the backward of another step, if it could not be restricted to its own parameters."""
+        """Drop gradients from another step's backward pass, if it could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 

@@ -42,15 +42,15 @@ if TYPE_CHECKING:
 __all__ = ["GraphStep"]
 
 _REBUILDS = 8
-"""Maximum number of changes that require a new graph, equal to torch's recompile limit."""
+"""Maximum number of changes that require a new graph, the same as torch's recompile limit."""
 _SETTING_CHANGES = 2
-"""After this many changes of settings that graphs treat as constants, the optimizer steps outside of the graph."""
+"""After this many changes to settings that graphs treat as constants, the optimizer steps outside of the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
 
 class _Called(NamedTuple):
-    """A call of the compiled step."""
+    """A call to the compiled step."""
 
     outputs: Outputs
     held: list[Tensor] | None

@@ -2,7 +2,7 @@
 
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
 (`GraphStep`) traces the same calls, so a part is written once. Unless `on_host` is set, its methods must be traceable:
-no `.item()`, no branch on a tensor's value; a number that changes is a `slipstream.step.numerics.Scalar`.
+no `.item()`, no branch on a tensor's value, and any number that changes must be a `slipstream.step.numerics.Scalar`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["StepPart", "apply_update", "has_gradients"]
 
 
 class StepPart:
-    """Base class of operations around the optimizer's update; subclasses override the methods they need.
+    """Base class for operations around the optimizer's update; subclasses override the methods they need.
 
     The step calls the methods in this order, each for all parts in the order of the list:
 
     1. `before_batch`: on the host, before each batch.
-    2. `gradients`: once per batch, after forward and backward (at most one part of a list).
+    2. `gradients`: once per batch, after the forward and backward passes (at most one part in a list may override it).
     3. `before_update`, `after_update`: at the end of an accumulation window, around `optimizer.step()`.
     4. `after_batch`: after each batch.
     """
@@ -49,8 +49,8 @@ class StepPart:
 
         Args:
             params: the trained parameters; changes to them must be undone before returning.
-            compute: runs forward and backward once more on the same batch.
-            first: the gradients of the first forward and backward, with the shapes of `params`.
+            compute: runs the forward and backward passes once more on the same batch.
+            first: the gradients of the first forward and backward passes, with the shapes of `params`.
         """
         return first
 
@@ -79,11 +79,11 @@ def apply_update(
 ) -> dict[str, Tensor]:
     """Run the parts around `update(grads)`, which updates `params`; return the values that the parts log.
 
-    Both steps call this under `torch.no_grad()` at the end of an accumulation window.
+    Both the eager and the compiled step call this under `torch.no_grad()` at the end of an accumulation window.
 
     Args:
-        finite: a 0-dim bool tensor on the device. Unless it is true, `update` changes nothing, and what the parts
-            change is undone: the parameters and the tensors of `state`.
+        finite: a 0-dim bool tensor on the device. If it is false, `update` changes nothing, and the parts' changes to
+            the parameters and to the tensors in `state` are undone.
     """
     logs: dict[str, Tensor] = {}
     before, after = _overriding(parts, "before_update"), _overriding(parts, "after_update")

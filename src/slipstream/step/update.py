@@ -28,7 +28,7 @@ _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer: a class of torch, without hooks."""
+    """Return whether `GraphUpdate` supports the optimizer: a class from torch, without hooks."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED
@@ -124,7 +124,7 @@ class GraphUpdate:
 
 
 class _Group:
-    """Parameter groups with equal settings, merged: their tensors, and the settings as tensors."""
+    """Parameter groups with identical settings, merged: their tensors, and the settings as tensors."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class _Group:
             value = first[name]
             numbers = _as_list(value)
             if not all(_same({name: value}, {name: source[name]}) for source in self.sources[1:]):
-                return f"{name} of parameter groups that had equal settings"
+                return f"{name} of parameter groups that had identical settings"
             if holds_tensors(value):  # a scheduler may have changed them in place
                 for index, number in enumerate(numbers, position):
                     self.numbers[index].copy_(_tensor(number), non_blocking=True)
@@ -201,7 +201,7 @@ class _Group:
             name: tuple(next(numbers) for _ in range(count)) if count else next(numbers)
             for name, count in self.layout
         }
-        # Inductor fuses foreach operations into few kernels. Without foreach, inductor of torch 2.13 loses the alpha of
+        # Inductor fuses foreach operations into few kernels. Without foreach, torch 2.13's inductor loses the alpha of
         # an add to a matrix product. Eagerly on the CPU, torch accepts tensor learning rates only without foreach.
         foreach = self.on_device or torch.compiler.is_compiling()
         settings = {"foreach": foreach, "fused": False, "params": self.params, "number": number}
@@ -273,7 +273,7 @@ class _Scratch:
 def _group_by_settings(
     optimizer: Optimizer, params: Sequence[Tensor]
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return lists of groups with equal settings, each with the indices of their `params`."""
+    """Return lists of groups with identical settings, each with the indices of their `params`."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
     for group in optimizer.param_groups:
@@ -294,7 +294,7 @@ def _group_by_settings(
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether settings are equal; tensors are compared by identity, since their values are on the device."""
+    """Return whether settings are identical; tensors are compared by identity, since their values are on the device."""
     return one.keys() == other.keys() and all(
         one[name] is other[name]
         or (not holds_tensors(one[name]) and not holds_tensors(other[name]) and one[name] == other[name])
@@ -303,7 +303,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the update reads as plain values, without additional keys from schedulers."""
+    """Return the settings that the update reads as built-in Python values, without additional keys from schedulers."""
     excluded = {"foreach", "fused", *_AS_TENSORS}
     return {
         name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded

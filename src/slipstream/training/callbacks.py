@@ -197,10 +197,10 @@ class EarlyStop(EarlyStoppingHook):
         monitor: Name of the metric.
         mode: `min` if lower values are better, or `max`.
         min_delta: Minimum change that counts as an improvement.
-        patience: Number of validations without improvement before training stops.
+        patience: Number of validation runs without improvement before training stops.
         check_finite: Whether to stop when the metric is NaN or infinite.
         threshold: Stop as soon as the metric reaches this value.
-        verbose: Whether to log the best value after each validation.
+        verbose: Whether to log the best value after each validation run.
         strict: Whether a missing metric is an error. If False, it is a warning.
     """
 
@@ -229,15 +229,17 @@ class EarlyStop(EarlyStoppingHook):
         super().after_val_epoch(runner, metrics)
         if self.verbose and runner.is_training:
             best = self._sign * self._best
-            runner.logger.info(f"EarlyStop: best {self.monitor} {best:.4g}, {self._waited} validations ago")
+            runner.logger.info(
+                f"EarlyStop: best {self.monitor} {best:.4g}, {self._waited} validation runs ago"
+            )
 
 
 @HOOKS.register_module()
 class SlidingWindowValidationCallback(Hook):
     """Validate whole images with a sliding window, after the last training epoch and outside of training.
 
-    Earlier validations use the dataset's own transforms, because sliding windows take several times longer. The model
-    runs eagerly with sliding windows: a single validation does not amortise compilation.
+    Earlier validation runs use the dataset's own transforms, because sliding windows take several times longer. The
+    model runs eagerly with sliding windows: a single validation run does not amortise compilation.
 
     Args:
         transforms_for_sliding_window: Transforms of the validation images. If empty, only the final transforms of the

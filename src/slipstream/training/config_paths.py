@@ -43,9 +43,10 @@ _NAMED = {
 
 @contextmanager
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Rewrite the config paths of a Runner's errors to the user's paths in the configuration translated to `cfg`.
+    """Rewrite the config paths of a Runner's errors to the paths in the user's configuration, from which `cfg` was
+    translated.
 
-    Errors of configurations in the Runner's own syntax are unchanged.
+    Errors in configurations written in the Runner's own syntax are left unchanged.
     """
     try:
         yield

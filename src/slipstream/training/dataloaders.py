@@ -158,7 +158,7 @@ def _completed(
 
 
 def _read_defaults(name: str) -> dict[str, Any]:
-    """Return a file of `recipes/dataset_params` merged over the files in its `defaults`, as plain values."""
+    """Return a file of `recipes/dataset_params` merged over the files in its `defaults`, as built-in Python values."""
     with extra("recipes"):
         from omegaconf import OmegaConf
 

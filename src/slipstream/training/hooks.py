@@ -108,7 +108,7 @@ class TestLoadersHook(Hook):
 
 
 class HistoryHook(Hook):
-    """Record the metrics of each validation during training."""
+    """Record the metrics of each validation run during training."""
 
     priority = "LOWEST"
 

@@ -71,7 +71,7 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
 class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     """Set the learning rate of each parameter by the longest matching prefix of its name.
 
-    Names are relative to the model's `network`, if it has one. Parameters with equal learning rate and weight decay
+    Names are relative to the model's `network`, if it has one. Parameters with the same learning rate and weight decay
     share a group, whose `name` lists their prefixes. Parameters with a rate of 0 stay constant; `freeze` also
     disables their gradients.
 

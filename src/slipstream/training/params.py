@@ -86,7 +86,10 @@ class TrainingParams:
     step_lr_update_freq: Annotated[float | None, "param_scheduler"] = None
     cosine_final_lr_ratio: Annotated[float, "param_scheduler"] = 0.01
     multiply_head_lr: Annotated[
-        float, Refused("unused since SuperGradients 3.4; set initial_lr by name prefixes instead")
+        float,
+        Refused(
+            "unused since SuperGradients 3.4; set initial_lr to a dict of learning rates by name prefix instead"
+        ),
     ] = 1
 
     # Optimizer, loss, metrics.

@@ -123,7 +123,7 @@ _ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
 
 _ELSEWHERE = {
     "preds": "a training step only returns losses; predictions are available after evaluation batches",
-    "metrics_dict": "metrics are available when an epoch or a validation ends",
+    "metrics_dict": "metrics are available when an epoch or a validation run ends",
     "loss_log_items": "losses are available after a training step",
     "batch_idx": "only available at batch events",
     "inputs": "only available at batch events",
@@ -156,7 +156,7 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 
 
 class Callback:
-    """Base class of callbacks: override the methods of the events you need. Other events cost nothing.
+    """Base class for callbacks: override the methods of the events you need. Other events cost nothing.
 
     A training step is a single call or CUDA graph. Events inside the step are called after it.
     `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
@@ -184,37 +184,37 @@ class Callback:
         """After an epoch of training."""
 
     def on_validation_loader_start(self, context: PhaseContext) -> None:
-        """Before a validation."""
+        """Before validation."""
 
     def on_validation_batch_start(self, context: PhaseContext) -> None:
-        """Before a batch of a validation."""
+        """Before a validation batch."""
 
     def on_validation_batch_end(self, context: PhaseContext) -> None:
-        """After a batch of a validation, with its predictions."""
+        """After a validation batch, with its predictions."""
 
     def on_validation_loader_end(self, context: PhaseContext) -> None:
-        """After a validation, with its metrics."""
+        """After validation, with its metrics."""
 
     def on_validation_end_best_epoch(self, context: PhaseContext) -> None:
-        """After a validation with a new best value of the watched metric, once its checkpoint is saved."""
+        """After a validation run with a new best value of the watched metric, once its checkpoint is saved."""
 
     def on_average_best_models_validation_start(self, context: PhaseContext) -> None:
-        """Before the validation of the average of the best models."""
+        """Before validating the average of the best models."""
 
     def on_average_best_models_validation_end(self, context: PhaseContext) -> None:
-        """After the validation of the average of the best models."""
+        """After validating the average of the best models."""
 
     def on_test_loader_start(self, context: PhaseContext) -> None:
-        """Before a test."""
+        """Before testing."""
 
     def on_test_batch_start(self, context: PhaseContext) -> None:
-        """Before a batch of a test."""
+        """Before a test batch."""
 
     def on_test_batch_end(self, context: PhaseContext) -> None:
-        """After a batch of a test, with its predictions."""
+        """After a test batch, with its predictions."""
 
     def on_test_loader_end(self, context: PhaseContext) -> None:
-        """After a test, with its metrics."""
+        """After testing, with its metrics."""
 
     def on_training_end(self, context: PhaseContext) -> None:
         """After the last epoch."""

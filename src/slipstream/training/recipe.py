@@ -44,7 +44,7 @@ _DDP = ("ddp", "auto", "distributed_data_parallel", "distributeddataparallel")
 
 
 def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str, Any]:
-    """Return the keyword arguments of a `Runner` for a composed recipe, as plain values.
+    """Return the keyword arguments of a `Runner` for a composed recipe, as built-in Python values.
 
     Args:
         recipe: Result of `slipstream.recipes.compose`, or any mapping with the same keys.

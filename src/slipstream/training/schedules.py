@@ -19,7 +19,7 @@ from slipstream.training.params import TrainingParams
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
 
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
-"""Phases at which a torch scheduler may step, and whether it then counts epochs."""
+"""Phases at which a torch scheduler may step, and whether it is then epoch-based."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 """Argument names of torch's `ReduceLROnPlateau` that differ from ours."""
@@ -65,7 +65,7 @@ class RecipeLR(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class TorchLR(TorchSchedulerAdapter):
-    """A scheduler of `torch.optim.lr_scheduler` that starts after the warm-up.
+    """A scheduler from `torch.optim.lr_scheduler` that starts after the warm-up.
 
     Args:
         optimizer: A torch optimizer.
@@ -172,12 +172,12 @@ def _of_torch(params: TrainingParams, lr_mode: Mapping[str, Any]) -> dict[str, A
 
 
 def _plateau(metric: Any, arguments: Mapping[str, Any], warmup: int, config_path: str) -> dict[str, Any]:
-    """Return our own plateau schedule, which follows validations, with the arguments of torch's."""
+    """Return our own plateau schedule, which counts validation runs, with the arguments of torch's."""
     if not isinstance(metric, str):
         raise ConfigError(f"must be the name of a metric, not {metric!r}", f"{config_path}.metric_name")
     own = {_PLATEAU.get(key, key): value for key, value in arguments.items() if key != "mode"}
     rule = "greater" if arguments.get("mode") == "max" else "less"
-    # The validation of epoch e runs after e + 1 epochs are counted.
+    # Validation for epoch e runs after e + 1 epochs are counted.
     return {
         "type": "ReduceOnPlateauLR",
         "monitor": metric,

@@ -77,7 +77,7 @@ class Trainer:
             additional_configs_to_log: Saved with the configuration of the run.
 
         Returns:
-            The metrics of each validation, and the number of completed `epoch`s.
+            The metrics of each validation run, and the number of completed `epoch`s.
 
         Raises:
             UnknownNameError, ConfigError: If a key or value is invalid or not supported.
@@ -131,8 +131,8 @@ class Trainer:
         """Return the metrics of a network on a dataset.
 
         Args:
-            model: Default: the network of the last call of `train`.
-            test_loader: Default: the first test loader of the last call of `train`, else its validation loader.
+            model: Default: the network of the last call to `train`.
+            test_loader: Default: the first test loader of the last call to `train`, else its validation loader.
             test_metrics_list: In the form of `valid_metrics_list`, which is the default.
             silent_mode: Whether to log warnings only.
             use_ema_net: Whether to test the EMA weights after training with `ema`.
@@ -184,7 +184,7 @@ class Trainer:
 
     @classmethod
     def train_from_config(cls, cfg: Any) -> tuple[nn.Module, list[dict[str, float]]]:
-        """Train a composed recipe. Return the network and the metrics of each validation."""
+        """Train a composed recipe. Return the network and the metrics of each validation run."""
         recipe = plain(cfg)
         trainer = cls(recipe["experiment_name"], recipe.get("ckpt_root_dir"))
         return trainer._train_config(recipe_config(recipe, infer_launcher()))

@@ -43,7 +43,7 @@ def runner_config(
     num_classes: int | None = None,
     launcher: str = "none",
 ) -> dict[str, Any]:
-    """Return the configuration for `Runner.from_cfg`: plain data, except for objects passed as arguments.
+    """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
 
     Args:
         experiment_name, ckpt_root_dir: Folder of the run, see `work_dir`.
@@ -190,7 +190,7 @@ def _watched(params: TrainingParams) -> str | None:
         if _letters(name) == _letters(wanted):
             return name
     if len(names) < len(found):
-        return wanted  # the names of other metric objects are unknown until the first validation
+        return wanted  # the names of other metric objects are unknown until the first validation run
     raise UnknownNameError(
         f"no metric of valid_metrics_list is named '{wanted}'{did_you_mean(wanted, names)} "
         f"(available: {', '.join(names)})",

@@ -28,7 +28,7 @@ def default_backends() -> list[dict[str, str]]:
 
 
 class BaseVisBackend:
-    """Base class of visualization backends.
+    """Base class for visualization backends.
 
     Subclasses override the methods they support. The other methods do nothing.
 
@@ -106,7 +106,7 @@ class LocalVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Append a JSON line with the values and `step`, also to `file_path` (in `save_dir`) if it is set."""
+        """Append a JSON line with the values and `step`, and if `file_path` (in `save_dir`) is set, to it as well."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._file(self.scalar_save_file).write(line)
         if file_path is not None:
@@ -130,7 +130,7 @@ class LocalVisBackend(BaseVisBackend):
     def _file(self, name: str) -> TextIO:
         if name not in self._files:
             self.save_dir.mkdir(parents=True, exist_ok=True)
-            # Line buffering keeps the file complete up to the last line, also if the run is killed.
+            # Line buffering keeps the file complete up to the last line, even if the run is killed.
             self._files[name] = (self.save_dir / name).open("a", buffering=1, encoding="utf-8")
         return self._files[name]
 

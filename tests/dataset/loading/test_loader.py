@@ -232,7 +232,7 @@ def test_data_set_is_built_from_its_configuration():
         (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be an integer of at least 1, got 0"),
         (dict(batch_size="8"), ConfigError, "got '8'"),
         (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),
-        (dict(dataset=[]), DataError, "train_dataloader: the data set list has no samples"),
+        (dict(dataset=[]), DataError, "train_dataloader: the dataset list has no samples"),
         (dict(collate_fn=dict(size=1)), BuildError, "train_dataloader.collate_fn: the key 'type' is missing"),
         (dict(sampler=dict(type="DefaultSampler", shufle=True)), ConfigError, "'shufle'; did you mean 'shuffle'"),
         (dict(sampler=dict(type="DefaultSampeler")), UnknownNameError, "did you mean 'DefaultSampler'"),

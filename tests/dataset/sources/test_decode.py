@@ -155,7 +155,7 @@ def test_masks_with_scaled_grey_values_raise_an_error(file, depth):
     header = struct.pack(">IIBBBBB", 2, 1, depth, GREY, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
     file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
-    with pytest.raises(DataError, match=r"picture\.png' has grey values of fewer than 8 bits"):
+    with pytest.raises(DataError, match=r"picture\.png' has grey values with fewer than 8 bits per pixel"):
         read_mask(file)
 
 

@@ -69,10 +69,10 @@ def test_wrappers_copy_metainfo():
 
 def test_concat_error_names_different_metainfo():
     with pytest.raises(
-        DataError, match=r"metainfo\['classes'\] of data set 2 is \('b', 'a'\), but data set 0 has"
+        DataError, match=r"metainfo\['classes'\] of dataset 2 is \('b', 'a'\), but dataset 0 has"
     ):
         ConcatDataset([Labels([0]), Labels([0]), Labels([0], classes=("b", "a"))])
-    with pytest.raises(DataError, match=r"metainfo\['extra'\].* data set 1 is 1, but data set 0 has None"):
+    with pytest.raises(DataError, match=r"metainfo\['extra'\].* dataset 1 is 1, but dataset 0 has None"):
         ConcatDataset([Labels([0]), Labels([0], extra=1)])
 
 
@@ -83,7 +83,7 @@ def test_concat_compares_lists_and_tuples_and_skips_ignored_keys():
 
 
 def test_concat_requires_a_data_set():
-    with pytest.raises(ConfigError, match="at least one data set"):
+    with pytest.raises(ConfigError, match="at least one dataset"):
         ConcatDataset([])
 
 

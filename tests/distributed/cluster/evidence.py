@@ -17,7 +17,7 @@ def trained(folder: Path, processes: int, steps: int) -> None:
     assert len(logs) == 1, logs
     text = logs[0].read_text()
     assert f"world_size {processes}" in text, text
-    assert f"Trained {steps} steps" in text, text
+    assert f"Trained for {steps} steps" in text, text
 
 
 def words(run: Run) -> str:

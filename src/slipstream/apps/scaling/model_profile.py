@@ -1,4 +1,4 @@
-"""Inputs and outputs of predictions: plain numbers in seconds, bytes and FLOPs."""
+"""Inputs and outputs of predictions: Python numbers in seconds, bytes and FLOPs."""
 
 from __future__ import annotations
 

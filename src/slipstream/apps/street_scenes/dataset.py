@@ -37,9 +37,9 @@ def draw_street_scene(
     Returns the image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for the bonnet of the
     camera car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
 
-    The function is pure: equal arguments give equal bytes. Another size shows the same scene (2:1 is stretched to other
-    aspect ratios) with finer texture and other sensor noise. The last bit of a colour may differ between platforms with
-    different floating-point rounding.
+    The function is pure: the same arguments give the same bytes. Another size shows the same scene (2:1 is stretched to
+    other aspect ratios) with finer texture and other sensor noise. The last bit of a colour may differ between
+    platforms with different floating-point rounding.
 
     Fraction of pixels over 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
     truck 2, terrain 2, pole 2, bus 1, and less than 1 each: person, sign, fence, train, wall, bicycle, light, rider,

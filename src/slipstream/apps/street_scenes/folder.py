@@ -47,7 +47,7 @@ def write_street_folder(
 
     Args:
         root: The folder, created if necessary. Existing files are replaced.
-        train: Number of training scenes. Scene i equals scene i of `StreetScenes` with this seed.
+        train: Number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
         val: Number of validation scenes, from the series `seed + 1`.
         size: Height and width in pixels.
         seed: Series of scenes.

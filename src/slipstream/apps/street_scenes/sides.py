@@ -25,7 +25,8 @@ BUILDING, WALL, FENCE, VEGETATION = 2, 3, 4, 8
 
 
 class Side(NamedTuple):
-    """One side of the street: -1 or 1, the X of its row, and the gap for a cross street."""
+    """One side of the street: its sign (-1 or 1), the X coordinate of its row, and the start and width of the gap for a
+    cross street."""
 
     sign: int
     x: float
@@ -61,7 +62,7 @@ def _treeline(canvas: Canvas, r: Random, leaves: tuple[Colour, Colour], high: fl
 
 
 def draw_side(canvas: Canvas, r: Random, side: Side) -> None:
-    """Draw one row from the far end to the camera, without the junction."""
+    """Draw one row from the camera outward, leaving a gap at the junction."""
     weights = r.choice(((8, 1, 1, 1, 0.4), (4, 2, 2, 2, 1), (1.5, 2, 2.5, 4, 1), (10, 0.4, 0.4, 0.3, 0.2)))
     z, segments = 2.0, []
     while z < 150:

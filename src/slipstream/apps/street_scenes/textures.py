@@ -40,7 +40,7 @@ def _tile(smooth: bool) -> Floats:
     frequency = np.hypot(np.fft.fftfreq(256)[:, None], np.fft.rfftfreq(256)[None]) * 256 + 1
     gain = frequency**-0.75 * (np.exp(-((frequency / 24) ** 2)) if smooth else 1.0)
     tile = np.fft.irfft2(np.fft.rfft2(white) * gain, (256, 256))
-    # Rounded so that the last bits of the transform are equal on all platforms.
+    # Rounded so that the result is the same on all platforms, even though the last bits of the transform differ.
     values: Floats = np.round((tile - tile.mean()) / tile.std() * 64).astype(np.float32).ravel() / 64
     return values
 

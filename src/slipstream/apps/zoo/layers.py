@@ -65,7 +65,7 @@ class SegmentationHead(nn.Module):
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     """Return `x` interpolated bilinearly to the height and width of `like`.
 
-    The results equal `F.interpolate`, computed as two matrix products. This is several times faster on CPU, and the
+    The results match `F.interpolate`, computed as two matrix products. This is several times faster on CPU, and the
     gradient is deterministic on all devices. With `align_corners`, the centres of the corner pixels are aligned.
     Otherwise, the edges of the image are aligned.
     """

@@ -1,4 +1,4 @@
-"""STDC-Seg, a real-time segmentation network that learns details in training only (arXiv 2104.13188)."""
+"""STDC-Seg, a real-time segmentation network whose detail head is used only in training (arXiv 2104.13188)."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class GlobalContext(nn.Module):
 
 
 class ContextPath(nn.Module):
-    """The backbone, and its context upsampled from 1/32 over 1/16 to 1/8 of the resolution."""
+    """The backbone, and its context upsampled from 1/32 via 1/16 to 1/8 of the resolution."""
 
     def __init__(self, backbone: STDCBackbone, channels: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _crop(x: Tensor, like: Tensor) -> Tensor:
 
 
 class FeatureFusion(nn.Module):
-    """Fuse details and context, and add the channels selected by their global means."""
+    """Fuse details and context, and add the fused channels gated by their global means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()

@@ -44,7 +44,7 @@ def can_draw_ahead(loader: Any) -> bool:
     """Return whether drawing a batch from `loader` leaves the global random generators unchanged.
 
     This holds for worker processes, which have separate generators, and for loaders of `build_dataloader`, which
-    restore the global state. An iterable data set without workers may draw from the global generators; if its
+    restore the global state. An iterable dataset without workers may draw from the global generators; if its
     batches were drawn ahead, a resumed run would see different random numbers.
     """
     restores_state = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)

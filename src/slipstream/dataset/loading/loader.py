@@ -53,7 +53,7 @@ def build_dataloader(
 
     Raises:
         ConfigError: A key is unknown or missing.
-        DataError: The data set is empty, or smaller than one batch while `drop_last` is set.
+        DataError: The dataset is empty, or smaller than one batch while `drop_last` is set.
     """
     limit = None
     if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
@@ -89,7 +89,7 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
 
 
 def length(loader: DataLoader[Any]) -> int | None:
-    """Return the number of batches per epoch, or None for an iterable data set without a length."""
+    """Return the number of batches per epoch, or None for an iterable dataset without a length."""
     try:
         return len(loader)
     except TypeError:
@@ -102,13 +102,13 @@ def is_infinite(loader: DataLoader[Any]) -> bool:
 
 
 class SeededDataset(Dataset[Any]):
-    """Wraps a data set and seeds the global generators of Python, NumPy and torch for each sample.
+    """Wraps a dataset and seeds the global generators of Python, NumPy and torch for each sample.
 
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may draw random numbers too. Other attributes are read from the data set.
+    is collated, so a `collate_fn` may draw random numbers too. Other attributes are read from the dataset.
 
     Args:
-        dataset: A map-style data set.
+        dataset: A map-style dataset.
         collate: Returns the batch for a list of samples.
     """
 
@@ -200,7 +200,7 @@ def _check_keys(options: Mapping[str, Any], name: str) -> None:
 
 def _dataset(cfg: Any, name: str) -> Any:
     dataset = DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg
-    if hasattr(dataset, "full_init"):  # data sets of OpenMMLab may be initialized lazily
+    if hasattr(dataset, "full_init"):  # datasets of OpenMMLab may be initialized lazily
         dataset.full_init()
     check_not_empty(dataset, name)
     return dataset
@@ -276,7 +276,7 @@ def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> Da
 
 
 def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
-    """Return the number of this rank's samples in one pass over the data set."""
+    """Return the number of this rank's samples in one pass over the dataset."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
 

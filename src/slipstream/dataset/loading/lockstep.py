@@ -1,6 +1,6 @@
 """End an epoch or an evaluation at the same batch on all ranks, even if their data differ in length.
 
-A rank that trains on one batch more than another would hang in the gradient all-reduce. The samplers of this package
+A rank that trains on one batch more than another would hang in the gradient all-reduce. This package's samplers
 and torch's `DistributedSampler` give every rank the same number of batches; for other loaders the number is not
 known in advance.
 """
@@ -47,7 +47,7 @@ def until_one_ends(
     """Yield batches of this rank while every rank has one.
 
     The next batch is drawn, and an asynchronous all-reduce checks that every rank has one, while the current batch
-    is in use. Loaders that are known to have equal lengths need no all-reduce.
+    is in use. Loaders that are known to have the same length need no all-reduce.
     """
     if get_world_size() == 1 or _known_equal(loader):
         yield from batches
@@ -74,7 +74,7 @@ def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
     This is for models whose forward runs collectives, such as sharded models.
 
     Raises:
-        DataError: A rank has no batch, and its data set is iterable, so that no sample can be repeated.
+        DataError: A rank has no batch, and its dataset is iterable, so that no sample can be repeated.
     """
     iterator = iter(loader)
     batch = last = next(iterator, _END)
@@ -89,7 +89,7 @@ def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
 def _any_batch(loader: DataLoader[Any]) -> Any:
     if isinstance(loader.dataset, IterableDataset):
         raise DataError(
-            f"rank {get_rank()} has no data to evaluate, but a sharded model requires every rank in each forward; "
+            f"rank {get_rank()} has no data to evaluate, but a sharded model requires every rank in each forward pass; "
             "give every rank at least one batch"
         )
     return next(iter(DataLoader(loader.dataset, batch_size=1, collate_fn=loader.collate_fn)))

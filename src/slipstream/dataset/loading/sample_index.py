@@ -8,7 +8,7 @@ __all__ = ["SampleIndex", "sample_rng"]
 
 
 class SampleIndex(int):
-    """A sample's index with the run's seed and the epoch; it is an `int`, so every data set accepts it."""
+    """A sample's index with the run's seed and the epoch; it is an `int`, so every dataset accepts it."""
 
     seed: int
     epoch: int

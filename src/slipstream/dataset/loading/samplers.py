@@ -35,7 +35,7 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """Sampler of one rank's shard of a data set: samples rank, rank + world_size, ... of a shuffled or plain order.
+    """Sampler of one rank's shard of a dataset: samples rank, rank + world_size, ... of a shuffled or plain order.
 
     Args:
         dataset: Any object with a length.
@@ -72,7 +72,7 @@ class DefaultSampler(Sampler[int]):
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(Sampler[int]):
-    """Endless sampler for iteration-based loops; each pass over the data set is shuffled differently."""
+    """Endless sampler for iteration-based loops; each pass over the dataset is shuffled differently."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -119,8 +119,8 @@ class EpochBatchSampler(Sampler[list[int]]):
     Args:
         batch_sampler: Yields lists of indices.
         seed: Seed of the run.
-        samples: Number of this rank's samples in one pass over the data set.
-        stamp: Whether to yield `SampleIndex`; False for data sets whose samples do not depend on the epoch.
+        samples: Number of this rank's samples in one pass over the dataset.
+        stamp: Whether to yield `SampleIndex`; False for datasets whose samples do not depend on the epoch.
         limit: Maximum number of batches in an epoch; None uses all.
     """
 
@@ -152,7 +152,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         start, self.start = self.start, 0
         first, drawn = self.epoch, 0
         for number, batch in enumerate(islice(self._batches(), self.limit)):
-            # For an endless sampler, each pass over the data set counts as an epoch.
+            # For an endless sampler, each pass over the dataset counts as an epoch.
             epoch = first + drawn // self.samples
             drawn += len(batch)
             if number >= start:
@@ -179,8 +179,8 @@ class EpochBatchSampler(Sampler[list[int]]):
 
 
 def check_not_empty(dataset: Any, name: str) -> None:
-    """Raise DataError if a sized data set is empty."""
+    """Raise DataError if a sized dataset is empty."""
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise DataError(
-            f"{name}: the data set {type(dataset).__name__} has no samples; check its folder and split"
+            f"{name}: the dataset {type(dataset).__name__} has no samples; check its folder and split"
         )

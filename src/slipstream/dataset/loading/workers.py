@@ -42,7 +42,7 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
         if value == _AUTO:
             if streamed:
                 raise ConfigError(
-                    f"'{_AUTO}' does not support iterable data sets; set a number", f"{name}.{key}"
+                    f"'{_AUTO}' does not support iterable datasets; set a number", f"{name}.{key}"
                 )
         elif value is not None and not (isinstance(value, int) and value >= least):
             raise ConfigError(
@@ -72,7 +72,7 @@ def with_workers(
 
     Args:
         options: Options of the `DataLoader`, with its `collate_fn`.
-        dataset: The data set of the loader.
+        dataset: The dataset of the loader.
         batches: Lists of indices, as the batch sampler yields them.
         name: Name in the log (such as `train_dataloader`).
     """
@@ -109,7 +109,7 @@ class _Trials:
     """Short throughput measurements of data loaders.
 
     Args:
-        dataset: The data set to read.
+        dataset: The dataset to read.
         options: Options of the run's loader.
         batches: Batches of indices of the run.
     """
@@ -178,7 +178,7 @@ class _Trials:
 
 
 class _Probe(Dataset[Any]):
-    """Wraps a data set; returns (seconds, bytes) of each batch, measured in the worker that reads it."""
+    """Wraps a dataset; returns (seconds, bytes) of each batch, measured in the worker that reads it."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self.dataset = dataset

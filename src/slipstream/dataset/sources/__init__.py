@@ -1,4 +1,4 @@
-"""Data sets, one module each; importing this package registers all of them."""
+"""Datasets, one module each; importing this package registers all of them."""
 
 from slipstream.dataset.sources import cifar10, cityscapes, fashion_mnist, image_folder, wrappers
 

@@ -1,4 +1,4 @@
-"""Base class of segmentation data sets: loading, caching, transforms, conversion to tensors."""
+"""Base class for segmentation datasets: loading, caching, transforms, conversion to tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Sample", "SegmentationDataset", "Transform", "default_palette"]
 
 
 class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
-    """Base class of data sets of images with one class id per pixel.
+    """Base class for datasets of images with one class id per pixel.
 
     A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
@@ -35,9 +35,9 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
     Args:
         transforms: Functions of a sample and a generator that return a new sample and do not modify their input
-            arrays; or dicts that TRANSFORMS builds.
-        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use it for small data, or data that
-            are slow to create. Every worker process keeps a separate copy.
+            arrays; or dicts from which `TRANSFORMS` builds them.
+        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use it for small datasets, or for
+            samples that are slow to create. Every worker process keeps a separate copy.
         cache: Folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
     """
 
@@ -78,7 +78,9 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         if not 0 <= index < len(self):
-            raise IndexError(f"{type(self).__name__} has samples 0 to {len(self) - 1}, not {int(index)}")
+            raise IndexError(
+                f"sample index {int(index)} is out of range for {type(self).__name__}, which has {len(self)} samples"
+            )
         name = f"sample {int(index)} of {type(self).__name__}"
         return apply_transforms(self.transforms, self._loaded(int(index)), sample_rng(index), name)
 

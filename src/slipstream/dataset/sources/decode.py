@@ -25,13 +25,13 @@ _GREY, _RGB = 0, 2  # colour types of PNG
 def read_image(path: Path) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB.
 
-    Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs, if it is installed (the
-    extra `png`), in a third of the time. Other files, and files in which pywuffs finds an error, are decoded with
-    Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a colour profile.
-    For colour images of more than 8 bits, the high bytes are read.
+    Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs if it is installed (the
+    extra `png`), which takes a third of the time Pillow takes. Other files, and files in which pywuffs finds an error,
+    are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a
+    colour profile. For colour images with more than 8 bits per channel, only the high bytes are used.
 
     Raises:
-        DataError: The file cannot be read, or is a greyscale image of more than 8 bits.
+        DataError: The file cannot be read, or is a greyscale image with more than 8 bits per pixel.
     """
     pixels = _plain_png(path, _RGB)
     if pixels is not None:
@@ -61,8 +61,8 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
         )
     if _is_stretched(codecs):
         raise DataError(
-            f"the mask '{path}' has grey values of fewer than 8 bits, which decoders scale to 0 to 255, so they are "
-            "not class ids. Save it with 8 bits per pixel or with a palette"
+            f"the mask '{path}' has grey values with fewer than 8 bits per pixel, which decoders scale to the range 0 "
+            "to 255, so they are not class ids. Save it with 8 bits per pixel or with a palette"
         )
     return np.asarray(image)
 
@@ -76,7 +76,8 @@ def check_readable(path: Path) -> None:
 def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
     """Return the pixels of a plain PNG with one of these colour types, uint8 (H, W, 1 or 3), or None for other files.
 
-    The result is also None if pywuffs is not installed or finds an error; Pillow then decodes or reports it.
+    The result is also None if pywuffs is not installed or finds an error; Pillow then decodes the file or
+    reports the error.
     """
     formats = _formats()
     if formats is None:
@@ -116,7 +117,8 @@ def _formats() -> dict[int, Any] | None:
 
 
 def _is_plain(start: bytes, kinds: tuple[int, ...]) -> bool:
-    """Return whether a file starts as an 8-bit PNG with one of these colour types and not too many pixels."""
+    """Return whether a file starts like an 8-bit PNG with one of these colour types and does not exceed Pillow's pixel
+    limit."""
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
@@ -135,7 +137,8 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
 
 
 def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether Pillow scales grey values: PNGs and TIFFs of 2 or 4 bits, and PGMs whose maximum is not 255."""
+    """Return whether Pillow scales grey values: PNGs and TIFFs with 2 or 4 bits per pixel, and PGMs whose maximum is
+    not 255."""
     return any(
         "L;2" in codec or "L;4" in codec or (codec[0].startswith("ppm") and codec[2:] != (255,))
         for codec in codecs

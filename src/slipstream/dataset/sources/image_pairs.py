@@ -1,4 +1,4 @@
-"""Data sets of image and mask files: finding, checking and reading the files."""
+"""Datasets of image and mask files: finding, checking and reading the files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _EXTENSIONS = {"image": (*_LOSSLESS, ".jpeg", ".jpg", ".webp"), "mask": _LOSSLES
 
 
 _REMEDY = "Fix or replace the file (`slipstream data stats RECIPE` lists every broken file)"
-_SKIP = ", or set skip_corrupt=True of the data set to skip unreadable files"
+_SKIP = ", or set skip_corrupt=True in the dataset to skip unreadable files"
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class MaskIds:
 
 
 class ImageMaskPairs(SegmentationDataset):
-    """Base of data sets that read a sample from two files. A subclass defines `mask_ids`.
+    """Base class for datasets that read a sample from two files. A subclass defines `mask_ids`.
 
     Args:
         pairs: Image and mask file of each sample.

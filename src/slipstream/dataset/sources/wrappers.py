@@ -1,4 +1,4 @@
-"""Data sets that wrap other data sets and pass on the seed and epoch of a `SampleIndex`."""
+"""Datasets that wrap other datasets and pass on the seed and epoch of a `SampleIndex`."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Concatenation of data sets; `metainfo` is that of the first.
+    """Concatenation of datasets; `metainfo` is that of the first.
 
     Args:
-        datasets: Data sets, or dicts that DATASETS builds.
-        ignore_keys: Keys of `metainfo` in which the data sets may differ.
+        datasets: Datasets, or dicts that DATASETS builds.
+        ignore_keys: Keys of `metainfo` in which the datasets may differ.
 
     Raises:
-        DataError: The `metainfo` of two data sets differ.
+        DataError: The `metainfo` of two datasets differ.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
         ignore_keys: str | Sequence[str] = (),
     ) -> None:
         if not datasets:
-            raise ConfigError("ConcatDataset requires at least one data set")
+            raise ConfigError("ConcatDataset requires at least one dataset")
         super().__init__([_built(dataset) for dataset in datasets])
         ignored = {ignore_keys} if isinstance(ignore_keys, str) else set(ignore_keys)
         self.metainfo = _metainfo(self.datasets[0])
@@ -54,7 +54,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
         return _cat_ids(self.datasets[which], local)
 
     def _locate(self, idx: int) -> tuple[int, int]:
-        """Return the number of the data set that contains sample `idx`, and the index in it."""
+        """Return the number of the dataset that contains sample `idx`, and the index in it."""
         _check_index(idx, len(self))
         which = bisect.bisect_right(self.cumulative_sizes, idx)
         return which, int(idx) - (self.cumulative_sizes[which - 1] if which else 0)
@@ -62,12 +62,12 @@ class ConcatDataset(TorchConcatDataset[Any]):
 
 @DATASETS.register_module()
 class RepeatDataset(Dataset[Any]):
-    """Repeats a data set `times` times in one epoch, for small data where starting an epoch is expensive.
+    """Repeats a dataset `times` times in one epoch, for small data where starting an epoch is expensive.
 
     Each repeat of a sample is augmented differently: repeat r of epoch e has the epoch e * times + r.
 
     Args:
-        dataset: A data set, or a dict that DATASETS builds.
+        dataset: A dataset, or a dict that DATASETS builds.
         times: Number of repeats.
     """
 
@@ -93,10 +93,10 @@ class RepeatDataset(Dataset[Any]):
 
 @DATASETS.register_module()
 class AtLeast(RepeatDataset):
-    """Repeats a data set until an epoch has at least `min_samples` samples.
+    """Repeats a dataset until an epoch has at least `min_samples` samples.
 
     Args:
-        dataset: A data set, or a dict that DATASETS builds.
+        dataset: A dataset, or a dict that DATASETS builds.
         min_samples: Minimum number of samples in an epoch.
     """
 
@@ -116,12 +116,12 @@ class ClassBalancedDataset(Dataset[Any]):
     differently.
 
     Args:
-        dataset: A data set with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS builds.
+        dataset: A dataset with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS builds.
             `get_cat_ids` is called once for each sample, at construction.
         oversample_thr: The threshold t; classes with f(c) >= t are not repeated.
 
     Raises:
-        DataError: The data set has no `get_cat_ids`.
+        DataError: The dataset has no `get_cat_ids`.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:
@@ -183,9 +183,9 @@ def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> Sample
 def _check_same(first: dict[str, Any], other: dict[str, Any], ignored: set[str], position: int) -> None:
     for key in sorted((first.keys() | other.keys()) - ignored):
         ours, theirs = first.get(key), other.get(key)
-        # Tuples, lists and arrays with the same values are equal.
+        # Tuples, lists and arrays with the same values count as identical.
         if not np.array_equal(ours, theirs):  # type: ignore[arg-type]
             raise DataError(
-                f"metainfo['{key}'] of data set {position} is {theirs!r}, but data set 0 has {ours!r}; "
-                f"make them equal, or pass ignore_keys=['{key}'] if they may differ"
+                f"metainfo['{key}'] of dataset {position} is {theirs!r}, but dataset 0 has {ours!r}; "
+                f"make them identical, or pass ignore_keys=['{key}'] if they may differ"
             )

@@ -102,7 +102,7 @@ class CropRegion:
         """Return new arrays: the image, uint8 (3, H, W), and the mask, uint8 (H, W).
 
         Only visible pixels of the sample's arrays, which may be memory-mapped, are read. The image is resampled
-        bilinearly, with antialiasing when it shrinks, equal to Pillow up to rounding (see `bilinear`). The mask is
+        bilinearly, with antialiasing when it shrinks, matching Pillow up to rounding (see `bilinear`). The mask is
         resampled with nearest neighbors, exactly as in Pillow.
         """
         width, height = self.canvas
@@ -125,11 +125,17 @@ class CropRegion:
 
 
 class Geometric(ABC):
-    """Base of transforms that move pixels. Subclasses define `update_region`; `__call__` transforms a sample."""
+    """Base class for transforms that move pixels.
+
+    Subclasses define `update_region`; `__call__` transforms a sample.
+    """
 
     @abstractmethod
     def update_region(self, region: CropRegion, rng: np.random.Generator) -> CropRegion | None:
-        """Return the region after this transform, or None, without a random draw, if it must be rendered first."""
+        """Return the region after this transform.
+
+        If the region must be rendered first, return None without drawing random numbers.
+        """
 
     def region_for(self, mask: Pixels, rng: np.random.Generator) -> CropRegion:
         """Return the region after only this transform, for a sample with this mask."""

@@ -1,6 +1,6 @@
 """Device transforms: colour changes and normalisation of a batch of images on the device.
 
-A data set does not compute these transforms. It draws their parameters and adds them to each sample, under the key
+A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
 `finish`, as float32 (K,). K determines the layout, so no value has to be read from the device:
 
     13  colours:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
@@ -103,7 +103,7 @@ def check_same_params(samples: Sequence[Any]) -> None:
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
             "a batch mixes samples with and without colour changes (SegColorJitter) or normalisation (SegStandardize, "
-            "SegNormalize, ToTensor); end the transforms of all data sets with the same of these, or normalise in the "
+            "SegNormalize, ToTensor); end the transforms of all datasets with the same of these, or normalise in the "
             "data preprocessor"
         )
 

@@ -4,7 +4,7 @@ Each takes a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the
 a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly (with
 Pillow's antialiasing when they shrink), masks with nearest neighbors.
 
-A data set does not call them one by one: it composes the transforms that move pixels into one `CropRegion`, and the
+A dataset does not call them one by one: it composes the transforms that move pixels into one `CropRegion`, and the
 device applies colour changes and normalisation (`pipeline.py`).
 """
 
@@ -106,8 +106,8 @@ class SegPadShortToCropSize(Geometric):
 
     Args:
         crop_size: (width, height), or one number for both.
-        fill_mask: Class id of the padding, usually the data set's `ignore_index`. It has no default: 0, the default
-            of SuperGradients, is a class in many data sets (road in Cityscapes), and the network would silently
+        fill_mask: Class id of the padding, usually the dataset's `ignore_index`. It has no default: 0, the default
+            of SuperGradients, is a class in many datasets (road in Cityscapes), and the network would silently
             learn the padding as that class.
         fill_image: Grey value, or [r, g, b], of the padding.
         padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as SuperGradients
@@ -222,7 +222,7 @@ class SegColorJitter:
 
 
 class Affine(ABC):
-    """Base of transforms of the form `image * scale + shift`; they come last in a data set's list."""
+    """Base class for transforms of the form `image * scale + shift`; they come last in a dataset's list."""
 
     @abstractmethod
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
@@ -270,7 +270,7 @@ class SegNormalize(Affine):
 
 @TRANSFORMS.register_module()
 class SegConvertToTensor:
-    """No-op for compatibility with SuperGradients' recipes; data sets always return tensors.
+    """No-op for compatibility with SuperGradients' recipes; datasets always return tensors.
 
     Args:
         mask_output_dtype: int64 (or `long`); the loss always receives int64 masks.

@@ -1,7 +1,7 @@
 """Transforms of images without masks, with torchvision's names.
 
 Transforms that move pixels take an image, uint8 (3, H, W), and the sample's generator, and return a new image.
-`ToTensor` and `Normalize` are not computed here: a data set adds their parameters to the sample as `finish`, and
+`ToTensor` and `Normalize` are not computed here: a dataset adds their parameters to the sample as `finish`, and
 the device applies them to a whole batch.
 """
 

@@ -25,7 +25,7 @@ _MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
     """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
 
-    It equals the box of the whole image resized by Pillow (antialiased when it shrinks) up to rounding: by at most
+    It matches the box of the whole image resized by Pillow (antialiased when it shrinks) up to rounding: by at most
     one grey level, and rarely, in noise, by two. Only the source pixels that affect the box are read, or those up to
     the nearest edges.
 
@@ -46,7 +46,7 @@ def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
 
 
 def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixels:
-    """Return a box of the mask resized to `scaled`, exactly equal to Pillow's result.
+    """Return a box of the mask resized to `scaled`, identical to Pillow's result.
 
     Args:
         mask: uint8 (H, W).
@@ -110,7 +110,7 @@ class _Axis:
 
     @property
     def is_copy(self) -> bool:
-        """Whether torch would only copy the pixels, which it does for equal input and output sizes."""
+        """Whether torch would only copy the pixels, which it does if the input and output sizes are the same."""
         length = self.to_edge.stop - self.to_edge.start
         return self.scaled != self.source and math.floor(length * self.scale) == length
 

@@ -131,7 +131,7 @@ class PowerSGD:
 
     def _factor(self, name: str, matrix: Tensor) -> Tensor:
         n, m = matrix.shape
-        if name not in self.factors:  # equal on every rank
+        if name not in self.factors:  # the same on every rank
             generator = torch.Generator().manual_seed(list(self._names.values()).index(name))
             self.factors[name] = torch.randn(m, min(n, m, self.options.rank), generator=generator)
         return self.factors[name].to(matrix)

@@ -1,4 +1,4 @@
-"""Data parallelism: DDP wrappers with MMEngine's names."""
+"""Data parallelism: DDP wrappers, named as in MMEngine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ MODEL_WRAPPERS.register_module(module=DistributedDataParallel)
 
 
 def train_wrapped(wrapper: Any, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-    """Train on one batch through the forward of the wrapper, and return 0-dim device tensors to log."""
+    """Train on one batch through the wrapper's forward, and return 0-dim device tensors to log."""
 
     def forward(batch: Any) -> Any:
         return run_forward(wrapper, wrapper.module.data_preprocessor(batch, True), "loss")
@@ -48,8 +48,8 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
     Args:
         module: the model.
-        broadcast_buffers: broadcast the buffers of rank 0 before every forward. If False, each rank has its own
-            BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are equal).
+        broadcast_buffers: broadcast the buffers of rank 0 before every forward pass. If False, each rank has its own
+            BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are identical).
         gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy; the results
             are the same.
         comm_hook: compression of gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
@@ -80,8 +80,9 @@ class MMDistributedDataParallel(DistributedDataParallel):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Disable gradient synchronization, except before the first synchronization of a static graph."""
-        # torch records a static graph in its first synchronized backward and fails if it missed an earlier one.
-        # Early synchronization only changes the order of the sum over the accumulation window.
+        # torch records a static graph during the first synchronized backward pass, and fails if an earlier backward
+        # pass was not synchronized. Early synchronization only changes the order of summation over the accumulation
+        # window.
         if self.static_graph and not self._static_graph_delay_allreduce_enqueued:
             yield
             return
@@ -142,7 +143,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
 
 
 def _without_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-    """Remove the prefix of the wrapper from the keys, so that checkpoints also fit a run with one process."""
+    """Remove the wrapper's prefix from the keys, so that checkpoints can also be loaded in a single-process run."""
     for key in [key for key in state if key.startswith(f"{prefix}module.")]:
         state[prefix + key.removeprefix(f"{prefix}module.")] = state.pop(key)
 

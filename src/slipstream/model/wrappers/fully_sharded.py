@@ -84,7 +84,7 @@ class MMFullyShardedDataParallel(nn.Module):
     """
 
     forward_needs_all_ranks = True
-    """Every forward gathers weights from all processes, so all processes must call it the same number of times."""
+    """Every forward pass gathers weights from all processes, so all processes must call it the same number of times."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class MMFullyShardedDataParallel(nn.Module):
         self._units = _shard(module, self.mesh, config)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model; as in DDP, `no_sync` around the forward disables the sum of gradients in backward."""
+        """Call the model; as in DDP, `no_sync` around the forward pass disables the gradient sum in backward."""
         if self._sync is not self._applied_sync:  # avoid a call that visits all modules
             self.module.set_requires_gradient_sync(self._sync)
             self._applied_sync = self._sync
@@ -121,7 +121,7 @@ class MMFullyShardedDataParallel(nn.Module):
         return predictions
 
     def _reshard(self) -> None:
-        """Free weights that torch keeps gathered for a backward, which does not follow here."""
+        """Free weights that torch keeps gathered for a backward pass, which does not follow here."""
         for unit in self._units:
             unit.reshard()
 
@@ -172,7 +172,7 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the gradients of this process that are not yet summed over processes, by parameter name.
 
-    Every rank must call this between a backward and a forward. The blocks are gathered one at a time.
+    Every rank must call this between a backward and a forward pass. The blocks are gathered one at a time.
     """
     held: dict[str, Tensor] = {}
     for name, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Base class of all schedulers: active steps, chaining and resuming."""
+"""Base class for all schedulers: active steps, chaining and resuming."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["_ParamScheduler"]
 
 
 class _ParamScheduler:
-    """Base class of schedulers of one option of the parameter groups.
+    """Base class for schedulers of one option of the parameter groups.
 
     A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. It does not change the
     value in other steps. It computes each value from the current value, so schedulers of one option can be chained

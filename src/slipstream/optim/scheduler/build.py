@@ -1,4 +1,4 @@
-"""Construction of schedulers of this package and of torch from configurations."""
+"""Build this package's and torch's schedulers from configurations."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ __all__ = ["TorchSchedulerAdapter", "build_param_scheduler"]
 
 
 class TorchSchedulerAdapter:
-    """Adapter for schedulers of `torch.optim.lr_scheduler` with the interface of this package.
+    """Adapter that gives schedulers from `torch.optim.lr_scheduler` this package's scheduler interface.
 
     Args:
         scheduler: scheduler of the torch optimizer; it is active from step 0.
-        by_epoch: whether a step is an epoch or an iteration; the caller of `step` uses it.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. The caller of `step` uses it.
         end: first step after the active steps.
     """
 
@@ -73,12 +73,12 @@ def build_param_scheduler(
     """Build one scheduler; a scheduler object is returned unchanged.
 
     Args:
-        cfg: a dict whose `type` is a scheduler of this package or a class of `torch.optim.lr_scheduler`. With
+        cfg: a dict whose `type` is one of this package's schedulers or a class in `torch.optim.lr_scheduler`. With
             `convert_to_iter_based=True`, arguments are in epochs, and steps are iterations.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
-        max_epochs: default of `end` for schedulers by epoch.
-        max_iters: default of `end` for schedulers by iteration.
+        max_epochs: default of `end` for epoch-based schedulers.
+        max_iters: default of `end` for iteration-based schedulers.
 
     Raises:
         ConfigError: a key is invalid; the message contains its name.
@@ -107,8 +107,8 @@ def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchS
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
-                f"{cfg['type']} is a scheduler of torch and does not support {key}; remove it and specify steps, "
-                "or use a scheduler of slipstream.optim.scheduler"
+                f"{cfg['type']} is a torch scheduler, which does not support {key}; remove {key} and give the "
+                "arguments in scheduler steps, or use a scheduler from slipstream.optim.scheduler"
             )
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}

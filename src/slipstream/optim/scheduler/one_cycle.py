@@ -22,7 +22,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     be chained after a warm-up. The value does not change after `total_steps`.
 
     Args:
-        optimizer: see `_ParamScheduler`, also for the other common arguments.
+        optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: must be `lr`.
         eta_max: the peak, for all groups or one for each.
         total_steps: length of the cycle; default `end - begin`.

@@ -16,20 +16,20 @@ __all__ = ["ReduceOnPlateauParamScheduler"]
 
 @PARAM_SCHEDULERS.register_module()
 class ReduceOnPlateauParamScheduler(_ParamScheduler):
-    """Multiply by `factor` when the metric `monitor` has not improved for more than `patience` validations.
+    """Multiply the value by `factor` when `monitor` has not improved for more than `patience` validation runs.
 
-    `step()` counts an epoch; `step(metrics)` processes the results of a validation.
+    `step()` counts an epoch; `step(metrics)` processes the results of a validation run.
 
     Args:
-        optimizer: see `_ParamScheduler`, also for the other common arguments.
+        optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: option to reduce.
         monitor: key in `metrics`.
         rule: `less` if smaller values are better, `greater` if larger values are better.
         factor: factor of each reduction, below 1.
-        patience: number of validations without improvement before a reduction.
+        patience: number of validation runs without improvement before a reduction.
         threshold: minimum improvement.
         threshold_rule: `rel`: the threshold is relative to the best value; `abs`: it is absolute.
-        cooldown: number of validations after a reduction that do not count as bad.
+        cooldown: number of validation runs after a reduction that do not count as bad.
         min_value: lower bound, for all groups or one for each.
         eps: minimum reduction; smaller reductions are skipped.
         by_epoch: must be True.
@@ -62,7 +62,10 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         by_epoch: bool = True,
         verbose: bool = False,
     ) -> None:
-        require(by_epoch is True, "by_epoch", "True, because this scheduler counts validations", by_epoch)
+        if by_epoch is not True:
+            raise ConfigError(
+                f"by_epoch must be True, not {by_epoch!r}, because this scheduler counts validation runs"
+            )
         require(rule in ("less", "greater"), "rule", "'less' or 'greater'", rule)
         require(threshold_rule in ("rel", "abs"), "threshold_rule", "'rel' or 'abs'", threshold_rule)
         require(is_number(factor) and 0 < factor < 1, "factor", "above 0 and below 1", factor)
@@ -84,11 +87,11 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
 
     @classmethod
     def build_iter_from_epoch(cls, *args: Any, **kwargs: Any) -> ReduceOnPlateauParamScheduler:
-        """Raise ConfigError, because this scheduler counts validations instead of iterations."""
+        """Raise ConfigError, because this scheduler counts validation runs instead of iterations."""
         raise ConfigError(f"{cls.__name__} does not support convert_to_iter_based; remove it")
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
-        """Count an epoch, or process the `metrics` of a validation (numbers or 0-dim tensors).
+        """Count an epoch, or process the `metrics` of a validation run (numbers or 0-dim tensors).
 
         Raises:
             ConfigError: `metrics` does not contain `monitor`.
