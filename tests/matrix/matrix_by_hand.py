@@ -3,7 +3,7 @@
 import copy
 import math
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -12,11 +12,21 @@ from matrix_nets import OPTIMIZERS, STEPS, batches, make
 WINDOW, STOP = 3, 10
 MAX_NORM = 0.2
 DECAY, BETA = 0.9, 15.0
+INTERVAL = 2
+"""Number of weight updates per update of the SWA average."""
 SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30, growth_interval=4)
 """Initial loss scale: only the first step overflows, regardless of rounding."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 LR_STEPS, MOMENTUM_STEPS = (0.1, 8), (0.5, 16)
 """Initial factor of the schedules, and the step at which it has increased to 1."""
+RHO = 0.3
+CLIP_FACTOR, EPS = 0.1, 1e-3
+LAYER_FACTOR = 0.5
+DEPTHS = {
+    "conv": dict(stem=2, norm=2, block=1, head=0),
+    "transformer": dict(place=3, stem=2, block=1, norm=0, head=0),
+}
+"""The exponent of LAYER_FACTOR in the learning rate of each module, for the layers `stem` and `block`."""
 
 
 @cache
@@ -26,41 +36,37 @@ def by_hand(net, options, shards):
     With two `shards`, each batch is split in two halves with separate BatchNorm, as in two processes without SyncBN.
 
     Returns:
-        The losses of all steps, and the weights and EMA weights (or None) of each shard.
+        The losses of all steps, and the weights and averages (or None) of each shard.
     """
     torch.manual_seed(0)
     replicas = _replicas(make(net), shards)
     params = list(replicas[0].parameters())
-    optimizer = _optimizer(net, replicas[0], "param groups" in options)
+    optimizer = _optimizer(net, replicas[0], options)
     dtype = next((dtype for name, dtype in DTYPES.items() if name in options), None)
     scale = _Scale() if dtype is torch.float16 else None
-    averages = [_Average(replica) for replica in replicas] if "EMA" in options else None
+    decay = next((decay for name, decay in DECAYS.items() if name in options), None)
+    averages = [_Average(replica, decay) for replica in replicas] if decay else []
     window = WINDOW if "accumulation" in options else 1
     held, losses = [0.0] * len(params), []
-    for number, (x, y) in enumerate(batches()):
+    for number, batch in enumerate(batches()):
         if "scheduler" in options:
             _schedule(optimizer, number)
-        ends = (number + 1) % window == 0 or number + 1 == STEPS
         size = STEPS % window if window > 1 and number >= STEPS - STEPS % window else window
-        parts = []
-        for shard, replica in enumerate(replicas):
-            with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
-                loss = F.cross_entropy(replica(x[shard::shards]), y[shard::shards])
-            grads = torch.autograd.grad(loss / size * (scale.value if scale else 1.0), params)
-            held = [sum_ + grad / shards for sum_, grad in zip(held, grads, strict=True)]
-            parts.append(loss.detach())
-        losses.append(torch.stack(parts).mean())
-        if ends:
-            _update(optimizer, params, held, scale, "clipping" in options)
+        run = partial(_run, replicas, params, batch, dtype, size, scale.value if scale else 1.0)
+        loss, grads = _sharpness_aware(replicas, params, run) if "SAM" in options else run()
+        losses.append(loss)
+        held = [sum_ + grad for sum_, grad in zip(held, grads, strict=True)]
+        if (number + 1) % window == 0 or number + 1 == STEPS:
+            _update(optimizer, params, held, scale, options)
             held = [0.0] * len(params)
-            for average, replica in zip(averages or [], replicas, strict=bool(averages)):
+            for average, replica in zip(averages, replicas, strict=bool(averages)):
                 average.take(replica, math.ceil(STEPS / window))
         if (number + 1) % STOP == 0 and "resume" in options:
             # A checkpoint stores the mean of the processes' BatchNorm statistics.
             _agree([dict(replica.named_buffers()) for replica in replicas])
-            _agree([average.buffers() for average in averages or []])
+            _agree([average.buffers() for average in averages])
     weights = [{name: t.detach() for name, t in r.state_dict().items()} for r in replicas]
-    return torch.stack(losses), weights, averages and [average.values for average in averages]
+    return torch.stack(losses), weights, [average.values for average in averages] or None
 
 
 def _replicas(module, count):
@@ -72,21 +78,27 @@ def _replicas(module, count):
     return replicas
 
 
-def _optimizer(net, module, groups):
-    options = dict(OPTIMIZERS[net])
-    make_optimizer = getattr(torch.optim, options.pop("type"))
-    if not groups:
-        return make_optimizer(module.parameters(), **options)
-    lr, decay = options["lr"], options["weight_decay"]
+def _optimizer(net, module, options):
+    """Return the optimizer of a network, with one group for each parameter."""
+    settings = dict(OPTIMIZERS[net])
+    make_optimizer = getattr(torch.optim, settings.pop("type"))
+    groups = []
+    for name, param in module.named_parameters():
+        group = dict(settings, params=[param])
+        if "param groups" in options:
+            group.update(_own_settings(name, group["lr"]))
+        if "layer decay" in options:
+            group["lr"] *= LAYER_FACTOR ** DEPTHS[net][name.split(".")[0]]
+        groups.append(group)
+    return make_optimizer(groups, **settings)
 
-    def own(name):
-        if name.startswith("head"):
-            return dict(lr=lr * 0.5)
-        if "norm" in name:
-            return dict(weight_decay=0.0)
-        return dict(lr=lr * 2.0) if name.endswith("bias") else dict(weight_decay=decay)
 
-    return make_optimizer([{"params": [p], **own(name)} for name, p in module.named_parameters()], **options)
+def _own_settings(name, lr):
+    if name.startswith("head"):
+        return dict(lr=lr * 0.5)
+    if "norm" in name:
+        return dict(weight_decay=0.0)
+    return dict(lr=lr * 2.0) if name.endswith("bias") else {}
 
 
 def _schedule(optimizer, number):
@@ -102,17 +114,67 @@ def _schedule(optimizer, number):
             group["momentum"] = momentum
 
 
-def _update(optimizer, params, grads, scale, clip):
+def _run(replicas, params, batch, dtype, size, scale):
+    """Return the loss, and the gradients of the scaled loss, both averaged over the shards."""
+    losses, grads = [], []
+    for shard, replica in enumerate(replicas):
+        x, y = (tensor[shard :: len(replicas)] for tensor in batch)
+        with nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype):
+            loss = F.cross_entropy(replica(x), y)
+        grads.append(torch.autograd.grad(loss / size * scale, params))
+        losses.append(loss.detach())
+    return torch.stack(losses).mean(), [sum(parts) / len(replicas) for parts in zip(*grads, strict=True)]
+
+
+@torch.no_grad()
+def _sharpness_aware(replicas, params, run):
+    """Return the loss, and the gradients at the weights that are RHO away in the direction of the gradient."""
+    with torch.enable_grad():
+        loss, grads = run()
+    changed = [*params, *(buffer for replica in replicas for buffer in replica.buffers())]
+    before = [tensor.clone() for tensor in changed]
+    norm = _norm(grads)
+    for param, grad in zip(params, grads, strict=True):
+        param.add_(grad / norm, alpha=RHO)
+    with torch.enable_grad():
+        _, grads = run()
+    for tensor, old in zip(changed, before, strict=True):
+        tensor.copy_(old)
+    return loss, grads
+
+
+def _update(optimizer, params, grads, scale, options):
     if scale is not None:
         grads = [grad / scale.value for grad in grads]
         if not scale.follow(all(bool(grad.isfinite().all()) for grad in grads)):
             return
-    if clip:
-        norm = sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
-        grads = [grad * min(1.0, MAX_NORM / (norm + 1e-6)) for grad in grads]
+    if "centralization" in options:
+        grads = [_centralized(grad) if grad.ndim > 1 else grad for grad in grads]
+    if "adaptive clipping" in options:
+        grads = [_clipped(grad, param.detach()) for grad, param in zip(grads, params, strict=True)]
+    if "clipping" in options:
+        factor = min(1.0, MAX_NORM / (_norm(grads) + 1e-6))
+        grads = [grad * factor for grad in grads]
     for param, grad in zip(params, grads, strict=True):
         param.grad = grad
     optimizer.step()
+
+
+def _norm(grads):
+    return sum(float(grad.double().square().sum()) for grad in grads) ** 0.5
+
+
+def _centralized(grad):
+    rows = grad.flatten(1)
+    return (rows - rows.mean(1, keepdim=True)).view_as(grad)
+
+
+def _clipped(grad, param):
+    """Return the gradient with each row clipped; a parameter with one dimension is one row."""
+    grads, weights = (t.flatten(1) if t.ndim > 1 else t[None] for t in (grad, param))
+    limits = CLIP_FACTOR * weights.norm(dim=1, keepdim=True).clamp(min=EPS)
+    factors = (limits / grads.norm(dim=1, keepdim=True)).clamp(max=1.0)
+    return (grads * factors).view_as(grad)
 
 
 class _Scale:
@@ -130,17 +192,32 @@ class _Scale:
         return finite
 
 
-class _Average:
-    """An EMA with the decay DECAY (1 - exp(-BETA n / N)). The first update copies the weights."""
+def _ema_decay(update, total):
+    """Return the decay DECAY (1 - exp(-BETA n / N)). The first update copies the weights."""
+    return DECAY * (1 - math.exp(-BETA * update / total)) if update > 1 else 0.0
 
-    def __init__(self, module):
-        self.updates = 0
+
+def _swa_decay(update, total):
+    """Return the decay of a plain mean, which changes every INTERVAL updates."""
+    count, others = divmod(update - 1, INTERVAL)
+    return 1.0 if others else count / (count + 1)
+
+
+DECAYS = {"EMA": _ema_decay, "SWA": _swa_decay}
+"""The factor of the old average in update number `update` of `total`."""
+
+
+class _Average:
+    """An average of weights and buffers."""
+
+    def __init__(self, module, decay):
+        self.updates, self.decay = 0, decay
         self.running = [name for name, _ in module.named_buffers()]
         self.values = {n: t.detach().clone() for n, t in module.state_dict().items() if t.is_floating_point()}
 
     def take(self, module, total):
         self.updates += 1
-        decay = 0.0 if self.updates == 1 else DECAY * (1 - math.exp(-BETA * self.updates / total))
+        decay = self.decay(self.updates, total)
         for name, value in module.state_dict().items():
             if name in self.values:
                 self.values[name] = decay * self.values[name] + (1 - decay) * value.detach()

@@ -65,4 +65,4 @@ def _check_numbers(net, options, answers):
         theirs = {name: value for name, value in answer["averages"].items() if name in averages[shard]}
         torch.testing.assert_close(theirs, averages[shard], **bounds)
         apart = max(float((value - weights[shard][name]).abs().max()) for name, value in theirs.items())
-        assert apart > 10 * absolute, "the EMA weights must differ from the weights"
+        assert apart > 10 * absolute, "the averages must differ from the weights"

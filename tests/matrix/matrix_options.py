@@ -1,8 +1,23 @@
 """The options of the matrix: their changes to a Runner's configuration, and valid combinations."""
 
-from itertools import combinations
+from itertools import combinations, product
 
-from matrix_by_hand import BETA, DECAY, LR_STEPS, MAX_NORM, MOMENTUM_STEPS, SCALE, STOP, WINDOW
+from matrix_by_hand import (
+    BETA,
+    CLIP_FACTOR,
+    DECAY,
+    EPS,
+    INTERVAL,
+    LAYER_FACTOR,
+    LR_STEPS,
+    MAX_NORM,
+    MOMENTUM_STEPS,
+    RHO,
+    SCALE,
+    STOP,
+    WINDOW,
+)
+from matrix_nets import NETS
 
 
 def _speed(**options):
@@ -59,14 +74,21 @@ OPTIONS = {
     "param groups": _param_groups,
     "scheduler": _scheduler,
     "resume": _resume,
+    "SAM": _speed(sam=dict(rho=RHO)),
+    "adaptive clipping": _speed(adaptive_clip=dict(clip_factor=CLIP_FACTOR, eps=EPS)),
+    "centralization": _speed(gradient_centralization=True),
+    "layer decay": _speed(layer_decay=dict(decay=LAYER_FACTOR, layers=["net.stem", "net.block"])),
+    "SWA": _speed(ema=dict(type="swa", interval=INTERVAL)),
 }
 """Changes of each option to the arguments of a Runner. `backend` is that of the compiler."""
 
-ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}]
+ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}, {"EMA", "SWA"}]
 """Mutually exclusive options."""
 OF_SEVERAL = {"SyncBN", "DDP", "FSDP2"}
 """Options that require several processes."""
-IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler"}
+ONE_PLACE = {"SAM", "adaptive clipping", "centralization", "layer decay", "SWA"}
+"""Options whose triples with the step graph are trained only once, to save time."""
+IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler", *ONE_PLACE}
 """Options that change the results. All others must not."""
 REFUSED = {
     (
@@ -74,9 +96,16 @@ REFUSED = {
         "FSDP2",
         None,
     ): "speed.compile: scope='step' does not support sharded models or custom wrappers",
+    (
+        "compile=step",
+        "checkpointing",
+        "SAM",
+        None,
+    ): "compile.scope: the step cannot be one graph: activation_checkpointing in a graph supports one backward",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused kernel of SGD for sharded parameters",
 }
-"""Combinations that raise an error, the network (None: both), and the beginning of the message."""
+"""Combinations that raise an error, the network (None: both), and the beginning of the message. `everything` leaves
+out the second option."""
 BREAKS = {("compile=model", "FSDP2")}
 """Combinations whose run may report graph breaks at its end."""
 
@@ -95,8 +124,12 @@ def precision(options):
 
 def refusal(options, net):
     """Return the beginning of the error message for these options, or None."""
-    found = (m for (*pair, of), m in REFUSED.items() if {*pair} <= {*options} and of in (None, net))
-    return next(found, None)
+    return REFUSED.get(_refused(options, net))
+
+
+def _refused(options, net):
+    keys = (key for key in REFUSED if {*key[:-1]} <= {*options} and key[-1] in (None, net))
+    return next(keys, None)
 
 
 def possible(options, processes, net=None):
@@ -112,25 +145,35 @@ def pairs(processes, net=None):
     return [pair for pair in combinations(OPTIONS, 2) if possible(pair, processes, net)]
 
 
-def triples(processes, net=None):
-    """Return the triples with the step graph for a network.
+def triples(processes, net):
+    """Return the triples with the step graph for a network and a number of processes. With two, DDP is implied.
 
-    Each triple that is possible for both networks is trained on one of them, in turn. With two processes, DDP is
-    implied.
+    Each triple that is possible for both networks is trained on one of them, in turn. A triple with an option of
+    `ONE_PLACE` is trained in only one place (number of processes, network) of those that are possible, in turn.
     """
     step = "compile=step"
     others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
-    found = [(step, *two) for two in others if possible((step, *two), processes)]
+    every = [(step, *two) for two in others if possible((step, *two), 2)]
+    in_turn = [triple for triple in every if ONE_PLACE & {*triple}]
+    found = [triple for triple in every if triple not in in_turn and possible(triple, processes)]
     taken = [triple for triple in found if possible(triple, processes, "transformer")][1::2]
-    return [triple for triple in found if (triple in taken) == (net == "transformer")]
+    found = [triple for triple in found if (triple in taken) == (net == "transformer")]
+    return found + [triple for n, triple in enumerate(in_turn) if _place(n, triple) == (processes, net)]
 
 
-def everything(processes, net, half=None, compiled="compile=step", parallel="DDP"):
-    """Return all options that can be combined with the given ones."""
-    left_out = set().union(*ONE_OF) - {half, compiled, parallel}
+def _place(number, triple):
+    places = [place for place in product((1, 2), NETS) if possible(triple, *place)]
+    return places[number % len(places)]
+
+
+def everything(processes, net, half=None, compiled="compile=step", parallel="DDP", left_out=()):
+    """Return all options that can be combined with the given ones, except `left_out`. EMA is used instead of SWA."""
+    left_out = set(left_out).union(*ONE_OF) - {half, compiled, parallel, "EMA"}
     if processes == 1:
         left_out |= OF_SEVERAL
     if not possible(["SyncBN"], processes, net):
         left_out.add("SyncBN")
     options = [option for option in OPTIONS if option not in left_out]
-    return tuple(option for option in options if option != "fused" or refusal(options, net) is None)
+    while (refused := _refused(options, net)) is not None:
+        options.remove(refused[1])
+    return tuple(options)

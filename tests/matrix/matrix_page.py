@@ -5,7 +5,17 @@ from pathlib import Path
 
 from matrix_by_hand import WINDOW
 from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
-from matrix_options import BREAKS, OF_SEVERAL, OPTIONS, REFUSED, TOLERANCES, possible, refusal, triples
+from matrix_options import (
+    BREAKS,
+    OF_SEVERAL,
+    ONE_PLACE,
+    OPTIONS,
+    REFUSED,
+    TOLERANCES,
+    possible,
+    refusal,
+    triples,
+)
 
 from slipstream.speed.plan import REFUSED as REFUSED_PLANS
 
@@ -15,11 +25,13 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} training runs;
-each triple is trained on one of the networks). The tests compare losses, final weights and averages with a
-hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream. They also
-check that each requested option was active, and no other. This page is generated from the tables that the tests
-check: `python tests/matrix/matrix_page.py`.
+{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} training runs).
+Pairs are trained on both networks, in one process and in two. Triples are trained on one of the networks, in one
+process and in two; those with one of {one_place}
+are trained only once: on one of the networks, in one process or in two, in turn. The tests compare losses, final
+weights and averages with a hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream.
+They also check that each requested option was active, and no other. This page is generated from the tables that the
+tests check: `python tests/matrix/matrix_page.py`.
 
 ```bash
 python -m pytest tests/matrix                    # everything, a few minutes
@@ -33,19 +45,23 @@ python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled cod
 
 _BOTTOM = """## Tolerances
 
-| precision | losses, weights and EMA weights, relative | weights and EMA weights, absolute |
+| precision | losses, weights and averages, relative | weights and averages, absolute |
 |---|---|---|
 {tolerances}
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
-  step overflows. The comparison includes the skipped step and the changes in the scale.
+  step overflows. The comparison includes the skipped step and the changes to the scale.
+- In each precision, the absence of another option that changes the results would be noticed: in the hand-written loop,
+  each of these options changes weights or averages by more than ten times the absolute tolerance.
+- SWA averages every second update. The layers of layer decay are the first convolution and the block.
 - Without SyncBN the loop also normalises each process's half of a batch separately.
 - `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
   an epoch and of a window, and another run continues.
 - The graphs that Dynamo captures run uncompiled; those of recomputed convolutions run with `aot_eager`. Inductor
-  compiles one run of each network, with all options except accumulation and resume.
-- In addition to pairs and triples, all compatible options are enabled together, in fp32, bf16 and fp16: as one
-  graph, with a compiled model, and eagerly; in two processes as one graph, and with FSDP2 and a compiled model.
+  compiles one run of each network, with all options except accumulation, resume and SAM, and one of `conv` with SAM.
+- In addition to pairs and triples, all compatible options (EMA instead of SWA) are enabled together, with and without
+  SAM, in fp32, bf16 and fp16: as one graph, with a compiled model, and eagerly; in two processes as one graph, and with
+  FSDP2 and a compiled model.
 - With {breaks} the graph can have breaks at the gathering of shards; the report at the end of the run says so.
 
 ## Combinations that raise an error
@@ -87,11 +103,12 @@ def render():
 
     count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
     nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
+    once = ", ".join(option for option in OPTIONS if option in ONE_PLACE)
     found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
     plans = "\n".join(f"- `{plan.option}`: {plan.message}" for plan in REFUSED_PLANS)
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
-        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
+        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count, one_place=once),
         f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several processes.\n",
         f"## Two processes\n\n{table(2)}\n\nWithout FSDP2 the model is always wrapped in DDP.\n",
         _BOTTOM.format(
@@ -106,8 +123,9 @@ def render():
     return "\n".join(parts)
 
 
-def _title(one, other, net):
-    return f"{one} + {other}" + (f" with {OPTIMIZERS[net]['type']}" if net else "")
+def _title(*key):
+    *options, net = key
+    return " + ".join(options) + (f" with {OPTIMIZERS[net]['type']}" if net else "")
 
 
 if __name__ == "__main__":

@@ -13,9 +13,19 @@ from torch.utils.data import TensorDataset
 
 from slipstream.errors import SlipstreamError
 from slipstream.hooks import EMAHook, Hook
-from slipstream.model import BaseModel, MMDistributedDataParallel, unwrap_model
+from slipstream.model import (
+    BaseModel,
+    MMDistributedDataParallel,
+    ScheduledEMA,
+    StochasticWeightAverage,
+    unwrap_model,
+)
 from slipstream.model.sync_batchnorm import SyncBatchNorm
 from slipstream.runner import Runner
+from slipstream.speed.adaptive_clip import ClipUnits
+from slipstream.speed.gradient_centralization import CentralizeGradients
+from slipstream.speed.layer_decay import DecayLayers
+from slipstream.speed.sam import SharpnessAware
 from slipstream.step.graph import GraphStep
 
 
@@ -40,20 +50,27 @@ class Task(BaseModel):
 
 
 class Backend:
-    """A compiler that counts graphs and recomputed blocks, and runs the graphs unmodified.
+    """A compiler that counts graphs, recomputed blocks and calls of the loss, and runs the graphs unmodified.
 
     BatchNorm updates its counter in place, so recomputed blocks with BatchNorm use AOTAutograd, as with inductor.
     """
 
     def __init__(self, net):
         self.through_aot = net == "conv"
-        self.graphs = self.recomputed = 0
+        self.graphs = self.recomputed = self.losses = 0
 
     def __call__(self, graph, inputs):
         self.graphs += 1
         recomputed = sum("checkpoint" in str(node.target) for node in graph.graph.nodes)
         self.recomputed += recomputed
-        return aot_eager(graph, inputs) if recomputed and self.through_aot else graph.forward
+        run = aot_eager(graph, inputs) if recomputed and self.through_aot else graph.forward
+        losses = sum("cross_entropy" in str(node.target) for node in graph.graph.nodes)
+
+        def counted(*args):
+            self.losses += losses
+            return run(*args)
+
+        return counted if losses else run
 
 
 class StoppedError(Exception):
@@ -61,16 +78,17 @@ class StoppedError(Exception):
 
 
 class Record(Hook):
-    """Records step outputs, the number of weight updates and the schedules. It may end the run."""
+    """Records step outputs, the number of weight updates, the schedules and forward passes. It may end the run."""
 
     priority = "LOWEST"
 
-    def __init__(self, stop=None):
-        self.stop, self.first = stop, None
+    def __init__(self, backend, stop=None):
+        self.backend, self.stop, self.first = backend, stop, None
         self.logs, self.groups, self.moves = [], [], 0
 
     def before_train(self, runner):
         self.first, self.weights = runner.iter, _copies(runner.model)
+        self.earlier = getattr(self.backend, "losses", None)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         self.logs.append({name: value.clone() for name, value in outputs.items()})
@@ -84,6 +102,15 @@ class Record(Hook):
 
     def seen(self, name):
         return {float(logs[name]) for logs in self.logs if name in logs}
+
+    def passes(self, core):
+        """Return the number of forward passes per batch, rounded down, or None if the compiler does not count them.
+
+        New graphs are verified on the inputs of a batch, which adds a few passes to those of the batches.
+        """
+        if self.earlier is None:
+            return None
+        return (core.calls + self.backend.losses - self.earlier) // len(self.logs)
 
 
 def _copies(model):
@@ -115,9 +142,9 @@ def _config(net, options, folder, processes, backend):
     return config
 
 
-def _run(net, config, stop=None):
+def _run(net, config, backend, stop=None):
     """Train to the end or until `stop`. Return the Runner, its record and its warnings."""
-    record, warnings = Record(stop), []
+    record, warnings = Record(backend, stop), []
     runner = Runner(Task(make(net)), custom_hooks=[record], **config)
     runner.logger.warning = lambda line, *args: warnings.append(str(line))
     try:
@@ -136,10 +163,10 @@ def train(net, options, folder, processes=1, backend=None):
     try:
         if "resume" in options:
             config = _config(net, options, folder, processes, backend)
-            _, record, warnings = _run(net, config, STOP)
+            _, record, warnings = _run(net, config, backend, STOP)
             losses = [logs["loss"] for logs in record.logs]
         config = _config(net, options, folder, processes, backend)
-        runner, record, more = _run(net, dict(config, resume=bool(losses)))
+        runner, record, more = _run(net, dict(config, resume=bool(losses)), backend)
     except SlipstreamError as error:
         return str(error)
     average = next((hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)), None)
@@ -174,6 +201,8 @@ def _state(module):
 def _in_force(runner, record, backend):
     """Return the active options, whether they were requested or not."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
+    parts = {type(part) for part in optim.parts}
+    averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]
     one_graph = isinstance(step, GraphStep) and step.uses_graph and step._step is not None
     if getattr(backend, "recomputed", None) is not None and backend.graphs:
         recomputed = backend.recomputed > 0
@@ -184,7 +213,7 @@ def _in_force(runner, record, backend):
         "fp16": record.seen("eps") == {torch.finfo(torch.float16).eps},
         "compile=step": one_graph and step._step.agreed == {optim.accumulative_counts == 1, True},
         "compile=model": not isinstance(step, GraphStep) and core._compiled_call_impl is not None,
-        "EMA": any(isinstance(hook, EMAHook) for hook in runner.hooks),
+        "EMA": any(isinstance(average, ScheduledEMA) for average in averages),
         "SyncBN": any(isinstance(module, SyncBatchNorm) for module in core.modules()),
         "DDP": isinstance(runner.model, MMDistributedDataParallel),
         "FSDP2": all(isinstance(param, DTensor) for param in core.parameters()),
@@ -196,5 +225,10 @@ def _in_force(runner, record, backend):
         "param groups": len({group["lr"] for group in optim.param_groups}) > 1,
         "scheduler": len(set(record.groups)) > 1,
         "resume": record.first == STOP,
+        "SAM": SharpnessAware in parts and record.passes(core) in (2, None),
+        "adaptive clipping": ClipUnits in parts,
+        "centralization": CentralizeGradients in parts,
+        "layer decay": DecayLayers in parts,
+        "SWA": any(isinstance(average, StochasticWeightAverage) for average in averages),
     }
     return {name for name, there in found.items() if there}

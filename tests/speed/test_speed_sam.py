@@ -59,6 +59,27 @@ def test_runner_matches_a_plain_training_loop(how, tmp_path):
     assert_equal(found, by_hand(gradients=perturbed, together=True))
 
 
+def test_recomputed_blocks_cannot_be_in_the_graph_of_the_step():
+    recomputed = dict(sam=dict(rho=RHO), activation_checkpointing=["blocks.*"])
+    expected = by_hand(gradients=perturbed)
+    for scope in (None, "model"):
+        step, found = _accelerated(dict(recomputed, compile=dict(HOW["compiled"], scope=scope)))
+        assert_equal(found, expected)
+        assert step.compiled_scope == "model"
+    with pytest.raises(
+        ConfigError, match=r"compile\.scope: the step cannot be one graph: .* but sam has two"
+    ):
+        trained("compiled", **recomputed)
+
+
+def _accelerated(options):
+    torch._dynamo.reset()
+    model = Net()
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, options)
+    losses = torch.stack([step(batch)["loss"] for batch in batches()])
+    return step, (losses, dict(model.state_dict()), None)
+
+
 # ---- invariants -------------------------------------------------------------------------------------------
 
 

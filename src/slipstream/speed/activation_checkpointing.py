@@ -28,6 +28,7 @@ from slipstream.speed.blocks import named_blocks
 __all__ = [
     "ActivationCheckpointingOptions",
     "checkpoint_activations",
+    "is_recomputed",
     "read_activation_checkpointing",
 ]
 
@@ -75,7 +76,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
     # torch warns that in-place operations could change stored results; a test checks that they do not.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
-        if not _is_recomputed(module):
+        if not is_recomputed(module):
             module.forward = update_wrapper(
                 partial(_recomputed, module, module.forward, how.offload), module.forward
             )
@@ -114,7 +115,8 @@ def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]
 # ---- run blocks --------------------------------------------------------------------------------------
 
 
-def _is_recomputed(module: nn.Module) -> bool:
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether the activations of a module are recomputed in backward."""
     return isinstance(module.forward, partial) and module.forward.func is _recomputed
 
 

@@ -17,6 +17,7 @@ from slipstream.errors import ConfigError
 from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.speed.activation_checkpointing import is_recomputed
 from slipstream.speed.compile import CompileOptions, backend_options, compile_model
 from slipstream.speed.compile_cache import folder_now
 from slipstream.speed.compile_report import explain_failure, failed_line
@@ -92,6 +93,8 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"'{name}' has sparse gradients, which torch.compile does not support"
+    if any(part.replaces_gradients for part in optim.parts) and any(map(is_recomputed, model.modules())):
+        return "activation_checkpointing in a graph supports one backward, but sam has two"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):

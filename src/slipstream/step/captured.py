@@ -148,7 +148,7 @@ class CapturedStep:
 
     @property
     def has_graphs(self) -> bool:
-        """Whether a graph was compiled."""
+        """Whether a graph was captured; its compilation may have failed."""
         return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:

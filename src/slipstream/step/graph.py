@@ -121,6 +121,7 @@ class GraphStep:
         self._compiling: tuple[Any, ...] | None = None
         self._compiled_in: float | None = None
         self._rebuilds = self._setting_changes = 0
+        self._failed: tuple[Exception, list[nn.Parameter]] | None = None
         infer = weakref.WeakMethod(self._infer_trained)
 
         def loaded(_: Any) -> None:
@@ -313,14 +314,22 @@ class GraphStep:
         return logs
 
     def _observe(self, inputs: Any) -> dict[str, Tensor]:
-        """Train eagerly, and record which parameters get a gradient."""
+        """Train eagerly, and record which parameters get a gradient.
+
+        If a capture has failed, and the parameters are those of the failed graph, another capture would fail, too.
+        """
         optim = self.optim
 
         def seen() -> None:
             self._trained = _with_gradients(optim)
 
         with self._on_gradients(seen):
-            return self.eager.train(inputs)
+            logs = self.eager.train(inputs)
+        if self._failed is not None and self._trained:
+            (error, params), self._failed = self._failed, None
+            if list(map(id, params)) == list(map(id, self._trained)):
+                self._replace(error)
+        return logs
 
     @contextmanager
     def _on_gradients(self, call: Callable[[], None]) -> Iterator[None]:
@@ -351,6 +360,7 @@ class GraphStep:
                 and NotCapturedError.inside(error) is None
             ):
                 self._reset()  # another branch of the model may train other parameters
+                self._failed, self._started = (error, captured.params), True
                 return self._observe(inputs)
             if self.sync is None or captured is None:
                 return self._fall_back(error, inputs)
