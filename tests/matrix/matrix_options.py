@@ -148,16 +148,14 @@ def pairs(processes, net=None):
 def triples(processes, net):
     """Return the triples with the step graph for a network and a number of processes. With two, DDP is implied.
 
-    Each triple that is possible for both networks is trained on one of them, in turn. A triple with an option of
-    `ONE_PLACE` is trained in only one place (number of processes, network) of those that are possible, in turn.
+    A triple with an option of `ONE_PLACE` is trained in only one place (number of processes, network) of those that are
+    possible, in turn.
     """
     step = "compile=step"
     others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
     every = [(step, *two) for two in others if possible((step, *two), 2)]
     in_turn = [triple for triple in every if ONE_PLACE & {*triple}]
-    found = [triple for triple in every if triple not in in_turn and possible(triple, processes)]
-    taken = [triple for triple in found if possible(triple, processes, "transformer")][1::2]
-    found = [triple for triple in found if (triple in taken) == (net == "transformer")]
+    found = [triple for triple in every if triple not in in_turn and possible(triple, processes, net)]
     return found + [triple for n, triple in enumerate(in_turn) if _place(n, triple) == (processes, net)]
 
 

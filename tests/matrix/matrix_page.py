@@ -26,9 +26,9 @@ _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} training runs).
-Pairs are trained on both networks, in one process and in two. Triples are trained on one of the networks, in one
-process and in two; those with one of {one_place}
-are trained only once: on one of the networks, in one process or in two, in turn. The tests compare losses, final
+Pairs and triples are trained on both networks, in one process and in two; triples with one of
+{one_place} are trained only once:
+on one of the networks, in one process or in two, in turn. The tests compare losses, final
 weights and averages with a hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream.
 They also check that each requested option was active, and no other. This page is generated from the tables that the
 tests check: `python tests/matrix/matrix_page.py`.
