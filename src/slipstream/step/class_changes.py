@@ -145,7 +145,7 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type):
+    if isinstance(value, type) or not _is_watched(type(value)):  # a logger, for example, refers to all others
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 
