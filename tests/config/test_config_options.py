@@ -63,7 +63,7 @@ def test_instances_are_returned_and_none_gives_defaults():
         ({"ema": {"decay": 2}}, r"^speed\.ema: decay must lie in \[0, 1\], not 2$"),
         ({"inner": 3}, r"^speed\.inner: must be Ema, not 3$"),
         ({"several": {"decay": 1}}, r"^speed\.several: must be list"),
-        ([1], r"^speed: must be a dict of Speed, not \[1\]$"),
+        ([1], r"^speed: must be a dict with the fields of Speed, not \[1\]$"),
     ],
 )
 def test_errors_of_wrong_values_name_path_type_and_value(values, message):

@@ -214,7 +214,7 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: excludes 'momentum'"),
+        (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: cannot be combined with 'momentum'"),
         (dict(ema_type="ScheduledEMA", momentum=0.1), r"^custom_hooks\[0\].*'momentum'"),
         (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must lie between 0 and 1"),
         (dict(ema_type="ScheduledEMA", decay_type="treshold"), r"did you mean 'threshold'"),

@@ -29,13 +29,13 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
 
     Raises:
         UnknownNameError: A key is not a field; the message names the nearest field.
-        ConfigError: A value does not match the annotation, a field without default is missing, or `cls`
+        ConfigError: A value does not match the annotation, a field without a default is missing, or `cls`
             rejects the values.
     """
     if isinstance(mapping, cls):
         return mapping
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise ConfigError(f"must be a dict of {cls.__name__}, not {mapping!r}", path)
+        raise ConfigError(f"must be a dict with the fields of {cls.__name__}, not {mapping!r}", path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     hints = typing.get_type_hints(cls)
     values = {}

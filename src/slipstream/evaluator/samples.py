@@ -90,6 +90,6 @@ def _stack(values: tuple[Any, ...], reader: str) -> Any:
         return list(values)  # for metrics that take lists, such as boxes
     if len({value.shape for value in values}) > 1:
         raise DataError(
-            f"{reader} got samples of different sizes in one batch; use batches (chunks) of one sample"
+            f"{reader} got samples of different sizes in one batch; set the batch size (or the chunk size) to 1"
         )
     return torch.stack(values)

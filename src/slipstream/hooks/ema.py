@@ -53,7 +53,9 @@ class EMAHook(Hook):
     ) -> None:
         check_begin(begin_iter, begin_epoch)
         if "momentum" in kwargs and "decay" in kwargs:
-            raise ConfigError("excludes 'momentum' (momentum = 1 - decay); remove one of them", "decay")
+            raise ConfigError(
+                "cannot be combined with 'momentum' (momentum = 1 - decay); remove one of them", "decay"
+            )
         self.strict_load = strict_load
         self.begin_iter, self.begin_epoch = begin_iter, begin_epoch
         self._cfg = {"type": ema_type, **kwargs}
@@ -91,7 +93,9 @@ class EMAHook(Hook):
             )
         optim = runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
-        if self._in_step and self._part is not None:  # left by an earlier training with the same optimizer
+        if (
+            self._in_step and self._part is not None
+        ):  # left by an earlier training run with the same optimizer
             optim.parts.remove(self._part)
         # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after that. Sharded
         # weights may get new storage when they are first gathered.

@@ -50,7 +50,7 @@ class BaseAveragedModel(nn.Module):
     every_batch: bool = True
     """Whether a batch that does not end an accumulation window counts as an update."""
     total_steps: int | None = None
-    """Number of updates in the whole training; the owner of the average sets it."""
+    """Number of updates in the whole training run; the owner of the average sets it."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Compose a recipe in SuperGradients' syntax to built-in Python values with Hydra."""
+"""Compose a recipe in SuperGradients' syntax into built-in Python values with Hydra."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ def hydra_overrides(path: Path, overrides: Iterable[str], config_dir: str | Path
 
 
 def _shortcut_targets(overrides: Iterable[str]) -> Iterator[str]:
-    """Yield the overrides that shortcuts stand for, except for sweeps, which Hydra would cross with themselves."""
+    """Yield the overrides that shortcuts stand for.
+
+    Sweeps are left out, because Hydra would run the Cartesian product of a sweep and its copies.
+    """
     with extra("recipes"):
         from hydra.core.override_parser.overrides_parser import OverridesParser
 
@@ -213,7 +216,7 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
 
 
 def _without_targets(value: Any) -> Any:
-    """Return the values with Hydra's `_target_` dicts of built-in Python values replaced by these values."""
+    """Return `value` with each `_target_` dict that stands for a built-in Python value replaced by that value."""
     if isinstance(value, list):
         return [_without_targets(item) for item in value]
     if not isinstance(value, dict):
@@ -254,7 +257,8 @@ def _first_line(error: BaseException) -> str:
     if found := re.match("Ambiguous value for argument '([^=]+)=(.*)'", lines[0]):
         key, value = found[1].lstrip("+"), found[2]
         return (
-            f"{key}={value} has several values; use [{value}] for a list, or --multirun of train_from_recipe"
+            f"{key}={value} has several values; use [{value}] for a list, or train_from_recipe with --multirun for one "
+            "run per value"
         )
     return " ".join(line.strip() for line in lines) if isinstance(error, yaml.YAMLError) else lines[0]
 

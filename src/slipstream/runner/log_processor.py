@@ -32,10 +32,10 @@ class LogProcessor:
         window_size: number of newest values to average.
         by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) or over the run
             (`Iter(train) [100/80000]`).
-        custom_cfg: further statistics, one dict each: `data_src` (the scalar without its mode, `loss`),
+        custom_cfg: further statistics, one dict each: `data_src` (the scalar's name without its mode, such as `loss`),
             `method_name` (of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
             `window_size` (a number, `"epoch"` or `"global"`; default: the whole history), `log_name`
-            (default: replaces `data_src`), and further arguments of the method.
+            (default: `data_src`, so the statistic replaces that scalar), and further arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
         mean_pattern: regular expression for the names to average.

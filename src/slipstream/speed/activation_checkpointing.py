@@ -70,7 +70,8 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
     gradients is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
 
     Raises:
-        ConfigError: a name matches no module, or a container that is never called; or the model has no repeated blocks.
+        ConfigError: a name matches no module, or it matches a container that is never called; or the model
+            has no repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
     # torch warns that in-place operations could change stored results; a test checks that they do not.

@@ -1,6 +1,6 @@
 """Speed option: average the weights over the steps, and validate and save with the average.
 
-The part of the step is `slipstream.step.average.AveragePart`, which `EMAHook` or `accelerate` adds.
+In the training step, `slipstream.step.average.AveragePart` updates the average. `EMAHook` or `accelerate` adds it.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ _GLOBAL_HOOKS = (
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
-"""A graph that trains at most this many batches does not justify its compilation."""
+"""A graph that is used for at most this many batches does not justify its compilation."""
 
 
 class CapturedStep:
@@ -78,7 +78,7 @@ class CapturedStep:
         self.agreed: set[bool] = set()
         """The kinds of batches (whether they end a window) whose graph all processes have verified."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """The kinds of batches (whether they end a window, their shapes) that were compiled in the background."""
+        """The kinds of batches (whether they end a window, their shapes) with a graph compiled in the background."""
         self.only_compiles = False
         """Whether this process only compiles and must not run the compiled code."""
         self._hooked = is_hooked(optim.optimizer)
@@ -127,7 +127,7 @@ class CapturedStep:
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
     def count_batch(self, ends: bool) -> None:
-        """Count a batch that a graph trains."""
+        """Count a batch for which a graph is used."""
         self._batches[ends] += 1
 
     def count_graph(self, ends: bool) -> None:
@@ -244,7 +244,7 @@ def check_batch(inputs: Any) -> None:
     """Check for tensors that the compiled step would treat as plain ones, or whose gradient it does not compute.
 
     Raises:
-        OnlyEagerError: the batch contains a tensor of a subclass.
+        OnlyEagerError: the batch contains a tensor of a subclass, a nested tensor, or one that requires a gradient.
     """
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):

@@ -106,7 +106,7 @@ class LocalVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Append a JSON line with the values and `step`, and if `file_path` (in `save_dir`) is set, to it as well."""
+        """Append a JSON line with the values and `step`, also to the file `file_path` (in `save_dir`) if it is set."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._file(self.scalar_save_file).write(line)
         if file_path is not None:

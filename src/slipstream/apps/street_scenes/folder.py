@@ -42,8 +42,9 @@ def write_street_folder(
 ) -> None:
     """Write street scenes in the Cityscapes folder layout: photographs, masks of label ids, and `lists`.
 
-    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Many
-    scenes are drawn in several processes, so a calling script requires `if __name__ == "__main__":`.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. If
+    there are many scenes, they are drawn in several processes, so a calling script requires
+    `if __name__ == "__main__":`.
 
     Args:
         root: The folder, created if necessary. Existing files are replaced.

@@ -36,7 +36,7 @@ _LOBES = ((1, 0), (0.92, 0.38), (0.71, 0.71), (0.38, 0.92), (0, 1), (-0.38, 0.92
 
 
 def leaf_colours(r: Random) -> tuple[Colour, Colour]:
-    """Return the light and the dark colour of a plant: mostly green, some autumn or bare and grey."""
+    """Return the light and the dark colour of a plant: usually green, sometimes autumnal, or bare and grey."""
     pick = r.random()
     if pick < 0.72:
         light = some_colour(r, 0.0, 0.0, 1.0)

@@ -65,9 +65,9 @@ class SegmentationHead(nn.Module):
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     """Return `x` interpolated bilinearly to the height and width of `like`.
 
-    The results match `F.interpolate`, computed as two matrix products. This is several times faster on CPU, and the
-    gradient is deterministic on all devices. With `align_corners`, the centres of the corner pixels are aligned.
-    Otherwise, the edges of the image are aligned.
+    The results match those of `F.interpolate`, but are computed as two matrix products. This is several times faster
+    on CPU, and the gradient is deterministic on all devices. With `align_corners`, the centres of the corner pixels are
+    aligned. Otherwise, the edges of the image are aligned.
     """
     # Inductor converts F.interpolate's gradient to scatters, and on CPU (torch 2.13) it may drop them. All gradients
     # of the network are then zero.

@@ -182,7 +182,7 @@ class SegCropImageAndMask(Geometric):
 
 @TRANSFORMS.register_module()
 class SegColorJitter:
-    """Change brightness, contrast and saturation of the image in random order, as torchvision's `ColorJitter`.
+    """Change brightness, contrast and saturation of the image in random order, as torchvision's `ColorJitter` does.
 
     With a factor f, brightness is `f * image`; contrast is `f * image + (1 - f) * g`, where g is the rounded mean of
     the grey values (ITU-R 601); saturation is `f * image + (1 - f) * grey`. Results are clamped to 0..255 and
@@ -280,7 +280,7 @@ class SegConvertToTensor:
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
         if str(mask_output_dtype).removeprefix("torch.") not in ("None", "int64", "long"):
             raise ConfigError(
-                f"{mask_output_dtype} is not supported, the loss always receives int64 masks; remove it",
+                f"{mask_output_dtype} is not supported, because the loss always receives int64 masks; remove it",
                 "mask_output_dtype",
             )
         if add_mask_dummy_dim:

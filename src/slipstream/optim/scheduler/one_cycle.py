@@ -16,7 +16,7 @@ __all__ = ["OneCycleParamScheduler"]
 
 @PARAM_SCHEDULERS.register_module()
 class OneCycleParamScheduler(_ParamScheduler):
-    """Increase from `eta_max / div_factor` to `eta_max`, then decrease to `eta_max / (div_factor final_div_factor)`.
+    """Increase from `eta_max / div_factor` to `eta_max`, then decrease to `eta_max / div_factor / final_div_factor`.
 
     Super-convergence, arXiv:1708.07120. It sets absolute values instead of scaling the current values, so it cannot
     be chained after a warm-up. The value does not change after `total_steps`.
