@@ -213,7 +213,15 @@ CASES = [
     Case("a list in the batch that nothing reads changes its length", unused_list, fast=True),
     Case(
         "a second head from the middle of a window on",
+        branch("aaaaabbbbbbb"),
+        speed={"accumulate": 2},
+        fast=True,
+    ),
+    Case(
+        "a second head in the first batch of each window",
         branch("aaaaaabababa"),
+        FALLS_BACK,
+        "without a gradient",
         speed={"accumulate": 2},
         fast=True,
     ),

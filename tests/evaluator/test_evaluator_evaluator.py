@@ -128,7 +128,7 @@ def test_offline_evaluation_requires_equal_lengths():
 def test_samples_of_different_sizes_require_chunks_of_one():
     samples = [(torch.zeros(n, n).long(), torch.zeros(n, n).long()) for n in (2, 3)]
     assert Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples)["mIoU"] == 100.0
-    with pytest.raises(DataError, match="chunks"):
+    with pytest.raises(DataError, match="chunk size"):
         Evaluator(IoUMetric(num_classes=2)).offline_evaluate(samples, chunk_size=2)
 
 

@@ -323,12 +323,13 @@ class GraphStep:
         def seen() -> None:
             self._trained = _with_gradients(optim)
 
+        failed, self._failed = self._failed, None  # not kept if the user's code raises an error
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
-        if self._failed is not None and self._trained:
-            (error, params), self._failed = self._failed, None
-            if list(map(id, params)) == list(map(id, self._trained)):
-                self._replace(error)
+        if failed is not None and not self._trained:
+            self._failed = failed  # the window has not ended yet
+        elif failed is not None and list(map(id, failed[1])) == list(map(id, self._trained)):
+            self._replace(failed[0])
         return logs
 
     @contextmanager
