@@ -114,7 +114,7 @@ def test_exception_on_one_rank_ends_the_other_ranks_after_its_traceback(ended, r
     assert (raiser.status, other.status) == (1, 1)
     assert "Traceback" in raiser.err
     assert "ValueError: no\n" in raiser.err
-    assert "slipstream" not in raiser.err
+    assert "src/slipstream" not in raiser.err
     assert other.err == (
         f"slipstream: rank {1 - rank} stops at iteration {58 - rank}: rank {rank} failed at iteration {57 + rank}: "
         "ValueError: no such thing\n"

@@ -173,7 +173,7 @@ def test_parallel_and_model_wrapper_cfg_set_the_same_option(cfg, kind, wrapper):
             dict(parallel=dict(type="fsdp2", warp=["A"])),
             "^parallel.warp: no such option; did you mean 'wrap'",
         ),
-        (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "^parallel.param_dtype: expected"),
+        (dict(parallel=dict(type="fsdp2", param_dtype="fp8")), "^parallel.param_dtype: must be"),
         (
             dict(parallel=dict(type="fsdp2", wrap=["A"], min_params=9)),
             "^parallel.min_params: specify wrap or",

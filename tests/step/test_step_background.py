@@ -227,9 +227,9 @@ def graphs_in(step, batches):
     """Return for each batch whether the graph trained it."""
     found, run = [], step._step.eager.train
 
-    def train(inputs):
+    def train(inputs, **kwargs):
         found[-1] = False
-        return run(inputs)
+        return run(inputs, **kwargs)
 
     step._step.eager.train = train
     for inputs in batches:
