@@ -366,16 +366,24 @@ def test_only_inductor_compiles_in_the_background(how, used):
     step.close()
 
 
+@pytest.fixture
+def _changed_settings():
+    """Settings that the child must use, too, or this process does not find its code.
+
+    monkeypatch would delete them afterwards, and each later compilation would fail.
+    """
+    with torch._inductor.config.patch(fx_graph_remote_cache=False, max_fusion_size=32):
+        yield
+
+
 @needs_fork
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.usefixtures("_changed_settings")
 def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "_NICE", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(torch._inductor.config, "fx_graph_remote_cache", False)
-    # Earlier compilations have started threads, which the child does not have. The child must use the same settings,
-    # or this process does not find its code.
-    monkeypatch.setattr(torch._inductor.config, "max_fusion_size", 32)
+    # Earlier compilations have started threads, which the child does not have.
     torch._dynamo.reset()
     torch.compile(F.gelu)(torch.randn(100, 7))
     torch._dynamo.reset()
