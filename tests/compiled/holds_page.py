@@ -37,7 +37,8 @@ Three changes are not detected: a hook of the node that accumulates a parameter'
 (`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change to
 an environment variable that the model or the loss reads; and the number of calls to a function with
 `functools.lru_cache`, which Dynamo traces again. The last two limits apply to `torch.compile` in general. In a graph,
-an `assert` on values of tensors raises `RuntimeError`.
+an `assert` on values of tensors raises `RuntimeError`. With several processes, anomaly mode and hooks of saved tensors
+have no effect on a step that runs as a graph, because all ranks must take the same path.
 
 The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
 

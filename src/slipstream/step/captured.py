@@ -163,6 +163,19 @@ class CapturedStep:
             names.update({id(tensor): name for name, tensor in part.state().items()})
         return names
 
+    def unread(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
+        """Return name, tensor and version of buffers that are no inputs of a graph, and of optimizer state if the graph
+        contains the update."""
+        known, names = set(map(id, inputs)), self.names()
+        tensors = list(self.model.buffers())
+        if self.update is not None:
+            tensors += [t for values in self.optim.optimizer.state.values() for t in values.values()]
+        return [
+            (names.get(id(tensor), "a tensor"), tensor, tensor._version)
+            for tensor in tensors
+            if isinstance(tensor, Tensor) and id(tensor) not in known
+        ]
+
     def updated(self) -> set[int]:
         """Return the ids of the tensors that an update changes, except gradients."""
         state = (value for values in self.optim.optimizer.state.values() for value in values.values())

@@ -485,7 +485,7 @@ class GraphStep:
             )
         assert isinstance(found, VerificationNeeded)
         assert verification is not None
-        outside, unseen = ends and captured.update is None, self._unseen(captured, found)
+        outside, unseen = ends and captured.update is None, captured.unread(found.inputs)
         held = dict(zip(map(id, found.held), captured.params, strict=False))
         ignored = captured.after_graph() if outside else set(held) if ends else set()
         known = list(map(id, captured.params))
@@ -547,19 +547,6 @@ class GraphStep:
             self._inferred = False
             captured.agreed.add(ends)
             self._log_switch()
-
-    def _unseen(self, captured: CapturedStep, found: VerificationNeeded) -> list[tuple[str, Tensor, int]]:
-        """Return the buffers, and optimizer state if the graph contains the update, that the graph does not read."""
-        known = {id(value) for value in found.inputs}
-        names = captured.names()
-        tensors = list(self.model.buffers())
-        if captured.update is not None:
-            tensors += [t for values in self.optim.optimizer.state.values() for t in values.values()]
-        return [
-            (names.get(id(tensor), "a tensor"), tensor, tensor._version)
-            for tensor in tensors
-            if isinstance(tensor, Tensor) and id(tensor) not in known
-        ]
 
     def _agree(self, *flags: bool) -> list[bool]:
         """Return for each flag whether it is set on any rank."""
