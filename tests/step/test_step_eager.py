@@ -169,9 +169,9 @@ def test_a_tensor_of_one_element_counts_as_a_scalar():
             r"'loss' has the shape \(2, 3\), but a loss must be a scalar; use its mean",
         ),
         ({"loss": [torch.ones(()), torch.ones(2)]}, r"'loss\[1\]' has the shape \(2,\)"),
-        ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of them, not 1.5"),
+        ({"loss": 1.5}, "'loss' must be a scalar tensor or a list of scalar tensors, not 1.5"),
         ({"loss": torch.ones(()), "acc": 0.5}, "'acc' must be a scalar tensor"),
-        ({"loss": []}, r"'loss' must be a scalar tensor or a list of them, not \[\]"),
+        ({"loss": []}, r"'loss' must be a scalar tensor or a list of scalar tensors, not \[\]"),
         ({"loss": None}, "'loss' must be .* not None"),
     ],
 )

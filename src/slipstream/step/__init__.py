@@ -2,13 +2,13 @@
 
 - `eager`: the step without compilation.
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
-- `parts`, `average`: what runs around the optimizer's update in both steps.
+- `parts`, `average`: operations around the optimizer's update, in both the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer, the loss scale and the gradient sync inside a graph.
-- `captured`: the state that the graphs of a step share, and the changes that make them invalid.
+- `captured`: the state that the graphs of a step share, and checks for changes that invalidate them.
 - `verification`, `reference`: the comparison of a new graph with the eager step and with float64.
 - `direct`, `cuda_graph`: calls to compiled code without Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
-- `dynamo`, `leaves`: settings of Dynamo, and the tensors of a batch.
+- `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of a nested batch.
 """
 
 from slipstream.step.eager import EagerStep, Step, sum_losses

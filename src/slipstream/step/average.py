@@ -19,11 +19,11 @@ class _Average(Protocol):
 
     interval: int
     steps: int
-    """How many updates were counted."""
+    """Number of updates counted so far."""
 
     @property
     def every_batch(self) -> bool:
-        """Whether each batch counts as an update, not only the last one of an accumulation window."""
+        """Whether each batch counts as an update, not only the last batch of an accumulation window."""
 
     def next_weight(self) -> float:
         """Count an update; return the EMA weight of the current parameters."""
@@ -33,7 +33,7 @@ class _Average(Protocol):
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
-    """Return the number of EMA updates in a training of `batches`, of which the first `skipped` do not count.
+    """Return the number of EMA updates in a run of `batches` batches, of which the first `skipped` do not count.
 
     Args:
         window: number of batches per update.
@@ -44,25 +44,25 @@ def update_count(batches: int, skipped: int, window: int) -> int:
 class AveragePart(StepPart):
     """Updates an average of the weights after each batch that counts as an update.
 
-    With `every_batch` (as in MMEngine), each batch counts; otherwise only the last one of an accumulation window.
+    With `every_batch` (as in MMEngine), each batch counts; otherwise, only the last batch of an accumulation window.
 
-    On the host, `before_batch` asks the average for the EMA weight of the new parameters (`next_weight`: 1 for the
-    first update, 0 if the batch does not count, otherwise 1 - decay), and writes it into a tensor of one element. A
-    change in the decay therefore needs no new graph. `after_batch` computes `average.lerp(parameters, weight)`. In a
-    compiled step it is part of the graph, except (`on_host`)
+    On the host, `before_batch` gets the EMA weight of the new parameters from the average (`next_weight`: 1 for the
+    first update, 0 if the batch does not count, otherwise 1 - decay), and writes it to a tensor with one element. A
+    change in the decay therefore does not require a new graph. `after_batch` computes
+    `average.lerp(parameters, weight)`. A compiled step contains this operation in its graph, unless
 
-    - if the average has an `interval`, or is on another device than the parameters,
-    - if the caller sets `on_host`, or
-    - if the optimizer's update is not in the graph.
+    - the average has an `interval` above 1, or is on a different device than the parameters,
+    - the caller sets `on_host`, or
+    - the optimizer's update is not in the graph.
 
     Args:
         average: the average, a `BaseAveragedModel`.
         model: the averaged model, unwrapped.
         done: returns the number of batches trained so far.
         window: number of batches in an accumulation window.
-        total: number of batches of the whole training, None if unknown; the last window may be smaller.
+        total: number of batches in the whole training run, or None if unknown; the last window may be smaller.
         begun: returns whether averaging has begun at a batch number (from 1).
-        on_host: whether to update the average outside of a compiled step.
+        on_host: whether to update the average outside a compiled step.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class AveragePart(StepPart):
         self._done, self._window, self._total, self._begun = done, window, total, begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
-        # With an interval, a graph would read and write the average at every step.
+        # With an interval, a graph would read and write the average even in steps that do not change it.
         elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = on_host or average.interval > 1 or elsewhere
         self._counted = (0, 0)
@@ -105,7 +105,7 @@ class AveragePart(StepPart):
         if torch.compiler.is_compiling():
             for average, current in zip(*self.average.pairs(self.model), strict=True):
                 weight = self._weight.read().to(average.dtype)
-                # Like the eager step, do not read weights that do not count: they may not be finite.
+                # Like the eager step, ignore weights that do not count, because they may not be finite.
                 average.copy_(torch.where(weight == 0, average, average.lerp(current.detach(), weight)))
         elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)

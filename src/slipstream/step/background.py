@@ -1,7 +1,7 @@
 """Compile a step in a child process while this process trains eagerly.
 
 The child is created by `fork`, so it has the model, the batch and everything that torch has compiled so far. It writes
-the compiled code into torch's cache on disk, from where this process loads it. It has no other effect, and runs at a
+the compiled code to torch's cache on disk, from which this process loads it. The child has no other effect and runs at
 low priority.
 """
 
@@ -27,7 +27,7 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Increment of the nice value (nice(2)). If training uses all cores, it becomes 2 to 6 % slower
+"""Increment of the nice value (nice(2)). Training that uses all cores then becomes 2 to 6 % slower
 (`benchmarks/background.py`), and the compilation gets 6 to 7 % of a core."""
 _LIMIT = 2 * 3600.0
 """Timeout of the child process in seconds."""
@@ -36,8 +36,8 @@ _LIMIT = 2 * 3600.0
 def can_fork(device_type: str) -> bool:
     """Return whether a forked process can compile for a device and share the result through torch's cache.
 
-    A forked process cannot use an accelerator, whose properties inductor queries. On macOS, system libraries do not
-    work after a fork.
+    Inductor queries the properties of the accelerator, which a forked process cannot use. On macOS, system libraries do
+    not work after a fork.
     """
     caches = torch._inductor.config.fx_graph_cache and not torch.compiler.config.force_disable_caches
     return sys.platform == "linux" and device_type == "cpu" and bool(caches)
@@ -54,7 +54,7 @@ class BackgroundCompiler:
 
     @property
     def started(self) -> bool:
-        """Whether a process was started and has not been waited for."""
+        """Whether a process was started and has not yet been waited for."""
         return self._pid is not None
 
     def start(self, work: Callable[[], object]) -> None:
@@ -67,10 +67,10 @@ class BackgroundCompiler:
         self.seconds = None
         self._began = time.monotonic()
         parent = os.getpid()
-        # Block signals: no handler may run in the child, or raise here before `_end` is set.
+        # Block signals, so that no handler runs in the child, or raises here before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # about threads, whose locks the child does not use
+            with warnings.catch_warnings():  # fork warns about threads, whose locks the child does not use
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -84,7 +84,7 @@ class BackgroundCompiler:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def done(self) -> bool:
-        """Return whether the process has ended, with or without success, or none was started."""
+        """Return whether the process has ended, successfully or not, or was never started."""
         if self._pid is None:
             return True
         seconds = time.monotonic() - self._began
@@ -104,10 +104,10 @@ class BackgroundCompiler:
 
 
 def _exit_status(pid: int) -> int | None:
-    """Return the exit status of a child process, None while it runs."""
+    """Return the exit status of a child process, or None while it runs."""
     try:
         ended, status = os.waitpid(pid, os.WNOHANG)
-    except ChildProcessError:  # other code has waited for all children
+    except ChildProcessError:  # other code has already waited for this child
         return 0
     return os.waitstatus_to_exitcode(status) if ended == pid else None
 
@@ -134,8 +134,8 @@ def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int])
         done: list[bool] = []
         work = partial(_suppress_errors, work, done, sys.stdout, sys.stderr)
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        # The parent's threads do not exist here, neither inductor's pool nor the OpenMP pool of the forking thread, so
-        # use a new thread. Torch's settings are context variables.
+        # The parent's threads (inductor's pool, the OpenMP pool of the forking thread) do not exist here, so run the
+        # work in a new thread. Copy the context, because torch's settings are context variables.
         torch._inductor.config.compile_threads = 1
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(work,), daemon=True)
@@ -160,7 +160,7 @@ def _detach_from_parent() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for file in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # the descriptor of the directory listing is already closed
-            # Redirect instead of closing: an object that closes this number later could close another file.
+            # Redirect instead of closing: an object that later closes this number could otherwise close another file.
             os.fstat(file)
             os.dup2(null, file, inheritable=file < 3)
 

@@ -1,4 +1,4 @@
-"""State that the graphs of a step share, checks that they are still valid, and the choice of batches to compile for."""
+"""State that the graphs of a step share, checks that they are still valid, and selection of batches that use them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GLOBAL_HOOKS = (
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _HOOKS = attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
 _MIN_BATCHES = 2
-"""A graph that is used for at most this many batches does not justify its compilation."""
+"""A graph that is used for this many batches or fewer is not worth compiling."""
 
 
 class CapturedStep:
@@ -54,7 +54,7 @@ class CapturedStep:
     recorded: RecordedCalls | None = None
     """Replays direct calls as CUDA graphs."""
     logged_no_replay = False
-    """Whether a message was logged that calls cannot be replayed."""
+    """Whether the message that calls cannot be replayed has been logged."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class CapturedStep:
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
-        # A graph is never made with hooks. Torch keeps and reuses the empty dict of a hook that was removed.
+        # Graphs are captured only without such hooks. Torch keeps the empty dict of a removed hook.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
@@ -127,7 +127,7 @@ class CapturedStep:
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 
     def count_batch(self, ends: bool) -> None:
-        """Count a batch for which a graph is used."""
+        """Count a batch that uses a graph."""
         self._batches[ends] += 1
 
     def count_graph(self, ends: bool) -> None:
@@ -164,8 +164,10 @@ class CapturedStep:
         return names
 
     def unread(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
-        """Return name, tensor and version of buffers that are no inputs of a graph, and of optimizer state if the graph
-        contains the update."""
+        """Return the name, tensor and version of each buffer that is not an input of the graph.
+
+        If the graph contains the update, this includes the optimizer's state.
+        """
         known, names = set(map(id, inputs)), self.names()
         tensors = list(self.model.buffers())
         if self.update is not None:
@@ -184,7 +186,7 @@ class CapturedStep:
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that only change after a graph that does not contain the update."""
+        """Return the ids of the tensors that change only after the graph, if it does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
@@ -225,7 +227,7 @@ class CapturedStep:
                 )
         if modules._global_backward_hooks or modules._global_backward_pre_hooks:
             raise NotCapturedError(
-                "a global backward hook of modules is registered, which only backward() calls; remove it"
+                "a global module backward hook is registered, which only backward() calls; remove it"
             )
         for name, module in self.model.named_modules():
             if module._backward_hooks or module._backward_pre_hooks:
@@ -254,7 +256,7 @@ def shapes(inputs: Any) -> list[torch.Size]:
 
 
 def check_batch(inputs: Any) -> None:
-    """Check for tensors that the compiled step would treat as plain ones, or whose gradient it does not compute.
+    """Check for tensors that the compiled step would treat as plain tensors, or whose gradient it does not compute.
 
     Raises:
         OnlyEagerError: the batch contains a tensor of a subclass, a nested tensor, or one that requires a gradient.
@@ -269,11 +271,13 @@ def check_batch(inputs: Any) -> None:
         if leaf.is_nested:
             raise OnlyEagerError("the batch contains a nested tensor, which compilation does not support")
         if leaf.requires_grad:
-            raise OnlyEagerError("the batch contains a tensor that requires a gradient")
+            raise OnlyEagerError(
+                "the batch contains a tensor that requires a gradient, which a compiled step does not compute"
+            )
 
 
 class Shapes:
-    """Selects the batches that use a graph: those of the first shape, and others once they are frequent."""
+    """Selects the batches that use a graph: those of the first shape, and others once they are frequent enough."""
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None

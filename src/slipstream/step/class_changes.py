@@ -1,4 +1,4 @@
-"""Detect changes of the classes whose code a graph contains, which Dynamo's guards do not check."""
+"""Detect changes to the classes whose code a graph contains; Dynamo's guards do not check them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ClassChanges"]
 
 _MAX_OBJECTS = 20_000
 _SPECIAL = {"__call__", "__getattr__", "__getattribute__"}
-"""Special methods that may be replaced; others, such as `__module__`, are not code of a step."""
+"""Special methods that a step may call; other special attributes, such as `__module__`, are ignored."""
 _LIBRARIES = {*sys.stdlib_module_names, "builtins", "numpy"}
 _PLAIN = (Tensor, np.ndarray, str, bytes, int, float, complex, bool, type(None), ModuleType)
 _CODE = attrgetter("__code__")
@@ -54,7 +54,7 @@ class _Watched:
         self._all: Mapping[str, Any] = vars(kind)
         self._size = len(self._all)
         names = self._names()
-        # With at least two names, itemgetter returns a tuple.
+        # itemgetter returns a tuple only if it has at least two names.
         get = itemgetter(*names, names[0]) if names else lambda _: ()
         self._get: Callable[[Mapping[str, Any]], tuple[Any, ...]] = get
         self._values = self._get(self._all)
@@ -91,7 +91,7 @@ def _is_code(name: str, value: Any) -> bool:
 
 
 def _names_read(kind: type) -> set[str]:
-    """Return the names of globals and attributes in all functions of a class, except classes of torch."""
+    """Return the names of globals and attributes that the functions of a class use; empty for classes of torch."""
     if kind.__module__.startswith("torch."):
         return set()
     return set().union(*(_names_in(function.__code__) for function in _functions(kind)))
@@ -103,7 +103,7 @@ def _names_in(code: CodeType) -> set[str]:
 
 
 def _functions(kind: type) -> Iterator[FunctionType]:
-    """Yield the functions that a class defines, without wrappers of properties and static methods."""
+    """Yield the functions that a class defines, including those inside properties and static methods."""
     for value in vars(kind).values():
         parts = (
             (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
@@ -145,7 +145,7 @@ def _references(value: Any) -> Iterable[Any]:
         return list(value.values())
     if isinstance(value, list | tuple | set | frozenset):
         return list(value)
-    if isinstance(value, type) or not _is_watched(type(value)):  # a logger, for example, refers to all others
+    if isinstance(value, type) or not _is_watched(type(value)):  # for example, a logger refers to all loggers
         return ()
     return list(vars(value).values()) if hasattr(value, "__dict__") else ()
 

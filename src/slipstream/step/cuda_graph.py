@@ -1,4 +1,4 @@
-"""Replay a compiled step as one CUDA graph, which costs the host a single launch."""
+"""Replay a compiled step as one CUDA graph, which the host starts with a single launch."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ class CudaCapture:
 class RecordedCalls:
     """Captures calls to a function as CUDA graphs, and replays them.
 
-    A call is captured when it is made for the fourth time with the same function and with inputs of the same shapes.
-    The first calls run normally, and the capture does not run kernels, so no state (for example BatchNorm's statistics)
-    must be restored. Before a replay, tensor arguments are copied to static buffers; arguments that the function
-    changes in place are copied back after it. Outputs are copies. All other tensors that the function reads or changes
-    must keep their addresses. At most 16 graphs are captured; further kinds of calls run without a graph.
+    A call is captured the fourth time it is made with the same function and inputs of the same shapes. The first three
+    calls run normally, and the capture does not run kernels, so no state (such as BatchNorm statistics) needs to be
+    restored. Before a replay, tensor arguments are copied to static buffers; arguments that the function changes in
+    place are copied back after the replay. Outputs are copied. All other tensors that the function reads or changes
+    must keep their addresses. At most 16 graphs are captured; other kinds of calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.
@@ -88,7 +88,7 @@ class RecordedCalls:
         if self._warn is not None:
             self._warn(
                 f"The step needs more than {_MAX_GRAPHS} CUDA graphs; other kinds of batches run without one. Shapes, "
-                "strings or numbers in the batch, or optimizer settings change too often: keep them constant, or "
+                "strings or numbers in the batch, or optimizer settings, change too often; keep them constant, or "
                 "remove cuda_graph"
             )
             self._warn = None
@@ -96,7 +96,7 @@ class RecordedCalls:
 
 
 class _Graph:
-    """A call that is recorded."""
+    """A captured call."""
 
     def __init__(self, run: Callable[..., Any], arguments: Any, capture: Capture) -> None:
         fixed = tree_map_only(Tensor, torch.clone, arguments)

@@ -2,8 +2,8 @@
 
 In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
 calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
-tensors that are never replaced. This module collects the last of these only once. It still evaluates Dynamo's
-guards at every step, so all values that the graph treats as constants are checked.
+tensors that are never replaced, such as parameters. This module collects the tensors that are never replaced only once.
+It still evaluates Dynamo's guards in every step, so all values that the graph treats as constants are checked.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from slipstream.step.verification import Compiled
 __all__ = ["DirectCalls", "Outputs"]
 
 Outputs = tuple[dict[str, Tensor], Tensor | None]
-"""The values to log, and a 0-dim bool tensor: whether all gradients were finite."""
+"""The values to log, and whether all gradients were finite (a 0-dim bool tensor, or None without a check)."""
 
 _Arguments = tuple[Any, Any, bool]
 _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls the graphs of a compiled step directly after their first call through Dynamo.
+    """Calls the graphs of a compiled step directly, once each has been called through Dynamo.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, held, ends)`.
@@ -167,5 +167,5 @@ def _leaves(arguments: _Arguments) -> list[Any]:
 def _entries(code: Any) -> list[Any]:
     try:
         return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-    except AttributeError:  # this version of torch lacks the function: all calls go through Dynamo
+    except AttributeError:  # this version of torch lacks the function, so all calls go through Dynamo
         return []

@@ -1,4 +1,4 @@
-"""Settings of Dynamo and checks during the capture of a step."""
+"""Dynamo settings and checks for the capture of a step."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def tracing() -> AbstractContextManager[Any]:
 
 
 def _translator() -> Any:
-    """Return Dynamo's translator of the current capture; called from a backend."""
+    """Return Dynamo's instruction translator for the current capture; call this only from a backend."""
     return torch._dynamo.symbolic_convert.InstructionTranslator.current_tx()
 
 
 def has_side_effects() -> bool:
-    """Return whether Dynamo changes Python objects after the graph, except objects that the step creates."""
+    """Return whether Dynamo changes Python objects after the graph; objects that the step creates do not count."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects
@@ -44,7 +44,7 @@ def has_side_effects() -> bool:
 
 
 def refuse_python_random() -> None:
-    """Check that a step does not use Python's `random`, since the verification would consume random numbers.
+    """Check that a step does not use Python's `random`, because the verification would consume its random numbers.
 
     Raises:
         NotCapturedError: the step uses Python's random module.
@@ -54,6 +54,6 @@ def refuse_python_random() -> None:
     # Compare names: torch has two such classes, whose modules change between versions.
     if any(type(value).__name__ == "RandomVariable" for value in output.side_effects.id_to_variable.values()):
         # Dynamo draws different numbers from such an object, even if it compiles only the model.
-        raise OnlyEagerError("the step uses a random.Random; use torch's random numbers")
+        raise OnlyEagerError("the step uses a random.Random object; use torch's random numbers")
     if output.random_calls:
         raise NotCapturedError("the step uses Python's random module; use torch's random numbers")

@@ -26,7 +26,7 @@ Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
 
 class Step(Protocol):
-    """Interface of a training step: trains on a batch, and returns 0-dim tensors on the device."""
+    """Interface of a training step, which trains on a batch and returns 0-dim tensors on the device."""
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on `batch`, and return the values to log, including `loss`."""
@@ -34,15 +34,17 @@ class Step(Protocol):
 
 
 class EagerStep:
-    """The training step without compilation; also the fallback of a compiled step, which prepares the inputs itself.
+    """The training step without compilation.
+
+    It is also the fallback of a compiled step, which prepares the inputs itself.
 
     Args:
-        forward: `forward(inputs) -> losses`, a dict of scalar tensors; those with `loss` in their name
-            are summed. It may call a DDP-wrapped model.
+        forward: `forward(inputs) -> losses`, a dict of scalar tensors; those with `loss` in their name are summed.
+            The function may call a DDP-wrapped model.
         model: the module that `forward` calls, wrapped or not; its gradient sync is skipped during accumulation.
         optim: updates the weights.
-        reduce: turns the losses into the one to minimize and the values to log; by default their sum.
-        prepare: `prepare(batch) -> inputs`, such as the transfer to the device; under autocast, as in MMEngine.
+        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
+        prepare: `prepare(batch) -> inputs`, for example a transfer to the device; under autocast, as in MMEngine.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class EagerStep:
         """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called.
 
         Args:
-            with_host_parts: whether to call `after_batch` also for parts with `on_host`.
+            with_host_parts: whether to also call `after_batch` of parts with `on_host`.
         """
         optim = self.optim
         if has_gradients(optim.parameters()):
@@ -149,7 +151,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return the `inputs` of backward, which restrict it to the parameters of this optimizer, if supported."""
+        """Return the argument `inputs` of backward, which restricts it to this optimizer's parameters, if supported."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
@@ -174,7 +176,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients from another step's backward pass, if it could not be restricted to its own parameters."""
+        """Drop gradients of another step whose backward pass could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 
@@ -195,7 +197,7 @@ def _nodes(loss: Tensor) -> set[Any]:
 
 
 def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
-    """Yield the leaves of an autograd graph that are no parameters."""
+    """Yield the leaves of an autograd graph that are not parameters."""
     for node in nodes:
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.is_leaf and not isinstance(variable, nn.Parameter):
@@ -205,10 +207,11 @@ def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the sum of all losses (with gradient), and detached 0-dim values to log, `loss` first.
 
-    `loss` is logged as the sum, unless an entry has this name; entries without `loss` in their name are only logged.
+    The sum is logged as `loss`, unless an entry has this name. Entries without `loss` in their name are logged but not
+    summed.
 
     Raises:
-        LossError: there is no loss, or an entry is neither a scalar tensor nor a list of them.
+        LossError: there is no loss, or an entry is neither a scalar tensor nor a list of scalar tensors.
     """
     if not isinstance(losses, Mapping):
         raise LossError(
@@ -242,4 +245,4 @@ def _scalar(name: str, value: Any) -> Tensor:
     if isinstance(value, list | tuple) and value:
         scalars = [_scalar(f"{name}[{i}]", item) for i, item in enumerate(value)]
         return sum(scalars[1:], start=scalars[0])
-    raise LossError(f"'{name}' must be a scalar tensor or a list of them, not {value!r}")
+    raise LossError(f"'{name}' must be a scalar tensor or a list of scalar tensors, not {value!r}")

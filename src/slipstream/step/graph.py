@@ -1,8 +1,8 @@
 """The training step as one compiled graph: forward, loss, backward, gradient sync, clipping, optimizer, average.
 
-`GraphStep._define` contains the step. It changes weights, buffers, optimizer state, loss scale and averages in place,
-in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step therefore
-see the same state.
+`GraphStep._define` defines the step. The step changes weights, buffers, optimizer state, loss scale and averages in
+place, in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step
+therefore see the same state.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["GraphStep"]
 
 _REBUILDS = 8
-"""Maximum number of changes that require a new graph, the same as torch's recompile limit."""
+"""Maximum number of times that changes may invalidate the graph, equal to torch's recompile limit."""
 _SETTING_CHANGES = 2
-"""After this many changes to settings that graphs treat as constants, the optimizer steps outside of the graph."""
+"""After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
 Backend = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -56,38 +56,38 @@ class _Called(NamedTuple):
     held: list[Tensor] | None
     """The gradients of the accumulation window, which the call has changed in place."""
     learn: tuple[Any, Any, bool] | None = None
-    """The arguments of a call through Dynamo, from which a direct call is learned."""
+    """The arguments of a call through Dynamo, from which `DirectCalls` learns a direct call."""
 
 
 class GraphStep:
     """The training step as one compiled graph, with an eager step as fallback.
 
-    The first batch is processed by `eager`, which determines the parameters that get a gradient and creates the
-    optimizer's state. The second batch is captured, compiled and verified on copies of all inputs of the graph, and
-    trained by `eager`. All further batches are trained by the compiled code. Each new graph is verified in the same
-    way. The user's Python code therefore runs exactly as often as without compilation, and a failure until then has no
-    side effects.
+    `eager` runs on the first batch, to determine the parameters that get a gradient and to create the optimizer's
+    state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the graph, while
+    `eager` trains on the batch itself. The compiled code runs on all further batches. Each new graph is verified in the
+    same way. The user's Python code therefore runs exactly as often as without compilation, and a failure before the
+    end of the verification has no side effects.
 
-    Batches of other shapes than the first are trained by `eager` until they are frequent enough for a graph with
-    dynamic shapes. All ranks take the same path at every step: if one rank cannot capture a batch, all ranks train it
-    eagerly. With several ranks, batches of all shapes use graphs, because a batch of another rank may have the first
+    `eager` also runs on batches whose shape differs from the first, until they are frequent enough for a graph with
+    dynamic shapes. All ranks take the same path in every step: if one rank cannot capture the step, all ranks run it
+    eagerly. With several ranks, batches of all shapes use graphs, because another rank's batch may have the first
     shape.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
-        prepare: `prepare(batch) -> inputs`, operations outside of the graph: transfer, normalization; under autocast.
+        prepare: `prepare(batch) -> inputs`, operations outside the graph (transfer, normalization), under autocast.
         model: the model, unwrapped.
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
-        eager: the eager step; its `train` gets the result of `prepare`.
+        eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
-        recover: called with the reason if the graph cannot be used; returns the step to use from then on, which takes
-            the result of `prepare`.
-        reduce: turns the losses into the one to minimize and the values to log.
+        recover: called with the exception if the graph cannot be used; returns the step to use from then on, which
+            takes the result of `prepare`.
+        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
         sync: averages gradients over the processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
-        dynamic: whether shapes may vary; None detects it.
+        dynamic: whether shapes may vary; None means that this is detected automatically.
         record: creates the object that captures and replays calls as CUDA graphs.
-        background: compiles while training continues eagerly; None compiles before the next batch.
+        background: compiles while training continues eagerly; None means that training waits for the compilation.
         info: called with a message when the graph is first used.
     """
 
@@ -132,12 +132,12 @@ class GraphStep:
             weakref.finalize(self, optim.optimizer.register_load_state_dict_post_hook(loaded).remove)
 
     def close(self) -> None:
-        """Drop the compiled code; further batches are trained eagerly."""
+        """Drop the compiled code; further batches run eagerly."""
         self._fallback = self._fallback or self.eager
         self._reset()
 
     def pause(self) -> None:
-        """Stop a compilation in the background; it restarts with the next batch."""
+        """Stop a background compilation; it restarts with the next batch."""
         self._compiling = None
         if self.background is not None:
             self.background.stop()
@@ -178,7 +178,7 @@ class GraphStep:
             return self.eager.train(inputs)  # only the autograd engine checks for NaN and calls these hooks
         if has_gradients(self.optim.parameters()):
             if self.optim.accumulative_counts == 1:
-                return self.eager.train(inputs)  # add gradients that the user has set to this update
+                return self.eager.train(inputs)  # this update includes gradients that the user has set
             self.optim.check_gradients()
         return self._train(inputs)
 
@@ -201,7 +201,7 @@ class GraphStep:
             if scale is not None:
                 loss = loss * scale.scale
             grads = list(torch.autograd.grad(loss, params))
-            if guard is not None:  # the mean of an empty tensor is NaN, but has no NaN gradient
+            if guard is not None:  # the mean of an empty tensor is NaN, but its gradient is not
                 grads[0] = torch.where(finite, grads[0], torch.nan)
             return grads, logs
 
@@ -213,7 +213,7 @@ class GraphStep:
             """Train on `inputs`; `held` are the accumulated gradients, changed in place."""
             if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo has skipped the function
                 raise NotCapturedError(
-                    "torch.compile is disabled, or a TorchDispatchMode is active that does not support it"
+                    "torch.compile is disabled, or an active TorchDispatchMode does not support it"
                 )
             grads, logs = gradients(inputs)
             if repeats is not None:
@@ -268,7 +268,7 @@ class GraphStep:
                 call(arguments) if captured.recorded is None else captured.recorded(call, arguments), held
             )
         if held is not None and optim.accumulative_counts == 1:
-            torch._foreach_zero_(held)  # the verification measures gradients by how far they are from these
+            torch._foreach_zero_(held)  # the verification compares gradients with their initial values
         check_batch(inputs)
         try:
             with tracing():
@@ -279,15 +279,15 @@ class GraphStep:
         return _Called(outputs, held, arguments)
 
     def _finish(self, captured: CapturedStep, called: _Called, ends: bool) -> dict[str, Tensor]:
-        """Do on the host what is not part of the compiled step; return what to log."""
+        """Run the operations that are not part of the compiled step, and return the values to log."""
         optim, held = self.optim, called.held
         if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
             known = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
             if not known and captured.recorded is not None and not captured.logged_no_replay:
                 captured.logged_no_replay = True
                 self.info(
-                    "The step is not replayed as a CUDA graph: it changes Python objects, or reads tensors that are "
-                    "neither in the batch nor in the model"
+                    "The step is not replayed as a CUDA graph, because it changes Python objects or reads tensors that "
+                    "are neither in the batch nor in the model"
                 )
         logs, finite = called.outputs
         optim.count_batch()
@@ -316,7 +316,7 @@ class GraphStep:
     def _observe(self, inputs: Any) -> dict[str, Tensor]:
         """Train eagerly, and record which parameters get a gradient.
 
-        If a capture has failed, and the parameters are those of the failed graph, another capture would fail, too.
+        If a capture has failed, and the same parameters get a gradient again, another capture would also fail.
         """
         optim = self.optim
 
@@ -341,7 +341,7 @@ class GraphStep:
             self.optim.on_gradients = None
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train with the graph, which is first captured and verified if there is none for this kind of batch."""
+        """Train with the graph; if there is none for this kind of batch, capture and verify it first."""
         ends = self.optim.should_sync()
         captured = self._step
         try:
@@ -353,21 +353,22 @@ class GraphStep:
             return self._verified(captured, found, inputs, ends)
         except Exception as error:
             if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
-                raise  # the code has failed while running, and may have changed tensors
+                raise  # the code failed while running, and may have changed tensors
             if (
                 self.sync is None
                 and captured is not None
                 and captured.has_graphs
                 and NotCapturedError.inside(error) is None
             ):
-                self._reset()  # another branch of the model may train other parameters
+                self._reset()  # another branch of the model may have run, which trains other parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._observe(inputs)
             if self.sync is None or captured is None:
                 return self._fall_back(error, inputs)
             if self.verify and ends not in captured.agreed:
                 return self._verified(captured, error, inputs, ends)
-            # Other ranks run their graph and wait for this one: run the uncompiled step, which communicates the same.
+            # The other ranks run their graph and wait for this rank, so run the uncompiled step, which sends the same
+            # messages.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             called = self._call(captured, inputs, ends)
@@ -392,7 +393,7 @@ class GraphStep:
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
                 self.info(
-                    "Compilation in the background failed: the step is compiled now, while training waits"
+                    "Compilation in the background failed; the step is compiled now, while training waits"
                 )
             if not self.verify:
                 self._log_switch()
@@ -448,11 +449,11 @@ class GraphStep:
     def _compile(
         self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Compile a graph that Dynamo has captured; the code runs after its verification."""
+        """Compile a graph that Dynamo has captured; the code runs only after its verification."""
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
-        # If all ranks have a verified graph, one rank cannot verify another graph on its own: others would not join.
+        # Once all ranks have a verified graph, one rank cannot verify another graph, because the others do not join in.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
@@ -512,9 +513,8 @@ class GraphStep:
             logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
             settle()
-            for (
-                part
-            ) in self.optim.parts:  # after `settle`, which may replace the weights by those of the graph
+            # After `settle`, which may replace the weights with those of the graph.
+            for part in self.optim.parts:
                 if part.on_host:
                     part.after_batch()
         return logs
@@ -576,7 +576,7 @@ class GraphStep:
     def _infer_trained(self) -> None:
         """Infer the trained parameters from a loaded optimizer state, so a resumed run uses the graph immediately.
 
-        These are the parameters with a state; all parameters if the optimizer has no state.
+        These are the parameters that have a state, or all parameters if the optimizer is stateless.
         """
         self._reset()
         optimizer = self.optim.optimizer
@@ -592,7 +592,7 @@ class GraphStep:
         self._reset()
 
     def _fall_back(self, error: Exception, inputs: Any) -> dict[str, Tensor]:
-        """Train on a batch eagerly, and use the step that `recover` returns from now on."""
+        """Train on a batch eagerly; from the next batch on, use the step that `recover` returns."""
         if self._inferred:
             self._reset()
             return self._observe(inputs)

@@ -29,7 +29,7 @@ def leaves_of(tree: Any) -> list[Any]:
 
 
 def structure_of(tree: Any) -> Any:
-    """Return what fixes which leaf of a tree is where: kinds, lengths and keys of containers; comparable by `==`."""
+    """Return the structure of nested containers: their types, lengths and keys, comparable with `==`."""
     kind = type(tree)
     if kind is Tensor:
         return None

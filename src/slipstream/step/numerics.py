@@ -1,4 +1,4 @@
-"""Checks of numbers on the device (finite gradients, loss scale), without waiting for it on the host."""
+"""Finiteness checks, scalars and the loss scale, computed on the device without synchronization."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["LossScale", "Scalar", "all_finite", "keep_unless", "only_if", "preci
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:
-    """Return a 0-dim bool tensor on the tensors' device: whether all their elements are finite."""
+    """Return whether all elements of the tensors are finite, as a 0-dim bool tensor on their device."""
     largest = [x.detach().abs().amax().float() for x in tensors if x.numel()]  # amax propagates NaN
     return torch.isfinite(torch.stack(largest)).all()
 
@@ -32,7 +32,7 @@ def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tens
 def only_if(
     finite: Tensor, update: Callable[[list[Tensor]], object], updated: Sequence[Tensor]
 ) -> Callable[[list[Tensor]], None]:
-    """Wrap `update` to restore the tensors that it changes unless `finite` (0-dim bool) is true."""
+    """Wrap `update` so that the tensors in `updated` are restored unless `finite` (0-dim bool) is true."""
 
     def guarded(grads: list[Tensor]) -> None:
         before = [tensor.clone() for tensor in updated]
@@ -44,7 +44,7 @@ def only_if(
 
 def scale_(tensors: list[Tensor], factor: Tensor) -> None:
     """Multiply all tensors by `factor` (0-dim), in place."""
-    # Inductor fuses each product into the kernel that reads it; eagerly, one foreach call is faster.
+    # Inductor fuses each product into the kernel that reads it; in eager mode, one foreach call is faster.
     if torch.compiler.is_compiling() or any(tensor.device != factor.device for tensor in tensors):
         for tensor in tensors:
             tensor.mul_(factor.to(tensor.device, tensor.dtype))
@@ -53,7 +53,7 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 if the device supports it, else float32; float64 matches Python's numbers."""
+    """Return float64, which matches Python's floats, if the device supports it; otherwise float32."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
@@ -79,7 +79,7 @@ class Scalar:
 
 
 class LossScale:
-    """A traceable version of `torch.amp.GradScaler`, which shares the scale and the growth tracker with the scaler.
+    """A traceable version of `torch.amp.GradScaler` that shares the scale and the growth tracker of `scaler`.
 
     Args:
         scaler: the scaler.
@@ -88,7 +88,7 @@ class LossScale:
     """
 
     def __init__(self, scaler: torch.amp.GradScaler, adapts: bool, device: torch.device) -> None:
-        scaler.scale(torch.zeros((), device=device))  # creates its tensors
+        scaler.scale(torch.zeros((), device=device))  # creates the scaler's tensors
         self.scale: Tensor = scaler._scale  # type: ignore[assignment]
         self.growth_tracker: Tensor = scaler._growth_tracker  # type: ignore[assignment]
         self.adapts = adapts
@@ -120,8 +120,7 @@ class LossScale:
         return [grad * inverse.to(grad.dtype) for grad in grads]
 
     def adapt(self, finite: Tensor) -> None:
-        """Update the scale as `GradScaler.update`: decrease after an overflow, increase after `interval` finite
-        steps."""
+        """Decrease the scale after an overflow, or increase it after `interval` finite steps, like `GradScaler`."""
         if not self.adapts:
             return
         count = self.growth_tracker + 1

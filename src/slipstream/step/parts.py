@@ -1,8 +1,9 @@
 """`StepPart`: operations around the optimizer's update, such as gradient clipping.
 
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
-(`GraphStep`) traces the same calls, so a part is written once. Unless `on_host` is set, its methods must be traceable:
-no `.item()`, no branch on a tensor's value, and any number that changes must be a `slipstream.step.numerics.Scalar`.
+(`GraphStep`) traces the same calls, so each part is implemented only once. Unless `on_host` is set, its methods must be
+traceable: they must not call `.item()` or branch on a tensor's value, and any number that changes must be a
+`slipstream.step.numerics.Scalar`.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ class StepPart:
     needs_previous: bool = False
     """Whether `after_update` gets copies of the parameters from before the update."""
     on_host: bool = False
-    """Whether `after_batch` must run on the host, outside of a compiled step."""
+    """Whether `after_batch` must run on the host, outside a compiled step."""
     replaces_gradients: bool = False
     """Whether `gradients` is overridden."""
 
     def before_batch(self) -> None:
-        """Prepare the next batch on the host: count it, write changed numbers into tensors."""
+        """Prepare for the next batch on the host; for example, count it, or write changed numbers to tensors."""
 
     def gradients(
         self,

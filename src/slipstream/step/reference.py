@@ -19,9 +19,10 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
-    """Return the inputs of a graph with copies of the tensors, converted to `dtype` from lower precisions.
+    """Return the inputs of a graph with copies of the tensors; lower precisions are converted to `dtype`.
 
-    The copies have the same strides, share memory as the originals do, and require grad if the originals do.
+    The copies have the same strides, share memory with each other as the originals do, and require grad if the
+    originals do.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     memory: dict[int, tuple[Any, Tensor]] = {}
@@ -65,7 +66,7 @@ def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False
         graph: the graph that `torch.compile` passes to a backend.
         inputs: inputs of the graph; with `double`, from `copies(..., torch.float64)`.
         double: whether to compute in float64 and without autocast. Random numbers are still drawn in the precision of
-            the graph, so they are the same.
+            the graph, so that they do not change.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)
@@ -90,7 +91,7 @@ class _Interpreter(fx.Interpreter):
 
 
 class _InFloat64(TorchDispatchMode):
-    """Replaces lower precisions by float64 in all operators."""
+    """Replaces lower precisions with float64 in all operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

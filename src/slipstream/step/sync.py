@@ -55,13 +55,13 @@ class GradientSync:
         return [means[i] for i in range(len(grads))]
 
     def any_rank(self, flags: Sequence[bool], device: torch.device) -> list[bool]:
-        """Return for each flag whether it is set on any rank; waits for all ranks."""
+        """Return, for each flag, whether it is set on any rank; this waits for all ranks."""
         counts = torch.tensor(flags, dtype=torch.float32, device=device)
         all_reduce(counts, "sum")
         return [count > 0 for count in counts.tolist()]
 
     def buckets(self, grads: Sequence[Tensor]) -> list[list[int]]:
-        """Return the indices of the gradients in each bucket, last ones first; a bucket has one dtype."""
+        """Return the indices of the gradients in each bucket, in reverse order; each bucket has a single dtype."""
         full: list[list[int]] = []
         open_: dict[torch.dtype, tuple[list[int], int]] = {}
         for index in reversed(range(len(grads))):

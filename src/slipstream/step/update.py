@@ -21,7 +21,7 @@ _AS_TENSORS = ("lr", "betas")
 """Settings that torch's optimizers accept as tensors; changing them does not recompile the graph."""
 
 _COUNTERS = ("state_steps", "mus", "etas")
-"""Names in `_init_group` of state that is one number per parameter."""
+"""Names that `_init_group` uses for state with one number per parameter."""
 
 _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
 """Optimizers that branch on values, and Muon, whose bfloat16 updates lose precision with a tensor learning rate."""
@@ -41,7 +41,7 @@ def is_stateless(optimizer: Optimizer) -> bool:
 
 
 def _is_defined_by_torch(function: Any) -> bool:
-    """Return whether torch defines a function and all wrappers around it; `functools.wraps` copies `__module__`."""
+    """Return whether torch defines a function and all its wrappers; `__module__` is unreliable for wrappers."""
     while function.__globals__["__name__"].startswith("torch."):
         if not hasattr(function, "__wrapped__"):
             return True
@@ -50,7 +50,7 @@ def _is_defined_by_torch(function: Any) -> bool:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step has hooks or is replaced; fast enough to call at each step."""
+    """Return whether the optimizer's step has hooks or was replaced; fast enough to call in each step."""
     own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
     # The attributes are missing if a subclass does not call torch's constructor.
     return bool(
@@ -73,12 +73,12 @@ class GraphUpdate:
 
     In `torch.optim`, each `step` collects lists of parameters, gradients and state through `_init_group`, and passes
     them to a function. This class calls that `step` with a proxy as `self`, whose `_init_group` returns the graph's
-    gradients and whose learning rates are 0-dim tensors. The update is therefore torch's own, and schedulers change
-    settings without a new graph.
+    gradients and whose learning rates are 0-dim tensors. The update therefore runs torch's own code, and schedulers
+    can change settings without a new graph.
 
     Args:
         optimizer: a `torch.optim` optimizer (`can_trace`).
-        params: its parameters that have a gradient; their state is created here.
+        params: the optimizer's parameters that get a gradient; their state is created here.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
@@ -91,7 +91,7 @@ class GraphUpdate:
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
-        """Update the parameters with `grads`, which have the order of `params`."""
+        """Update the parameters with `grads`, which are in the order of `params`."""
         view = _OptimizerView(self._groups, grads)
         self._step(view)
         view.write_back()
@@ -100,7 +100,7 @@ class GraphUpdate:
         """Write changed learning rates, betas and momenta into the tensors of the graph, without synchronizing.
 
         Returns:
-            The name of another setting whose change invalidates the graph, or None.
+            The name of a setting whose change invalidates the graph, or None.
         """
         for group in self._groups:
             if (changed := group.refresh()) is not None:
@@ -124,7 +124,7 @@ class GraphUpdate:
 
 
 class _Group:
-    """Parameter groups with identical settings, merged: their tensors, and the settings as tensors."""
+    """Merged parameter groups with identical settings: their tensors, and the settings as tensors."""
 
     def __init__(
         self,
@@ -140,8 +140,8 @@ class _Group:
         if device.type != "cpu" and "capturable" in sources[0]:
             _move_counts(optimizer, sources, self.params, device)
         names, self.flag, self.state = _create_state(optimizer, sources[0], self.params)
-        # Use float64 if possible: in float32, 1 - beta2 ** step has only four digits. Eager optimizers compute it with
-        # Python numbers, which are float64.
+        # Use float64 if possible: in float32, 1 - beta2 ** step has only four correct digits. Eager optimizers compute
+        # it with Python floats, which are float64.
         dtype = precise_dtype(device)
         self.count_dtype = dtype
         self.counters = [name in _COUNTERS for name in names]
@@ -201,17 +201,18 @@ class _Group:
             name: tuple(next(numbers) for _ in range(count)) if count else next(numbers)
             for name, count in self.layout
         }
-        # Inductor fuses foreach operations into few kernels. Without foreach, torch 2.13's inductor loses the alpha of
-        # an add to a matrix product. Eagerly on the CPU, torch accepts tensor learning rates only without foreach.
+        # Inductor fuses foreach operations into a few kernels. Without foreach, torch 2.13's inductor loses the alpha
+        # of an add to a matrix product. In eager mode on the CPU, torch does not accept tensor learning rates with
+        # foreach.
         foreach = self.on_device or torch.compiler.is_compiling()
         settings = {"foreach": foreach, "fused": False, "params": self.params, "number": number}
         if self.has_capturable:
-            settings["capturable"] = foreach  # does not branch on a step count
+            settings["capturable"] = foreach  # capturable code does not branch on a step count
         return {**self.fixed, **tensors, **settings}
 
 
 class _OptimizerView:
-    """Proxy that an optimizer's `step` gets as `self`, with the tensors of the graph."""
+    """Proxy that is passed to an optimizer's `step` as `self`, with the tensors of the graph."""
 
     def __init__(self, groups: list[_Group], grads: Sequence[Tensor]) -> None:
         self.groups = groups
@@ -264,7 +265,7 @@ def _sgd(optimizer: _OptimizerView) -> None:
 
 
 class _Scratch:
-    """Discards what a `step` writes into `self.state[param]`, since the step changes the state in place."""
+    """Discards writes to `self.state[param]` by a `step`, because the state tensors are changed in place."""
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return {}
@@ -303,7 +304,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the update reads as built-in Python values, without additional keys from schedulers."""
+    """Return the settings that the update reads as built-in Python values, without the keys that schedulers add."""
     excluded = {"foreach", "fused", *_AS_TENSORS}
     return {
         name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded
@@ -366,7 +367,7 @@ def _tensor(number: Any) -> Tensor:
 
 
 def _copied(value: Any) -> Any:
-    """Return a list as a copy, since a loop may change it in place."""
+    """Return a copy of a list, because a training loop may change it in place; other values are returned unchanged."""
     return list(value) if isinstance(value, list) else value
 
 

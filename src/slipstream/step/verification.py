@@ -3,8 +3,8 @@
 The verification computes one batch three times on copies of all inputs of the graph: with the compiled code, by
 interpreting the captured graph with eager kernels, and in float64. The eager step trains on the batch itself. The
 distance between the interpreted graph and float64 is the rounding error of the network. The compiled code and the eager
-step may differ from float64 by a small multiple of it. A larger error of the eager step means that the captured graph
-is incomplete; a larger error of the compiled code means a compiler bug.
+step may differ from float64 by a small multiple of this error. A larger error of the eager step means that the captured
+graph is incomplete; a larger error of the compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
 _MULTIPLE = 4.0
 """Tolerated distance from float64, as a multiple of the rounding error of the captured graph."""
 _FLOOR = 3e-5
-"""Relative errors below this are always tolerated."""
+"""Relative errors below this value are always tolerated."""
 _WITHOUT_REFERENCE = 0.2
 """Tolerated relative error if the float64 reference is not available."""
 
@@ -45,7 +45,7 @@ class NotCapturedError(SlipstreamError, RuntimeError):
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return `error` if it is a `NotCapturedError`, or the one that torch has wrapped; else None."""
+        """Return the `NotCapturedError` that `error` is or that torch has wrapped in it, or None."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
@@ -106,7 +106,7 @@ class Compiled:
         """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the code, or raise `VerificationNeeded`."""
+        """Run the code, or raise `VerificationNeeded` if it is not verified yet."""
         if not self.verified:
             raise VerificationNeeded(self, inputs)
         outputs = self.call(inputs)
@@ -132,7 +132,7 @@ class Verification:
         names: names of the input tensors by id, for messages.
 
     Raises:
-        Exception: any exception of the compiled code.
+        Exception: any exception that the compiled code raises.
     """
 
     def __init__(self, captured: VerificationNeeded, device: torch.device, names: Mapping[int, str]) -> None:
@@ -158,7 +158,7 @@ class Verification:
             with self._forked():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
-            raise  # without a reference, the comparison would tolerate more without a message
+            raise  # without a reference, the comparison would silently tolerate larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
         return _values(inputs)
@@ -175,15 +175,15 @@ class Verification:
         """Compare the results with those of the eager step.
 
         Args:
-            results: results of the eager step by the id of an input, for inputs that it does not change in place.
+            results: results of the eager step by input id, for inputs that it does not change in place.
             updated: ids of the inputs that the update of the captured step changes.
-            ignored: ids of the inputs that the eager step changes outside of the captured part.
+            ignored: ids of the inputs that the eager step changes outside the captured part.
 
         Returns:
-            Whether an update was made; False if the loss scale overflows.
+            Whether the weights were updated; False if a gradient overflowed.
 
         Raises:
-            WrongNumbersError: the error of the eager step or the compiled code is too large.
+            WrongNumbersError: the error of the eager step or of the compiled code is too large.
         """
         eager = _values(
             [results.get(id(value), value) if isinstance(value, Tensor) else value for value in self.inputs]
@@ -204,7 +204,7 @@ class Verification:
 
     @torch.no_grad()
     def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
-        """Copy the results of the compiled step into the inputs, so results do not depend on the verification."""
+        """Copy the results of the compiled step to the inputs, so that the verification does not affect training."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
                 target = results.get(id(value), value)
@@ -330,7 +330,7 @@ class _Typical:
 
 def _distance(one: Tensor, other: Tensor) -> float:
     one, other = _wide(one), _wide(other)
-    return float(torch.where(one == other, 0.0, one - other).norm())  # infinities may be equal
+    return float(torch.where(one == other, 0.0, one - other).norm())  # the distance of equal infinities is 0
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -350,7 +350,7 @@ def _is_double(inputs: Sequence[Any]) -> bool:
 
 @torch.no_grad()
 def _perturbed(value: Any) -> Any:
-    """Add or subtract one machine epsilon (relative) for each element, in place."""
+    """Multiply each element by one plus or minus the machine epsilon, in place."""
     if isinstance(value, Tensor) and value.is_floating_point():
         generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
