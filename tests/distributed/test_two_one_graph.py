@@ -245,5 +245,8 @@ def test_failed_verification_on_one_rank_disables_the_graph_on_both(answers):
 
 def test_stateful_hooks_and_find_unused_parameters_raise(answers):
     for powersgd, unused in both(answers, "refused"):
-        assert "ConfigError: compile.scope: the step cannot be one graph: the communication hook" in powersgd
+        assert (
+            "ConfigError: compile.scope: the step cannot be compiled as one graph: the communication hook"
+            in powersgd
+        )
         assert "find_unused_parameters searches the autograd graph in each step" in unused

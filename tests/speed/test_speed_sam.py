@@ -67,7 +67,7 @@ def test_recomputed_blocks_cannot_be_in_the_graph_of_the_step():
         assert_equal(found, expected)
         assert step.compiled_scope == "model"
     with pytest.raises(
-        ConfigError, match=r"compile\.scope: the step cannot be one graph: .* but sam has two"
+        ConfigError, match=r"compile\.scope: the step cannot be compiled as one graph: .* but sam has two"
     ):
         trained("compiled", **recomputed)
 

@@ -148,13 +148,15 @@ def sparse():
 )
 def test_unsupported_step_raises_or_compiles_only_the_model(make, why):
     model, optim = make()
-    with pytest.raises(ConfigError, match=rf"^compile.scope: the step cannot be one graph: {why}"):
+    with pytest.raises(
+        ConfigError, match=rf"^compile.scope: the step cannot be compiled as one graph: {why}"
+    ):
         step_of(model, dict(scope="step"), optim)
     assert model._compiled_call_impl is None
     said = []
     assert type(step_of(model, True, optim, said.append)) is EagerStep
     assert len(said) == 1
-    assert f"The step cannot be one graph: {why}" in said[0]
+    assert f"The step cannot be compiled as one graph: {why}" in said[0]
     assert model._compiled_call_impl is not None
 
 
@@ -229,7 +231,7 @@ def test_failed_capture_compiles_only_the_model_and_names_the_line(kind):
     step, said, _ = assert_trains_as_eager(kind())
     assert type(step) is GraphStep
     assert type(step._fallback) is EagerStep
-    assert "The step cannot be one graph (" in said[0]
+    assert "The step cannot be compiled as one graph (" in said[0]
     assert "test_speed_steps.py:" in said[0]
     assert "Only the model is compiled" in said[0]
     assert len(said) == 1
@@ -247,7 +249,7 @@ def test_failed_model_compilation_warns_second():
     step, said, _ = assert_trains_as_eager(Lists(), dict(fullgraph=True))
     assert type(step._fallback) is EagerStep
     first, second = said
-    assert "The step cannot be one graph (" in first
+    assert "The step cannot be compiled as one graph (" in first
     assert "Lists cannot be compiled (" in second
 
 

@@ -311,7 +311,7 @@ def test_metrics_of_each_epoch_are_logged(tmp_path, caplog, speed):
     for epoch in (1, 2):
         line = f"Epoch(train) [{epoch}]  train/IoU: {wanted['IoU']:.4f}  train/PixelAccuracy: "
         assert line + f"{wanted['PixelAccuracy']:.4f}" in log
-        assert "cannot be one graph" not in log
+        assert "cannot be compiled as one graph" not in log
 
 
 def test_hook_requires_a_model_with_train_metrics(tmp_path):

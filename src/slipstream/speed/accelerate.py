@@ -57,9 +57,9 @@ def accelerate(
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)` for batches `(inputs, targets)` or `(*inputs, targets)`. It returns a
             scalar or a dict; the entries with `loss` in their name are summed.
-        speed: `'auto'` or a dict of the fields of `SpeedPlan`.
-        total_steps: number of batches of the whole training. Required for `ema` of type 'exp'; with `accumulate`, the
-            last window may then be smaller.
+        speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
+        total_steps: number of batches in the whole training run. It is required for `ema` of type 'exp'; with
+            `accumulate`, it allows the last window to be smaller.
 
     Raises:
         ConfigError: an option is invalid or not supported here.
@@ -144,7 +144,7 @@ class TrainStep:
 
     @property
     def compiled_scope(self) -> str | None:
-        """What is compiled: 'step' (even before its graph is ready), 'model', 'block', or None (eager)."""
+        """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None (eager)."""
         if isinstance(self._step, GraphStep) and self._step.uses_graph:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None

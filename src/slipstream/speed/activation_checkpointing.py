@@ -1,7 +1,8 @@
 """Speed option: recompute the activations of blocks in backward instead of storing them.
 
 Chen et al. 2016 (arXiv 1604.06174), with torch's `checkpoint`. The recomputation has no side effects: it draws the same
-random numbers, does not update buffers (BatchNorm's running statistics), and SyncBN does not communicate again.
+random numbers, does not update buffers (such as BatchNorm's running statistics), and does not repeat SyncBN's
+communication.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class ActivationCheckpointingOptions:
     """`activation_checkpointing=dict(...)`; a list sets `modules`, True selects the defaults."""
 
     modules: list[str] | None = None
-    """Blocks by name (`backbone.layer1`, with wildcards between dots: `blocks.*`) or by class (`Bottleneck`). By
-    default the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose
-    class occurs at least twice. Of nested blocks only the outermost is used."""
+    """Blocks by name (`backbone.layer1`, or `blocks.*` with wildcards between dots) or by class (`Bottleneck`). The
+    default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves and whose
+    class occurs at least twice. If blocks are nested, only the outermost ones are used."""
     offload: bool = False
-    """Whether to store the inputs of blocks in host memory until backward; compiled code ignores it."""
+    """Whether to store the inputs of blocks in host memory until backward; compiled code ignores this option."""
 
     def __post_init__(self) -> None:
         """Check that `modules` is not empty."""
@@ -56,7 +57,7 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
     """Read `activation_checkpointing`: True, False, None, a list of names or a dict.
 
     Raises:
-        ConfigError: the value is of another type, an option is unknown, or `modules` are not strings.
+        ConfigError: the value has an unsupported type, an option is unknown, or `modules` are not strings.
     """
     if isinstance(value, list):
         value = {"modules": value} if value else None
@@ -70,8 +71,8 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
     gradients is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
 
     Raises:
-        ConfigError: a name matches no module, or it matches a container that is never called; or the model
-            has no repeated blocks.
+        ConfigError: a name matches no module or matches a container that is never called, or the model has no
+            repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
     # torch warns that in-place operations could change stored results; a test checks that they do not.
@@ -88,7 +89,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
 
 
 def _names(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all names of the modules inside a model; a shared module has several."""
+    """Return the names and modules inside a model; a shared module occurs once for each of its names."""
     return list(model.named_modules(remove_duplicate=False))[1:]
 
 
@@ -102,7 +103,7 @@ def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return by name the blocks that occur at least once outside of the others."""
+    """Return the blocks that occur at least once outside the other blocks, by name."""
     names = [(name, module) for name, module in _names(model) if module in blocks]
     every = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
@@ -124,10 +125,11 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Replace the `forward` of `module`; as a `partial`, it can be copied and pickled with the module."""
+    """Checkpoint a call of `forward`; a `partial` of this function replaces it and can be copied and pickled."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # torch searches only positional inputs for devices, whose random states it saves, and for tensors to offload.
+    # torch searches only positional inputs for devices, whose random states it saves, and for tensors to offload, so
+    # pass keyword arguments as positional inputs.
     block, args = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
@@ -143,7 +145,7 @@ def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> 
 
 
 def _keep_in_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of random operators and of communication, and recompute all others."""
+    """Save the results of random operators and of communication, and recompute all other results."""
     random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
     communicates = getattr(operator, "namespace", "") == "_c10d_functional"
     return CheckpointPolicy.MUST_SAVE if random or communicates else CheckpointPolicy.PREFER_RECOMPUTE
@@ -178,11 +180,11 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 class _Recomputation(AbstractContextManager[None]):
     """Context of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
-    On exit, the buffers have their values from before the recomputation.
+    On exit, the buffers get back the values that they had before the recomputation.
     """
 
     def __init__(self) -> None:
-        # The dict that holds a buffer, its name, and its value before forward.
+        # For each buffer: the dict that holds it, its name, and its value before forward.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         # The sums over processes that SyncBN received.
         self._sums: list[Tensor] = []
@@ -226,7 +228,7 @@ class _Recomputation(AbstractContextManager[None]):
 
 
 def _old(owner: nn.Module, buffer: Tensor) -> Tensor | None:
-    """Return a copy of a buffer, or None for BatchNorm, whose output in training does not depend on its buffers.
+    """Return a copy of a buffer, or None for BatchNorm, whose training output does not depend on its buffers.
 
     BatchNorm updates its buffers without changing their version.
     """

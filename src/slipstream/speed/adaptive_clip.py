@@ -1,4 +1,4 @@
-"""Speed option: clip the gradient of each unit by the norm of its weights (adaptive gradient clipping).
+"""Speed option: clip the gradient of each unit relative to the norm of its weights (adaptive gradient clipping).
 
 Brock et al. 2021 (NFNets, arXiv 2102.06171).
 """
@@ -31,7 +31,7 @@ class AdaptiveClipOptions:
     clip_factor: float = 0.01
     """Maximum ratio of the gradient's norm to the weight's norm, for each unit."""
     eps: float = 1e-3
-    """Lower bound of a weight's norm, so units whose weights are zero can be trained."""
+    """Lower bound of a weight's norm, so that units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)
     """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
     linear layer: `exclude=['head']`."""
@@ -65,7 +65,7 @@ class ClipUnits(StepPart):
 
     def __init__(self, clip_factor: float, eps: float, excluded: Sequence[nn.Parameter] = ()) -> None:
         self.clip_factor, self.eps = clip_factor, eps
-        self.excluded = dict.fromkeys(excluded)  # torch.compile traces look-ups in a dict, not in a set
+        self.excluded = dict.fromkeys(excluded)  # torch.compile can trace lookups in a dict, but not in a set
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Clip in place."""

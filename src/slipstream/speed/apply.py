@@ -1,4 +1,4 @@
-"""Apply the options of a plan to model and optimizer, in the required order."""
+"""Apply the options of a plan to the model and the optimizer, in the required order."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
 
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
-    """Return the model in the wrapper for several processes that the plan selects."""
+    """Return the model in the multi-process wrapper that the plan selects."""
     # A model with its own train_step calls its submodules directly, so each submodule gets its own wrapper.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
@@ -115,7 +115,7 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
     """Return the configuration of the optimizer wrapper, if any, with the plan's precision, accumulation and clipping.
 
     Raises:
-        ConfigError: `cfg` is an existing wrapper, or one of another class, whose settings differ from the plan.
+        ConfigError: `cfg` is an existing or custom wrapper whose settings differ from those of the plan.
     """
     if cfg is None:
         return None
@@ -128,7 +128,7 @@ def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
         kwargs = ", ".join(f"{key}={value!r}" for key, value in changes.items())
         raise ConfigError(
             f"{plan.config_path(options[0])} cannot change an existing or custom optimizer wrapper; pass {kwargs} to "
-            "its constructor, or let optim_wrapper be a dict with the key 'optimizer'",
+            "its constructor, or set optim_wrapper to a dict with the key 'optimizer'",
             "optim_wrapper",
         )
     return {**(cfg if isinstance(cfg, Mapping) else {"optimizer": cfg}), **changes}
@@ -149,7 +149,7 @@ _WRAPPER_OPTIONS: Mapping[str, Callable[[SpeedPlan], dict[str, Any]]] = {
 
 
 def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
-    """Switch the optimizer, or each of several, to fused kernels if the plan enables them."""
+    """Switch the optimizer, or each of several optimizers, to fused kernels if the plan enables them."""
     if plan.fused is False:
         return
     wrappers = optim.values() if isinstance(optim, OptimWrapperDict) else [optim]
@@ -169,8 +169,8 @@ class _MakesPart(Protocol):
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """Insert the parts of the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
-    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. Each of several optimizers gets its
-    own parts. A part replaces one of the same class, so a second call changes nothing.
+    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. If there are several optimizers, each
+    gets its own parts. A part replaces an existing part of the same class, so a second call changes nothing.
 
     Raises:
         ConfigError: an option does not support the model or the optimizer.
@@ -231,14 +231,14 @@ def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals and attributes in a function and its nested functions."""
+    """Return the names of globals and attributes that a function and its nested functions use."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
     return set(code.co_names).union(*inner)
 
 
 @contextmanager
 def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
-    """Set the plan's process-wide switches for this kind of device inside the context."""
+    """Set the plan's process-wide switches for this device type inside the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
@@ -272,6 +272,6 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     logger.info("torch.compile: each compilation may take minutes")
     try:
         yield
-    finally:  # the report observes torch's compilations until then
+    finally:  # the report observes torch's compilations until the context ends
         summary = report.finish()
     (logger.warning if summary.troubled else logger.info)(summary.text())

@@ -1,6 +1,6 @@
-"""What the machine and the model support, and the options that `speed='auto'` therefore enables.
+"""Capabilities of the machine and the model, and the options that `speed='auto'` enables for them.
 
-These options keep results within the documented tolerance and improve speed.
+These options improve speed and keep results within the documented tolerance.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Capabilities:
     """Properties of the machine, the run and the model that a plan depends on."""
 
     device: str = "cpu"
-    """Kind of device: `cpu`, `cuda`, `npu`, `xpu`, `mps`."""
+    """Device type: `cpu`, `cuda`, `npu`, `xpu`, `mps`."""
     capability: tuple[int, int] = (0, 0)
     """Compute capability of an NVIDIA GPU; (0, 0) elsewhere."""
     bf16: bool = False
@@ -114,6 +114,6 @@ def _precision(capabilities: Capabilities) -> Choice:
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        why = "compilation takes minutes, then convolutions take 0.6 to 0.9 of the time; try compile=True"
+        why = "compilation takes minutes; convolutions then take 0.6 to 0.9 of the time; try compile=True"
         return Choice("compile", why, on=False)
     return Choice("compile", "compilation takes a minute or more; measure compile=True", on=False)

@@ -43,17 +43,17 @@ class CompileOptions:
     """The unit that becomes one graph: the whole training step, the model's forward, or each of its blocks. None tries
     `step` and falls back to `model`."""
     blocks: list[str] = field(default_factory=list)
-    """The blocks that scope 'block' compiles: names of modules (`backbone.layer1`, with wildcards `layers.*`) or of
-    classes. By default the repeated blocks: children of a `ModuleList` or `Sequential` that have children themselves
-    and whose class occurs at least twice."""
+    """The blocks that scope 'block' compiles: names of modules (`backbone.layer1`, or `layers.*` with wildcards) or of
+    classes. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children
+    themselves and whose class occurs at least twice."""
     cache: bool | str = True
     """Where to cache compiled code: True for the user's cache folder, a path, or False to disable the cache."""
     verify: bool = True
-    """Compare compiled steps with eager ones before the first use (scope 'step')."""
+    """Whether to compare a compiled step with the eager step before its first use (scope 'step')."""
     wait: bool = False
-    """Compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU, Linux). By
-    default, steps run eagerly during compilation, so which step is the first compiled one depends on how long
-    compilation takes."""
+    """Whether to compile before the second step instead of in the background (scope 'step', backend 'inductor', CPU,
+    Linux). By default, steps run eagerly during compilation, so the number of eager steps depends on the compilation
+    time."""
 
     def __post_init__(self) -> None:
         """Check the combination of options."""
@@ -71,7 +71,7 @@ def read_compile(value: Any) -> CompileOptions | None:
     """Read `compile`: True, False, None, the name of a scope, or a dict.
 
     Raises:
-        ConfigError: the value is of another type, or an option is unknown.
+        ConfigError: the value has an unsupported type, or an option is unknown.
     """
     # A string is the name of a scope.
     how = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
@@ -111,10 +111,10 @@ def compile_model(
 
 
 def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
-    """Return the modules that scope 'block' compiles, without blocks that are inside of other blocks.
+    """Return the modules that scope 'block' compiles, without blocks that are inside other blocks.
 
     Raises:
-        ConfigError: a name matches no module, or there are no names and the model has no repeated blocks.
+        ConfigError: a name matches no module, or `how.blocks` is empty and the model has no repeated blocks.
     """
     found = named_blocks(model, how.blocks, "compile.blocks") if how.blocks else _repeated(model)
     inner = {child for block in found for child in block.modules() if child is not block}
@@ -134,7 +134,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
 
 
 def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, int], group: _Group) -> None:
-    """Compile modules of one class in place; if one of them fails, all run eagerly."""
+    """Compile modules of one class in place; if the compilation of one fails, all of them run eagerly."""
     kwargs: dict[str, Any] = {
         "backend": how.backend,
         "mode": None if how.backend == "inductor" else how.mode,
@@ -177,7 +177,7 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
 def _recompile_limit(kinds: int) -> Mapping[str, int]:
     """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`.
 
-    Torch before 2.13 only has a limit for the whole process; it is raised here.
+    Before 2.13, torch has only a process-wide limit, which this function raises.
     """
     if kinds == 1:
         return {}
@@ -198,7 +198,7 @@ def _cloning(compiled: Any) -> Callable[..., Any]:
 
 
 class _Group:
-    """Modules of one class; if the compilation of one fails, all run eagerly."""
+    """Modules of one class; if the compilation of one fails, all of them run eagerly."""
 
     def __init__(self, modules: list[nn.Module], warn: Callable[[str], None], warn_limit: bool) -> None:
         self.modules = modules
@@ -255,7 +255,7 @@ class _Guarded:
         # With graph breaks, an earlier graph may have updated BatchNorm before a later one fails.
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            # Compile the backward graph now: a failure during backward could not be recovered from.
+            # Compile the backward graph now, because a failure during backward would be unrecoverable.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 result = self.compiled(*args, **kwargs)
         except BaseException:

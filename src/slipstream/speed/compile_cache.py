@@ -33,11 +33,11 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
 
     Call this before anything is compiled. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
     process, so the last run wins. Returns None, and changes nothing, if the user has set the variable, if `how`
-    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of graph, options and
-    versions, so code of another graph is never loaded.
+    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of the graph, the
+    options and the versions, so it never loads the code of another graph.
 
     Args:
-        model: on its device.
+        model: the model, on its device.
         how: `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream,
             ~/.cache/slipstream).
         plan: other options that affect the compiled code; its `repr` is part of the folder's key.
@@ -78,16 +78,16 @@ def folder_now(folder: str | None) -> Iterator[None]:
 
 
 def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
-    """Return the cache folder for a model, plan and machine and the installed versions, without creating it.
+    """Return the cache folder for a model, a plan, this machine and the installed versions, without creating it.
 
-    It depends on the shapes of the weights, not on their values.
+    The folder depends on the shapes of the weights, not on their values.
     """
     shapes = [
         (name, tuple(tensor.shape), str(tensor.dtype))
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     ]
     versions = (torch.__version__, __version__, platform.python_version())
-    # Remove addresses from the repr of functions: they differ between processes.
+    # Remove addresses from the repr of functions, because they differ between processes.
     key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
     name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _user_cache()) / name
@@ -97,13 +97,13 @@ def _user_cache() -> Path:
     configured = os.environ.get("SLIPSTREAM_CACHE")
     if configured:
         return Path(configured).expanduser().absolute() / "compile"
-    # The XDG specification requires that relative paths are ignored.
+    # The XDG specification requires relative paths to be ignored.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "compile"
 
 
 def _machine(model: nn.Module) -> str:
-    """Describe the CPU and the accelerator, since inductor compiles for the exact CPU model."""
+    """Return a description of the CPU and the accelerator; inductor compiles for the exact CPU model."""
     tensor = next(chain(model.parameters(), model.buffers()), None)
     if tensor is not None and tensor.device.type == "cuda":
         accelerator = torch.cuda.get_device_name(tensor.device)
@@ -118,7 +118,7 @@ def _machine(model: nn.Module) -> str:
 
 
 def _chosen_by_user() -> bool:
-    """Return whether the user has set the environment variable, not torch or an earlier run of this process."""
+    """Return whether the user, rather than torch or an earlier run in this process, set the environment variable."""
     value = os.environ.get(_VARIABLE)
     if not value:
         return False

@@ -48,7 +48,7 @@ def explain_failure(error: BaseException) -> str:
             "torch.nn.utils.parametrizations"
         )
     if "appears to not have been used in the graph" in str(error):
-        return "a batch leaves parameters without a gradient that other batches train, so each needs another graph"
+        return "some batches give no gradient to parameters that other batches train, so they need different graphs"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # After "backend='inductor' raised:", the next line holds the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
@@ -71,7 +71,7 @@ def _where(stack: Iterable[FrameSummary]) -> str:
 
 
 def _is_user_file(file: str) -> bool:
-    """Return whether a file is the user's: not generated, nor part of torch, Slipstream or Python's library."""
+    """Return whether a file is the user's: not generated, and not part of torch, Slipstream or Python's library."""
     in_stdlib = file.startswith(_LIBRARY) and "site-packages" not in file
     return not file.startswith((*_ENGINE, "<")) and not in_stdlib
 
@@ -130,11 +130,11 @@ class CompileSummary:
 
     @property
     def troubled(self) -> bool:
-        """Whether an entry costs speed, so that `text()` should be logged as a warning."""
+        """Whether an entry reduces speed, so that `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:
-        """Return one line of counts and one line for each cause that costs speed."""
+        """Return one line of counts and one line for each cause of reduced speed."""
         counts = [
             _count(self.graphs, "graph"),
             _count(sum(self.breaks.values()), "graph break"),
@@ -183,7 +183,7 @@ class CompileReport:
         self._new: list[Any] = []
         self._before = _counts()
         self._old_breaks = list(_breaks())
-        # Torch keeps 64 records, so collect them at every compilation.
+        # Torch keeps only 64 records, so collect them at every compilation.
         torch._dynamo.callback.callback_handler.register_start_callback(self._collect)
 
     def _collect(self, _: Any = None) -> None:
@@ -234,7 +234,7 @@ class CompileReport:
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return why CUDA graphs were skipped; torch counts all skips but records only reasons at compile time."""
+        """Return why CUDA graphs were skipped; torch counts all skips, but records reasons only at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())

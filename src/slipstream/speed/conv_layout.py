@@ -1,4 +1,4 @@
-"""A pass over inductor's graph that selects the fastest memory layout of each convolution and its gradients on CPU."""
+"""A pass over inductor's graph that selects the fastest CPU memory layout for each convolution and its gradients."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
     """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
     A 1x1 convolution becomes a matrix product over the pixels. All others use channels_last, unless the weight is much
-    larger than the activations: oneDNN writes the gradient of a channels_last weight in another order, and torch then
-    transposes it, which is slow.
+    larger than the activations. In that case channels_last is slow, because oneDNN writes the gradient of the weight in
+    another order, and torch then transposes it.
 
     With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
     This pass recomputes them from the first node to the last, so BatchNorm and ReLU between two convolutions use the
@@ -88,7 +88,7 @@ class _Layouts:
                     self._convolution(node)
                     continue
                 if _needs_eager_strides(node):
-                    self._restore(node)  # its result then keeps its strides
+                    self._restore(node)  # the result then has its eager strides
                 else:
                     _update_strides(node)
 
@@ -111,9 +111,9 @@ class _Layouts:
         _update_strides(node)
 
     def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
-        """Return `node` if its result has this layout, else a copy with this layout, which is created once."""
+        """Return `node` if its result has the wanted layout, otherwise a copy in that layout, created only once."""
         value = node.meta["val"]
-        # `is_contiguous` ignores the strides of dimensions of one element; inductor does not.
+        # `is_contiguous` ignores the strides of dimensions of size one; inductor does not.
         if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
             node.meta["inductor_realize_to_strides"] = True  # store it once, in this layout
             return node

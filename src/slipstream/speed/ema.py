@@ -1,6 +1,6 @@
-"""Speed option: average the weights over the steps, and validate and save with the average.
+"""Speed option: an average of the weights over the steps, for validation and for saving.
 
-In the training step, `slipstream.step.average.AveragePart` updates the average. `EMAHook` or `accelerate` adds it.
+`EMAHook` or `accelerate` adds a `slipstream.step.average.AveragePart` to the training step, which updates the average.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class EmaOptions:
     """`ema=dict(...)`."""
 
     decay: float | None = None
-    """Maximum decay: the EMA weight of the old average in an update; None is 0.9999."""
+    """Maximum decay, which is the factor of the old average in an update; None means 0.9999."""
     type: str = "exp"
     """Schedule of the decay: `constant`, `threshold` or `exp`; or `swa` for the plain mean of all weights."""
     beta: float | None = None
-    """Only for `exp`: the decay approaches its maximum faster with larger values; None is 15."""
+    """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
     interval: int = 1
     """Number of weight updates per update of the average. The average is updated at the first weight update."""
     begin_iter: int = 0
@@ -67,7 +67,7 @@ def read_ema(value: Any) -> EmaOptions | None:
     """Read `ema`: True, False, None or a dict.
 
     Raises:
-        ConfigError: the value is of another type, or an option is unknown or has an invalid value.
+        ConfigError: the value has an unsupported type, or an option is unknown or has an invalid value.
     """
     if isinstance(value, Mapping) and "momentum" in value:
         raise ConfigError("is a key of EMAHook (1 - decay); use decay instead", "ema.momentum")
@@ -75,7 +75,7 @@ def read_ema(value: Any) -> EmaOptions | None:
 
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:
-    """Raise a ConfigError if both are set, or if one is negative."""
+    """Raise a ConfigError if both are set, or if either is negative."""
     if begin_iter and begin_epoch:
         raise ConfigError("set begin_iter or begin_epoch, not both", "begin_epoch")
     for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():

@@ -1,4 +1,4 @@
-"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) into those of `SpeedPlan`."""
+"""Translate the keys of the three front ends (MMEngine, SuperGradients, `speed=`) into options of `SpeedPlan`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def settings(paths: Mapping[str, Sequence[str]], front_ends: Mapping[str, FrontE
             front_end, _, key = path.rpartition(".")
             translate = _TRANSLATED.get(path)
             value = translate(front_ends[front_end]) if translate else front_ends[front_end].get(key)
-            # None means that the option is not set. `fused` is the exception: there None is a value.
+            # None means that the option is not set, except for `fused`, where None is a value.
             if value is not None or (option == "fused" and key in front_ends[front_end]):
                 yield Setting(option, path, value)
 
@@ -105,7 +105,7 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
     """Return precision, accumulation and clipping of an optimizer wrapper or of its configuration."""
     if isinstance(wrapper, OptimWrapper) and not isinstance(wrapper, OptimWrapperDict):
         counts = wrapper.accumulative_counts
-        # Do not read the property `dtype`: it caches the device of the parameters, which are moved later.
+        # Do not read the property `dtype`: it caches the device type of the parameters, which are moved later.
         dtype = _short(wrapper._requested_dtype, device) if isinstance(wrapper, AmpOptimWrapper) else None
         return {
             "dtype": dtype,
@@ -123,7 +123,7 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
 
 
 def _short(dtype: Any, device: str) -> str | None:
-    """Return `fp16` or `bf16`; None stands for autocast's default dtype on this kind of device."""
+    """Return `fp16` or `bf16`; a `dtype` of None stands for autocast's default dtype on this device type."""
     return _LOWER.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 
@@ -169,7 +169,7 @@ def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     ema = dict(params.get("ema_params") or {})
-    if "exp_activation" in ema:  # older key of SuperGradients for the type
+    if "exp_activation" in ema:  # SuperGradients' older key for the type
         exponential = ema.pop("exp_activation")
         ema.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in ema:

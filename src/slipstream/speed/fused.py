@@ -16,7 +16,7 @@ def read_fused(value: Any) -> bool | None:
     """Read `fused`: True (required), None (if supported), or False (do not change the optimizer).
 
     Raises:
-        ConfigError: the value is of another type.
+        ConfigError: the value has an unsupported type.
     """
     if value is None or isinstance(value, bool):
         return value

@@ -32,7 +32,7 @@ class GradientCentralizationOptions:
 
 
 class CentralizeGradients(StepPart):
-    """Before the update, subtract its mean over all dimensions except the first from the gradient of each weight."""
+    """Subtract the mean over all dimensions except the first from the gradient of each weight, before the update."""
 
     def __init__(self, conv_only: bool = False) -> None:
         self.min_ndim = 3 if conv_only else 2

@@ -33,13 +33,13 @@ _KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "di
 
 @dataclass(frozen=True)
 class LayerDecayOptions:
-    """`layer_decay=dict(...)`; True selects the defaults, a number is the decay."""
+    """`layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
 
     decay: float = 0.75
     """Factor of the learning rate from one layer to the layer before it; in (0, 1]."""
     layers: list[str] | None = None
-    """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. By
-    default the outermost repeated blocks of the model."""
+    """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. The
+    default is the outermost repeated blocks of the model."""
 
     def __post_init__(self) -> None:
         """Check that the decay is in (0, 1], and that the list is not empty."""
@@ -70,7 +70,7 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
     """Read `layer_decay`: True, False, None, the decay as a number, or a dict.
 
     Raises:
-        ConfigError: the value is of another type, an option is unknown, or the decay is not in (0, 1].
+        ConfigError: the value has an unsupported type, an option is unknown, or the decay is not in (0, 1].
     """
     if isinstance(value, int | float) and not isinstance(value, bool):
         value = {"decay": value}
@@ -80,8 +80,8 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
 class DecayLayers(StepPart):
     """Scale the update of each parameter by a factor: `previous + factor * (updated - previous)`.
 
-    For optimizers whose update is proportional to the learning rate (`scales_with_lr`), this is the same as a step with
-    `factor` times the learning rate, including weight decay. The learning rates that schedulers set do not change.
+    For optimizers whose update is proportional to the learning rate (`scales_with_lr`), this is equivalent to a step
+    with `factor` times the learning rate, including weight decay. The learning rates that schedulers set do not change.
 
     Args:
         factors: the factor of each parameter; 1 for parameters that are missing.
@@ -102,9 +102,10 @@ class DecayLayers(StepPart):
 def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
     """Return the factor of each parameter by name: `decay ** (number of layers from it to the end of the model)`.
 
-    As in BEiT, the factor of the last layer is `decay`, that of the layer before it `decay ** 2`. Parameters before the
-    first layer (an embedding) have the smallest factor, those after the last layer (a head) have 1. A parameter between
-    two layers belongs to the one before it. The order is that of `model.named_parameters()`.
+    As in BEiT, the factor of the last layer is `decay`, and that of the layer before it is `decay ** 2`. Parameters
+    before the first layer (an embedding) have the smallest factor; those after the last layer (a head) have the factor
+    1. A parameter between two layers belongs to the layer before it. Parameters are in the order of
+    `model.named_parameters()`.
 
     Raises:
         ConfigError: the model has no repeated blocks, or a pattern matches no module.
@@ -140,9 +141,9 @@ def _layers(model: nn.Module, patterns: list[str] | None) -> list[nn.Module]:
 def scales_with_lr(optimizer: Optimizer) -> bool:
     """Return whether the update of an optimizer, with its settings, is proportional to its learning rate.
 
-    This steps an optimizer of the same class on a small float64 weight, with a usual and with a large learning rate,
-    because some classes bound the size of an update (Adafactor, Rprop). Returns False for a class that cannot be built
-    from the settings in `param_groups`.
+    This function runs an optimizer of the same class on a small float64 weight, with a typical and a large learning
+    rate, because some classes bound the size of an update (Adafactor, Rprop). It returns False for a class that cannot
+    be built from the settings in `param_groups`.
     """
     inner: Optimizer = getattr(
         optimizer, "optim", optimizer

@@ -26,8 +26,8 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
 
     Args:
         model: not wrapped yet, since DDP creates its buckets in the memory format of the weights.
-        weights: False for a model that is used with `fully_shard`, which requires contiguous weights; channels_last
-            batches are enough for its convolutions to use this format.
+        weights: whether to convert the weights. Pass False for a model that is used with `fully_shard`, which requires
+            contiguous weights; with channels_last batches, its convolutions still use this format.
     """
     for module in model.modules() if weights else ():
         weight = module._parameters.get("weight")

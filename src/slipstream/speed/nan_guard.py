@@ -1,4 +1,4 @@
-"""Speed option: stop or skip steps whose loss or gradients are not finite, without waiting for the device."""
+"""Speed option: skip a step or stop the run if the loss or gradients are not finite, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
     With None and False, a loss that is not finite still stops the run at the next log line.
 
     Raises:
-        ConfigError: the value is of another type, or an option is unknown.
+        ConfigError: the value has an unsupported type, or an option is unknown.
     """
     if isinstance(value, str) and value not in _ACTIONS:
         hint = did_you_mean(value, _ACTIONS)
@@ -61,7 +61,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
 
 
 def poison(loss: Tensor) -> Tensor:
-    """Return the loss, such that its gradients are NaN if the loss is not finite.
+    """Return a copy of the loss whose gradients are NaN if the loss is not finite.
 
     Summing gradients over ranks and over an accumulation window then propagates the NaN, so it is enough to check the
     gradients.
@@ -103,7 +103,7 @@ class SkipCount:
 
     def __init__(self, device: torch.device) -> None:
         self.tensor = torch.zeros(2, dtype=torch.int64, device=device)
-        """Number of skipped steps since the last `read`, and of consecutive ones; int64, changed in place."""
+        """Number of steps skipped since the last `read`, and of consecutive skipped steps; int64, changed in place."""
 
     def add(self, finite: Tensor) -> None:
         """Count one step; `finite` is a 0-dim bool tensor. Traceable."""
@@ -149,7 +149,7 @@ class StepGuard:
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
 
-        A loss can be NaN while all gradients are zero (a mean over no pixel), so this also sets the gradient of one
+        A loss can be NaN while all gradients are zero (a mean over zero pixels), so this also sets the gradient of one
         parameter to NaN.
         """
         _poison_a_parameter(loss)
@@ -207,9 +207,9 @@ class StepGuard:
 def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) -> None:
     """Call `step()`, which steps `optimizer`, and undo it unless `finite` (0-dim bool, on the device) is true.
 
-    An undone step restores weights and state bit for bit, and the host does not wait. Fused kernels skip the update
+    Weights and state are restored bit for bit, and the host does not wait for the device. Fused kernels skip the update
     themselves; for other optimizers, weights and state are copied during the step. State that is a Python number or on
-    another device than `finite` is not restored. Every parameter with a gradient must already have its state.
+    a different device than `finite` is not restored. Every parameter with a gradient must already have its state.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -279,7 +279,8 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the time of the first output that was not finite (0: none), and whether an input was not.
+        # For each module: the time of the first output that was not finite (0: none), and whether an input was also not
+        # finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)
@@ -309,14 +310,14 @@ class Locator:
         self._found.zero_()
         times = {time: index for index, (time, _) in enumerate(found) if time}
         if not times:
-            return "The outputs of all modules were finite; the gradients or the labels are not"
+            return "The outputs of all modules were finite; check the gradients and the labels"
         index = times[min(times)]
         name, module = self.modules[index]
         where = (
             f"module '{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
         )
         inputs = "were not finite either" if found[index][1] else "were finite"
-        return f"The first output that was not finite is the one of {where}; its inputs {inputs}"
+        return f"The first output that was not finite is that of {where}; its inputs {inputs}"
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -26,8 +26,8 @@ class SendEarly(CustomGraphPass):
 def send_early(graph: fx.Graph) -> None:
     """Move each all-reduce to the point where its bucket is full, and each wait to the first use of its result.
 
-    Without this pass, all of them come after the whole backward. The order is the same on all ranks because they
-    compile the same graph.
+    Without this pass, all of these operators come after the whole backward pass. The order is the same on all ranks
+    because they compile the same graph.
     """
     nodes = list(graph.nodes)
     aten, comm = torch.ops.aten, torch.ops._c10d_functional
@@ -40,7 +40,7 @@ def send_early(graph: fx.Graph) -> None:
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
-    # By index of a node: the node that was last moved behind it, and the number of nodes that were moved there.
+    # For each index of a node: the node that was last moved behind it, and the number of nodes that were moved there.
     behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:

@@ -23,7 +23,7 @@ class ParallelOptions:
     kind: str
     """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""
     wrapper: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The wrapper's configuration as in MMEngine's `model_wrapper_cfg`; without `type` it is DDP."""
+    """The wrapper's configuration, as in MMEngine's `model_wrapper_cfg`; the default `type` is DDP."""
 
     @property
     def sharded(self) -> bool:
@@ -32,10 +32,10 @@ class ParallelOptions:
 
 
 def read_parallel(value: Any) -> ParallelOptions | None:
-    """Read `parallel`: one of 'ddp', 'fsdp2', 'hsdp', or `dict(type=..., ...)` with that wrapper's options.
+    """Read `parallel`: one of 'ddp', 'fsdp2', 'hsdp', or `dict(type=..., ...)` with the wrapper's options.
 
     Raises:
-        ConfigError: the value is of another type, or an option of a sharded model is unknown.
+        ConfigError: the value has an unsupported type, or an option of a sharded model is unknown.
     """
     if value is None or isinstance(value, ParallelOptions):
         return value

@@ -82,7 +82,7 @@ def _read_ema(value: Any) -> EmaOptions | UserHook | None:
 
 @dataclass(frozen=True)
 class SpeedPlan:
-    """The speed options of a run: one field per option. A module in this package reads and applies each option."""
+    """The speed options of a run, one field per option; the modules of this package read and apply them."""
 
     precision: Annotated[
         PrecisionOptions | None,
@@ -149,13 +149,13 @@ class SpeedPlan:
         training_params: Mapping[str, Any] | None = None,
         device: str = "cpu",
     ) -> SpeedPlan:
-        """Read the options from all front ends; call `complete` to add those that depend on machine and model.
+        """Read the options from all front ends; call `complete` to add those that depend on the machine and model.
 
         Args:
             speed: `'auto'`, or a dict of the fields above, including `auto=True`.
             cfg, optim_wrapper, custom_hooks, env_cfg: the arguments of a Runner, with MMEngine's keys.
             training_params: with SuperGradients' keys.
-            device: kind of device; selects the dtype of mixed precision where none is given.
+            device: device type; selects the dtype of mixed precision if none is specified.
 
         Raises:
             ConfigError: an option is unknown, has an invalid value, or is set to two different values.
@@ -316,7 +316,7 @@ REFUSED = (
         "applies only to DDP; remove it or use parallel='ddp'",
     ),
 )
-"""The conditions under which `check` raises an error."""
+"""The conditions under which `_check` raises an error."""
 
 IDLE = (
     ("precision", lambda plan, capabilities: _named(plan, "tf32") and not capabilities.tf32,
@@ -338,8 +338,8 @@ IDLE = (
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Options that have no effect under a condition: name, condition and reason. They raise no error, so the same
-configuration works on a laptop and on a cluster."""
+"""Options that have no effect under some condition: name, condition and reason. They do not raise an error, so that the
+same configuration works on a laptop and on a cluster."""
 
 
 def _check(plan: SpeedPlan, capabilities: Capabilities) -> None:

@@ -40,7 +40,7 @@ class PrecisionOptions:
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
-        """The dtype of autocast, or None without autocast; `fp8` uses bfloat16 outside of float8 matrix products."""
+        """The dtype of autocast, or None without autocast; `fp8` uses bfloat16 outside float8 matrix products."""
         return _AUTOCAST.get(self.name)
 
 

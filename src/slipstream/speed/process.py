@@ -19,7 +19,7 @@ def read_switch(value: Any, name: str) -> bool:
     """Read a switch (`cudnn_benchmark`, `expandable_segments`): True, False or None.
 
     Raises:
-        ConfigError: the value is of another type; `name` is its config path.
+        ConfigError: the value has an unsupported type; `name` is its config path.
     """
     if value is None or isinstance(value, bool):
         return bool(value)
@@ -27,7 +27,7 @@ def read_switch(value: Any, name: str) -> bool:
 
 
 def read_gc(value: Any) -> int | None:
-    """Read `gc`: the number of steps between two garbage collections; None and False keep Python's automatic ones.
+    """Read `gc`: the number of steps between two garbage collections; None and False keep automatic collections.
 
     Raises:
         ConfigError: the value is not a positive integer.
@@ -65,13 +65,13 @@ def cudnn_benchmark() -> Iterator[None]:
 
 @contextmanager
 def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the allocator's expandable segments inside the context, which reduces memory fragmentation.
+    """Enable the allocator's expandable segments inside the context, to reduce memory fragmentation.
 
     Only new allocations are affected; `warn` is called if memory is already reserved. The other settings of
     PYTORCH_ALLOC_CONF do not change. The previous setting is restored at the end.
     """
     before = torch._C._accelerator_getAllocatorSettings()
-    # Pass all settings: torch resets some of those that are missing to their defaults.
+    # Pass all settings, because torch resets some missing settings to their defaults.
     torch._C._accelerator_setAllocatorSettings(_with(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
         warn(

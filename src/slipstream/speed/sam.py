@@ -1,4 +1,4 @@
-"""Speed option: sharpness-aware minimization, two forward and backward passes for each batch.
+"""Speed option: sharpness-aware minimization, with two forward and backward passes per batch.
 
 SAM: Foret et al. 2021 (arXiv 2010.01412). ASAM (`adaptive=True`): Kwon et al. 2021 (arXiv 2102.11600).
 """
@@ -29,11 +29,11 @@ class SamOptions:
     """`sam=dict(...)`; True selects the defaults."""
 
     rho: float = 0.05
-    """Norm of the perturbation of the weights. The ASAM paper uses values about ten times those of SAM."""
+    """Norm of the perturbation of the weights. The ASAM paper uses values about ten times as large as those of SAM."""
     adaptive: bool = False
     """Whether to scale the perturbation of each weight by its absolute value (ASAM)."""
     eta: float = 0.01
-    """Added to the absolute values with `adaptive`; zero weights are then perturbed, too."""
+    """Added to the absolute values with `adaptive`, so that zero weights are also perturbed."""
 
     def __post_init__(self) -> None:
         """Check that rho is positive, and that eta is not negative."""
@@ -51,7 +51,8 @@ class SharpnessAware(StepPart):
     """Compute the gradients at `w + rho * g / norm(g)` instead of at the weights `w`.
 
     With `adaptive`, they are computed at `w + rho * t² * g / norm(t * g)`, where `t = abs(w) + eta` for parameters with
-    `weight` in their last name component and 1 for all others, as in the authors' code. A loss scale cancels in both.
+    `weight` in their last name component and 1 for all others, as in the authors' code. In both cases, a loss scale
+    cancels out.
 
     Args:
         model: the model, unwrapped; the second pass does not change its buffers.
@@ -63,7 +64,7 @@ class SharpnessAware(StepPart):
     def __init__(self, model: nn.Module, how: SamOptions) -> None:
         self.model, self.how = model, how
         named = model.named_parameters() if how.adaptive else ()
-        # torch.compile traces look-ups in a dict, not in a set.
+        # torch.compile can trace lookups in a dict, but not in a set.
         self.scaled = dict.fromkeys(p for name, p in named if "weight" in name.rpartition(".")[2])
 
     def gradients(

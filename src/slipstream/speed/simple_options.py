@@ -15,7 +15,7 @@ def read_sync_bn(value: Any) -> bool:
     """Read `sync_bn`: True, False, None, or MMEngine's `'torch'`, which is the same as True.
 
     Raises:
-        ConfigError: the value is different.
+        ConfigError: the value is none of these.
     """
     if value in (None, False, True, "torch"):
         return bool(value)
@@ -39,7 +39,7 @@ def read_clip_grad(value: Any) -> GradClip | None:
     """Read `clip_grad`: `dict(max_norm=...)` or `dict(type='value', clip_value=...)`; False and None disable it.
 
     Raises:
-        ConfigError: the value is of another type; see `GradClip.from_dict`.
+        ConfigError: the value has an unsupported type; see `GradClip.from_dict`.
     """
     if isinstance(value, GradClip):
         return value

@@ -42,7 +42,7 @@ class Training:
         optim: updates the weights.
         losses: `losses(module, inputs)` calls `module`, which is `model` or the unwrapped model, and returns losses.
         prepare: moves a batch to the device and converts it to the inputs of `losses`.
-        reduce: turns the losses into the one to minimize and the values to log.
+        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
     """
 
     model: nn.Module
@@ -67,7 +67,7 @@ def build_step(
         info: called with a message when the compiled step replaces the eager one.
 
     Raises:
-        ConfigError: scope 'step' is set explicitly, and this training cannot be one graph.
+        ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, how = training.model, training.optim, plan.compile
 
@@ -80,21 +80,23 @@ def build_step(
         if reason is None:
             return _one_graph(training, eager, core, how, warn, info, plan.cuda_graph)
         if how.scope == "step":
-            raise ConfigError(f"the step cannot be one graph: {reason}. Use scope='model'", "compile.scope")
-        warn(f"The step cannot be one graph: {reason}. Only the model is compiled")
+            raise ConfigError(
+                f"the step cannot be compiled as one graph: {reason}. Use scope='model'", "compile.scope"
+            )
+        warn(f"The step cannot be compiled as one graph: {reason}. Only the model is compiled")
     compile_model(core, how, warn)
     return eager
 
 
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return why the whole step cannot be one graph, or None."""
+    """Return why the whole step cannot be compiled as one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"'{name}' has sparse gradients, which torch.compile does not support"
     if any(part.replaces_gradients for part in optim.parts) and any(map(is_recomputed, model.modules())):
-        return "activation_checkpointing in a graph supports one backward, but sam has two"
+        return "activation_checkpointing in a graph supports one backward pass, but sam has two"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):
@@ -124,8 +126,8 @@ def _one_graph(
         else:
             remedy = "Fix the line named above, or set" if failed_line(error) else "Set"
             warn(
-                f"The step cannot be one graph ({explain_failure(error)}). Only the model is compiled. {remedy} "
-                "compile=dict(scope='model')"
+                f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
+                f"{remedy} compile=dict(scope='model')"
             )
             compile_model(core, how, warn, warn_limit=False)  # the warning above is enough
         return eager
@@ -147,7 +149,7 @@ def _one_graph(
         reduce=training.reduce,
         sync=_sync(training.model),
         verify=how.verify,
-        # A CUDA graph has one shape.
+        # A CUDA graph supports only one shape.
         dynamic=False if replays and how.dynamic is None else how.dynamic,
         record=(lambda: RecordedCalls(CudaCapture(), warn)) if replays else None,
         background=BackgroundCompiler() if in_background else None,
@@ -163,7 +165,7 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
         )
     return (
         f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
-        "numbers that do not come from torch, state outside of modules, an active TorchFunctionMode, and BatchNorm in "
+        "numbers that do not come from torch, state outside modules, an active TorchFunctionMode, and BatchNorm in "
         "a checkpointed block, whose recomputation updates the statistics twice. Training continues eagerly"
     )
 
@@ -208,7 +210,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
 
 class _OnlyEvaluation:
-    """A compiled model that is used for evaluation only, since the graph of the step contains its training."""
+    """A model whose compiled code is used only for evaluation, because the graph of the step includes training."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled

@@ -41,7 +41,7 @@ _WITHOUT_REFERENCE = 0.2
 
 
 class NotCapturedError(SlipstreamError, RuntimeError):
-    """A step cannot be one graph, although torch may be able to capture it."""
+    """A step cannot be compiled as one graph, although torch may be able to capture it."""
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
