@@ -167,7 +167,7 @@ def test_missing_variable_raises_with_its_name_and_the_launcher(launcher, enviro
 
 def test_missing_mpi_variables_raise_with_the_supported_names():
     with pytest.raises(
-        DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK; .*mpirun"
+        DistributedError, match=r"OMPI_COMM_WORLD_RANK, MV2_COMM_WORLD_RANK, PMI_RANK, but .*mpirun"
     ):
         placement("mpi", TORCHRUN)
 

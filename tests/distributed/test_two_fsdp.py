@@ -206,7 +206,7 @@ def test_invalid_options_raise_with_the_remedy(answers):
         assert len(found) == 3, found
         assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
         assert found[1].startswith(
-            "shard_size: must be at least 2 and divide the number of processes 2, not 3"
+            "shard_size: must be at least 2 and divide the number of processes (2), but is 3"
         )
         assert "LOCAL_WORLD_SIZE" in found[2]
         assert "shard_size" in found[2]

@@ -132,7 +132,7 @@ def _check_op(op: str, tensors: Iterable[Tensor]) -> None:
 
 def _reduce(data: Tensor, op: str, group: dist.ProcessGroup | None) -> None:
     whole = not (data.is_floating_point() or data.is_complex())
-    # No backend reduces bool and int16. A mean is computed from a sum, which must not overflow.
+    # No backend reduces bool or int16. A mean is computed from a sum, which must not overflow.
     small = data.dtype in (torch.bool, torch.int16)
     dtype = torch.int64 if whole and (small or op == "mean") else data.dtype
     moved = data.to(_device(data, group), dtype).contiguous()
@@ -187,7 +187,7 @@ def _signature(data: Tensor) -> tuple[list[int], str]:
 
 
 def _check_agreement(function: str, signature: Any, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank if the ranks call different functions or pass different signatures."""
+    """Raise a `DistributedError` on every rank if the ranks call different functions or pass different signatures."""
     if flag_device(group).type != "cpu":
         return
     call = (function, signature)

@@ -2,9 +2,9 @@
 
 Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages on it. A process
 sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
-message, the process was killed: the operating system closes the connection. No heartbeat is needed, and a process
-that is stopped or busy for a long time causes no false alarm. A process that receives a failure prints one line
-and exits.
+message, the process was killed, and the operating system has closed the connection. No heartbeat is needed, and a
+process that is stopped or busy for a long time causes no false alarm. A process that receives a failure message prints
+one line and exits.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.dist.threads import wait_for_gloo_threads
 
 __all__ = ["announce_failure", "report_progress", "start_failure_detection", "stop_failure_detection"]
 
-PATIENCE = 5.0  # seconds that the other processes wait for a failed process to exit before they exit
+PATIENCE = 5.0  # seconds for which the other processes wait for a failed process to exit before they exit
 GRACE = 1.0  # seconds for a process to print its own error before the failure of another rank ends it
 EXIT_TIMEOUT = 30.0  # seconds until a failed process is killed; a broken accelerator can block its exit
 
@@ -62,7 +62,7 @@ def announce_failure(text: str) -> None:
 
 
 def start_failure_detection() -> None:
-    """Start failure detection in the default group; every rank must call this. One process needs no detection."""
+    """Start failure detection in the default group; every rank must call this. A single process needs no detection."""
     global _detector
     rank, world_size = get_dist_info()
     Finalize(None, _at_exit, exitpriority=-100)  # at exit, and at the end of a multiprocessing child
@@ -116,7 +116,7 @@ class FailureDetector:
     ) -> None:
         self.rank = rank
         self.peer_failed = threading.Event()  # set when another rank has failed
-        self.failed = False  # this rank has failed
+        self.failed = False  # whether this rank has failed
         self._token = token
         self._peers: dict[socket.socket, Peer] = {}
         self._lock = threading.Lock()  # protects writes
@@ -134,7 +134,7 @@ class FailureDetector:
         self._thread.start()
 
     def announce(self, text: str) -> None:
-        """Notify all other ranks that this rank failed, unless another rank failed before."""
+        """Notify all other ranks that this rank failed, unless another rank failed first."""
         if self.failed or self.peer_failed.is_set():
             return
         self.failed = True
@@ -147,7 +147,7 @@ class FailureDetector:
         faulthandler.dump_traceback_later(EXIT_TIMEOUT, exit=True, file=2)
 
     def report(self) -> None:
-        """Print the failed rank once."""
+        """Print the failure once."""
         with self._lock:
             if not self._reported:
                 self._reported = True
@@ -185,7 +185,7 @@ class FailureDetector:
         self._selector.register(sock, selectors.EVENT_READ)
 
     def _receive(self, peer: Peer) -> bool:
-        """Read the messages of a peer; return whether to continue to wait for messages."""
+        """Read the messages of a peer; return whether to keep waiting for messages."""
         try:
             data = peer.sock.recv(4096)
         except OSError:
@@ -234,7 +234,7 @@ class FailureDetector:
         self._failure = failure
         self.peer_failed.set()
         if source is not None and source.rank == rank:
-            # Launchers report the process that exits first as the cause.
+            # Launchers report the process that exits first as the cause, so let the failed process exit first.
             source.sock.settimeout(PATIENCE)
             with contextlib.suppress(OSError):
                 while source.sock.recv(4096):
@@ -263,7 +263,7 @@ def _listen() -> tuple[socket.socket, list[str]]:
 
 
 def _own_address(master: str) -> list[str]:
-    """Return the address of this machine on the network of the master; a UDP connect sends no packet."""
+    """Return the address of this machine on the network of the master; connecting a UDP socket sends no packet."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:

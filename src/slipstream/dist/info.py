@@ -1,4 +1,4 @@
-"""Rank, world size and backend of the process group, in total and on this machine."""
+"""Rank, world size and backend of the process group, and the local rank and size on this machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = [
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# A process has one local group, as it has one default group, which torch stores.
+# A process has one local group, just as it has one default group, which torch stores.
 _local_group: dist.ProcessGroup | None = None
 
 

@@ -103,6 +103,6 @@ def _device_index(here: Placement, count: int, backend: str) -> int:
         return here.local_rank % count
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
     raise DistributedError(
-        f"no device for {here.describe('LOCAL_RANK')}: {backend} requires one device for each process of this machine, "
+        f"no device for {here.describe('LOCAL_RANK')}: {backend} requires one device for each process on this machine, "
         f"but only {count} are visible{mask}; start {count} processes per machine, or use backend='gloo'"
     )

@@ -129,7 +129,7 @@ def _mpi(environ: Mapping[str, str], port: str | None) -> Placement:
     if not families:
         names = ", ".join(family[0] for family in _MPI_FAMILIES)
         raise DistributedError(
-            f"launcher 'mpi' requires one of {names}; none is set; start the program with mpirun"
+            f"launcher 'mpi' requires one of {names}, but none is set; start the program with mpirun"
         )
     rank, size, local_rank, local_size = families[0]
     world = number(environ, size, "mpi")
@@ -149,16 +149,16 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
     if local == world:
         return "127.0.0.1"
     raise DistributedError(
-        f"launcher 'mpi' requires the environment variable MASTER_ADDR, which is not set, because only {local_size}="
-        f"{local} of {world} processes are on this machine; set it to the host of rank 0 with `mpirun -x "
-        "MASTER_ADDR=host` (Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
+        f"launcher 'mpi' requires the environment variable MASTER_ADDR, which is not set; only {local_size}={local} of "
+        f"{world} processes are on this machine, so set it to the host of rank 0 with `mpirun -x MASTER_ADDR=host` "
+        "(Open MPI) or `mpiexec -genv MASTER_ADDR host` (MPICH, Intel MPI)"
     )
 
 
 def _mpi_port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(number(environ, "MASTER_PORT", "mpi"))
-    # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets nothing that differs.
+    # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets no variable that differs.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job:
         return DEFAULT_PORT

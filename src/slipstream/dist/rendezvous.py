@@ -110,7 +110,7 @@ def _store(here: Placement, seconds: float, serves: bool = False) -> Store:
 def _gather(here: Placement, store: Store, seconds: float) -> Store:
     """Create a session on rank 0, count the ranks that connect, and publish the result.
 
-    The result is an error message, or an empty string on success. torchrun's store may contain keys of an earlier
+    The result is an error message, or an empty string on success. torchrun's store may contain keys from an earlier
     start of the processes; the session's prefix separates them from the new keys.
     """
     session = secrets.token_hex(8)
@@ -188,7 +188,7 @@ def _conflict(here: Placement, info: dict[str, Any], seen: set[int]) -> str:
 
 
 def _wait_for_readers(store: Store) -> None:
-    """Wait until the other ranks have read the error, because the store ends with rank 0."""
+    """Wait until the other ranks have read the error, because the store disappears when rank 0 exits."""
     deadline = time.monotonic() + 5
     with contextlib.suppress(dist.DistError):
         while store.add("read", 0) + 1 < store.add("arrived", 0) and time.monotonic() < deadline:

@@ -1,6 +1,6 @@
-"""Helpers for sharded tensors (`DTensor`) that avoid the import of `torch.distributed.tensor`.
+"""Helpers for sharded tensors (`DTensor`) that avoid importing `torch.distributed.tensor`.
 
-This import takes most of a second, and only runs with a sharded model need it.
+This import takes almost a second, and only runs with a sharded model need it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A gloo thread releases the tensors of a collective shortly after the collective returns, and acquires the GIL to do
 so. If the interpreter is already shutting down, Python before 3.14 ends the thread with `pthread_exit`. Its
 unwinding reaches a C++ frame that must not be unwound, and the process aborts with "terminate called without an
-active exception" although all work is done (pytorch/pytorch#190489). `destroy_process_group` does not help if
+active exception" even though all work is done (pytorch/pytorch#190489). `destroy_process_group` does not help if
 another object, such as a DDP wrapper, still holds the group. Only glibc unwinds, so only Linux is affected.
 """
 

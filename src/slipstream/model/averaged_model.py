@@ -93,7 +93,7 @@ class BaseAveragedModel(nn.Module):
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
         if self.total_steps * last > 4 * self.interval:
-            # Weights decrease over time. The last weight, used for all updates, gives a lower bound of the mean.
+            # Weights decrease over time, so using the last weight for all updates gives a lower bound of the mean.
             return self.total_steps - self.interval / last
         mean = 1.0
         for step in range(self.interval, self.total_steps, self.interval):
@@ -198,7 +198,7 @@ class _Averaged:
     """The values of `owned`."""
 
     def is_current(self) -> bool:
-        """Return whether no module and no parameter was replaced."""
+        """Return whether all modules and parameters are still the same objects."""
         now = _values(self.owned)
         return len(now) == len(self.values) and all(map(is_, now, self.values))
 
@@ -215,8 +215,8 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
     shapes = [[tensor.shape for tensor in tensors] for tensors in (averages, currents)]
     if shapes[0] != shapes[1]:
         raise ModelError(
-            "a layer was replaced by one with other parameters, which the average of the weights does not have; "
-            "replace layers before the average is created"
+            "a layer was replaced with one that has different parameters, which the average of the weights does not "
+            "contain; replace layers before the average is created"
         )
 
 
@@ -256,7 +256,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module with copies of all tensors of a sharded model, which deepcopy rejects; it has no forward."""
+    """Return a module with copies of all tensors of a sharded model, which deepcopy rejects; it has no `forward`."""
     copied = {None: None} if copied is None else copied
     new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
@@ -276,7 +276,7 @@ def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.
 
 @MODELS.register_module()
 class ExponentialMovingAverage(BaseAveragedModel):
-    """average = (1 - momentum) * average + momentum * weights, with a small constant `momentum`."""
+    """An EMA with a small constant momentum: average = (1 - momentum) * average + momentum * weights."""
 
     def __init__(
         self,
@@ -320,11 +320,11 @@ class DecaySchedule:
     """Schedule of the decay of an EMA, with the keys of SuperGradients' `ema_params`."""
 
     decay: float = 0.9999
-    """Largest decay, between 0 and 1; the decay is the factor of the old average in an update."""
+    """Maximum decay, between 0 and 1; the decay is the factor of the old average in an update."""
     decay_type: str = "exp"
     """One of `types`."""
     beta: float | None = None
-    """Rate at which the decay of type `exp` approaches its largest value; None means 15. Only for `exp`."""
+    """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
 
     types: ClassVar[tuple[str, ...]] = ("constant", "threshold", "exp")
 

@@ -45,7 +45,7 @@ class BaseDataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in `data` and apply device transforms; other values are returned unchanged."""
         if isinstance(data, Tensor):
-            if data.device == self._device:  # takes a third of the time of a `to` without effect
+            if data.device == self._device:  # takes a third of the time of a no-op `to`
                 return data
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
@@ -74,7 +74,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     Args:
         mean, std: values for each channel on the scale of the inputs (0..255 for uint8). Specify both or neither.
             Specify neither if the transforms of the dataset normalize the images.
-        pad_size_divisor: pad the images at the right and bottom to multiples of this height and width.
+        pad_size_divisor: pad the images at the right and bottom to a height and width that are multiples of this.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
         non_blocking: see `BaseDataPreprocessor`.

@@ -33,8 +33,8 @@ class SlidingWindow:
                 raise ConfigError(f"must be width and height in pixels, not {pair!r}", name)
         if self.stride[0] > self.crop_size[0] or self.stride[1] > self.crop_size[1]:
             raise ConfigError(
-                f"must not exceed crop_size {self.crop_size!r}, because pixels between windows would be skipped, but "
-                f"is {self.stride!r}",
+                f"must not exceed crop_size {self.crop_size!r}, but is {self.stride!r}; pixels between the windows "
+                "would be skipped",
                 "stride",
             )
         if self.batch_size < 1:

@@ -22,8 +22,8 @@ _ONE_MESSAGE = 2**18  # number of values up to which one larger message is faste
 _Send = Callable[[Tensor], Tensor]
 
 summing: ContextVar[Callable[[Tensor, _Send], Tensor] | None] = ContextVar("summing", default=None)
-"""Replacement of the all-reduce in eager forwards, called with the values and the all-reduce function. Activation
-checkpointing sets it to reuse the sums of the first forward pass."""
+"""Replacement for the all-reduce in eager forward passes, called with the values and the all-reduce function.
+Activation checkpointing sets it to reuse the sums of the first forward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -104,7 +104,7 @@ def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, T
 
 
 def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments with two messages in forward and two in backward; their size is independent of the ranks."""
+    """Merge the moments with two messages each in forward and backward, whose size is independent of the world size."""
     sums = _sum_over_ranks(torch.cat([mean * count, count]))
     total = sums[-1:].detach()
     whole_mean = sums[:-1] / total
@@ -124,7 +124,7 @@ def _all_reduce(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module by a `SyncBatchNorm` with the same tensors, and return the module."""
+    """Replace every BatchNorm in the module with a `SyncBatchNorm` that has the same tensors, and return the module."""
     if isinstance(module, _BatchNorm):
         return (
             module
@@ -158,7 +158,7 @@ def average_batchnorm(model: nn.Module) -> None:
 
 
 def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every `SyncBatchNorm` by its original class with the same tensors, and return the module."""
+    """Replace every `SyncBatchNorm` with a module of its original class and the same tensors, and return the module."""
     if isinstance(module, SyncBatchNorm):
         return _as(module.original_class or nn.BatchNorm2d, module)
     for name, child in module.named_children():

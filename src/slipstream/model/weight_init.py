@@ -52,7 +52,7 @@ def _override(module: nn.Module, special: dict[str, Any], outer: dict[str, Any])
 
 
 class _Init:
-    """Apply `_fill` to the weight of each layer of the classes `layer`, and a constant to its bias.
+    """Initialize each layer of the classes `layer`: fill its weight with `_fill`, and its bias with a constant.
 
     With `bias_prob`, the sigmoid of the bias equals this probability (Lin et al. 2017, section 4.1).
     """
@@ -142,7 +142,7 @@ class UniformInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Xavier", "XavierInit"])
 class XavierInit(_Init):
-    """Glorot and Bengio 2010; weights with fewer than two dimensions are not changed."""
+    """Xavier initialization (Glorot and Bengio 2010); weights with fewer than two dimensions are not changed."""
 
     def __init__(self, gain: float = 1.0, distribution: str = "normal", **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -156,7 +156,7 @@ class XavierInit(_Init):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Kaiming", "KaimingInit"])
 class KaimingInit(_Init):
-    """He et al. 2015; weights with fewer than two dimensions are not changed."""
+    """Kaiming initialization (He et al. 2015); weights with fewer than two dimensions are not changed."""
 
     def __init__(
         self,
@@ -191,7 +191,7 @@ class PretrainedInit:
         self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location
 
     def __call__(self, module: nn.Module) -> None:
-        """Load the weights into `module`; names that exist only in one of the two are skipped."""
+        """Load the weights into `module`; names that exist only in the module or only in the checkpoint are skipped."""
         from slipstream.checkpoint import load_checkpoint, load_weights
 
         state = load_checkpoint(self.checkpoint, self.map_location)

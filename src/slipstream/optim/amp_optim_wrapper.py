@@ -33,7 +33,7 @@ class AmpOptimWrapper(OptimWrapper):
 
     Fused kernels skip a step with an overflow without synchronization. With float16 on an accelerator, optimizers
     that support fused kernels therefore use them, unless they were built with `fused=` or `foreach=`. With other
-    optimizers the host synchronizes with the device in each step to check for an overflow.
+    optimizers, the host synchronizes with the device in each step to check for an overflow.
 
     Args:
         loss_scale: `"dynamic"`, a fixed number, or the options of `torch.amp.GradScaler`. Only used for float16;
@@ -55,7 +55,8 @@ class AmpOptimWrapper(OptimWrapper):
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
         _make_scaler("cpu", loss_scale)  # checks the options for every dtype and device
 
-    # Read at the first step, because the wrapper may be created before its model is moved to the device.
+    # These properties are read at the first step, because the wrapper may be created before its model is moved to the
+    # device.
 
     @cached_property
     def device_type(self) -> str:

@@ -28,7 +28,7 @@ class ParamwiseOptions:
     """`paramwise_cfg`: factors of the optimizer's `lr` and `weight_decay` for some of the parameters.
 
     If the name of a parameter contains one of `custom_keys`, only this key applies to it. If it contains several
-    keys, the longest key applies; among equally long keys, the alphabetically first.
+    keys, the longest key applies; among equally long keys, the alphabetically first one applies.
     """
 
     custom_keys: dict[str, Any] = field(
@@ -273,7 +273,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return a key that is the same for identical options."""
+    """Return a key that is equal for equal options."""
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
 
 

@@ -67,7 +67,7 @@ def init_momentum(optimizer: Optimizer) -> None:
         # Only SGD has dampening. A scheduler also adds a momentum to the groups of other optimizers.
         if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
-        if group["dampening"]:  # the first step ignores dampening, so zeros are not correct
+        if group["dampening"]:  # the first step ignores dampening, so zeros would be wrong
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             continue
         for param in group["params"]:

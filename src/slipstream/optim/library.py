@@ -20,7 +20,7 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """An optimizer that updates all parameters of a group and dtype at a time, and counts the steps of each group."""
+    """An optimizer that updates all parameters of a group and dtype at once, and counts the steps of each group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -89,8 +89,8 @@ def _fastest(optimizer: Optimizer) -> Optimizer:
 
 
 def _lamb(options: dict[str, Any]) -> dict[str, Any]:
-    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True keeps the step
-    # size unchanged; with False the library divides it by `1 - beta1^t`.
+    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True leaves the step
+    # size unchanged; with False, the library divides it by `1 - beta1^t`.
     options = {"weight_decouple": False, "adam_debias": True, **options}
     if "use_global_grad_norm" in options:
         options["pre_norm"] = options.pop("use_global_grad_norm")

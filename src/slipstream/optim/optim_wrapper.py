@@ -87,19 +87,19 @@ def total_norm(tensors: list[Tensor], norm_type: float = 2.0) -> Tensor:
 
 
 class _Guard(Protocol):
-    """Skip steps whose loss or gradients are not finite, without synchronization."""
+    """Interface of a guard that skips steps whose loss or gradients are not finite, without synchronization."""
 
     def before_forward(self) -> None:
         """Save the state that a forward pass changes."""
 
     def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss; if it is not finite, its gradients are NaN."""
+        """Return the loss for backward; its gradients are NaN if it is not finite."""
 
     def step(self, optim: OptimWrapper) -> None:
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def settle(self, finite: Tensor) -> None:
-        """Finish a step that was run elsewhere, and undo it unless `finite`."""
+        """Finish a step that ran elsewhere; restore the saved state unless `finite`."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -134,7 +134,7 @@ class OptimWrapper:
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
         self.logs: Mapping[str, Tensor] = {}
-        """What the parts of the last update log."""
+        """Values that the parts logged in the last update."""
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
@@ -211,9 +211,8 @@ class OptimWrapper:
         if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        for (
-            group
-        ) in self.optimizer.param_groups:  # same as the optimizer's zero_grad, without the profiler record
+        # Same as the optimizer's zero_grad, without the profiler record.
+        for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
                 if self._accumulative_counts > 1:
@@ -379,8 +378,8 @@ def check_loss(loss: Any) -> None:
         raise LossError(f"the loss must be a scalar, but has the shape {shape}; use mean() or sum()")
     if not loss.requires_grad:
         raise ModelError(
-            "the loss depends on no trainable parameter; check that a parameter has requires_grad=True, and that the "
-            "loss is not detached or computed under torch.no_grad()"
+            "the loss does not depend on any trainable parameter; check that a parameter has requires_grad=True, and "
+            "that the loss is not detached or computed under torch.no_grad()"
         )
 
 

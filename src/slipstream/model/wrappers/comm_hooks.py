@@ -1,7 +1,7 @@
 """Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-torch's hooks are not used. Its bfloat16 hook requires a CUDA build. Its PowerSGD hook waits inside the callbacks of
-gloo's threads, which deadlocks with several buckets, and stores its state by bucket, which prevents checkpoints.
+Torch's own hooks are not used. Its bfloat16 hook requires a CUDA build. Its PowerSGD hook waits inside the callbacks of
+gloo's threads, which deadlocks with several buckets, and stores its state by bucket, which rules out checkpoints.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class PowerSGDOptions:
     rank: int = 2
     """Number of columns of the factors; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
-    """Number of initial steps with exact gradients, because compression of early gradients harms training. About a
-    tenth of the training is a good value."""
+    """Number of initial steps with exact gradients, because compressing early gradients harms training. About a tenth
+    of all steps is a good value."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ConfigError(f"must be at least 1, not {self.rank}", "rank")
         if self.start_step < 0:
-            raise ConfigError(f"must not be negative, but is {self.start_step}", "start_step")
+            raise ConfigError(f"must not be negative, got {self.start_step}", "start_step")
 
 
 class HalfPrecision:
@@ -59,9 +59,9 @@ class HalfPrecision:
 class PowerSGD:
     """Send two factors of rank r instead of each large gradient (Vogels et al. 2019, arXiv:1905.13727).
 
-    A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed if the factors are not smaller than
-    half of it. The approximation error is added to the next gradient (error feedback), and the factor of each step
-    starts the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
+    A gradient (n, ...) is treated as a matrix (n, m). It is sent uncompressed unless the factors are smaller than half
+    its size. The approximation error is added to the next gradient (error feedback), and the factor of each step starts
+    the next power iteration. The two small all-reduces of each bucket do not overlap with backward.
 
     Args:
         group: process group.
@@ -100,7 +100,7 @@ class PowerSGD:
         low = [(name, gradient) for name, gradient in gradients if self._compresses(gradient)]
         exact = [gradient for _, gradient in gradients if not self._compresses(gradient)]
         matrices = [self._corrected(name, gradient) for name, gradient in low]
-        # Only the space that the columns of P span matters, so P is not divided by the number of ranks.
+        # Only the column space of P matters, so P is not divided by the number of ranks.
         before = [self._factor(name, m) for (name, _), m in zip(low, matrices, strict=True)]
         bases = [m @ factor for m, factor in zip(matrices, before, strict=True)]
         sums = self._sum([*exact, *bases])
@@ -113,7 +113,7 @@ class PowerSGD:
         ):
             approximation = basis @ factor.div_(self.group.size()).T
             gradient.copy_(approximation.view(gradient.shape))
-            # After an overflow the loss scaler skips the step. All ranks keep their errors and factors.
+            # After an overflow, the loss scaler skips the step, and all ranks keep their previous errors and factors.
             finite = factor.isfinite().all()
             error = self.errors.get(name)
             zero = torch.zeros_like(m) if error is None else error.to(m)
@@ -171,7 +171,7 @@ class PowerSGD:
 def make_comm_hook(
     comm_hook: str | Mapping[str, Any], group: dist.ProcessGroup, module: nn.Module
 ) -> HalfPrecision | PowerSGD:
-    """Return the hook that `comm_hook` specifies: `'bf16'`, `'fp16'`, `'powersgd'`, or a dict with such a `type`.
+    """Return the hook for `comm_hook`: `'bf16'`, `'fp16'`, `'powersgd'`, or a dict with one of these as its `type`.
 
     Raises:
         ConfigError: the type or an option is unknown.
@@ -180,9 +180,8 @@ def make_comm_hook(
     kind = user_config.get("type")
     if kind not in _KINDS:
         hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
-        message = (
-            f"must be {', '.join(map(repr, _KINDS))} or a dict with such a 'type', not {comm_hook!r}{hint}"
-        )
+        kinds = ", ".join(map(repr, _KINDS))
+        message = f"must be {kinds}, or a dict with one of these as its 'type', not {comm_hook!r}{hint}"
         raise ConfigError(message, "comm_hook")
     rest = {key: value for key, value in user_config.items() if key != "type"}
     if kind == "powersgd":

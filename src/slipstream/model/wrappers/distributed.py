@@ -53,7 +53,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
         gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy; the results
             are the same.
         comm_hook: compression of gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
-            `dict(type='powersgd', rank=2, start_step=1000)`, see `PowerSGDOptions`.
+            `dict(type='powersgd', rank=2, start_step=1000)`; see `PowerSGDOptions`.
         kwargs: other arguments of `DistributedDataParallel`.
 
     Raises:
@@ -171,7 +171,7 @@ def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` is a wrapper of another model, stored as `module`."""
+    """Return whether `model` wraps another model, which it stores as `module`."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or type(model) in MODEL_WRAPPERS.module_dict.values()
 

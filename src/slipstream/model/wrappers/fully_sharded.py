@@ -47,9 +47,9 @@ class FullyShardedOptions:
     """Number of processes that share one copy of the model: all (None), the processes of a machine, or a number. With
     fewer than all processes, each group holds a copy and gathers weights within the group (hybrid sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
-    """Class names of the blocks that are gathered separately. The default is repeated blocks: children of a
-    `ModuleList` or `Sequential` that have children, whose class occurs at least twice in the container, and that
-    have at least 262,144 parameters."""
+    """Class names of the blocks that are gathered separately. The default is the repeated blocks: children of a
+    `ModuleList` or `Sequential` that have children themselves, whose class occurs at least twice in the container, and
+    that have at least 262,144 parameters."""
     min_params: int | None = None
     """Alternative to `wrap`: select the smallest modules with at least this number of parameters."""
     param_dtype: Literal["bf16"] | None = None
@@ -72,11 +72,11 @@ class FullyShardedOptions:
 
 @MODEL_WRAPPERS.register_module()
 class MMFullyShardedDataParallel(nn.Module):
-    """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP with a `shard_size` below all processes).
+    """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP if `shard_size` is less than the world size).
 
     Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). A step
-    gives the same result as one process with the whole batch. Parameters become `DTensor`s; names and buffers do
-    not change.
+    gives the same result as a step of a single process on the whole batch. Parameters become `DTensor`s; names and
+    buffers do not change.
 
     Args:
         module: the model on its device; the weights of rank 0 are broadcast to all ranks.
@@ -141,10 +141,10 @@ class MMFullyShardedDataParallel(nn.Module):
 
 @contextmanager
 def whole_weights(model: nn.Module) -> Iterator[None]:
-    """Replace the sharded parameters of a model by full plain parameters inside the block, and shard them after it.
+    """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
 
-    Use it for code that sets weights, such as `init_weights`: random values in a shard would differ from those in one
-    process. A model that is not sharded does not change.
+    Use it for code that sets weights, such as `init_weights`: random values drawn for a shard would differ from those
+    of a single process. A model that is not sharded does not change.
     """
     owners = [
         (module, name, param)
@@ -195,8 +195,8 @@ def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
     size = _per_machine() if shard_size == "machine" else world if shard_size is None else int(shard_size)
     if size < min(2, world) or world % size:
         raise ConfigError(
-            f"must be at least 2 and divide the number of processes {world}, not {size} "
-            "(with one process per machine, use parallel='ddp' or 'fsdp2')",
+            f"must be at least 2 and divide the number of processes ({world}), but is {size}; with one process per "
+            "machine, use parallel='ddp' or 'fsdp2'",
             "shard_size",
         )
     device = next(module.parameters()).device.type
@@ -281,7 +281,7 @@ def _named(model: nn.Module, names: list[str]) -> list[nn.Module]:
 
 
 def _large(candidates: list[nn.Module], least: int) -> list[nn.Module]:
-    """Return the modules with at least `least` parameters that are not in a module selected before."""
+    """Return the modules with at least `least` parameters that are not in a previously selected module."""
     found: list[nn.Module] = []
     taken: set[nn.Parameter] = set()
     for module in candidates:

@@ -19,8 +19,8 @@ class _ParamScheduler:
     """Base class for schedulers of one option of the parameter groups.
 
     A scheduler is active in the steps `begin <= step < end`, counted in epochs or iterations. It does not change the
-    value in other steps. It computes each value from the current value, so schedulers of one option can be chained
-    (a warm-up, then a decay) or combined (their factors multiply).
+    value in other steps. It computes each value from the current value, so schedulers of the same option can be
+    chained (a warm-up, then a decay) or combined (their factors multiply).
 
     A subclass defines `_next(value, base)`, or `_get_value()` for all groups at once. In these methods
     `self.last_step` is the number of steps since `begin`. The constructor takes the first step.
@@ -31,7 +31,7 @@ class _ParamScheduler:
         begin: first active step.
         end: first step after the active steps.
         last_step: last step of this scheduler, to resume without a state; -1 starts from the beginning.
-        by_epoch: whether a step is an epoch or an iteration; the caller of `step` uses it.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. The caller of `step` uses it.
         verbose: log each value.
 
     Raises:
@@ -129,7 +129,7 @@ class _ParamScheduler:
         Load the state of the optimizer first, because it contains the current values. Unknown keys are ignored.
 
         Raises:
-            CheckpointError: the state belongs to another scheduler, or has another number of groups.
+            CheckpointError: the state belongs to another scheduler, or has a different number of groups.
         """
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]

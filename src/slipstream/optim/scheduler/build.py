@@ -36,7 +36,7 @@ class TorchSchedulerAdapter:
         self.by_epoch = by_epoch
         self.end = end
         self._global_step = 0
-        # A compiled step does not call optimizer.step(), and torch would warn about that.
+        # A compiled step does not call optimizer.step(), which torch would warn about.
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:

@@ -82,10 +82,10 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartParamScheduler(_CosineParamScheduler):
-    """A half cosine for each of `periods`; each starts at its `restart_weights` times the initial value.
+    """Decrease along a half cosine in each of `periods`.
 
-    SGDR, arXiv:1608.03983. The value does not change after the last period. The lower bound is specified as in
-    `CosineAnnealingParamScheduler`.
+    Period i starts at `restart_weights[i]` times the initial value (SGDR, arXiv:1608.03983). The value does not change
+    after the last period. The lower bound is specified as in `CosineAnnealingParamScheduler`.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("periods",)

@@ -24,7 +24,7 @@ class OneCycleParamScheduler(_ParamScheduler):
     Args:
         optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: must be `lr`.
-        eta_max: the peak, for all groups or one for each.
+        eta_max: the peak, one for all groups or one for each.
         total_steps: length of the cycle; default `end - begin`.
         pct_start: fraction of the cycle in which the value increases.
         anneal_strategy: shape of each phase, cosine or linear.
@@ -96,7 +96,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             if self.last_step <= stop:
                 break
             start = stop
-        # A phase of length zero is at its end.
+        # A phase of length zero is already at its end.
         done = (self.last_step - start) / (stop - start) if stop > start else 1.0
         if self.anneal_strategy == "cos":
             done = (1 - math.cos(math.pi * done)) / 2

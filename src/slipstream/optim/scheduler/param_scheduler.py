@@ -66,7 +66,7 @@ class ConstantParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class LinearParamScheduler(_ParamScheduler):
-    """Change linearly from `start_factor` times the value at `begin` to `end_factor` times the value at `end - 1`.
+    """Multiply by a factor that changes linearly from `start_factor` at `begin` to `end_factor` at `end - 1`.
 
     v <- v (1 + d / (T s + (t - 1) d)), with s = start_factor, d = end_factor - start_factor.
     """
@@ -156,7 +156,7 @@ class StepParamScheduler(_ParamScheduler):
 
 @PARAM_SCHEDULERS.register_module()
 class MultiStepParamScheduler(_ParamScheduler):
-    """Multiply by `gamma` at each of the `milestones`, counted from `begin`; a repeated milestone applies twice."""
+    """Multiply by `gamma` at each of the `milestones`, counted from `begin`; a milestone listed twice applies twice."""
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("milestones",)
 

@@ -30,7 +30,7 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         threshold: minimum improvement.
         threshold_rule: `rel`: the threshold is relative to the best value; `abs`: it is absolute.
         cooldown: number of validation runs after a reduction that do not count as bad.
-        min_value: lower bound, for all groups or one for each.
+        min_value: lower bound, one for all groups or one for each.
         eps: minimum reduction; smaller reductions are skipped.
         by_epoch: must be True.
     """

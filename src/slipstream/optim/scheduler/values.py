@@ -63,7 +63,7 @@ class ParamValues:
     def restore(self, values: Sequence[float]) -> None:
         """Cache `values` as the values of the tensors if they agree after rounding to the dtype of the tensor.
 
-        Otherwise a learning rate saved as float32 would continue from its rounded value after resuming.
+        Without this, a learning rate saved as float32 would continue from its rounded value after resuming.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
