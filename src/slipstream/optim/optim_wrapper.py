@@ -378,8 +378,8 @@ def check_loss(loss: Any) -> None:
         raise LossError(f"the loss must be a scalar, but has the shape {shape}; use mean() or sum()")
     if not loss.requires_grad:
         raise ModelError(
-            "the loss does not depend on any trainable parameter; check that a parameter has requires_grad=True, and "
-            "that the loss is not detached or computed under torch.no_grad()"
+            "no trainable parameter contributes to the loss; check that a parameter has requires_grad=True, and that "
+            "the loss is not detached or computed under torch.no_grad()"
         )
 
 

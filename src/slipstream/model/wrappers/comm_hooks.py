@@ -181,7 +181,7 @@ def make_comm_hook(
     if kind not in _KINDS:
         hint = did_you_mean(kind, _KINDS) if isinstance(kind, str) else ""
         kinds = ", ".join(map(repr, _KINDS))
-        message = f"must be {kinds}, or a dict with one of these as its 'type', not {comm_hook!r}{hint}"
+        message = f"must be {kinds} or a dict with one of these as its 'type', not {comm_hook!r}{hint}"
         raise ConfigError(message, "comm_hook")
     rest = {key: value for key, value in user_config.items() if key != "type"}
     if kind == "powersgd":
