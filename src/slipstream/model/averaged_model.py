@@ -85,10 +85,9 @@ class BaseAveragedModel(nn.Module):
         return self.weight(step) if step else 1.0
 
     def mean_update(self) -> float:
-        """Return the weighted mean of the update numbers (from 1) that the average contains after `total_steps`.
+        """Return the mean of the update numbers (from 1), weighted by their factors in the average after `total_steps`.
 
-        Each update counts with its weight in the final average. For a plain mean of all weights, the result is the
-        middle of training.
+        For a plain mean of all weights, the result is the middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)

@@ -26,7 +26,7 @@ __all__ = [
 
 
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
-    """Apply one or several initializers to `module`.
+    """Apply one or more initializers to `module`.
 
     Each initializer is a dict with a `type`. The optional `layer` contains names of classes or base classes to which
     it applies; by default it applies to all layers with weights. The optional `override` contains other settings for

@@ -131,7 +131,7 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 def _no_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return a 0-dim bool tensor: whether all gradients that `scaler` has unscaled are finite."""
+    """Return whether all gradients that `scaler` has unscaled are finite, as a 0-dim bool tensor."""
     counts = list(scaler._found_inf_per_device(optimizer).values())
     total: Tensor = sum((count.to(counts[0].device) for count in counts[1:]), start=counts[0])
     return total == 0

@@ -60,7 +60,7 @@ def _register(
 
 
 def _torch_npu_class(name: str) -> tuple[Callable[..., Optimizer] | None, str]:
-    """Return the class of torch_npu, or None and the reason why it is not available."""
+    """Return torch_npu's class and an empty string, or None and the reason if it is not available."""
     try:
         torch_npu = importlib.import_module("torch_npu")
         optim = getattr(torch_npu, "optim", None) or importlib.import_module("torch_npu.optim")

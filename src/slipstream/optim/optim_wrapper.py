@@ -138,7 +138,7 @@ class OptimWrapper:
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
-        """During an update that the guard checks: whether the gradients are finite (0-dim bool)."""
+        """Whether the gradients are finite (0-dim bool), during an update that the guard checks; otherwise None."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -354,7 +354,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return the reason why the optimizer is not supported, with a remedy, or None."""
+    """Return why the optimizer is not supported and what to do, or None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (

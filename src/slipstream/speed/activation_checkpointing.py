@@ -180,7 +180,7 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 class _Recomputation(AbstractContextManager[None]):
     """Context of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
-    On exit, the buffers get back the values that they had before the recomputation.
+    On exit, the buffers are restored to their values from before the recomputation.
     """
 
     def __init__(self) -> None:

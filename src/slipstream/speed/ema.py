@@ -1,6 +1,6 @@
 """Speed option: an average of the weights over the steps, for validation and for saving.
 
-`EMAHook` or `accelerate` adds a `slipstream.step.average.AveragePart` to the training step, which updates the average.
+`EMAHook` or `accelerate` adds a `slipstream.step.average.AveragePart` to the training step to update the average.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class EmaOptions:
     interval: int = 1
     """Number of weight updates per update of the average. The average is updated at the first weight update."""
     begin_iter: int = 0
-    """First iteration that is averaged."""
+    """First iteration whose weights are averaged."""
     begin_epoch: int = 0
-    """First epoch that is averaged; set at most one of `begin_iter` and `begin_epoch`."""
+    """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
 
     def __post_init__(self) -> None:
         if self.type not in _TYPES:

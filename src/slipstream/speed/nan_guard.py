@@ -61,7 +61,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
 
 
 def poison(loss: Tensor) -> Tensor:
-    """Return a copy of the loss whose gradients are NaN if the loss is not finite.
+    """Return a loss with the same value whose gradients are NaN if it is not finite.
 
     Summing gradients over ranks and over an accumulation window then propagates the NaN, so it is enough to check the
     gradients.
@@ -237,7 +237,7 @@ def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -
 
 
 def _finite_everywhere(params: list[nn.Parameter], device: torch.device) -> Tensor:
-    """Return a 0-dim bool tensor: whether all gradients on all ranks are finite."""
+    """Return whether all gradients on all ranks are finite, as a 0-dim bool tensor."""
     grads = [p.grad for p in params if p.grad is not None]
     parts = [part for part in map(_values, grads) if part.numel()]  # the local shard can be empty
     finite = all_finite(parts) if parts else torch.ones((), dtype=torch.bool, device=device)

@@ -93,7 +93,7 @@ class CapturedStep:
         self._wasted = 0
 
     def find_change(self) -> str | None:
-        """Return the change that invalidates the graph, or None; called at each step."""
+        """Return the change that invalidates the graph, or None; called in each step."""
         optim = self.optim
         if optim.parts != self.parts:
             return "the parts of the step"
@@ -209,8 +209,12 @@ class CapturedStep:
         Raises:
             NotCapturedError: a parameter is a 0-dim float64 tensor on the CPU.
         """
-        if any(p.ndim == 0 and p.dtype == torch.float64 and p.device.type == "cpu" for p in self.params):
-            raise NotCapturedError("a float64 parameter is a 0-dim tensor; give it the shape (1,)")
+        names = {param: name for name, param in self.model.named_parameters()}
+        for param in self.params:
+            if param.ndim == 0 and param.dtype == torch.float64 and param.device.type == "cpu":
+                raise NotCapturedError(
+                    f"the float64 parameter '{names.get(param, '?')}' is a 0-dim tensor; give it the shape (1,)"
+                )
 
     def check_hooks(self) -> None:
         """Check for hooks that only `backward()` calls.

@@ -37,7 +37,7 @@ class ClassChanges:
         self._watched = [_Watched(base, read) for base in classes]
 
     def find(self) -> str | None:
-        """Return the name of a class that has changed, or None; called at each step."""
+        """Return the name of a class that has changed, or None; called in each step."""
         return next((watched.kind.__qualname__ for watched in self._watched if watched.changed()), None)
 
 

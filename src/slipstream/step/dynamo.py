@@ -16,7 +16,7 @@ def tracing() -> AbstractContextManager[Any]:
     """Return a context manager with Dynamo's settings for the capture of a step."""
     settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
-        # Without this, a counter that a module increments in forward causes a new graph at every step.
+        # Without this, a counter that a module increments in forward causes a new graph in every step.
         allow_unspec_int_on_nn_module=True,
         # Capture a new graph if hooks are added or removed later.
         skip_nnmodule_hook_guards=False,

@@ -549,7 +549,7 @@ class GraphStep:
             self._log_switch()
 
     def _agree(self, *flags: bool) -> list[bool]:
-        """Return for each flag whether it is set on any rank."""
+        """Return, for each flag, whether it is set on any rank."""
         if self.sync is None:
             return list(flags)
         return self.sync.any_rank(flags, next(self.optim.parameters()).device)

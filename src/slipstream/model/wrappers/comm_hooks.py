@@ -1,6 +1,6 @@
 """Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-Torch's own hooks are not used. Its bfloat16 hook requires a CUDA build. Its PowerSGD hook waits inside the callbacks of
+Torch's own hooks are not used. The bfloat16 hook requires a CUDA build. The PowerSGD hook waits inside the callbacks of
 gloo's threads, which deadlocks with several buckets, and stores its state by bucket, which rules out checkpoints.
 """
 

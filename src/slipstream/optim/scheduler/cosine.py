@@ -16,7 +16,7 @@ __all__ = ["CosineAnnealingParamScheduler", "CosineRestartParamScheduler"]
 
 
 class _CosineParamScheduler(_ParamScheduler):
-    """Base class for cosine schedulers with a lower bound, absolute or relative to the initial value."""
+    """Base class for cosine schedulers, whose lower bound is absolute or relative to the initial value."""
 
     eta_min: float | None
     eta_min_ratio: float | None

@@ -28,7 +28,7 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
         factor: factor of each reduction, below 1.
         patience: number of validation runs without improvement before a reduction.
         threshold: minimum improvement.
-        threshold_rule: `rel`: the threshold is relative to the best value; `abs`: it is absolute.
+        threshold_rule: `rel` if the threshold is relative to the best value, `abs` if it is absolute.
         cooldown: number of validation runs after a reduction that do not count as bad.
         min_value: lower bound, one for all groups or one for each.
         eps: minimum reduction; smaller reductions are skipped.
