@@ -1,4 +1,4 @@
-"""Datasets, transforms and data loaders; public names are imported on first use."""
+"""Datasets, transforms and data loaders. Public names are imported on first use."""
 
 from __future__ import annotations
 

@@ -239,7 +239,7 @@ def test_data_set_is_built_from_its_configuration():
         (dict(sampler=dict(shuffle=True)), ConfigError, "needs a 'type'"),
         (
             dict(batch_size=99, drop_last=True), DataError,
-            "train_dataloader has no batch: it has 10 samples, fewer than batch_size=99, and drop_last=True",
+            "train_dataloader has no batches: it has 10 samples, fewer than batch_size=99, and drop_last=True",
         ),
     ],
 )  # fmt: skip

@@ -118,7 +118,7 @@ def test_missing_files_are_named(tmp_path):
     make(tmp_path / FOLDER)
     (tmp_path / FOLDER / "data_batch_3.bin").unlink()
     with pytest.raises(
-        DataError, match=r"CIFAR-10 not found: '.*do not contain data_batch_1\.bin.*download=True"
+        DataError, match=r"CIFAR-10 not found: neither '.*contains data_batch_1\.bin.*download=True"
     ):
         CIFAR10(tmp_path)
     assert len(CIFAR10(tmp_path, train=False)) == 2

@@ -200,8 +200,8 @@ def test_missing_list_file_error_names_the_alternative(tmp_path):
     ("text", "message"),
     [
         ("\n", r"some\.lst' is empty"),
-        ("\na.png\n", r"some\.lst', line 2: must be an image and its mask, got 'a\.png'"),
-        ("a.png b.png c.png\n", "line 1: must be an image and its mask"),
+        ("\na.png\n", r"some\.lst', line 2: must contain the paths of an image and its mask, got 'a\.png'"),
+        ("a.png b.png c.png\n", "line 1: must contain the paths of an image and its mask"),
     ],
 )
 def test_invalid_list_file_raises_an_error(tmp_path, text, message):

@@ -231,7 +231,7 @@ def test_batches_of_mixed_device_transforms_raise_an_error(first, collate):
     mixed = ConcatDataset([scenes(first), scenes(["SegColorJitter", "SegStandardize"])])
     cfg = {"dataset": mixed, "batch_size": 4, "collate_fn": collate}
     loader = build_dataloader(cfg, 0, "train_dataloader", True)
-    with pytest.raises(DataError, match=r"a batch mixes samples .* end the transforms of all datasets"):
+    with pytest.raises(DataError, match=r"a batch mixes samples .* in the transforms of all datasets"):
         next(iter(loader))
 
 

@@ -21,7 +21,7 @@ _WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def read_prefetch(value: Any) -> int:
-    """Return the number of batches to copy ahead for a value of `prefetch`; True is 2; None and False are 0.
+    """Return the number of batches to copy ahead for a value of `prefetch`: True means 2, None and False mean 0.
 
     Raises:
         ConfigError: The value is not a bool, None or a non-negative int.
@@ -36,7 +36,7 @@ def read_prefetch(value: Any) -> int:
 def feed(
     loader: Iterable[Batch], device: torch.device | str | None = None, prefetch: int = 2
 ) -> DeviceFeed[Batch]:
-    """Return `loader` as an iterable of batches on `device`; None is the accelerator, or the CPU if there is none."""
+    """Return `loader` as an iterable of batches on `device` (None: the accelerator, or the CPU if there is none)."""
     return DeviceFeed(loader, device, read_prefetch(prefetch))
 
 
@@ -55,7 +55,7 @@ class CopyStream(Protocol):
     """Interface of an asynchronous copy to the device."""
 
     def send(self, batch: Any) -> Any:
-        """Start to copy `batch`; return a handle for `receive`."""
+        """Start copying `batch`; return a handle for `receive`."""
 
     def receive(self, sent: Any) -> Any:
         """Return the batch on the device, ready for kernels that are launched afterwards."""
@@ -74,9 +74,9 @@ class DeviceFeed(Generic[Batch]):
 
     Args:
         loader: Any iterable.
-        device: Target device; None is the accelerator, or the CPU if there is none.
+        device: Target device; None means the accelerator, or the CPU if there is none.
         prefetch: Number of batches to copy ahead; 0 copies each batch on request.
-        copy_stream: Copies the batches; by default a side stream, if the device has streams.
+        copy_stream: Object that copies the batches; by default a side stream, if the device supports streams.
     """
 
     def __init__(
@@ -120,13 +120,13 @@ def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -
     while sent:
         yield copy_stream.receive(sent.popleft())
     if failures:
-        raise failures.pop()  # in the list, the error would keep itself and the loader alive
+        raise failures.pop()  # if it stayed in the list, a reference cycle would keep the loader alive
 
 
 def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:
     try:
         yield from batches
-    except Exception as failure:  # catches errors of the loader only, not of the consumer
+    except Exception as failure:  # raised by the loader; errors of the consumer do not get here
         failures.append(failure)
 
 
@@ -147,16 +147,16 @@ def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
 
 class _SideStream:
-    """Copies batches on a separate stream."""
+    """A `CopyStream` that copies batches on a separate stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.Stream(device)
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Start to copy `batch`; return it with an event that marks the end of the copy."""
+        """Start copying `batch`; return the copy and an event that marks its end."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
-        # for all steps launched so far; it overlaps with the next step. (`record_stream` would hold that memory for
+        # for all steps launched so far and overlaps with the next step. (`record_stream` would hold that memory for
         # as long as the host runs ahead, up to one log interval of batches.)
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:

@@ -1,4 +1,4 @@
-"""Temporary use of the global random generators of Python, NumPy and torch (CPU), with their state restored."""
+"""Use the global random generators of Python, NumPy and torch (CPU) temporarily, and restore their state."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _hash(numbers: Sequence[int]) -> int:
 class IsolatedGenerators:
     """A private random state for code that draws from the global generators.
 
-    `with generators:` replaces the global state by the private one and restores the global state at the end.
+    `with generators:` replaces the global state with the private one and restores the global state at the end.
     NumPy's bit generator object is exchanged, which is sixty times faster than copying its state. The only loss
     is the second normal number that the legacy `np.random.randn` may have cached.
     """
@@ -63,12 +63,12 @@ class IsolatedGenerators:
         torch.set_rng_state(torch_state)
 
     def keep(self) -> None:
-        """Save the current state, inside the block; the next block continues from it."""
+        """Save the current state; call it inside the block. The next block continues from this state."""
         self._others = random.getstate(), torch.get_rng_state()
 
 
 def isolate_random_state(values: Iterable[T], numbers: Sequence[int]) -> Iterator[T]:
-    """Iterate over `values` with global generators seeded from `numbers`, and restore them after each item."""
+    """Iterate over `values` with the global generators seeded from `numbers`; restore them after each item."""
     generators = IsolatedGenerators()
     with generators:
         seed_generators(numbers)

@@ -45,15 +45,15 @@ def build_dataloader(
     Args:
         cfg: A dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
-            (see `with_workers`). Or a `DataLoader`, or `dict(dataloader=..., num_batch_per_epoch=...)` to limit
-            the number of its batches.
-        seed: Seed of the run; it determines order and augmentation for any number of workers.
-        name: Name in error messages (such as `train_dataloader`).
-        training: Whether all ranks must get the same number of samples; samples are then repeated.
+            (see `with_workers`). Alternatively, a `DataLoader`, or `dict(dataloader=..., num_batch_per_epoch=...)`
+            to limit its number of batches per epoch.
+        seed: Seed of the run; it determines the order and the augmentation for any number of workers.
+        name: Name of the loader in error messages (such as `train_dataloader`).
+        training: Whether all ranks must get the same number of samples; if so, some samples may be repeated.
 
     Raises:
         ConfigError: A key is unknown or missing.
-        DataError: The dataset is empty, or smaller than one batch while `drop_last` is set.
+        DataError: The dataset is empty, or `drop_last` is set and the dataset is smaller than one batch.
     """
     limit = None
     if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
@@ -74,7 +74,7 @@ def build_dataloader(
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
-    """Set the epoch of the loader's next iteration, and the batch at which it starts."""
+    """Set the epoch of the next iteration over the loader, and the batch at which it starts."""
     if isinstance(loader.batch_sampler, EpochBatchSampler):
         loader.batch_sampler.set_epoch(epoch, start)
     elif hasattr(loader.dataset, "set_epoch"):
@@ -102,14 +102,14 @@ def is_infinite(loader: DataLoader[Any]) -> bool:
 
 
 class SeededDataset(Dataset[Any]):
-    """Wraps a dataset and seeds the global generators of Python, NumPy and torch for each sample.
+    """Dataset wrapper that seeds the global generators of Python, NumPy and torch for each sample.
 
     The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may draw random numbers too. Other attributes are read from the dataset.
+    is collated, so a `collate_fn` may also draw random numbers. Other attributes are read from the dataset.
 
     Args:
         dataset: A map-style dataset.
-        collate: Returns the batch for a list of samples.
+        collate: Function that returns the batch for a list of samples.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
@@ -121,7 +121,7 @@ class SeededDataset(Dataset[Any]):
         return len(self.dataset)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # read during unpickling, before it is set
+        if name == "dataset":  # unpickling reads it before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -136,14 +136,14 @@ class SeededDataset(Dataset[Any]):
             return self.collate(samples)
 
     def _get(self, index: Any) -> Any:
-        if hasattr(index, "__index__"):  # other keys have no number to seed from
+        if hasattr(index, "__index__"):  # a key that is not an integer cannot seed the generators
             seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
             seed_generators((seed, epoch, int(index) % 2**64))
         return self.dataset[index]
 
 
 class TensorBatches(Dataset[Any]):
-    """A `TensorDataset` that indexes a whole batch at once: same result as collating samples, many times faster."""
+    """Wrapper of a `TensorDataset` that indexes a whole batch at once; collating samples is many times slower."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -168,13 +168,13 @@ class TensorBatches(Dataset[Any]):
 def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
     """Return the maximum number of batches per epoch for a dict that contains a `DataLoader`."""
     if other := sorted(set(cfg) - {"dataloader", "num_batch_per_epoch"}):
-        raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove it", name)
+        raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove this key", name)
     limit: int | None = cfg.get("num_batch_per_epoch")
     _check_limit(limit, name)
     ready = cfg["dataloader"]
     if limit is not None and (isinstance(ready.dataset, IterableDataset) or ready.batch_sampler is None):
         raise ConfigError(
-            "requires a DataLoader with a batch sampler; remove it", f"{name}.num_batch_per_epoch"
+            "requires a DataLoader with a batch sampler; remove this option", f"{name}.num_batch_per_epoch"
         )
     return limit
 
@@ -261,14 +261,14 @@ def _loader(
 
 
 def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
-    """Return the loader; raise DataError if it is for training and `drop_last` drops its only batch."""
+    """Return the loader; raise a DataError if it is used for training and `drop_last` leaves it without a batch."""
     batches = loader.batch_sampler
     if not training or not isinstance(batches, EpochBatchSampler) or batches.endless:
         return loader
     if getattr(batches.batch_sampler, "drop_last", False) and length(loader) == 0:
         per_process = "" if get_world_size() == 1 else " per process"
         raise DataError(
-            f"{name} has no batch: it has {batches.samples} samples{per_process}, fewer than "
+            f"{name} has no batches: it has {batches.samples} samples{per_process}, fewer than "
             f"batch_size={batch_size(loader)}, and drop_last=True drops the incomplete batch; lower batch_size or set "
             "drop_last=False"
         )
@@ -276,7 +276,7 @@ def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> Da
 
 
 def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
-    """Return the number of this rank's samples in one pass over the dataset."""
+    """Return the number of samples of this rank in one pass over the dataset."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
 
@@ -315,7 +315,7 @@ def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
 
 
 def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int | None) -> DataLoader[Any]:
-    """Return a copy of `loader` whose order depends on the seed and which can start at any batch."""
+    """Return a copy of `loader` that can start at any batch and whose order depends only on seed and epoch."""
     batches = loader.batch_sampler
     if isinstance(loader.dataset, IterableDataset) or batches is None:
         return loader

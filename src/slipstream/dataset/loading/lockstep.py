@@ -1,7 +1,7 @@
-"""End an epoch or an evaluation at the same batch on all ranks, even if their data differ in length.
+"""End an epoch or an evaluation at the same batch on all ranks, even if they have different amounts of data.
 
-A rank that trains on one batch more than another would hang in the gradient all-reduce. This package's samplers
-and torch's `DistributedSampler` give every rank the same number of batches; for other loaders the number is not
+A rank that trains on one more batch than another would hang in the gradient all-reduce. This package's samplers
+and torch's `DistributedSampler` give every rank the same number of batches; for other loaders, the number is not
 known in advance.
 """
 
@@ -46,8 +46,8 @@ def until_one_ends(
 ) -> Iterator[Any]:
     """Yield batches of this rank while every rank has one.
 
-    The next batch is drawn, and an asynchronous all-reduce checks that every rank has one, while the current batch
-    is in use. Loaders that are known to have the same length need no all-reduce.
+    While the current batch is in use, the next one is drawn, and an asynchronous all-reduce checks that every rank
+    has one. Loaders that are known to have the same length on every rank need no all-reduce.
     """
     if get_world_size() == 1 or _known_equal(loader):
         yield from batches
@@ -71,10 +71,10 @@ def until_one_ends(
 def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
     """Yield (batch, is_new) pairs until the data of every rank have ended; ranks with less data repeat a batch.
 
-    This is for models whose forward runs collectives, such as sharded models.
+    Use it for models whose forward pass runs collectives, such as sharded models.
 
     Raises:
-        DataError: A rank has no batch, and its dataset is iterable, so that no sample can be repeated.
+        DataError: A rank has no batch, and its dataset is iterable, so there is no sample to repeat.
     """
     iterator = iter(loader)
     batch = last = next(iterator, _END)
@@ -96,7 +96,7 @@ def _any_batch(loader: DataLoader[Any]) -> Any:
 
 
 def _start_all_have_next(has_next: bool) -> Callable[[], bool]:
-    """Start an all-reduce over `has_next`; the returned function waits for it and returns whether all ranks have."""
+    """Start an all-reduce of `has_next`; return a function that waits and returns whether it is True on all ranks."""
     flag = torch.tensor(int(has_next), device=flag_device())
     work = dist.all_reduce(flag, dist.ReduceOp.MIN, async_op=True)
 

@@ -1,4 +1,4 @@
-"""Sample indices with a seed and an epoch, and the random generator that they determine."""
+"""Sample indices that carry a seed and an epoch, and the random generator of a sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["SampleIndex", "sample_rng"]
 
 
 class SampleIndex(int):
-    """A sample's index with the run's seed and the epoch; it is an `int`, so every dataset accepts it."""
+    """Index of a sample, with the run's seed and the epoch. It is an `int`, so every dataset accepts it."""
 
     seed: int
     epoch: int
@@ -25,6 +25,6 @@ class SampleIndex(int):
 
 
 def sample_rng(index: int) -> np.random.Generator:
-    """Return the generator of one sample. A plain int has seed 0 and epoch 0."""
+    """Return the random generator of one sample. A plain int has seed 0 and epoch 0."""
     seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
     return np.random.default_rng((seed, epoch, int(index)))

@@ -35,14 +35,14 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """Sampler of one rank's shard of a dataset: samples rank, rank + world_size, ... of a shuffled or plain order.
+    """Sampler of one rank's shard of a dataset: samples rank, rank + world_size, ... in shuffled or original order.
 
     Args:
         dataset: Any object with a length.
-        shuffle: Whether to reshuffle in each epoch.
+        shuffle: Whether to reshuffle the samples in each epoch.
         seed: Seed of the shuffle; it must be the same on every rank.
-        round_up: Repeat the first samples so that all ranks get the same number. The Runner's validation and
-            test loaders set it to False, so that no sample is counted twice.
+        round_up: Whether to repeat the first samples so that all ranks get the same number. The Runner's validation
+            and test loaders set it to False, so that no sample is counted twice.
     """
 
     def __init__(
@@ -110,18 +110,18 @@ _USE_OWN_GENERATOR = (
 
 
 class EpochBatchSampler(Sampler[list[int]]):
-    """Wraps a batch sampler: starts at any batch of any epoch, and yields `SampleIndex` with the epoch.
+    """Wrapper of a batch sampler that can start at any batch of any epoch, and yields `SampleIndex` with the epoch.
 
-    To start in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded. The
-    `generator` of a sampler is seeded from the seed and the epoch. For samplers that draw from the global
-    generators, these are seeded in the same way and restored afterwards.
+    If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
+    The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
+    they are seeded in the same way and restored afterwards.
 
     Args:
-        batch_sampler: Yields lists of indices.
+        batch_sampler: Iterable of lists of indices.
         seed: Seed of the run.
         samples: Number of this rank's samples in one pass over the dataset.
         stamp: Whether to yield `SampleIndex`; False for datasets whose samples do not depend on the epoch.
-        limit: Maximum number of batches in an epoch; None uses all.
+        limit: Maximum number of batches in an epoch; None means all.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class EpochBatchSampler(Sampler[list[int]]):
         self.start = 0
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Set the epoch, and the batch in it, at which the next iteration starts."""
+        """Set the epoch, and the batch within it, at which the next iteration starts."""
         self.epoch, self.start = epoch, start
         for sampler in (self.sampler, self.batch_sampler):
             if hasattr(sampler, "set_epoch"):
@@ -179,7 +179,7 @@ class EpochBatchSampler(Sampler[list[int]]):
 
 
 def check_not_empty(dataset: Any, name: str) -> None:
-    """Raise DataError if a sized dataset is empty."""
+    """Raise a DataError if `dataset` has a length and is empty."""
     if isinstance(dataset, Sized) and len(dataset) == 0:
         raise DataError(
             f"{name}: the dataset {type(dataset).__name__} has no samples; check its folder and split"

@@ -1,4 +1,4 @@
-"""Measure and choose `num_workers` and `prefetch_factor` of a data loader."""
+"""Choose `num_workers` and `prefetch_factor` of a data loader by measurement."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _AUTO = "auto"
 _TIME_LIMIT = 5.0
 """Seconds after which no further trial starts."""
 _TRIAL_TIME = 0.5
-"""Seconds for which each number of workers is measured."""
+"""Seconds of measurement for each number of workers."""
 _TARGET_BATCH_TIME = 0.03
-"""Approximate seconds of work per batch of a trial; its batches may be smaller than those of the run."""
+"""Approximate seconds of work per batch in a trial, whose batches may be smaller than those of the run."""
 _TRIAL_BATCHES = 64
 """Number of batches of the run from which the trials take their samples."""
 _MAX_PREFETCH_FACTOR = 8
@@ -53,7 +53,7 @@ def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None
 def end_workers(loader: DataLoader[Any]) -> None:
     """Stop the persistent workers of a loader; its next epoch starts new ones.
 
-    If the garbage collector stopped them, each would take five seconds, because it closes their queues first.
+    If the garbage collector stopped them, each worker would take five seconds, because its queue would be closed first.
     """
     if getattr(loader, "_iterator", None) is not None:
         loader._iterator = None
@@ -64,17 +64,17 @@ def with_workers(
 ) -> dict[str, Any]:
     """Return a loader's options with each `auto` replaced by a number, and log the measurements.
 
-    The throughput of 1, 2, 4, ... workers is measured, up to the cores of this process (divided by the number of
-    processes on the machine). The result is the smallest number within 5 % of the best. It is 0 if one process is
-    1.5 times as fast without workers, because then transferring batches is most of the work. No trial starts after
-    five seconds. Samples are read only in worker processes, so the generators and caches of this process do not
-    change.
+    The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
+    by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
+    5 % of the best. It is 0 if loading without workers is more than 1.5 times as fast, because transferring batches
+    between processes is then most of the work. No trial starts after five seconds. Samples are read only in worker
+    processes, so the generators and caches of this process do not change.
 
     Args:
         options: Options of the `DataLoader`, with its `collate_fn`.
         dataset: The dataset of the loader.
         batches: Lists of indices, as the batch sampler yields them.
-        name: Name in the log (such as `train_dataloader`).
+        name: Name of the loader in the log (such as `train_dataloader`).
     """
     chosen = dict(options)
     auto_workers = options.get("num_workers") == _AUTO
@@ -131,7 +131,7 @@ class _Trials:
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int) -> dict[int, float]:
-        """Return samples/s by number of workers; stop when more workers no longer help, or at the time limit."""
+        """Return samples/s by number of workers, measured until more workers no longer help or time is up."""
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}
         end, best = time.monotonic() + _TIME_LIMIT, 0.0
@@ -143,13 +143,13 @@ class _Trials:
         return found
 
     def slowest_batch(self) -> float:
-        """Return the time of a batch with the slowest sample seen, relative to the mean time of a batch."""
+        """Return the time of a batch that contains the slowest sample measured, relative to the mean batch time."""
         mean = float(np.mean(self.sample_seconds))
         return (mean * (self.size - 1) + max(self.sample_seconds)) / (mean * self.size)
 
     def _throughput(self, workers: int, chunk: int) -> float:
         batches = self._loader(self.dataset, self.collate, workers, chunk)
-        for _ in range(workers):  # until all workers have started
+        for _ in range(workers):  # wait until all workers have started
             next(batches)
         start, count, seconds = time.perf_counter(), 0, 0.0
         while seconds < _TRIAL_TIME or (count < 2 * workers and seconds < 4 * _TRIAL_TIME):
@@ -158,9 +158,9 @@ class _Trials:
         return count * chunk / seconds
 
     def _probe(self, size: int) -> list[tuple[float, int]]:
-        """Return (seconds, bytes) of batches of `size` samples, read by one worker."""
+        """Return the (seconds, bytes) of each of several batches of `size` samples, read by one worker."""
         batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
-        next(batches)  # imports, open files
+        next(batches)  # not measured: it includes imports and opening files
         found, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
         while time.monotonic() < end:
             found.append(next(batches))
@@ -173,19 +173,19 @@ class _Trials:
         batches: Any = iter(DataLoader(dataset, batch_sampler=sampler, **settings, **self.options))
         try:
             yield from batches
-        finally:  # otherwise the traceback of an error would keep the workers alive, and stopping them takes 5 s
+        finally:  # otherwise an error's traceback would keep the workers alive, and stopping them would take 5 s
             batches._shutdown_workers()
 
 
 class _Probe(Dataset[Any]):
-    """Wraps a dataset; returns (seconds, bytes) of each batch, measured in the worker that reads it."""
+    """Dataset wrapper that returns the (seconds, bytes) of each batch, measured in the worker that reads it."""
 
     def __init__(self, dataset: Any, collate: Any) -> None:
         self.dataset = dataset
         self.collate = collate
 
     def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # read during unpickling, before it is set
+        if name == "dataset":  # unpickling reads it before it is set
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
@@ -203,10 +203,10 @@ def _candidates(limit: int) -> list[int]:
 
 
 def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
-    """Return the number of workers to use, given the samples/s of each number."""
+    """Return the number of workers to use, given the samples/s measured for each number."""
     measured = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(measured.values()), max(measured)
-    # Without workers, the step waits for the data, so this must be much faster to be chosen.
+    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
     if rates[0] > 1.5 * best:
         return 0
     # The time limit was reached while each doubling still helped.
@@ -216,12 +216,12 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
 
 
 def _prefetch_factor(ratio: float, max_batches: float) -> int:
-    """Return how many batches each worker prepares: enough to hide a slow batch, at most `max_batches` (memory)."""
+    """Return how many batches each worker prepares: enough to hide a slow batch, but at most `max_batches`."""
     return max(min(1 + math.ceil(ratio), _MAX_PREFETCH_FACTOR, int(max_batches)), 1)
 
 
 def _free_bytes() -> int:
-    """Return the free bytes for prefetched batches: the minimum of free memory and free shared memory."""
+    """Return the bytes available for prefetched batches: the smaller of free memory and free shared memory."""
     free = [2**62]
     if (memory := Path("/proc/meminfo")).is_file():
         lines = memory.read_text().splitlines()

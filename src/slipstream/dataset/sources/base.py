@@ -1,4 +1,4 @@
-"""Base class for segmentation datasets: loading, caching, transforms, conversion to tensors."""
+"""Base class for segmentation datasets: loading, caching, transforms and conversion to tensors."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     workers, processes or the order of access.
 
     Args:
-        transforms: Functions of a sample and a generator that return a new sample and do not modify their input
-            arrays; or dicts from which `TRANSFORMS` builds them.
-        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use it for small datasets, or for
-            samples that are slow to create. Every worker process keeps a separate copy.
+        transforms: Functions that take a sample and a generator, and return a new sample without modifying their
+            input arrays; or dicts from which `TRANSFORMS` builds such functions.
+        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
+            for samples that are slow to create. Every worker process keeps a separate copy.
         cache: Folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
     """
 
@@ -91,7 +91,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             image, mask = self.load(index)
         else:
             image, mask = self.cache.get(self.cache_key(index), partial(self.load, index))
-            if self._cache is not None:  # copy, because mapped files stay open and their number is limited
+            if self._cache is not None:  # mapped files stay open, and the number of open files is limited
                 image, mask = image.copy(), mask.copy()
         if self._cache is not None:
             # A transform that modified the cached arrays would change all later epochs.
@@ -101,7 +101,7 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
 
 
 def default_palette(count: int) -> list[list[int]]:
-    """Return `count` distinct colours (at most 256): the colour map of the PASCAL VOC development kit.
+    """Return the first `count` colours (at most 256) of the colour map of the PASCAL VOC development kit.
 
     Bits 0, 3, 6 of the class id are the highest bits of red, bits 1, 4, 7 those of green and bits 2, 5
     those of blue.

@@ -55,14 +55,14 @@ class DecodeCache:
     def get(self, key: Key, load: Callable[[], Pair]) -> Pair:
         """Return the sample `key` from the cache; if it is missing, call `load` and store the result.
 
-        If the folder is not writable (read-only or full), this method warns once and continues without storing.
+        If the folder is not writable (read-only or full), this method warns once and then no longer stores samples.
 
         Args:
             key: Name and version of the sample.
             load: Returns the image, uint8 (H, W, 3), and the mask, uint8 (H, W).
 
         Raises:
-            DataError: The arrays returned by `load` have other dtypes or shapes.
+            DataError: The arrays returned by `load` have the wrong dtypes or shapes.
         """
         pair = self.read(key)
         if pair is None:
@@ -100,7 +100,7 @@ class DecodeCache:
 
         Raises:
             OSError: The folder is not writable.
-            DataError: The arrays have other dtypes or shapes.
+            DataError: The arrays have the wrong dtypes or shapes.
         """
         if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
             raise DataError(
@@ -132,7 +132,7 @@ class DecodeCache:
     def prune(self, keep: Iterable[str]) -> tuple[int, int]:
         """Remove abandoned temporary files and the files of all samples except those named in `keep`.
 
-        Returns the number of removed files and of bytes.
+        Returns the number of removed files and their total size in bytes.
         """
         kept = {self.path(name) for name in keep}
         count = size = 0
@@ -140,7 +140,7 @@ class DecodeCache:
             try:
                 stat = path.stat()
             except FileNotFoundError:
-                continue  # its writer has just renamed it
+                continue  # the process that wrote it has just renamed it
             abandoned = path.name.endswith(".tmp") and time.time() - stat.st_mtime > _ABANDONED
             if abandoned or (path.name.endswith(_ENDING) and path not in kept):
                 path.unlink()
@@ -177,7 +177,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header | None:
-        """Return the header, or None if it is damaged; a header of another format matches no sample."""
+        """Return the header, or None if it is damaged. A header of another format gets a digest that no sample has."""
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)

@@ -39,7 +39,7 @@ _FOLDER = "cifar-10-batches-bin"
 _TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 _TEST = ("test_batch.bin",)
 _CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-_RECORD = 1 + 3 * 32 * 32  # a label, then the red, green and blue plane
+_RECORD = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
 
 
 @DATASETS.register_module(name=["CIFAR10", "Cifar10"])
@@ -53,9 +53,9 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
 
     Args:
         root: Folder that contains `cifar-10-batches-bin`, or the files of that folder.
-        train: Use the training images; otherwise the test images.
-        transforms: `RandomCrop`, `RandomHorizontalFlip`, functions of an image, uint8 (3, H, W), and a generator;
-            then `ToTensor` and `Normalize`; as objects or as dicts that TRANSFORMS builds.
+        train: Whether to use the training images instead of the test images.
+        transforms: `RandomCrop`, `RandomHorizontalFlip`, or functions of an image, uint8 (3, H, W), and a generator;
+            then `ToTensor` and `Normalize`. Each is an object or a dict that TRANSFORMS builds.
         download: Download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
@@ -97,12 +97,12 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator; a loader then does not seed the generators."""
+        """Whether samples use no global random generator. If so, a loader does not seed the generators."""
         known = (RandomCrop, RandomHorizontalFlip)
         return type(self) is CIFAR10 and all(type(transform) in known for transform in self.transforms)
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the class id of sample `index`, as a list of one."""
+        """Return a list that contains the class id of sample `index`."""
         return [int(self.targets[index])]
 
     def _map_files(self) -> None:
@@ -144,13 +144,13 @@ def _find(root: Path, names: Sequence[str], download: bool) -> list[Path]:
         else ""
     )
     raise DataError(
-        f"CIFAR-10 not found: '{root}' and its folder '{_FOLDER}' do not contain {', '.join(names)}.{other} "
+        f"CIFAR-10 not found: neither '{root}' nor its folder '{_FOLDER}' contains {', '.join(names)}.{other} "
         f"Unpack the binary version there ({_URL}), or pass download=True"
     )
 
 
 def _download(root: Path) -> None:
-    """Download, verify and unpack the archive below `root`; the folder appears only when it is complete."""
+    """Download, verify and unpack the archive into `root`, where the folder appears only when it is complete."""
     root.mkdir(parents=True, exist_ok=True)
     print_log(f"Downloading CIFAR-10 (170 MB) from {_URL} to '{root}'", "current")
     with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as temporary:

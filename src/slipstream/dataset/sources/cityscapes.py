@@ -45,12 +45,12 @@ class CityscapesDataset(ImageMaskPairs):
     Args:
         root_dir: Folder that contains `leftImg8bit` and `gtFine`.
         split: `train`, `val` or `test`: the photographs of that folder, in the order of their paths.
-        list_file: Text file with an image and its mask in each line. All paths, and its own, are relative to
-            `root_dir`.
-        labels_csv_path: Table, relative to `root_dir`, with the train id (column `trainId`) of each label id
-            (column `id`; without it, the row number): 0 to 18, or 255 or -1 for pixels that are not scored.
-            By default the table of Cityscapes.
-        ignore_label: Id, in the samples, of pixels that are not scored.
+        list_file: Text file with an image and its mask on each line. All paths, including that of the file itself,
+            are relative to `root_dir`.
+        labels_csv_path: Table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
+            there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
+            scored. By default, the table of Cityscapes is used.
+        ignore_label: Id that pixels that are not scored have in the samples.
         transforms: See `SegmentationDataset`.
         cache_labels: Keep each mask in memory after the first read (2 MB per mask, in each worker process).
         cache_images: Keep each photograph in memory after the first read (6 MB per image).
@@ -141,7 +141,7 @@ def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path
     if split is not None:
         raise ConfigError(
             f"set either split or list_file, not both: split={split!r}, list_file={list_file!r} "
-            "(in a recipe, set the other one to null)"
+            "(in a recipe, set one of them to null)"
         )
     path = root / list_file
     if not path.is_file():
@@ -153,7 +153,7 @@ def _read_list(root: Path, list_file: str, split: str | None) -> list[tuple[Path
     for number, words in lines:
         if len(words) not in (0, 2):
             raise DataError(
-                f"'{path}', line {number}: must be an image and its mask, got {' '.join(words)!r}"
+                f"'{path}', line {number}: must contain the paths of an image and its mask, got {' '.join(words)!r}"
             )
     pairs = [(root / words[0], root / words[1]) for _, words in lines if words]
     missing = [str(file) for pair in pairs for file in pair if not file.is_file()]

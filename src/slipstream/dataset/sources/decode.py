@@ -26,7 +26,7 @@ def read_image(path: Path) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB.
 
     Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs if it is installed (the
-    extra `png`), which takes a third of the time Pillow takes. Other files, and files in which pywuffs finds an error,
+    extra `png`), in a third of the time that Pillow takes. Other files, and files in which pywuffs finds an error,
     are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a
     colour profile. For colour images with more than 8 bits per channel, only the high bytes are used.
 
@@ -48,7 +48,7 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
     The file is decoded as in `read_image`.
 
     Raises:
-        DataError: The file cannot be read, or has another mode.
+        DataError: The file cannot be read, or is not an 8-bit file with one channel.
     """
     pixels = _plain_png(path, _GREY)
     if pixels is not None:
@@ -68,7 +68,7 @@ def read_mask(path: Path) -> NDArray[np.uint8]:
 
 
 def check_readable(path: Path) -> None:
-    """Raise DataError if the file cannot be decoded as an image of any mode."""
+    """Raise a DataError if the file cannot be decoded as an image of any mode."""
     if _plain_png(path, _GREY, _RGB) is None:
         _by_pillow(path)
 
@@ -146,7 +146,7 @@ def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
 
 
 def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
-    """Return the loaded image and the Pillow codecs, with arguments, that decoded it."""
+    """Return the loaded image, and the Pillow codecs that decoded it with their arguments."""
     with extra("images"):
         from PIL import Image
 

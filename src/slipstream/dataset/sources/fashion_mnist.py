@@ -65,8 +65,8 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
         split: 'train' or 'test'.
         download: If `data_root` does not contain the files, use those of the Debian package; otherwise download
             them to `data_root` and verify their published MD5 checksums.
-        augment: Shift by up to 2 pixels (pad 2, random crop) and mirror with probability 1/2. The result depends
-            only on the sample's (seed, epoch, index).
+        augment: Shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
+            probability 1/2. The result depends only on the sample's (seed, epoch, index).
 
     Raises:
         DataError: The files are missing, are damaged, or cannot be downloaded.
@@ -102,11 +102,11 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator; a loader then does not seed the generators."""
+        """Whether samples use no global random generator. If so, a loader does not seed the generators."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:
-        """Return the class id of sample `index`, as a list of one."""
+        """Return a list that contains the class id of sample `index`."""
         return [int(self.targets[index])]
 
 
@@ -121,7 +121,7 @@ def _augmented(image: torch.Tensor, rng: np.random.Generator) -> torch.Tensor:
 
 
 def _find(data_root: str | Path | None, names: Sequence[str], download: bool) -> list[Path]:
-    """Return the path of each file from the first folder that contains all; otherwise download them, if allowed."""
+    """Return the paths in the first folder that contains all files; otherwise download them, if allowed."""
     folders = [Path(data_root)] if data_root is not None else []
     if data_root is None or download:
         folders.append(_SYSTEM_FOLDER)
@@ -163,7 +163,7 @@ def _download(name: str, folder: Path) -> Path:
 def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     """Return the array of unsigned bytes in an IDX file, as uint8 with `ndim` dimensions.
 
-    The format: two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
+    The file contains two zero bytes, 8 for unsigned bytes, the number of dimensions, each dimension as a
     big-endian 32-bit integer, and the values in row-major order.
     """
     try:
@@ -173,7 +173,8 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
         raise DataError(
-            f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}"
+            f"'{path}' is not an IDX file of unsigned bytes in {ndim} dimensions: it starts with {data[:4]!r}; "
+            "download it again"
         )
     shape = np.frombuffer(data, dtype=">u4", count=ndim, offset=4).tolist()
     if len(data) - start != math.prod(shape):

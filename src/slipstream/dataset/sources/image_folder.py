@@ -27,7 +27,7 @@ _WHERE = "set data_root (in SuperGradients' recipes data_root_dir=FOLDER) to the
 
 @DATASETS.register_module()
 class ImageMaskFolder(ImageMaskPairs):
-    """Images and masks in two folders, with subfolders, paired by their path without the suffix.
+    """Images and masks in two folders and their subfolders, paired by their paths without the suffix.
 
     Masks are 8-bit greyscale or palette files whose pixel values are class ids. Samples are in the order of their
     paths. `image_paths` and `mask_paths` list the files.
@@ -38,10 +38,10 @@ class ImageMaskFolder(ImageMaskPairs):
         masks: Folder of the masks, below `data_root`.
         classes: Names of the class ids 0, 1, ...
         ignore_index: Id of pixels without a class, or None if every pixel has a class.
-        palette: One [r, g, b] per class; PASCAL VOC's colours by default.
-        image_suffix: End of the image names, such as `_leftImg8bit.png`. Other files are ignored, and the rest of
-            the path is the name of the pair. By default, any image extension.
-        mask_suffix: The same for the masks, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        palette: One [r, g, b] per class; by default, PASCAL VOC's colours.
+        image_suffix: End of the image names, such as `_leftImg8bit.png`; by default, any image extension. Other files
+            are ignored. The path without the suffix is the name of the pair.
+        mask_suffix: End of the mask names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
         label_map: Maps ids in the files to class ids (or `ignore_index`); other ids do not change.
         transforms, cache_in_memory, cache: See `SegmentationDataset`.
         skip_corrupt: Read every file once at construction, and skip samples with unreadable files. Each is logged
@@ -50,7 +50,7 @@ class ImageMaskFolder(ImageMaskPairs):
     Raises:
         DataError: A folder is missing or has no images, or a file has no partner; or, when a sample is read, a file
             is corrupt, sizes differ, or a label id is neither a class nor `ignore_index`.
-        ConfigError: `palette`, `label_map` or `ignore_index` do not match the classes.
+        ConfigError: `palette`, `label_map` or `ignore_index` does not match the classes.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Datasets of image and mask files: finding, checking and reading the files."""
+"""Base class for datasets of image and mask files, and functions that find and check the files."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class MaskIds:
     """Mapping of the pixel values of a mask file to class ids.
 
     Attributes:
-        table: New id of each of the 256 values, uint8 (256,), or None if they do not change. It is an error if the
-            new id is neither a class id nor the ignored id.
+        table: New id of each of the 256 values, uint8 (256,), or None if they do not change. A mask whose new ids
+            include one that is neither a class id nor the ignored id is invalid.
         expected: Description of the valid values, for error messages.
     """
 
@@ -118,7 +118,7 @@ class ImageMaskPairs(SegmentationDataset):
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return (name, version): the reader class and files; their sizes, times and the meaning of the ids."""
+        """Return a name (reader class and paths) and a version (file sizes and times, and the meaning of the ids)."""
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -141,7 +141,7 @@ class ImageMaskPairs(SegmentationDataset):
             raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
 
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Return where the mask has neither a class nor the ignored id, or None if all ids are valid."""
+        """Return which pixels have neither a class id nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
@@ -158,7 +158,7 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
     determines the extensions if `suffix` is None.
 
     Raises:
-        DataError: The folder is missing or cannot be read, has no such file, or has two files of the same name.
+        DataError: The folder is missing or cannot be read, has no such files, or has two files of the same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
@@ -179,7 +179,7 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
 
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files below `folder`; `above` are its parent folders, to stop at links that lead back."""
+    """Yield the files below `folder`. `above` contains the folders above it, to skip symbolic links to them."""
     resolved = folder.resolve()
     if resolved in above:
         return
@@ -196,7 +196,7 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise DataError if `folder` does not exist; the message names the first missing folder and a similar name."""
+    """Raise a DataError if `folder` does not exist; it names the first missing folder and any similar name."""
     if folder.is_dir():
         return
     missing = folder
@@ -216,7 +216,7 @@ def with_remedy(error: DataError, remedy: str) -> DataError:
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise DataError that lists every file without a partner of the same name in the other mapping."""
+    """Raise a DataError that lists every file without a partner of the same name in the other mapping."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:

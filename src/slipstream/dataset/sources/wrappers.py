@@ -21,14 +21,14 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Concatenation of datasets; `metainfo` is that of the first.
+    """Concatenation of datasets; `metainfo` is that of the first one.
 
     Args:
         datasets: Datasets, or dicts that DATASETS builds.
         ignore_keys: Keys of `metainfo` in which the datasets may differ.
 
     Raises:
-        DataError: The `metainfo` of two datasets differ.
+        DataError: The `metainfo` of two datasets differs.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ConcatDataset(TorchConcatDataset[Any]):
         return _cat_ids(self.datasets[which], local)
 
     def _locate(self, idx: int) -> tuple[int, int]:
-        """Return the number of the dataset that contains sample `idx`, and the index in it."""
+        """Return the position of the dataset that contains sample `idx`, and the index within that dataset."""
         _check_index(idx, len(self))
         which = bisect.bisect_right(self.cumulative_sizes, idx)
         return which, int(idx) - (self.cumulative_sizes[which - 1] if which else 0)
@@ -62,9 +62,9 @@ class ConcatDataset(TorchConcatDataset[Any]):
 
 @DATASETS.register_module()
 class RepeatDataset(Dataset[Any]):
-    """Repeats a dataset `times` times in one epoch, for small data where starting an epoch is expensive.
+    """A dataset repeated `times` times in one epoch, for small datasets, where starting an epoch is expensive.
 
-    Each repeat of a sample is augmented differently: repeat r of epoch e has the epoch e * times + r.
+    Each repeat of a sample is augmented differently: repeat r in epoch e is seeded with the epoch e * times + r.
 
     Args:
         dataset: A dataset, or a dict that DATASETS builds.
@@ -93,7 +93,7 @@ class RepeatDataset(Dataset[Any]):
 
 @DATASETS.register_module()
 class AtLeast(RepeatDataset):
-    """Repeats a dataset until an epoch has at least `min_samples` samples.
+    """A dataset repeated until an epoch has at least `min_samples` samples.
 
     Args:
         dataset: A dataset, or a dict that DATASETS builds.
@@ -109,9 +109,9 @@ class AtLeast(RepeatDataset):
 
 @DATASETS.register_module()
 class ClassBalancedDataset(Dataset[Any]):
-    """Repeats samples that contain rare classes (Gupta et al. 2019, LVIS).
+    """A dataset in which samples that contain rare classes are repeated (Gupta et al. 2019, LVIS).
 
-    With the fraction f(c) of samples that contain class c, and the threshold t, a sample is repeated
+    If f(c) is the fraction of samples that contain class c, and t the threshold, a sample occurs
     `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times. Repeats are consecutive and augmented
     differently.
 
@@ -175,7 +175,7 @@ def _check_index(index: int, length: int) -> None:
 
 
 def _inner_index(index: int, to: int, repeat: int = 0, times: int = 1) -> SampleIndex:
-    """Return the index `to` with the seed of `index` and an epoch that is unique to the repeat and its epoch."""
+    """Return the index `to` with the seed of `index` and an epoch that is unique for each epoch and repeat."""
     epoch = getattr(index, "epoch", 0) * times + repeat
     return SampleIndex(to, getattr(index, "seed", 0), epoch)
 

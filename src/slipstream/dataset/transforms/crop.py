@@ -20,9 +20,9 @@ Sample: TypeAlias = dict[str, Pixels]
 class CropRegion:
     """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
 
-    Sizes are (width, height), boxes (left, top, right, bottom). `resized`, `padded`, `cropped` and `flipped` return
-    the region after one more transform. They return None if one region cannot represent the result; the sample must
-    then be rendered first.
+    Sizes are (width, height), and boxes are (left, top, right, bottom). `resized`, `padded`, `cropped` and `flipped`
+    return the region after one more transform. `resized` and `padded` return None if a single region cannot represent
+    the result; the sample must then be rendered first.
     """
 
     source: Pair
@@ -40,7 +40,7 @@ class CropRegion:
     mirrored: bool = False
     """Whether the canvas is mirrored left to right at the end."""
     mirrored_first: bool = False
-    """Whether the source was mirrored before it was resized; nearest-neighbor ties are then resolved to the right."""
+    """Whether the source was mirrored before it was resized. Nearest-neighbor ties are then resolved to the right."""
 
     @classmethod
     def whole(cls, mask: Pixels) -> CropRegion:
@@ -92,7 +92,7 @@ class CropRegion:
         return replace(self, mirrored=not self.mirrored)
 
     def rendered(self, sample: Sample) -> Sample:
-        """Return the transformed sample; the same object if there is nothing to change."""
+        """Return the transformed sample, or `sample` itself if nothing changes."""
         if self.is_whole and not self.mirrored:
             return sample
         planes, mask = self.render(sample)
@@ -103,7 +103,7 @@ class CropRegion:
 
         Only visible pixels of the sample's arrays, which may be memory-mapped, are read. The image is resampled
         bilinearly, with antialiasing when it shrinks, matching Pillow up to rounding (see `bilinear`). The mask is
-        resampled with nearest neighbors, exactly as in Pillow.
+        resampled with nearest-neighbor interpolation, exactly as in Pillow.
         """
         width, height = self.canvas
         left, top, right, bottom = self.box
@@ -138,7 +138,7 @@ class Geometric(ABC):
         """
 
     def region_for(self, mask: Pixels, rng: np.random.Generator) -> CropRegion:
-        """Return the region after only this transform, for a sample with this mask."""
+        """Return the region after this transform alone, for a sample with this mask."""
         region = self.update_region(CropRegion.whole(mask), rng)
         assert region is not None, "a region that covers the whole sample supports every transform"
         return region

@@ -40,7 +40,7 @@ _GREY = (0.299, 0.587, 0.114)
 def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     """Return the transformed images, float32 (N, 3, H, W).
 
-    Colour changes do not affect the padding, and the mean of a contrast change excludes it. In contrast to Pillow and
+    Colour changes do not affect the padding, and the mean of a contrast change excludes it. Unlike in Pillow and
     torchvision, intermediate results are not rounded to integers.
 
     Args:
@@ -54,7 +54,7 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     if length not in (COLOURS, AFFINE, COLOURS + AFFINE) or inputs.shape[1] != 3:
         raise DataError(
             f"'finish' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires 6, 13 "
-            "or 19 parameters, as a SegmentationDataset with colour jitter or normalisation returns them, and images "
+            "or 19 parameters (as returned by a SegmentationDataset with colour jitter or normalisation) and images "
             "of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
@@ -95,7 +95,7 @@ def normalizes(batch: Mapping[str, Any]) -> bool:
 
 
 def check_same_params(samples: Sequence[Any]) -> None:
-    """Raise DataError if the samples' device transforms have different numbers of parameters, or some have none.
+    """Raise a DataError if the samples' device transforms have different numbers of parameters, or some have none.
 
     Otherwise collating would fail, or would drop the parameters silently.
     """
@@ -103,8 +103,8 @@ def check_same_params(samples: Sequence[Any]) -> None:
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
             "a batch mixes samples with and without colour changes (SegColorJitter) or normalisation (SegStandardize, "
-            "SegNormalize, ToTensor); end the transforms of all datasets with the same of these, or normalise in the "
-            "data preprocessor"
+            "SegNormalize, ToTensor); use the same ones in the transforms of all datasets, or normalise in the data "
+            "preprocessor"
         )
 
 
@@ -122,7 +122,7 @@ def _colour(images: Tensor, params: Tensor) -> None:
 
 
 def _inside(images: Tensor, rectangle: Tensor) -> Tensor:
-    """Return 1 for pixels inside and 0 for padding, float32 (N, 1, H, W); `rectangle` is (N, 4, 1, 1)."""
+    """Return 1 inside the rectangle and 0 in the padding, float32 (N, 1, H, W); `rectangle` is (N, 4, 1, 1)."""
     left, top, right, bottom = rectangle[:, :, None].unbind(1)
     row = torch.arange(images.shape[-2], device=images.device).view(1, 1, -1, 1)
     column = torch.arange(images.shape[-1], device=images.device).view(1, 1, 1, -1)

@@ -1,10 +1,10 @@
 """Transforms of images with masks, with SuperGradients' names.
 
-Each takes a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator, and returns
-a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly (with
-Pillow's antialiasing when they shrink), masks with nearest neighbors.
+Each transform takes a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator, and
+returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly (with
+Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
-A dataset does not call them one by one: it composes the transforms that move pixels into one `CropRegion`, and the
+A dataset does not call the transforms one by one. It composes those that move pixels into one `CropRegion`, and the
 device applies colour changes and normalisation (`pipeline.py`).
 """
 
@@ -39,7 +39,7 @@ Channels: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 
 @TRANSFORMS.register_module()
 class SegRandomFlip(Geometric):
-    """Mirror image and mask left to right with probability `prob`."""
+    """Mirror the image and the mask left to right with probability `prob`."""
 
     def __init__(self, prob: float = 0.5) -> None:
         if not 0 <= prob <= 1:
@@ -53,7 +53,7 @@ class SegRandomFlip(Geometric):
 
 @TRANSFORMS.register_module()
 class SegRescale(Geometric):
-    """Scale image and mask by a factor, or scale the short or the long side to a length.
+    """Scale the image and the mask by a factor, or so that the short or the long side has a given length.
 
     Exactly one of the three arguments is required. Sides are rounded to the nearest pixel.
     """
@@ -83,7 +83,7 @@ class SegRescale(Geometric):
 
 @TRANSFORMS.register_module()
 class SegRandomRescale(Geometric):
-    """Scale image and mask by a factor drawn uniformly from `scales`.
+    """Scale the image and the mask by a factor drawn uniformly from `scales`.
 
     Args:
         scales: The smallest and the largest factor; a single number s means the range between s and 1.
@@ -102,13 +102,13 @@ class SegRandomRescale(Geometric):
 
 @TRANSFORMS.register_module()
 class SegPadShortToCropSize(Geometric):
-    """Pad sides of image and mask that are shorter than the crop; longer sides do not change.
+    """Pad the sides of the image and the mask that are shorter than the crop; longer sides do not change.
 
     Args:
         crop_size: (width, height), or one number for both.
-        fill_mask: Class id of the padding, usually the dataset's `ignore_index`. It has no default: 0, the default
-            of SuperGradients, is a class in many datasets (road in Cityscapes), and the network would silently
-            learn the padding as that class.
+        fill_mask: Class id of the padding, usually the dataset's `ignore_index`. There is no default, because 0,
+            SuperGradients' default, is a class in many datasets (road in Cityscapes), and the network would
+            silently learn to predict that class for the padding.
         fill_image: Grey value, or [r, g, b], of the padding.
         padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as SuperGradients
             does; 'random' places the image at a random position.
@@ -150,7 +150,7 @@ class SegPadShortToCropSize(Geometric):
 
 @TRANSFORMS.register_module()
 class SegCropImageAndMask(Geometric):
-    """Crop image and mask at the same position.
+    """Crop the image and the mask at the same position.
 
     Args:
         crop_size: (width, height), or one number for both.
@@ -204,7 +204,7 @@ class SegColorJitter:
         self.saturation = _factors("saturation", saturation)
 
     def draw(self, rng: np.random.Generator) -> list[tuple[int, float]]:
-        """Draw the changes; return (kind, factor) pairs in order, with 0 brightness, 1 contrast, 2 saturation."""
+        """Draw the changes; return (kind, factor) pairs in order (0: brightness, 1: contrast, 2: saturation)."""
         bounds = (self.brightness, self.contrast, self.saturation)
         order = [i for i in rng.permutation(len(bounds)).tolist() if bounds[i] != (1, 1)]
         return [(i, rng.uniform(*bounds[i])) for i in order]
@@ -222,11 +222,11 @@ class SegColorJitter:
 
 
 class Affine(ABC):
-    """Base class for transforms of the form `image * scale + shift`; they come last in a dataset's list."""
+    """Base class for transforms of the form `image * scale + shift`, which come last in a dataset's list."""
 
     @abstractmethod
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return scale and shift, float64 (3,), of the composition of an affine transform and this one."""
+        """Return the scale and shift, float64 (3,), of the given affine transform followed by this one."""
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> dict[str, np.ndarray[Any, Any]]:
         """Return the sample with a float32 image."""
@@ -244,7 +244,7 @@ class SegStandardize(Affine):
         self.max_value = max_value
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return scale and shift, divided by `max_value`."""
+        """Return the scale and shift, divided by `max_value`."""
         return scale / self.max_value, shift / self.max_value
 
 
@@ -264,7 +264,7 @@ class SegNormalize(Affine):
         self.mean, self.std = np.array(mean, float), np.array(std, float)
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return scale and shift, normalised."""
+        """Return the scale and shift, normalised."""
         return scale / self.std, (shift - self.mean) / self.std
 
 
@@ -273,8 +273,8 @@ class SegConvertToTensor:
     """No-op for compatibility with SuperGradients' recipes; datasets always return tensors.
 
     Args:
-        mask_output_dtype: int64 (or `long`); the loss always receives int64 masks.
-        add_mask_dummy_dim: Must be False; losses and metrics require masks (H, W).
+        mask_output_dtype: Must be None or int64 (or `long`), because the loss always receives int64 masks.
+        add_mask_dummy_dim: Must be False, because losses and metrics require masks of shape (H, W).
     """
 
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:
@@ -284,7 +284,9 @@ class SegConvertToTensor:
                 "mask_output_dtype",
             )
         if add_mask_dummy_dim:
-            raise ConfigError("losses and metrics require masks (H, W); remove it", "add_mask_dummy_dim")
+            raise ConfigError(
+                "losses and metrics require masks of shape (H, W); remove it", "add_mask_dummy_dim"
+            )
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
         """Return the sample."""

@@ -28,7 +28,7 @@ class RandomCrop:
 
     Args:
         size: (height, width) of the crop, or one number for both.
-        padding: Pixels on each side.
+        padding: Number of zero pixels to add on each side.
 
     Raises:
         DataError: The padded image is smaller than the crop (when called).
@@ -103,11 +103,11 @@ def read_transforms(
 ) -> tuple[list[ImageTransform], torch.Tensor | None]:
     """Return the transforms that move pixels, in order, and the parameters of the device transforms.
 
-    The parameters are float32 (6,), as defined in `slipstream.dataset.transforms.device_transforms`, or None without
-    device transforms.
+    The parameters are float32 (6,), as defined in `slipstream.dataset.transforms.device_transforms`, or None if there
+    are no device transforms.
 
     Raises:
-        ConfigError: `Normalize` without a preceding `ToTensor`, or a transform that moves pixels after them.
+        ConfigError: `Normalize` does not follow `ToTensor`, or a transform that moves pixels comes after them.
     """
     built: list[Any] = [TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms]
     kinds = [type(t) for t in built]

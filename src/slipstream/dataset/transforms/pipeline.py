@@ -44,10 +44,10 @@ def apply_transforms(
     The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with colour jitter or
     normalisation, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
     numbers are drawn in the order of the transforms. Padding keeps its colour. Contrast changes use the mean of the
-    visible pixels. A jitter before a custom function or another jitter is applied immediately, with Pillow.
+    visible pixels. A jitter that precedes a custom function or another jitter is applied on the CPU, with Pillow.
 
     Raises:
-        DataError: The sample, or the result of a custom function, has a wrong dtype or shape.
+        DataError: The sample, or the result of a custom function, has the wrong dtype or shape.
         ConfigError: See `check_transforms`.
     """
     return compose(transforms, sample, rng, name).packed()
@@ -77,7 +77,7 @@ def compose(
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
-    """Raise ConfigError if another transform follows normalisation or SegConvertToTensor."""
+    """Raise a ConfigError if another transform follows normalisation or SegConvertToTensor."""
     _read(transforms)
 
 
@@ -86,7 +86,7 @@ class _Plan:
     pixels: Sequence[Transform]
     """Transforms of the uint8 pixels."""
     deferred: int
-    """Position of the colour jitter that runs on the device, -1 if there is none."""
+    """Position of the colour jitter that runs on the device, or -1 if there is none."""
     affine: Sequence[Affine]
     """Normalisation, which runs on the device."""
 
@@ -121,7 +121,7 @@ def _check_order(pixels: Sequence[Transform], transforms: Sequence[Transform]) -
 
 
 def _whole_region(sample: Sample, name: str) -> CropRegion:
-    """Check the dtypes and shapes of the sample; return the region that covers all of it."""
+    """Check the dtypes and shapes of the sample; return the region that covers the whole sample."""
     image, mask = sample["image"], sample["mask"]
     if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
         raise DataError(

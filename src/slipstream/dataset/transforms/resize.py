@@ -25,9 +25,9 @@ _MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
     """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
 
-    It matches the box of the whole image resized by Pillow (antialiased when it shrinks) up to rounding: by at most
-    one grey level, and rarely, in noise, by two. Only the source pixels that affect the box are read, or those up to
-    the nearest edges.
+    It differs from the same box of the whole image resized by Pillow (with antialiasing when it shrinks) only by
+    rounding: by at most one grey level, or, rarely and only in noise, by two. Only the source pixels that affect the
+    box are read, and sometimes those between the box and the nearest edges.
 
     Args:
         image: uint8 (H, W, 3).
@@ -52,7 +52,7 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
         mask: uint8 (H, W).
         scaled: (width, height).
         box: (left, top, right, bottom) in the resized mask; not empty.
-        mirrored_first: Mirror the mask before resizing, and back afterwards; this resolves ties to the right.
+        mirrored_first: Whether to mirror the mask before resizing and again afterwards. Ties go to the right then.
     """
     height, width = mask.shape
     left, top, right, bottom = box
@@ -69,7 +69,7 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
 
 @dataclass(frozen=True)
 class _Axis:
-    """The output pixels [first, last) along one axis that is resized from `source` to `scaled` pixels."""
+    """The output pixels [first, last) along an axis that is resized from `source` to `scaled` pixels."""
 
     first: int
     last: int
@@ -105,12 +105,12 @@ class _Axis:
 
     @property
     def scale(self) -> float:
-        """The scale factor, rounded up: torch multiplies and rounds down, and would otherwise drop the last pixel."""
+        """The scale factor, rounded up, because torch rounds the scaled size down and could drop the last pixel."""
         return math.nextafter(self.scaled / self.source, math.inf)
 
     @property
     def is_copy(self) -> bool:
-        """Whether torch would only copy the pixels, which it does if the input and output sizes are the same."""
+        """Whether torch would copy the pixels, as it does whenever the input and output sizes are the same."""
         length = self.to_edge.stop - self.to_edge.start
         return self.scaled != self.source and math.floor(length * self.scale) == length
 
