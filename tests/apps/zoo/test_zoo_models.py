@@ -242,7 +242,8 @@ def test_no_key_matching_matches_by_order_and_shape(trained):
     loaded = models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load="no_key_matching")
     assert all(same(loaded, network).values())
     with pytest.raises(
-        CheckpointError, match=r"matched by order, layer\d+ is .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)"
+        CheckpointError,
+        match=r"matched by order, layer\d+ corresponds to .*\(5, 64, 1, 1\) and \(7, 64, 1, 1\)",
     ):
         models.get("ddrnet_23_slim", 7, checkpoint_path=path, strict_load="no_key_matching")
 

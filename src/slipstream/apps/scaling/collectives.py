@@ -1,9 +1,9 @@
 """Duration of collectives in the alpha-beta cost model, on nodes with several GPUs.
 
-Functions take a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather, `n` is the
-size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005 (ring); Sanders,
-Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees between nodes,
-latencies by kind of hop).
+The functions describe a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
+`n` is the size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005
+(ring); Sanders, Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees
+between nodes, latencies by kind of hop).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
 
 
 def tree(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of an all-reduce on two binary trees, which has few latencies and takes 2 n beta."""
+    """Return the seconds of an all-reduce on two binary trees: few latencies, and a transfer time of 2 n beta."""
     intra, inter = links
     latency = (local - 1) * intra.alpha + math.ceil(math.log2(machines)) * inter.alpha
     return 2 * (latency + n * _slowest(links, machines, local))

@@ -1,4 +1,4 @@
-"""Derive the blocks of a network and their costs on the meta device, without computing anything."""
+"""Derive the blocks of a network and their costs on the meta device, without any computation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class _Observer:
-    """Assigns FLOPs and saved tensors to the module with parameters that ran last."""
+    """Observer that assigns FLOPs and saved tensors to the last module with parameters that ran."""
 
     count_flops: Any
     seen: set[int]
@@ -61,7 +61,7 @@ class _Observer:
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
     """Return the blocks of a network in training, one for each module with its own parameters.
 
-    Operations without parameters (activations, pooling, resizing) belong to the preceding block. FLOPs are those of
+    Operations without parameters (activations, pooling, resizing) count towards the preceding block. FLOPs are those of
     matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd saves,
     counted as float32.
 
@@ -71,7 +71,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         name: Name of the model. Default: the class name.
 
     Raises:
-        ModelError: If the network has no parameters or does not accept such an input.
+        ModelError: If the network has no parameters or does not accept inputs of this shape.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode

@@ -105,7 +105,8 @@ class Cluster:
             )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ConfigError(
-                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node} GPUs; use a multiple of that number"
+                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node} GPUs; use a multiple of "
+                f"{self.gpus_per_node}"
             )
 
     @property

@@ -47,7 +47,7 @@ def best(predictions: list[Prediction]) -> Prediction:
 def work_of(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
-    """Return the computing time of each block, the maximum of its FLOP time and its memory time.
+    """Return the computing time of each block: the maximum of its FLOP time and its memory time.
 
     This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved value
     once. The backward pass takes twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads

@@ -1,4 +1,4 @@
-"""Event simulation of one training step: a processor, and a network that runs one collective at a time."""
+"""Event simulation of one training step with a processor and a network that runs one collective at a time."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, 
 
 
 def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
-    """FSDP2 and HSDP: gather each unit one ahead, and reduce-scatter its gradients (Zhao et al. 2023)."""
+    """FSDP2 and HSDP: gather each unit while the previous one runs; reduce-scatter its gradients (Zhao et al. 2023)."""
     ranks = shards(cluster, strategy)
     group = (cluster, ranks // cluster.local, cluster.local)
     all_units = units(model.blocks, strategy.unit_parameters)
@@ -142,7 +142,7 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # The GPUs of a node reduce their partitions at the same time over shared cards, as one of n bytes.
+            # The GPUs of a node reduce their partitions at the same time over shared cards, as if n bytes were reduced.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 
@@ -150,8 +150,8 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
     """Compute a block. A SyncBN waits in each pass for one or two small all-reduces.
 
-    With one message, each GPU has a row with its moments and count. If this is too large, the means and counts are
-    reduced first, then the squared deviations. The backward pass reduces the gradients of these values likewise.
+    With one message, each GPU has a row with its moments and count. If this message is too large, the means and counts
+    are reduced first, then the squared deviations. The backward pass reduces the gradients of these values likewise.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:

@@ -50,7 +50,7 @@ class Light(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """One polygon. 1/Z of its plane is `a * dx + b * dy + c` in the image, where a, b and c describe the plane."""
+    """One polygon. In the image, 1/Z of its plane is `a * dx + b * dy + c`, where a, b and c describe the plane."""
 
     key: float
     points: list[Point]
@@ -60,7 +60,7 @@ class Shape(NamedTuple):
 
 
 class Canvas:
-    """Collects shapes. `place` sets the painting order of subsequent shapes."""
+    """A list of shapes. `place` sets the painting order of subsequent shapes."""
 
     def __init__(self, camera: Camera, light: Light) -> None:
         self.camera = camera
@@ -75,7 +75,7 @@ class Canvas:
         self._depth = z
 
     def point(self, x: float, y: float, z: float) -> Point:
-        """Return the image position of a world point, both parts relative (0..1 inside the image)."""
+        """Return the image position of a world point in relative coordinates (0..1 inside the image)."""
         focal, vx, vy, height = self.camera
         z = max(z, 0.4)
         return vx + focal * x / z, vy + 2.0 * focal * (height - y) / z
@@ -111,7 +111,7 @@ class Canvas:
         self.add(points, cls, colour, material, second, params, (0.0, 1.0 / self.camera.height, 0.0))
 
     def blot(self, x: float, z: float, rx: float, rz: float, cls: int, colour: Colour, material: int) -> None:
-        """Add an octagon that lies on the ground: a shadow, a patch, a manhole."""
+        """Add an octagon that lies on the ground, such as a shadow, a patch or a manhole."""
         ring = [self.point(x + rx * u, 0, z + rz * v) for u, v in _OCTAGON]
         self.add(ring, cls, colour, material, plane=(0.0, 1.0 / self.camera.height, 0.0))
 
@@ -204,7 +204,7 @@ def _bright(r: Random) -> Colour:
 
 
 def some_colour(r: Random, grey: float, earth: float, green: float) -> Colour:
-    """Return a colour of a random family with the given probabilities of grey, earth and green, else a bright one.
+    """Return a colour from a random family: grey, earth or green with the given probabilities, otherwise bright.
 
     All classes use the same families, so colours provide little information about the class.
     """

@@ -32,19 +32,19 @@ _SMALLEST = 32
 def draw_street_scene(
     seed: int, index: int, size: tuple[int, int] = (256, 512)
 ) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Draw scene `index` of the series `seed`, seen from a car in a street.
+    """Draw scene `index` of the series `seed`, as seen from a car in the street.
 
     Returns the image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for the bonnet of the
     camera car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
 
-    The function is pure: the same arguments give the same bytes. Another size shows the same scene (2:1 is stretched to
-    other aspect ratios) with finer texture and other sensor noise. The last bit of a colour may differ between
-    platforms with different floating-point rounding.
+    The same arguments give the same bytes. Another size shows the same scene, stretched if its aspect ratio is not 2:1,
+    but with finer or coarser textures and other sensor noise. The last bit of a colour may differ between platforms
+    with different floating-point rounding.
 
-    Fraction of pixels over 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
-    truck 2, terrain 2, pole 2, bus 1, and less than 1 each: person, sign, fence, train, wall, bicycle, light, rider,
-    motorcycle. The rarest classes are train (in 16 % of the scenes), bus, motorcycle and rider (30-40 %). The best
-    mapping from colours to classes has a mean IoU of 0.10, so networks must use shape and context.
+    Fractions of the pixels of 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
+    truck 2, terrain 2, pole 2 and bus 1. Person, sign, fence, train, wall, bicycle, light, rider and motorcycle have
+    less than 1 % each. The rarest classes are train (in 16 % of the scenes), bus, motorcycle and rider (30-40 %). The
+    best mapping from colours to classes has a mean IoU of 0.10, so networks must use shape and context.
 
     The mean CPU time on one core is about 10 ms at 128 x 256, 15 at 192 x 384 and 320 at 1024 x 2048.
 
@@ -63,9 +63,9 @@ class StreetScenes(SegmentationDataset):
     """A dataset of `length` synthetic street scenes with the 19 classes of Cityscapes.
 
     Args:
-        size: Height and width of the images in pixels, at least 32 each. Scenes are designed for 1:2.
+        size: Height and width of the images in pixels, at least 32 each. Scenes are designed for a ratio of 1:2.
         length: Number of scenes. Scene i does not depend on the length.
-        seed: Series of scenes. Use another one for validation.
+        seed: Seed of the series of scenes. Use another one for validation.
         transforms, cache_in_memory, cache: See `SegmentationDataset`.
 
     Raises ConfigError if size, length or seed is invalid.
@@ -114,7 +114,7 @@ class StreetScenes(SegmentationDataset):
 
 @functools.cache
 def _drawing_version() -> str:
-    """Return a digest of the drawing modules, so changed code does not use outdated images from a cache."""
+    """Return a digest of the drawing modules, so that a cache does not return images drawn by other code."""
     digest = hashlib.blake2b(np.__version__.encode(), digest_size=8)
     for module in sorted(Path(__file__).parent.glob("street_*.py")):
         digest.update(module.read_bytes())

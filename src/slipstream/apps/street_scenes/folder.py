@@ -51,10 +51,10 @@ def write_street_folder(
         train: Number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
         val: Number of validation scenes, from the series `seed + 1`.
         size: Height and width in pixels.
-        seed: Series of scenes.
+        seed: Seed of the series of scenes.
 
     Raises:
-        ConfigError: If size, count or seed is invalid.
+        ConfigError: If the size, a number of scenes or the seed is invalid.
     """
     root = Path(root)
     counts = {"train": train, "val": val}
@@ -130,8 +130,10 @@ def _main() -> int:
     parser.add_argument("root", type=Path, metavar="ROOT")
     parser.add_argument("--train", type=int, default=8, metavar="N", help="training scenes (default: 8)")
     parser.add_argument("--val", type=int, default=4, metavar="N", help="validation scenes (default: 4)")
-    parser.add_argument("--size", type=_size, default=(256, 512), metavar="HxW", help="default: 256x512")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="series of scenes (default: 0)")
+    parser.add_argument(
+        "--size", type=_size, default=(256, 512), metavar="HxW", help="image size (default: 256x512)"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the scenes (default: 0)")
     options = parser.parse_args()
     try:
         write_street_folder(**vars(options))

@@ -53,7 +53,7 @@ class Street(NamedTuple):
 
 
 def lay_out(r: Random) -> Canvas:
-    """Return the drawing list of a random scene. The first shape covers the whole image with sky."""
+    """Return the drawing list of a random scene. The first shape is the sky, which covers the whole image."""
     canvas = Canvas(_camera(r), _light(r))
     street = _street(r)
     _sky(canvas, r)
@@ -139,7 +139,7 @@ def _ground(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Colour, paint: Colour) -> None:
-    """Paint patches and manholes, the cross street with its zebra, and a grass median or tram rails."""
+    """Paint patches and manholes, the cross street with its zebra crossing, and a grass median or tram rails."""
     for _ in range(r.randint(1, 6)):
         x, z = r.uniform(s.left + 1, s.right - 1), r.uniform(4, 30)
         size = r.choice((0.35, 0.35, 0.9))
@@ -158,7 +158,7 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Colour, paint: 
 
 
 def _along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
-    """Return random positions from `start` to `stop`, about `step` apart, sparser with distance."""
+    """Return random positions from `start` to `stop`, about `step` apart, and sparser with distance."""
     places, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
         places.append(z)
@@ -264,7 +264,7 @@ def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _bonnet(canvas: Canvas, r: Random) -> None:
-    """Paint the bonnet of the camera car, which is not evaluated, in most scenes."""
+    """Paint the bonnet of the camera car (in most scenes). Its pixels are not evaluated."""
     if r.random() < 0.25:
         return
     canvas.place(EGO, 1)

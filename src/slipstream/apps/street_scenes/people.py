@@ -33,7 +33,7 @@ def _clothes(r: Random) -> Colour:
 
 
 class _Figure:
-    """Draws limbs between points, which are given in metres to the right of and above the figure's foot point.
+    """A figure with limbs between points, which are given in metres to the right of and above its foot point.
 
     `squeeze` scales the horizontal axis to show the figure turned away from its side view.
     """

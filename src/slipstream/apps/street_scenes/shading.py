@@ -19,7 +19,7 @@ _SEE_THROUGH = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
 
 
 class _Hole(NamedTuple):
-    """The pixels below a partly transparent shape before it was painted: its id, its box, the ids in the box."""
+    """A partly transparent shape: its id, the corner of its box, and the ids in the box before it was painted."""
 
     shape: int
     left: int
@@ -141,7 +141,7 @@ def _sky(
 
 
 def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return smooth noise in 0..1 over the image, from grids whose sizes are independent of the image."""
+    """Return smooth noise in 0..1 over the image, from grids whose sizes do not depend on the image size."""
     with extra("images"):
         from PIL import Image
 
@@ -157,7 +157,7 @@ def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
 def _colour(
     canvas: Canvas, ids: Ids, table: Floats, blend: Floats, shade: Floats, z: Floats, size: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Blend the two colours of each shape, apply light and haze."""
+    """Blend the two colours of each shape, and apply light and haze."""
     light = canvas.light
     haze = z / (z + np.float32(light.reach))
     image = np.empty((*size, 3), np.uint8)
@@ -177,7 +177,7 @@ def _colour(
 def _sensor(
     image: NDArray[np.uint8], rng: np.random.Generator, finish: NDArray[np.float64]
 ) -> NDArray[np.uint8]:
-    """Blur slightly like a lens, and add sensor noise."""
+    """Blur the image slightly, as a lens does, and add sensor noise."""
     with extra("images"):
         from PIL import Image, ImageFilter
 

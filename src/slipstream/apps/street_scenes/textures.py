@@ -34,19 +34,19 @@ class Pixels(NamedTuple):
 def _tile(smooth: bool) -> Floats:
     """Return a flattened 256 x 256 tile of noise with zero mean and unit standard deviation.
 
-    It contains all scales, or, if `smooth`, none finer than about ten texels.
+    It contains noise of all scales, or, if `smooth`, only of scales above about ten texels.
     """
     white = np.random.default_rng(20160406).standard_normal((256, 256))
     frequency = np.hypot(np.fft.fftfreq(256)[:, None], np.fft.rfftfreq(256)[None]) * 256 + 1
     gain = frequency**-0.75 * (np.exp(-((frequency / 24) ** 2)) if smooth else 1.0)
     tile = np.fft.irfft2(np.fft.rfft2(white) * gain, (256, 256))
-    # Rounded so that the result is the same on all platforms, even though the last bits of the transform differ.
+    # Round the values, because the last bits of the transform differ between platforms.
     values: Floats = np.round((tile - tile.mean()) / tile.std() * 64).astype(np.float32).ravel() / 64
     return values
 
 
 def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
-    """Return the noise (zero mean, unit standard deviation) at positions in texels, not less than -4096."""
+    """Return the noise (zero mean, unit standard deviation) at positions in texels, which must be at least -4096."""
     at = (u + 4096).astype(np.intp)
     at &= 255
     at <<= 8
@@ -55,7 +55,7 @@ def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
 
 
 def between_bars(s: Floats, y: Floats, p: Floats) -> NDArray[np.bool_]:
-    """Return the mask of gaps in a fence. `p` is (bar spacing, kind, height, solid fraction)."""
+    """Return a mask of the gaps in a fence. `p` is (bar spacing, kind, height, solid fraction)."""
     gap, kind, high, solid = (float(v) for v in p)
     if kind == 2:
         return np.asarray((y / gap % 1 > max(solid, 0.5)) & (s / 2 % 1 > 0.06))
@@ -78,7 +78,7 @@ def _glass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _facade(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return rows of windows with frames and curtains, shop windows below, plaster or brick in between."""
+    """Return rows of windows with frames and curtains, shop windows below them, and plaster or brick in between."""
     period, floor, share, phase = p.params
     u, v = p.s / period + phase + 64, p.y / floor
     column, level = np.floor(u), np.floor(v)

@@ -148,7 +148,7 @@ def _shadow(canvas: Canvas, pose: Pose, length: float, half: float) -> None:
 
 
 def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
-    """Set the painting order, draw the shadow, and return the pose with `z` at the rear centre."""
+    """Set the painting order and draw the shadow; return the pose with `z` at the rear centre."""
     canvas.place(OBJECTS, pose.z)
     back = max(0.0, -length * math.cos(pose.heading)) + half * abs(math.sin(pose.heading))
     pose = pose._replace(z=pose.z + back)
@@ -157,7 +157,7 @@ def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
 
 
 def draw_car(canvas: Canvas, r: Random, pose: Pose) -> None:
-    """Draw a car or van of a random kind and paint."""
+    """Draw a car or van of a random type and colour."""
     profile = r.choice((_SEDAN, _HATCH, _HATCH, _ESTATE, _ESTATE, _VAN))
     length = profile[-1][0]
     paint = some_colour(r, 0.64, 0.06, 0.06)
@@ -178,7 +178,7 @@ def draw_car(canvas: Canvas, r: Random, pose: Pose) -> None:
 
 
 def _car_side(body: _Body, profile: _Profile, glass: Colour, panel: bool) -> None:
-    """Paint the side windows between the two glass edges, pillars, the sill and the door gaps."""
+    """Paint the side windows (between the two glass edges), the pillars, the sill and the door gaps."""
     edges = [i for i, corner in enumerate(profile) if corner[2] == "g"]
     rear, front = edges[0], edges[1]
     (a0, y0, _), (a1, y1, _), (a2, y2, _), (a3, y3, _) = (
@@ -251,7 +251,7 @@ def _load(box: _Body, length: float, load: str, r: Random) -> None:
 
 
 def draw_bus(canvas: Canvas, r: Random, pose: Pose) -> None:
-    """Draw a city bus: a band of windows, doors, wheels, a destination sign."""
+    """Draw a city bus with a band of windows, doors, wheels and a destination sign."""
     length = r.uniform(9.0, 13.0)
     paint = some_colour(r, 0.35, 0.15, 0.12)
     pose = _begin(canvas, pose, length, 1.27)
@@ -282,7 +282,7 @@ def draw_train(canvas: Canvas, r: Random, pose: Pose) -> None:
 
 
 def _carriage(body: _Body, length: float, band: tuple[float, float], windows: int, r: Random) -> None:
-    """Paint the shell, the window band, doors, a stripe and the windscreen of a bus or tram."""
+    """Paint the shell, the window band, the doors, a stripe and the windscreen of a bus or tram."""
     dark = (0.06, 0.07, 0.08)
     body.shell(dark)
     stripe = some_colour(r, 0.3, 0.1, 0.15)

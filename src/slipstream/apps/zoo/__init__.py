@@ -1,4 +1,4 @@
-"""Networks and losses of the recipes, registered in `MODELS` under their own names."""
+"""Networks and losses of the recipes, registered in `MODELS` under their names."""
 
 from slipstream.apps.zoo.ddrnet import DDRNet, ddrnet_23, ddrnet_23_slim, ddrnet_39
 from slipstream.apps.zoo.dice_ce_edge import DiceCEEdgeLoss

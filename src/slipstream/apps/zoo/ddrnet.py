@@ -97,7 +97,7 @@ class DAPPM(nn.Module):
         super().__init__()
         full = nn.Sequential(*_bn_relu_conv(in_channels, width, kernel_size=1))
         pools = [nn.AvgPool2d(kernel, stride, padding=stride) for kernel, stride in _POOLS]
-        # Wrapped as a branch to match the parameter names of checkpoints.
+        # Wrap it as a branch to match the parameter names of checkpoints.
         self.branches = nn.ModuleList([nn.Sequential(OrderedDict(down_scale=full))])
         self.branches.extend(
             DAPPMBranch(pool, in_channels, width) for pool in (*pools, nn.AdaptiveAvgPool2d(1))
@@ -165,12 +165,12 @@ class DDRNet(nn.Module):
 
     Args:
         num_classes: Number of output channels.
-        width: Channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
+        width: Number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
         depths: Number of blocks in each low-resolution stage.
         high_width: Channels of the high-resolution branch at 1/8.
-        high_depth: Number of blocks in each of its first two stages.
+        high_depth: Number of blocks in each of the first two stages of that branch.
         head_width: Channels within the heads.
-        repeats: Number of repetitions of the stage at 1/16, exchange included.
+        repeats: Number of repetitions of the stage at 1/16, including the exchange.
         use_aux_heads: Whether to add an auxiliary head to the high-resolution branch in training.
 
     Raises:
@@ -214,7 +214,7 @@ class DDRNet(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
         return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ class DDRNet(nn.Module):
 
 
 def _exchange(low: Tensor, high: Tensor, down: nn.Module, compression: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return both resolutions, each with the features of the other added."""
+    """Return the features of both resolutions, each with those of the other added."""
     return low + down(F.relu(high)), high + resize(compression(F.relu(low)), high)
 
 

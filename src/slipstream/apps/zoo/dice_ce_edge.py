@@ -22,9 +22,9 @@ _EPS = 1e-5
 class DiceCEEdgeLoss(nn.Module):
     """Cross-entropy over all pixels and additionally over pixels near edges, plus Dice, for each head.
 
-    With `p` the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels
+    Let `p` be the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels
     with more than one label in their `edge_kernel` x `edge_kernel` neighbourhood (clipped at the border),
-    and ce = -log p[y] in V, 0 elsewhere::
+    and ce = -log p[y] in V and 0 elsewhere. Then::
 
         CE   = ce_edge_weights[0] * mean(ce) + ce_edge_weights[1] * mean(ce over E)
         Dice = mean over classes c of 1 - (2 I_c + 1) / (A_c + 1 + 1e-5)
@@ -34,14 +34,14 @@ class DiceCEEdgeLoss(nn.Module):
 
     As in SuperGradients, the first mean includes ignored pixels, and a border to ignored pixels is an edge. The mean
     over an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and its
-    Dice is computed from the sigmoid. Dice is that of V-Net (arXiv 1606.04797).
+    Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
 
     Half-precision logits are summed in float32. The loss does not synchronise with the device.
 
     Args:
         num_classes: Number of channels of the logits.
         num_aux_heads: Number of auxiliary outputs after the main one.
-        num_detail_heads: Number of one-channel detail outputs after the auxiliary ones.
+        num_detail_heads: Number of one-channel detail outputs after the auxiliary outputs.
         weights: Factors of all outputs, in the network's order.
         dice_ce_weights: Factors of cross-entropy and Dice, in this order.
         ignore_index: Target value of ignored pixels.
@@ -88,8 +88,8 @@ class DiceCEEdgeLoss(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: Logits (N, num_classes, H, W) of all heads, main first, details (N, 1, H, W) last. In
-                evaluation mode, only the main logits.
+            outputs: Logits (N, num_classes, H, W) of all heads, with the main head first and details (N, 1, H, W) last.
+                In evaluation mode, only the main logits.
             targets: Class ids (N, H, W) of any integer dtype.
 
         Raises:

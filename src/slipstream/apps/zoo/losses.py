@@ -22,8 +22,8 @@ class CrossEntropy(nn.Module):
 
     Args:
         ignore_index: Target value to ignore.
-        label_smoothing: Amount of smoothing from 0 to 1 (arXiv 1512.00567).
-        weight: Weight of each class. The mean is divided by the sum of the targets' weights.
+        label_smoothing: Amount of smoothing, from 0 to 1 (arXiv 1512.00567).
+        weight: Weight of each class. The sum of the losses is divided by the sum of the targets' weights.
 
     Raises:
         ConfigError: If `label_smoothing` is out of range.
@@ -48,7 +48,7 @@ class CrossEntropy(nn.Module):
         Args:
             outputs: Logits (N, classes) or (N, classes, H, W).
             targets: Class ids (N,) or (N, H, W) of any integer dtype; or class probabilities in the shape of the
-                logits, none of which is ignored.
+                logits, in which case no target is ignored.
 
         Raises:
             ModelError: If the network has several outputs.
@@ -110,7 +110,7 @@ class MultiHeadCrossEntropy(nn.Module):
         if len(outputs) > len(self.weights):
             raise ModelError(
                 f"MultiHeadCrossEntropy has {len(self.weights)} weights, but the network has {len(outputs)} "
-                "outputs; set one weight per output, main output first"
+                "outputs; set one weight per output, starting with the main output"
             )
         targets = targets.long()
         count = (targets != self.ignore_index).sum().clamp_min(1)

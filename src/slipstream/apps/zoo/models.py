@@ -1,4 +1,4 @@
-"""The recipes' networks by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
+"""Build a recipe's network by name, optionally with weights: `models.get("ddrnet_23", num_classes=19)`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BACKBONES = {
     "SegFormer": "_backbone",
     "ResNet": "",
 }
-"""Name of the submodule for backbone weights, by network class. Empty for the whole network."""
+"""Name of the submodule that receives backbone weights, by network class. Empty for the whole network."""
 
 _RENAMED_OPTIONS = {
     "aux_head": "use_aux_heads",
@@ -33,7 +33,7 @@ _RENAMED_OPTIONS = {
     "drop_path_prob": "drop_path",
     "sync_bn": "training_params.sync_bn",
 }
-"""Keys of older SuperGradients recipes that have another name or location here."""
+"""Keys of older SuperGradients recipes, and the names or locations that replace them."""
 
 
 def names() -> list[str]:
@@ -58,7 +58,7 @@ def get(
     pretrained_weights: str | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Return a network in training mode, with random weights or those of a file.
+    """Return a network in training mode, with random weights or weights from a file.
 
     Args:
         name: One of `names()`.
@@ -73,7 +73,7 @@ def get(
 
     Raises:
         UnknownNameError: If the network does not exist.
-        BuildError: If the network does not have such an option.
+        BuildError: If the network does not have one of the options.
         ConfigError: If the number of classes is missing or ambiguous, or `pretrained_weights` is set.
         CheckpointError: If the file cannot be read or belongs to another network.
     """
@@ -109,7 +109,7 @@ def get(
 def load(
     network: nn.Module, checkpoint_path: str | Path, strict_load: Any = True, load_backbone: bool = False
 ) -> None:
-    """Load the weights of a file into a network, and log the skipped ones.
+    """Load weights from a file into a network, and log the skipped ones.
 
     From a checkpoint of a `SupervisedModel`, only its network is loaded. SuperGradients' `ema_net` is preferred to
     `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are removed.
@@ -120,8 +120,8 @@ def load(
         strict_load: True: all names and shapes must match. False: skip mismatches. `'no_key_matching'`: match by
             order if the names differ; shapes must match. SuperGradients' `StrictLoad` and its recipes' dicts with a
             `value` are accepted.
-        load_backbone: The file contains a backbone, such as a classifier trained on ImageNet. It is loaded into the
-            backbone of the network, and mismatches are skipped.
+        load_backbone: Whether the file contains a backbone, such as a classifier trained on ImageNet. It is then
+            loaded into the backbone of the network, and mismatches are skipped.
 
     Raises:
         ConfigError: If `strict_load` is invalid.
@@ -169,7 +169,7 @@ def _backbone(network: nn.Module) -> str:
 def _in_order(
     own: Mapping[str, Tensor], state: Mapping[str, Tensor], may_end_earlier: bool, source: str | Path
 ) -> dict[str, Tensor]:
-    """Return the weights, matched by order, under the network's names. A backbone's classifier may follow."""
+    """Return the weights, matched by order, under the network's names, followed by any weights that are left over."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
             f"{source} belongs to another model: it contains {len(state)} tensors and the model {len(own)}, so they "
@@ -178,8 +178,8 @@ def _in_order(
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
         if value.shape != wanted.shape:
             raise CheckpointError(
-                f"{source} belongs to another model: matched by order, {theirs} is {mine}, but the shapes are "
-                f"{tuple(value.shape)} and {tuple(wanted.shape)}"
+                f"{source} belongs to another model: matched by order, {theirs} corresponds to {mine}, but their "
+                f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}"
             )
     rest = dict(list(state.items())[len(own) :])
     return {**dict(zip(own, state.values(), strict=False)), **rest}

@@ -17,7 +17,7 @@ _AUX_CHANNELS = (32, 64, 64)
 
 
 class SPPM(nn.Module):
-    """Simple pyramid pooling: the sum of features pooled to 1x1, 2x2 and 4x4, followed by a convolution."""
+    """Simple pyramid pooling: the sum of the features pooled to 1x1, 2x2 and 4x4, followed by a convolution."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class SPPM(nn.Module):
 
 
 class UAFM(nn.Module):
-    """Unified attention fusion with spatial attention: a weight per pixel blends features and skip."""
+    """Unified attention fusion with spatial attention: a weight per pixel blends the features and the skip."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class UAFM(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The backbone, a projection of each of its features, and the context of the deepest one."""
+    """The backbone, a projection of each of its features, and the context computed from the deepest one."""
 
     def __init__(self, backbone: STDCBackbone, skip_channels: tuple[int, int, int]) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class PPLiteSeg(nn.Module):
         check_num_classes(num_classes)
         self.encoder = Encoder(STDCBackbone(blocks), skip_channels)
         self.decoder = Decoder(skip_channels, head_channels)
-        # Sequentials of one module match checkpoints with an upsampling module after the head.
+        # Each head is in a Sequential to match checkpoints, which have an upsampling module after the head.
         self.seg_head = nn.Sequential(SegmentationHead(head_channels, head_channels, num_classes, dropout))
         self.aux_heads = nn.ModuleList(
             nn.Sequential(SegmentationHead(skip, hidden, num_classes, dropout))
@@ -131,7 +131,7 @@ class PPLiteSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
         return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ __all__ = ["RegSeg", "regseg48"]
 
 _GROUP_WIDTH = 16
 
-# Stages at 1/4, 1/8 and 1/16: width, and dilations of each block. The first block of a stage has stride 2.
+# Stages at 1/4, 1/8 and 1/16: the width, and the dilations of each block. The first block of a stage has stride 2.
 _STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (
     ((48, (1,)),),
     ((128, (1,)),) * 3,
@@ -166,7 +166,7 @@ class RegSeg(nn.Module):
         super().__init__()
         check_num_classes(num_classes)
         self.stem = ConvBNReLU(3, 32, stride=2)
-        # BatchNorm cancels the bias. It exists only to match checkpoints.
+        # BatchNorm cancels this bias, which exists only to match checkpoints.
         self.stem.seq.conv = nn.Conv2d(3, 32, 3, stride=2, padding=1)
         self.backbone = Backbone(32)
         self.decoder = Decoder(self.backbone.out_channels)
@@ -176,7 +176,7 @@ class RegSeg(nn.Module):
         self.register_load_state_dict_pre_hook(_rename)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the head is trained, other parameters frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: the head is trained, the rest is frozen."""
         return {"head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

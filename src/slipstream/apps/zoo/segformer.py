@@ -29,7 +29,7 @@ _REDUCTIONS = (8, 4, 2, 1)
 _STRIDES = (4, 2, 2, 2)
 _MIN_SIZE = 32
 
-# Tokens have shape (N, h, w, C) throughout. As (N, C, h, w) for convolutions, they are already channels-last.
+# Tokens always have shape (N, h, w, C). Viewed as (N, C, h, w) for convolutions, they are already channels-last.
 
 
 def _image(tokens: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class MixFFN(nn.Module):
 class EncoderBlock(nn.Module):
     """Attention and feed-forward layers, each with LayerNorm and a shortcut.
 
-    In training, each layer is skipped per image with probability `drop_path` (arXiv 1603.09382).
+    In training, each layer is skipped with probability `drop_path`, independently for each image (arXiv 1603.09382).
     """
 
     def __init__(self, width: int, heads: int, reduction: int, drop_path: float) -> None:
@@ -160,7 +160,7 @@ class FuseConv(nn.Conv2d):
     """
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
-        """Return (N, out_channels, h, w) at the size of the last of the images."""
+        """Return (N, out_channels, h, w) at the size of the last image."""
         weights = self.weight.chunk(len(images), dim=1)
         parts = [F.conv2d(image, weight) for image, weight in zip(images, weights, strict=True)]
         out = parts[-1]
@@ -244,7 +244,7 @@ class SegFormer(nn.Module):
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Initialise linear layers with standard deviation 0.02, convolutions as He (fan-out), and biases with 0."""
+    """Initialise linear layers with standard deviation 0.02, convolutions as He et al. (fan-out), and biases to 0."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)

@@ -14,7 +14,7 @@ STDC2_BLOCKS = (4, 5, 3)
 
 
 class STDCBlock(nn.Module):
-    """Four consecutive convolutions with concatenated outputs of 1/2, 1/4, 1/8 and 1/8 of `out_channels`.
+    """Four consecutive convolutions with 1/2, 1/4, 1/8 and 1/8 of `out_channels`, whose outputs are concatenated.
 
     With `stride` 2, the first output is average-pooled before concatenation, and a depthwise
     convolution halves the resolution before the second convolution.

@@ -19,10 +19,10 @@ __all__ = ["OhemCELoss", "STDCLoss", "detail_target"]
 class OhemCELoss(nn.Module):
     """Cross-entropy over hard pixels only (online hard example mining, arXiv 1604.03540).
 
-    Hard pixels are those whose own class has a probability below `threshold`, but at least the
-    k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n pixels are not ignored.
-    Pixels that tie for the last place are weighted equally. The loss is the mean over the hard pixels. It is 0 with
-    gradient 0 if all pixels are ignored. It does not synchronise with the device.
+    Hard pixels are those whose target class has a predicted probability below `threshold`, but at least the
+    k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n is the number of pixels that are not
+    ignored. Pixels that tie for the last place are weighted equally. The loss is the mean over the hard pixels. It is 0
+    with gradient 0 if all pixels are ignored. It does not synchronise with the device.
 
     Args:
         threshold: Probability, greater than 0 and at most 1.
@@ -54,10 +54,10 @@ class OhemCELoss(nn.Module):
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
 
     def _weights(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """Return the weight of each pixel in the mean. `counts` masks the pixels that are not ignored. The sum is 1."""
+        """Return the weights of the pixels in the mean, with sum 1. `counts` masks the pixels that are not ignored."""
         most = max(1, int(self.mining_percent * losses.numel()))
-        # The number of pixels to keep is only known on the device, so the kth largest is selected from the `most`
-        # largest. An ignored pixel has the smallest possible loss, 0.
+        # The number of pixels to keep is known only on the device, so the kth largest loss is selected from the `most`
+        # largest ones. An ignored pixel has the smallest possible loss, 0.
         keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
         kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
         cut = kth.clamp_max(self.hard_loss)
@@ -93,7 +93,7 @@ def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) ->
 class STDCLoss(nn.Module):
     """`OhemCELoss` of the main and the auxiliary outputs, plus a detail loss.
 
-    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each times its factor of
+    The detail loss is the binary cross-entropy, averaged over all pixels, plus 1 - Dice, each times its factor in
     `detail_weights`. Dice = (2 sum(p t) + 1) / (sum(p) + sum(t) + 1) for probabilities p and `detail_target` t of the
     batch. Half-precision outputs are summed in float32.
 
@@ -178,7 +178,7 @@ class STDCLoss(nn.Module):
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
                 f"STDCLoss has {len(self.weights)} weights, but the network has {len(outputs)} outputs; set one "
-                "factor in `weights` for each: main, auxiliary outputs, details"
+                "factor in `weights` for each: main output, auxiliary outputs, details"
             )
         if self.num_classes not in (None, outputs[0].shape[1]):
             raise ModelError(

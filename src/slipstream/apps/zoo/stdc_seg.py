@@ -139,7 +139,7 @@ class STDCSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the heads are trained, other parameters frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
         return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class STDCSeg(nn.Module):
 
 
 def _head(in_channels: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
-    # A Sequential of one module matches checkpoints with an upsampling module after the head.
+    # The head is in a Sequential to match checkpoints, which have an upsampling module after the head.
     return nn.Sequential(SegmentationHead(in_channels, hidden, num_classes, dropout))
 
 
