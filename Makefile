@@ -1,5 +1,5 @@
-# make train: set up .venv and train a network; make test: run the tests; make matrix: the long ones (every option with
-# every other, real launchers). Nothing needs root.
+# make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
+# option with every other option, real launchers). No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,7 +28,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Slipstream requires Python 3.11 or newer; run make PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python

@@ -1,10 +1,10 @@
-"""The cost of background compilation for training, and the time until the compiled graph is used.
+"""How much background compilation slows down training, and how long it takes until the compiled graph is used.
 
 python benchmarks/background.py --out benchmarks/results/background.md
 
-For each network, with one thread per core and with one thread less, a fresh process starts with an empty cache
-and trains. While its step is compiled, the compilation is halted and continued in turn (SIGSTOP, SIGCONT), so both
-rates are measured at the same time. The run continues until the graph is used or `--limit` is reached.
+For each network, with one thread per core and with one thread fewer, a fresh process starts with an empty cache
+and trains. While its step is being compiled, the compilation is repeatedly halted and continued (SIGSTOP, SIGCONT), so
+that both rates are measured at the same time. The run continues until the graph is used or `--limit` is reached.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import nn
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8
-"""Seconds for which the compilation is halted and continued, and the number of repetitions."""
+"""Seconds for which the compilation is halted or continued each time, and the number of repetitions."""
 AFTER = 200
 """Number of batches to time with the compiled graph."""
 
@@ -60,7 +60,7 @@ def has_switched(step: TrainStep) -> bool:
 
 
 def train_for(seconds: float, step: TrainStep, batches: list[Any]) -> list[float]:
-    """Return the seconds of each batch."""
+    """Return the seconds that each batch takes."""
     times, end = [], perf_counter() + seconds
     while perf_counter() < end:
         times.append(timed(step, batches[len(times) % len(batches)]))
@@ -128,7 +128,7 @@ def waiting(case: Case) -> dict[str, Any]:
 
 
 def fresh(name: str, threads: int, limit: float, wait: bool) -> dict[str, Any]:
-    """Measure in a separate process with an empty cache."""
+    """Return the measurements of a separate process with an empty cache."""
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "SLIPSTREAM_CACHE": folder, "OMP_NUM_THREADS": str(threads)}
         environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
@@ -164,7 +164,7 @@ def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] |
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--limit", type=float, default=300, help="seconds of training for each network")
+    parser.add_argument("--limit", type=float, default=300, help="maximum seconds of training per network")
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
@@ -192,8 +192,9 @@ def main() -> None:
         "wait=True: s to batch 8",
     ]
     text = table(header, rows) + (
-        f"\n\nA dash: the graph was not compiled within {args.limit:.0f} s. The compilation has a nice value of 12, so "
-        "with threads on every core it gets 6 to 7 % of one; with a free core it takes about as long as wait=True."
+        f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. The compilation has a nice value "
+        "of 12, so it gets 6 to 7 % of a core if there are threads on every core. With a free core, it takes about as "
+        "long as with wait=True."
     )
     print(text)
     if args.out:

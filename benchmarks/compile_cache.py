@@ -1,4 +1,4 @@
-"""Time from a compiled model to its first training step and validation, at the first and the second start.
+"""Time from a compiled model to the end of its first training step and validation, at the first and second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 
 def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
-    """Return the seconds to the first step and validation in this process, and inductor's cache hits."""
+    """Return the seconds until the first step and validation are done in this process, and inductor's cache hits."""
     torch.manual_seed(0)
     net, inputs, targets = ConvNet(depth), torch.randn(4, 3, 64, 64), torch.arange(4)
     report = CompileReport()
@@ -83,7 +83,7 @@ def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
-    """Start fresh processes in turn. The first start of each round has an empty cache."""
+    """Measure each start in a fresh process, in turn. The first start of each round has an empty cache."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""One epoch of the same training with a hand-written loop and with each framework.
+"""One epoch of the same training run with a hand-written loop and with each framework.
 
 Each function trains `work.net` on `work.loader` and returns the duration of the epoch in seconds,
-without setup.
+excluding setup.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ _run_number = count()
 
 @dataclass(frozen=True)
 class Work:
-    """The training to run."""
+    """The training run to measure."""
 
     net: nn.Module
     loader: DataLoader[Any]
     criterion: Callable[[Tensor, Tensor], Tensor]
     folder: str
-    """Output folder for files of the framework."""
+    """Folder for the files that the framework writes."""
     epochs: int = 1
-    """Number of epochs. The last one is timed. Compilation happens in earlier ones."""
+    """Number of epochs. Only the last one is timed; compilation takes place in the earlier ones."""
 
     def optimizer(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.net.parameters(), lr=0.01, momentum=0.9)
 
 
 class Clock:
-    """Stores the duration of the epoch."""
+    """A clock that stores the duration of the epoch."""
 
     def start(self) -> None:
         self._started = perf_counter()
@@ -138,7 +138,7 @@ def with_slipstream(work: Work, **options: Any) -> float:
 
 
 def _with_runner(work: Work, base_model: Any, base_hook: Any, runner: Any, **options: Any) -> float:
-    """Train with MMEngine's or Slipstream's Runner, with all default hooks except for the checkpoint.
+    """Train with MMEngine's or Slipstream's Runner, with all default hooks except the checkpoint hook.
 
     MMEngine's sampler hook, which runs once per epoch, does not support loaders of precomputed batches.
     """
@@ -197,7 +197,7 @@ COMPILED: dict[str, Callable[[Work], float]] = {
 
 
 def installed() -> dict[str, Callable[[Work], float]]:
-    """Return the contenders whose packages are installed, and print the others."""
+    """Return the contenders whose packages are installed; print the names of the others."""
     found = {}
     for name, (package, contender) in CONTENDERS.items():
         if find_spec(package) is None:

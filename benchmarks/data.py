@@ -1,22 +1,23 @@
-"""Images per second of one core: 2048 x 1024 PNG pairs through the transforms of the recipe cityscapes_pplite_seg75.
+"""Images per second on one core: 2048 x 1024 PNG pairs with the transforms of the recipe cityscapes_pplite_seg75.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
-Contenders that produce the same batch of 8 crops of 768 x 768, each in a separate process with one thread, in turn:
+The contenders produce the same batch of 8 crops of 768 x 768. They take turns, each in a separate process with one
+thread:
 
-- PIL: each transform on the whole image with Pillow, as in training code of 2020;
-- albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing;
-- slipstream: one resize of the required crop only, then batched colour transforms and normalisation; its PNGs
-  decoded by Pillow or pywuffs, or read from the decode cache.
+- PIL: each transform runs on the whole image with Pillow, as in training code of 2020.
+- albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing.
+- slipstream: only the required crop is resized, once; colour transforms and normalisation then run on the batch. PNGs
+  are decoded by Pillow or pywuffs, or read from the decode cache.
 
-Slipstream runs colour transforms and normalisation on the training device. It is measured twice: the work of a data
-worker (`worker`), and including the device transforms on the same core (`all`), as on a machine without accelerator.
-The others have no device transforms. Contenders that are not installed are skipped.
+Slipstream runs colour transforms and normalisation on the training device. It is measured twice: only the work of a
+data worker (`worker`), and with the device transforms on the same core (`all`), as on a machine without an
+accelerator. The others have no device transforms. Contenders that are not installed are skipped.
 
-Speed is per second of CPU time, so other programs on the machine only matter through shared caches and
+Speed is per second of CPU time, so other programs on the machine matter only through shared caches and
 hyper-threads. `waited` is the fraction of wall time in which other programs had the core. Files are in the page cache,
-and the decode cache's checksums have already been verified. `adds` is the increase of
-the process's private memory during the batches.
+and the decode cache's checksums have already been verified. `adds` is the increase in the process's private memory
+during the batches.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ TRANSFORMS = [
     {"type": "SegConvertToTensor"},
 ]
 Pipeline = Callable[[int, int], Any]
-"""Function of a sample's index and the epoch."""
+"""Function that returns the sample for an index and an epoch."""
 
 
 def pil(root: Path) -> Pipeline:
@@ -170,7 +171,7 @@ def image_count(root: Path) -> int:
 
 
 def label_table() -> np.ndarray[Any, Any]:
-    """Return the training id of each of Cityscapes' label ids."""
+    """Return the train id of each Cityscapes label id."""
     names = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
     table = np.full(256, IGNORED, np.uint8)
     table[list(names)] = np.arange(len(names))
@@ -178,7 +179,7 @@ def label_table() -> np.ndarray[Any, Any]:
 
 
 def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]:
-    """Return CPU seconds per image (worker and all), the waiting fraction, and memory in MB."""
+    """Return the CPU seconds per image (worker and all), the waiting fraction, and the memory in MB."""
     torch.set_num_threads(1)
     images, get = image_count(root), CONTENDERS[name](root)
     before, worker, rest = private_mb(), 0.0, 0.0
@@ -202,13 +203,13 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
 
 
 def private_mb() -> float:
-    """Return the private memory of this process."""
+    """Return the private memory of this process in MB."""
     found = re.findall(r"Private_\w+:\s+(\d+)", Path("/proc/self/smaps_rollup").read_text(encoding="utf-8"))
     return sum(map(int, found)) / 1024
 
 
 def in_a_process(name: str, root: Path, epoch: int, batches: int) -> dict[str, float] | None:
-    """Measure in a fresh process with one thread; None if the contender is not installed."""
+    """Return the measurements of a fresh process with one thread, or None if the contender is not installed."""
     words = [
         sys.executable,
         __file__,
@@ -239,7 +240,7 @@ def rounds(root: Path, count: int, batches: int) -> Iterator[dict[str, dict[str,
 
 
 def summary(results: list[dict[str, dict[str, float]]]) -> str:
-    """Return the table: medians over the rounds of speeds and of ratios to PIL within a round."""
+    """Return a table of medians over the rounds: speeds, and their ratios to PIL within a round."""
     rows = []
     for name in results[0]:
         for part in ("worker", "all"):

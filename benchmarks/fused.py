@@ -1,4 +1,4 @@
-"""Optimizer steps on the parameters of a ResNet-18 with fused kernels, foreach kernels, and a loop over parameters.
+"""Time of an optimizer step for a ResNet-18 with fused kernels, foreach kernels, and a loop over the parameters.
 
 python benchmarks/fused.py --rounds 21 --out benchmarks/results/fused.md
 """
@@ -62,7 +62,7 @@ def make(kind: str, kernels: str) -> Optimizer:
 
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each step. The contenders take turns so that all have the same machine load."""
+    """Return the milliseconds of each step. The contenders take turns, so that the machine load is the same for all."""
     optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
     for optimizer in optimizers.values():
         optimizer.step()

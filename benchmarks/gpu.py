@@ -1,10 +1,11 @@
-"""The five recipes' networks with their crops and batch sizes on one GPU: images/s, memory, syncs, idle time.
+"""The networks of five recipes with their crops and batch sizes on one GPU: images/s, memory, syncs, idle time.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
-For each network: an eager loop in bf16, the same loop with `torch.compile(model)`, and Slipstream's one graph with
-SyncBN and EMA enabled. Batches are already on the device, so only the step is measured. The total time is about ten
-minutes: `--minutes` stops before the next network. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
+For each network, the contenders are an eager loop in bf16, the same loop with `torch.compile(model)`, and Slipstream's
+one graph with SyncBN and EMA enabled. Batches are already on the device, so only the step is measured. The total time
+is about ten minutes; after `--minutes`, no further network starts. (Smoke test: `--device cpu --size 64 --batch-size 2
+--steps 2`.)
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ GUIDE = {
     "segformer_b0": 18.7,
     "ddrnet_23": 23.1,
 }
-"""Reduction of the epoch time with torch.compile in SuperGradients' guide in percent, without SyncBN and EMA."""
+"""Percentage by which torch.compile reduces the epoch time in SuperGradients' guide, without SyncBN and EMA."""
 Step = Callable[[Any], Tensor]
 
 
@@ -174,7 +175,7 @@ def measure_network(name: str, args: argparse.Namespace) -> dict[str, dict[str, 
         own = [tuple(copy.deepcopy(batch)) for batch in batches]
         try:
             found[contender] = measure(lambda make=make: make(case, device.device), own, device, args.steps)
-        except Exception as error:  # a failing contender must not lose the other results
+        except Exception as error:  # if one contender fails, the results of the others must be kept
             print(f"{name}, {contender}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
             continue
         line = ", ".join(f"{key} {value:.4g}" for key, value in found[contender].items())

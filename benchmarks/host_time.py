@@ -2,9 +2,9 @@
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
-All contenders run interleaved in one process, which is bound to one core, because jax dispatches work to threads of its
-own. Ratios are computed within a round. jax is optional
-(`pip install jax`, part of the `bench` extra). The result reports if it is missing.
+All contenders run interleaved in one process, which is bound to one core, because jax dispatches work to its own
+threads. Ratios are computed within a round. jax is optional (`pip install jax`, part of the `bench` extra). If it is
+missing, the result says so.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-# jax reads this once. torch also runs on one thread.
+# jax reads this variable only once. torch also runs on one thread.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -37,7 +37,7 @@ OURS, THEIRS = "Slipstream, one graph", "jax.jit"
 
 
 def many_tensors() -> nn.Sequential:
-    """Return 25 blocks of Linear and BatchNorm and a head: 102 parameters."""
+    """Return 25 blocks of Linear and BatchNorm, and a head (102 parameters in total)."""
     blocks = [(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(25)]
     return nn.Sequential(*[layer for block in blocks for layer in block], nn.Linear(16, CLASSES))
 

@@ -1,4 +1,4 @@
-"""Resident memory during a long training with the default hooks, to detect leaks.
+"""Resident memory during a long training run with the default hooks, to detect leaks.
 
 python benchmarks/memory.py --steps 100000 --out benchmarks/results/memory.md
 """
@@ -28,7 +28,7 @@ BATCH_SIZE = 8
 STEPS_PER_EPOCH = 1000
 THREADS = 2
 WARM_UP = 0.2
-"""The fraction of the steps in which caches and bounded histories may fill."""
+"""The fraction of the steps during which caches and bounded histories may fill up."""
 
 
 class TinyMLP(BaseModel):
@@ -41,7 +41,7 @@ class TinyMLP(BaseModel):
 
 
 class MemoryHook(Hook):
-    """Records the resident bytes after each `interval` steps."""
+    """Record the resident bytes every `interval` steps."""
 
     def __init__(self, interval: int) -> None:
         self.interval = interval

@@ -1,4 +1,4 @@
-"""The five recipes' networks with their losses, at crops small enough for a CPU."""
+"""The networks of five recipes with their losses, and with crops small enough for a CPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Case:
     classes: int
     batch_size: int
     dense: bool = False
-    """Whether there is a class per pixel instead of per image."""
+    """Whether there is one class per pixel instead of one per image."""
     learning_rate: float = 0.01
     tolerance: float = 1e-3
     """Relative tolerance of the losses of the first steps. BatchNorm over few values amplifies rounding errors."""

@@ -2,11 +2,11 @@
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
-There are three parts. Contenders run interleaved in rotating order, and ratios are computed within a round. The parts
-are tiny networks in one process, the same in two gloo processes, and the recipes' networks with their losses at small
-crops, also with a channels_last loop. Before timing, the losses of the first steps must equal the loop's, except for
-channels_last, where dropout uses another random order. On a shared machine, `--clock cpu --threads 1` measures the
-CPU time of this process.
+There are three parts: tiny networks in one process, the same networks in two gloo processes, and the recipes' networks
+with their losses and small crops, which are also compared with a channels_last loop. Contenders run interleaved in
+rotating order, and ratios are computed within a round. Before timing, the losses of the first steps must equal the
+loop's, except for channels_last, where dropout uses another random order. On a shared machine, use
+`--clock cpu --threads 1` to measure the CPU time of this process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CONTENDERS: dict[str, Callable[[Case], Step]] = {
     "Slipstream, one graph": one_graph,
 }
 OF_TINY = ("loop", "loop, torch.compile(model)", "Slipstream, one graph")
-# Compiling a recipe's network takes minutes, and the comparison is with its eager step.
+# Compiling a recipe's network takes minutes, so Slipstream is compared only with its eager step.
 OF_RECIPES = ("loop", "loop, channels_last", "Slipstream, one graph")
 
 

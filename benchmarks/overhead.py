@@ -3,7 +3,7 @@
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
 In each round, each contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
-and differences are computed within a round, so machine drift affects all contenders equally.
+and differences are computed within a round, so that changes of the machine's speed affect all contenders equally.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def train(
     criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
     epochs: int = 1,
 ) -> tuple[float, nn.Module]:
-    """Return the seconds of the last epoch, and the trained network."""
+    """Return the duration of the last epoch in seconds, and the trained network."""
     torch.manual_seed(0)
     net, threads = NETWORKS[network][0](), torch.get_num_threads()
     with tempfile.TemporaryDirectory() as folder, quiet():
@@ -127,11 +127,11 @@ def quiet() -> Iterator[None]:
         yield
 
 
-_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers keep it open
+_NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use it until the process ends
 
 
 def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
-    """Train a few steps in a fixed order, and return each contender's weight difference to the loop.
+    """Train a few steps in a fixed order, and return the weight difference between each contender and the loop.
 
     Raises:
         AssertionError: If losses or weights differ by more than rounding errors.
@@ -160,7 +160,9 @@ def check_same_training(contenders: Contenders, network: str, kind: str) -> dict
 
 
 def check_same_weights(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
-    """Return each compiled contender's weight difference to the loop. Losses cannot be read inside a graph.
+    """Return the weight difference between each compiled contender and the loop.
+
+    The losses are not compared, because they cannot be read inside a graph.
 
     Raises:
         AssertionError: If weights differ by more than rounding errors.
@@ -194,7 +196,7 @@ def measure(
 
 
 def summary(times: dict[str, list[float]]) -> str:
-    """Return the table of a case, and in how many rounds the goals were met."""
+    """Return the table of a case, and the number of rounds in which the goals were met."""
     above = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()
     }
@@ -232,7 +234,7 @@ def describe(case: dict[str, Any]) -> str:
     off = max(case["largest weight difference to the loop"].values())
     return (
         f"## {case['network']}, {case['loader']}\n\n{summary(case['milliseconds'])}\n\n"
-        f"Largest difference of a weight to the loop's after {CHECKED_STEPS} steps: {off:.1e}."
+        f"Largest weight difference from the loop after {CHECKED_STEPS} steps: {off:.1e}."
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Return date, command and machine of this process. `load` is the number of other running processes."""
+    """Return the date, command and machine of this process. `load` is the number of other running processes."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -32,7 +32,7 @@ def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return a Markdown table. The first column is text, the others are numbers."""
+    """Return a Markdown table whose first column contains text and whose other columns contain numbers."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
 

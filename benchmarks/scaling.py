@@ -1,11 +1,11 @@
-"""Step times on 2 and 4 processes compared with predictions of `slipstream.apps.scaling` from one process and pings.
+"""Step times of 2 and 4 processes, compared with predictions by `slipstream.apps.scaling` from one process and pings.
 
     python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
-distributed training. Predictions only use the single process and the pings. The side-by-side steps, which do not
-communicate, separate errors of the machine model from errors of the communication model. The minimum over the rounds
-is used, because other programs can only increase the times.
+distributed training. Predictions use only the single process and the pings. The side-by-side steps, which do not
+communicate, show which errors come from the machine model and which from the communication model. The minimum over the
+rounds is used, because other programs can only increase the times.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
-"""Sizes of pings in bytes, similar to buckets and units."""
+"""Sizes of the pings in bytes, similar to the sizes of buckets and units."""
 PROCESSES = (2, 4)
 CORES = len(os.sched_getaffinity(0))
 
@@ -100,7 +100,7 @@ def strategies_of(network: str) -> list[str]:
 
 
 def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return a function that trains `case.steps` steps, with all processes or in one without communication."""
+    """Return a function that trains for `case.steps` steps, with all processes or in one without communication."""
     alone = mesh.size() == 1
     torch.manual_seed(0)
     net: nn.Module = case.network().train()
@@ -125,7 +125,7 @@ def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
 
 
 def silent_sync_bn() -> Any:
-    """Let SyncBN compute without communication."""
+    """Run SyncBN without communication."""
     return patch.object(sync_batchnorm.collectives, "all_reduce", lambda values, *_: values)
 
 
@@ -136,16 +136,16 @@ def seconds_of(function: Callable[[], Any]) -> float:
 
 
 def synchronized_seconds(function: Callable[[], Any]) -> float:
-    """Return the mean seconds of a function that all processes call repeatedly at the same time."""
+    """Return the mean duration in seconds of a function that all processes call repeatedly at the same time."""
     times = 50
     dist.barrier()
     return seconds_of(lambda: [function() for _ in range(times)]) / times
 
 
 def pings(rank: int, pair: Any) -> dict[str, Any]:
-    """Return the seconds of two processes' collectives by size, and the cost of the smallest all-reduce of all.
+    """Return the seconds of collectives of two processes by size, and of the smallest all-reduce of all processes.
 
-    The latter is measured between computations, as in training: processes then sleep, wake up and arrive at
+    The latter is measured between computations, as in training, where processes sleep, wake up and arrive at
     different times.
     """
     matrix, number = torch.ones(256, 256), torch.zeros(1)
@@ -235,15 +235,15 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
     alpha = least["all_reduce"][0] / 2
-    # The minimum of a difference of two times would be too small.
+    # Use the median, because the minimum of the difference between two times would be too small.
     smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
-    alpha = min(alpha, smallest / hops)  # the smallest all-reduce only consists of hops and its launch
+    alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of its hops and its launch
     return Cluster(
         gpus=processes,
         gpus_per_node=processes,
         intra=Link(alpha, share * beta),
         inter=Link(alpha, share * beta),
-        flops=100e9,  # together with the next line, only sets the proportions of the blocks; the step is measured
+        flops=100e9,  # this and the next line set only the proportions of the blocks, because the step is measured
         memory_bandwidth=10e9,
         memory=1e12,
         launch=smallest - hops * alpha,
@@ -253,7 +253,7 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
 
 
 def seconds_per_byte(seconds: list[float]) -> float:
-    """Return the slope of the line through the smallest ping by relative least squares."""
+    """Return the slope of the line through the smallest ping, fitted by relative least squares."""
     start = seconds[0]
     above = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
     return max(0.0, sum(x * y for x, y in above) / sum(x * x for x, _ in above))

@@ -2,8 +2,8 @@
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
-Both variants run in turn in the same processes on the same network: 30 1x1 convolutions with a SyncBN each, where
-communication dominates.
+Both variants run in turn in the same processes on the same network of 30 1x1 convolutions, each followed by a SyncBN,
+where communication dominates.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def process(rank: int, rounds: int, folder: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     net, images = network(), torch.randn(2, 64, 8, 8)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
-    for number in range(rounds + 1):  # the first warms up
+    for number in range(rounds + 1):  # the first round is a warm-up
         for way, most in WAYS.items():
             sync_batchnorm._ONE_MESSAGE = most
             spent = steps(net, images)

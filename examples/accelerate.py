@@ -3,8 +3,8 @@
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]
 
-Slipstream requires the lines marked with # <-. The other lines are an ordinary loop. The network learns to count the
-bright squares in small synthetic images, in seconds on a CPU.
+The lines marked with # <- are specific to Slipstream. The others are an ordinary loop. In a few seconds on a CPU, the
+network learns to count the bright squares in small synthetic images.
 """
 
 import argparse

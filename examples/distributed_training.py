@@ -5,7 +5,7 @@
     srun --ntasks-per-node=8 --gres=gpu:8 python examples/distributed_training.py --launcher slurm
     MASTER_ADDR=127.0.0.1 mpirun -np 8 python examples/distributed_training.py --launcher mpi
 
-docs/distributed.md explains these and other launch commands. The images are stripes in ten directions.
+docs/distributed.md explains these and other launch commands. The images show stripes in ten directions.
 """
 
 import argparse
@@ -19,9 +19,9 @@ from slipstream.runner import Runner
 
 
 class Stripes(Dataset):
-    """Images uint8 (3, 32, 32) of noisy stripes. The class is the direction.
+    """Images of noisy stripes, uint8 (3, 32, 32). The class is the direction of the stripes.
 
-    Image i is a function of `seed` and i. Each process generates the images it needs, and none is stored.
+    Image i depends only on `seed` and i. Each process generates the images that it needs and stores none.
     """
 
     def __init__(self, length, seed):

@@ -3,7 +3,7 @@
     python examples/train.py [--data FOLDER | --download] [--launcher none|pytorch|slurm|mpi]
 
 The data are read from Debian's package dataset-fashion-mnist or from a folder with the four IDX files. With
---download, they are downloaded and their checksums verified.
+--download, they are downloaded if necessary, and their checksums are verified.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main():
         ),
         optim_wrapper=dict(
             type="OptimWrapper",
-            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, if the hardware is fast at it
+            # type="AmpOptimWrapper", dtype="bfloat16",  # mixed precision, on hardware that supports it well
             optimizer=dict(type="AdamW", lr=0.001, weight_decay=0.01),
         ),
         param_scheduler=dict(type="OneCycleLR", eta_max=0.002, by_epoch=True, convert_to_iter_based=True),
