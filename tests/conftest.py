@@ -1,4 +1,4 @@
-"""Common setup of all tests: one thread per process, and restored global torch settings."""
+"""Common setup of all tests: one thread per process, and global torch settings that are restored."""
 
 import os
 import tempfile

@@ -1,4 +1,4 @@
-"""Data set, model and hook for runs that fail on purpose."""
+"""Dataset, model and hook for runs that fail on purpose."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ class Line(BaseModel):
 
 @HOOKS.register_module()
 class Stumble(Hook):
-    """Fails or hangs on rank 1 at the start of an epoch, unless the job was restarted."""
+    """A hook that fails or hangs on rank 1 at the start of an epoch, unless the job was restarted."""
 
     def __init__(self, how, epoch=1):
         self.how, self.epoch = how, epoch

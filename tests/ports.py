@@ -1,7 +1,7 @@
 """Ports for distributed tests that no other test or connection uses.
 
-The operating system may assign a free port to a connection before the test's job listens on it. It assigns ports from
-32768 on, and Slipstream uses 20000 to 29999 under Slurm and MPI.
+The operating system may assign a free port to a connection before the test's job listens on it, but only ports from
+32768 on. Slipstream uses 20000 to 29999 under Slurm and MPI.
 """
 
 import itertools

@@ -1,4 +1,4 @@
-"""Optional packages: what runs without them, and what an error names."""
+"""Optional packages: training without them, and error messages that name the missing one."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_missing_package_is_an_error_with_the_command_that_installs_it():
+def test_missing_package_error_names_the_install_command():
     with (
         pytest.raises(MissingPackageError, match=r"no_such_package .* pip install 'slipstream\[plots\]'"),
         extra("plots"),
@@ -88,7 +88,7 @@ Runner(
 @pytest.mark.parametrize(
     ("recipe", "name"), [("street_scenes_pp_lite_t", "images"), ("cityscapes_pplite_seg75", "recipes")]
 )
-def test_a_command_names_the_extra_that_it_needs_in_one_line(recipe, name, tmp_path):
+def test_command_names_the_missing_extra_in_one_line(recipe, name, tmp_path):
     done = run(
         f"from slipstream.cli.main import main; sys.exit(main(['train', '{recipe}', 'work_dir={tmp_path}']))"
     )

@@ -29,7 +29,7 @@ def test_error_keeps_only_the_old_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_block_that_writes_nothing_is_an_error(tmp_path):
+def test_block_that_writes_nothing_raises_an_error(tmp_path):
     with pytest.raises(FileNotFoundError), replacing(tmp_path / "a.txt"):
         pass
 

@@ -50,7 +50,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Case:
-    """A training, and the expected behaviour of a compiled step.
+    """A training run, and the expected behaviour of its compiled step.
 
     Args:
         what: name of the case in the test id and in docs/matrix.md.
@@ -125,7 +125,7 @@ class Base(nn.Module):
         return self.last(self.change(torch.tanh(self.first(x))))
 
 
-# ---- both trainings ---------------------------------------------------------------------------------------
+# ---- both training runs -----------------------------------------------------------------------------------
 
 
 def by_hand(training, window=1, decay=None):

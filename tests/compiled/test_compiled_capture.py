@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training of this network class; the network's `calls` must be equal at the end."""
+    """Return a builder of a training run with this network class. Its `calls` must be equal at the end."""
 
     def make():
         model = module()

@@ -39,8 +39,8 @@ HERE = Path(__file__).name
 def assert_as_close_as_eager(make, **speed):
     """Train with a plain loop in float64 and float32, and compiled in float32.
 
-    Rounding grows from step to step, so float32 has no fixed tolerance: the compiled losses may be ten times as far
-    from those in float64 as the eager ones, which are rounded too.
+    Rounding errors grow from step to step, so there is no fixed tolerance for float32. The difference between the
+    compiled losses and those in float64 may be ten times that of the eager losses, which are also rounded.
     """
 
     def trained(dtype):

@@ -27,7 +27,7 @@ HERE = Path(__file__).name
 
 
 def of(module, *observed, loss=F.mse_loss):
-    """Return a builder of a training of this network class, which compares these attributes at the end."""
+    """Return a builder of a training run with this network class that compares these attributes at the end."""
 
     def make():
         model = module()
@@ -238,7 +238,7 @@ TBPTT = [
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
 def test_hidden_state_that_is_never_detached_raises(speed):
-    """At step 2 torch reports that the graph of step 1 is freed; the step must raise this error."""
+    """In step 2, torch raises an error because the graph of step 1 is freed; the step must raise the same error."""
 
     def make():
         seed()

@@ -22,9 +22,9 @@ class Part:
         self.model, self.optimizer, self.loss, self.window = model, optimizer, loss, window
 
     def by_hand(self):
-        """Return a plain step, which drops its optimizer's gradients before its own backward.
+        """Return a plain step, which clears its optimizer's gradients before its own backward pass.
 
-        Within an accumulation window it keeps those that its own batches have made, and no others.
+        Within an accumulation window, it keeps only the gradients of its own batches.
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept, done = [None] * len(params), 0

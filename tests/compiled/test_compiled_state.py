@@ -131,7 +131,7 @@ class InPlace(Buffered):
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training of this network class with SGD."""
+    """Return a builder of a training run with this network class and SGD."""
 
     def make():
         model = module()

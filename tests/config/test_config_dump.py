@@ -93,7 +93,7 @@ def test_dump_without_a_file_uses_the_format_it_was_loaded_from():
     assert Config({"a": 1}, filename="x.yml").dump() == "a: 1\n"
 
 
-def test_numbers_like_strings_stay_strings_in_yaml():
+def test_strings_that_look_like_numbers_stay_strings_in_yaml():
     assert reloaded({"a": "1e-3", "b": 1e-3, "c": 1e22}, ".yaml") == {"a": "1e-3", "b": 1e-3, "c": 1e22}
 
 

@@ -64,7 +64,7 @@ def test_toml_is_read(write):
         ("off", False),
     ],
 )
-def test_yaml_scalar_types(text, value):
+def test_yaml_scalars_have_the_correct_types(text, value):
     found = Config.fromstring(f"a: {text}", ".yaml").a
     assert found == value
     assert type(found) is type(value)

@@ -1,6 +1,6 @@
-"""Run scripts as the ranks of jobs, many jobs at once: one process imports torch and forks all the ranks.
+"""Run scripts as the ranks of many jobs at once: one process imports torch and forks all ranks.
 
-Each rank falls off the end of its script as any program does, so that the hooks at exit run as they should.
+Each rank ends like any other program, at the end of its script, so that its exit hooks run.
 """
 
 import gc
@@ -19,15 +19,15 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MV2_", "MPI_", "TORCHELASTIC_", "LOCAL_W
 
 @dataclass
 class Ended:
-    status: int  # negative: the signal that killed it
+    status: int  # the exit status, or minus the signal that killed the rank
     out: str
     err: str
     moment: float
-    seconds: float  # time after the end of the first rank of the job
+    seconds: float  # since the end of the first rank of the job
 
 
 def job(script, world=2, **environ):
-    """Describe a job of `world` ranks; a variable may be a list, with one value for each rank."""
+    """Return the description of a job of `world` ranks. A variable may be a list with one value per rank."""
     from ports import free_port  # not available when this file runs as a program
 
     port = environ.pop("MASTER_PORT", None) or free_port()
@@ -42,7 +42,7 @@ def job(script, world=2, **environ):
 
 
 def run_jobs(jobs, folder, timeout=60):
-    """Run all jobs {name: job} at once; return {name: [end of rank 0, ...]}. Kill them after the timeout."""
+    """Run all jobs {name: job} at once; return {name: [Ended of rank 0, ...]}. Kill them after the timeout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     command = [sys.executable, __file__, str(folder), str(timeout)]
     subprocess.run(command, env=clean, input=json.dumps(jobs), text=True, check=True, timeout=timeout + 60)

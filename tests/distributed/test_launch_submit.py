@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def submit(cluster, folder):
-    """Submit a training that fails on rank 1; return the id and the log of the job."""
+    """Submit a training run that fails on rank 1; return the id and the log of the job."""
     (folder / "line.yaml").write_text(CONFIG)
 
     def submit(how, work_dir):

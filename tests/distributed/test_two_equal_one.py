@@ -1,11 +1,11 @@
-"""Two processes with half the batch each and SyncBN give the numbers of one with the whole batch.
+"""Two processes with SyncBN and half the batch each give the same numbers as one process with the whole batch.
 
-In float64 that holds at each of 20 steps far beyond float32's precision, so nothing but rounding differs.
-In float32 rounding alone moves some runs: one process that trains PP-LiteSeg, whose global pooling leaves
-BatchNorm one value an image, is 1e-2 off its own float64 run after 20 steps, and a ReLU that rounding
-switches in a ResNet shows as 1e-5 or more at common learning rates. Where nothing amplifies it (a smaller
-network, or small steps), float32 holds to 1e-6. The float64 run of PP-LiteSeg has a moderate learning rate for
-the same reason: at 0.02, rounding grows to 4e-8 within 16 steps, and then moves one of its ReLUs across zero.
+In float64, the results agree at each of 20 steps far beyond float32's precision, so only rounding differs. In float32,
+rounding alone changes some runs. PP-LiteSeg's global pooling leaves BatchNorm one value per image, so even one process
+differs from its own float64 run by 1e-2 after 20 steps. In a ResNet, a ReLU whose input changes its sign by rounding
+causes a difference of 1e-5 or more at common learning rates. If nothing amplifies rounding errors (in a smaller
+network, or with small steps), float32 agrees to 1e-6. For the same reason, the float64 run of PP-LiteSeg has a moderate
+learning rate: at 0.02, rounding errors grow to 4e-8 within 16 steps and then move the input of a ReLU across zero.
 """
 
 from itertools import pairwise

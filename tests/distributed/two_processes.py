@@ -32,7 +32,7 @@ def _child(rank, port, folder, functions, world):
 def run_in_two(functions, folder, timeout=60, world=2):
     """Call every function(folder / name) in turn in both processes; return {name: [answer of 0, of 1]}.
 
-    With another `world` there are as many processes and answers.
+    With another value of `world`, there are that many processes and answers.
     """
     ranks = range(world)
     context = torch.multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""A small training with the Runner, in one process or as one of two."""
+"""A small training run with the Runner, in one process or in one of two."""
 
 import torch
 import torch.nn.functional as F

@@ -33,7 +33,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether no comment says that it cannot run."""
+        """Whether the block can run, which is the case unless a comment says otherwise."""
         return not self.comment.startswith("not run")
 
 

@@ -1,4 +1,4 @@
-"""Every relative link and every anchor in the README and in docs/ leads somewhere."""
+"""Every relative link and every anchor in the README and in docs/ has an existing target."""
 
 import re
 import unicodedata
@@ -11,12 +11,12 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """Return a page without fenced blocks and inline code, in which brackets are no links."""
+    """Return a page without fenced blocks and inline code, in which brackets are not links."""
     return re.sub(r"`[^`\n]*`", "``", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
 def anchors(path: Path) -> set[str]:
-    """Return the anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors that GitHub generates for a page's headings."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     found: dict[str, int] = {}
     for heading in re.findall(r"^#+ +(.*?) *$", text, re.MULTILINE):
@@ -44,11 +44,11 @@ def test_links_and_anchors_resolve(page):
             assert anchor in anchors(path), f"{link}: no such heading"
 
 
-def test_the_index_links_to_every_page():
+def test_index_links_to_every_page():
     index = ROOT / "docs/README.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
-    folders = {ROOT / "docs" / folder for folder in ("options", "recipes")}  # with indexes of their own
+    folders = {ROOT / "docs" / folder for folder in ("options", "recipes")}  # have their own indexes
     assert (
         pages - {index} - {page for page in pages if page.parent in folders and page.name != "README.md"}
         <= linked
@@ -56,7 +56,7 @@ def test_the_index_links_to_every_page():
 
 
 @pytest.mark.parametrize("folder", ["options", "recipes"])
-def test_the_indexes_of_folders_link_to_every_page(folder):
+def test_index_of_each_folder_links_to_every_page(folder):
     index = ROOT / "docs" / folder / "README.md"
     linked = {link.partition("#")[0] for link in LINK.findall(index.read_text(encoding="utf-8"))}
     assert {page.name for page in index.parent.glob("*.md")} - {"README.md"} <= linked

@@ -19,9 +19,9 @@ INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
 VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
 HEADINGS = ("## What it does", "## When to use it", "## What it costs", "## Works with")
-LONGEST = {"compile": 185}  # lines; all other pages have 60
+LONGEST = {"compile": 185}  # maximum number of lines; 60 for all other pages
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
-SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # what its Trainer reads itself
+SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # read by the Trainer itself
 
 
 def table(text: str, heading: str) -> list[list[str]]:
@@ -59,7 +59,7 @@ def test_pages_are_short_and_have_the_same_sections(page):
     assert places == sorted(places)
     assert re.match(r"# .+\n\n.+\n\n\| front end \| setting \|\n", text)
     assert len(text.splitlines()) <= LONGEST.get(page, 60)
-    assert "../matrix.md" in text or page == "npu"  # optimizers by name are no option of a plan
+    assert "../matrix.md" in text or page == "npu"  # optimizers by name are not an option of a plan
 
 
 @pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)

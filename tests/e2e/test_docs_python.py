@@ -1,8 +1,8 @@
 """Every Python block of the README and of docs/ runs as printed.
 
-The blocks of a page run in one process, each in a namespace of its own; on a page with the comment
-`<!-- python: in order -->` they run in order in one namespace. `<!-- not run: REASON -->` directly before the fence
-leaves a block out.
+The blocks of a page run in one process, each in a separate namespace. On a page with the comment
+`<!-- python: in order -->`, they run in order in one namespace. `<!-- not run: REASON -->` directly before the fence
+excludes a block.
 """
 
 import functools
@@ -18,8 +18,8 @@ import pytest
 from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
 
 BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
-"""Those of the Chinese pages are the same."""
-SECONDS = 300  # for the blocks of one page
+"""Blocks of the English pages. Those of the Chinese pages are the same."""
+SECONDS = 300  # limit for all blocks of a page
 DRIVER = """
 import json, sys, traceback
 job = json.load(open(sys.argv[1]))
@@ -74,12 +74,12 @@ assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.pn
 assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sources), runner.speed.sources
 """,
 }
-"""Code that runs after the last block of a page, in its namespace: what the page promises."""
+"""Code that runs after the last block of a page, in its namespace, and checks what the page promises."""
 
 
 @functools.cache
 def errors(page: str) -> dict[str, str]:
-    """Run the blocks of a page, and return the traceback of each by its id, '' where it ran."""
+    """Run the blocks of a page; return the traceback of each block by its id, or '' if it succeeded."""
     chosen = [block for block in BLOCKS if block.page == page and block.runs]
     with tempfile.TemporaryDirectory(prefix="slipstream-docs-") as folder:
         job, results = Path(folder, "job.json"), Path(folder, "results.jsonl")
@@ -125,7 +125,7 @@ def test_every_python_block_runs(block: Block):
     assert not ran[str(block)], ran[str(block)]
 
 
-def test_the_pages_with_checks_exist():
+def test_pages_with_checks_exist():
     pages = {block.page for block in BLOCKS}
     assert {*BEFORE, *AFTER} <= pages
 

@@ -1,4 +1,4 @@
-"""The shell commands and the diffs of the pages: the cheap ones run, and all are parsed."""
+"""The shell commands and diffs on the pages: all are parsed, and the cheap ones also run."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ PARSED = list(
 DIFFS = [block.text for block in blocks("diff", "docs/own_loop.md")]
 FASHION = Path("/usr/share/datasets/fashion-mnist")
 
-# Overrides that make the README's trainings small enough for a test.
+# Overrides that make the README's training runs small enough for a test.
 SMALL = [
     "epochs=1",
     "batch_size=2",
@@ -85,15 +85,15 @@ def test_both_sides_of_the_diff_run(run, diff):
         assert own in diff
 
 
-def test_a_loop_of_ones_own_changes_in_five_lines():
+def test_custom_loop_changes_in_five_lines():
     assert sum(line.startswith("+") for line in DIFFS[0].splitlines()) == 5
 
 
-def test_the_readme_is_short():
+def test_readme_is_short():
     assert len(text_of("README.md").splitlines()) <= 120
 
 
-def test_the_figures_of_the_readme_are_those_of_the_results():
+def test_figures_in_the_readme_match_the_results():
     rows = re.findall(r"^\| (.*?) \| (.*?) \| (.*?) \| (.*?) \|$", text_of("README.md"), re.MULTILINE)
     checked = 0
     for _, compared, result, source in rows:
@@ -124,7 +124,7 @@ def test_every_command_is_parsed_and_its_recipe_composed(command):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_commands_run(command, photos, run, slipstream):
+def test_each_command_runs(command, photos, run, slipstream):
     words = shlex.split(command)
     if words[0] == "pip":
         assert words in (["pip", "install", "-e", "."], ["pip", "install", "-e", ".[all]"])
@@ -170,7 +170,7 @@ def test_commands_run(command, photos, run, slipstream):
         slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 
-def test_the_error_on_the_page_is_the_error_that_comes(slipstream):
+def test_error_on_the_page_is_printed(slipstream):
     (session,) = [
         block.text for block in blocks("", "docs/start.md") if block.text.startswith("$ slipstream")
     ]

@@ -1,4 +1,4 @@
-"""The Trainer's page: its table is that of the code."""
+"""The table on the Trainer's page matches the code."""
 
 from pathlib import Path
 
@@ -7,12 +7,12 @@ from slipstream.training.params import Refused, TrainingParams
 PAGE = Path(__file__).parents[2] / "docs/trainer.md"
 
 
-def test_the_table_of_keys_is_that_of_the_code():
+def test_table_of_keys_matches_the_code():
     assert PAGE.read_text(encoding="utf-8").split("|---|---|\n")[-1] == table()
 
 
 def table():
-    """Return the rows of the page. Run print(table()) to render them again."""
+    """Return the rows of the page's table. Use print(table()) to render them again."""
     rows = []
     for key, meaning in TrainingParams.table().items():
         text = f"default value only: {meaning.why}" if isinstance(meaning, Refused) else meaning

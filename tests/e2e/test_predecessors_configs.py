@@ -25,7 +25,7 @@ def train_dataloader_cfg():
 
 
 class ResNet18(BaseModel):
-    """A model like the guide's in the style of the tutorial: tuple batches, three modes."""
+    """A model like the guide's, in the style of the tutorial, with tuple batches and three modes."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Accuracy(BaseMetric):
         return dict(accuracy=100 * sum(item["correct"] for item in results) / total)
 
 
-def test_mixed_precision_as_written(tmp_path, train_dataloader_cfg):
+def test_mixed_precision_example_runs_unchanged(tmp_path, train_dataloader_cfg):
     runner = Runner(
         model=ResNet18(),
         work_dir=str(tmp_path),
@@ -74,7 +74,7 @@ def test_mixed_precision_as_written(tmp_path, train_dataloader_cfg):
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_mixed_precision_of_either_kind_runs_on_the_cpu(tmp_path, train_dataloader_cfg, dtype):
+def test_both_mixed_precision_types_run_on_the_cpu(tmp_path, train_dataloader_cfg, dtype):
     runner = Runner(
         model=ResNet18(),
         work_dir=str(tmp_path),
@@ -92,7 +92,7 @@ def test_mixed_precision_of_either_kind_runs_on_the_cpu(tmp_path, train_dataload
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compile_options", [True, dict(backend="inductor", mode="default")])
-def test_compilation_as_written_trains_and_validates(tmp_path, train_dataloader_cfg, compile_options):
+def test_compilation_example_trains_and_validates(tmp_path, train_dataloader_cfg, compile_options):
     def run(cfg):
         torch.manual_seed(0)
         runner = Runner(
@@ -117,7 +117,7 @@ def test_compilation_as_written_trains_and_validates(tmp_path, train_dataloader_
         torch.testing.assert_close(compiled[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_the_tutorial_s_whole_training_with_registered_parts(tmp_path, train_dataloader_cfg):
+def test_complete_tutorial_trains_with_registered_components(tmp_path, train_dataloader_cfg):
     seen = []
 
     @HOOKS.register_module(force=True)

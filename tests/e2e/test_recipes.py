@@ -295,7 +295,7 @@ def test_recipe_variables_are_accepted_and_near_misses_logged(caplog):
     assert "'multi_gpu'" in said[0]
 
 
-def test_the_pages_are_short_and_name_every_family():
+def test_pages_are_short_and_name_every_family():
     text = " ".join(page.read_text(encoding="utf-8") for page in DOCS.glob("*.md"))
     assert all(len(page.read_text(encoding="utf-8").splitlines()) <= 70 for page in DOCS.glob("*.md"))
     for name in recipes():

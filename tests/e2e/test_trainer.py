@@ -40,7 +40,7 @@ def parts():
     )
 
 
-def test_mixed_precision_as_written(tmp_path, monkeypatch, parts):
+def test_mixed_precision_example_runs_unchanged(tmp_path, monkeypatch, parts):
     monkeypatch.chdir(tmp_path)
     from slipstream import Trainer
 
@@ -55,7 +55,7 @@ def test_mixed_precision_as_written(tmp_path, monkeypatch, parts):
     assert Path("work_dirs/experiment_name/ckpt_best.pth").is_file()
 
 
-def test_torch_compile_as_written(tmp_path, parts):
+def test_torch_compile_example_runs_unchanged(tmp_path, parts):
     from slipstream.training import Trainer
 
     trainer = Trainer(
@@ -79,7 +79,7 @@ def test_torch_compile_as_written(tmp_path, parts):
         "mixed_precision: True",
     ],
 )
-def test_yaml_of_the_guide_as_written(tmp_path, parts, yaml_text):
+def test_yaml_example_runs_unchanged(tmp_path, parts, yaml_text):
     from omegaconf import OmegaConf
 
     recipe = OmegaConf.create("training_params:\n" + textwrap.indent(yaml_text, "  "))

@@ -127,7 +127,7 @@ def _as_rank_1(monkeypatch, answer):
     monkeypatch.setattr(metric_module, "broadcast_object_list", lambda data: data.__setitem__(0, answer))
 
 
-def test_other_ranks_return_what_rank_0_computed(monkeypatch):
+def test_other_ranks_return_the_result_of_rank_0(monkeypatch):
     _as_rank_1(monkeypatch, {"kept/sum": 7})
     metric = Keep()
     metric.process(None, [1])

@@ -94,7 +94,7 @@ def test_miou_agrees_with_torchmetrics():
     assert got["mIoU"] == pytest.approx(100 * peer(preds, targets).item(), rel=1e-5)
 
 
-def test_a_worked_example_in_percent():
+def test_metrics_of_an_example_are_in_percent():
     targets = torch.tensor([[[0, 0, 1, 1]]])
     preds = torch.tensor([[[0, 1, 1, 1]]])
     got = _evaluate(preds, targets, num_classes=3)
@@ -162,7 +162,7 @@ def test_counts_start_at_zero_after_an_error_and_after_an_evaluation():
         assert metric.evaluate(1)["aAcc"] == 100.0 * label
 
 
-def test_no_batches_and_no_labels_give_nan():
+def test_no_batches_or_no_labels_give_nan():
     assert all(math.isnan(v) for v in IoUMetric(num_classes=2).evaluate(0).values())
     nothing = _evaluate(torch.zeros(1, 1, 2).long(), torch.full((1, 1, 2), 255), num_classes=2)
     assert all(math.isnan(v) for v in nothing.values())

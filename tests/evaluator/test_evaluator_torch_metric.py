@@ -74,7 +74,7 @@ def test_metric_is_built_from_a_dict():
     assert isinstance(metric.metric, MulticlassAccuracy)
 
 
-def test_the_metric_moves_to_the_device_of_the_first_batch():
+def test_metric_moves_to_the_device_of_the_first_batch():
     metric = TorchMetric(_accuracy(validate_args=False))
     moves = []
     metric.metric.to = lambda device: moves.append(str(device))

@@ -117,7 +117,7 @@ def test_learning_rate_decreases_on_a_plateau(tmp_path):
         (dict(interval=3, ignore_last=False), dict(by_epoch=False, max_iters=10), [3, 6, 9, 10]),
     ],
 )
-def test_which_steps_are_logged(tmp_path, options, loop, steps):
+def test_steps_are_logged_at_the_interval(tmp_path, options, loop, steps):
     runner = run(tmp_path, train_cfg=loop, default_hooks=dict(logger=dict(type="LoggerHook", **options)))
     assert [line["iter"] for line in scalars(runner) if "loss" in line] == steps
 
@@ -226,7 +226,7 @@ def test_invalid_priorities_are_rejected(wrong):
 @pytest.mark.parametrize(
     ("n", "start", "due"), [(1, 0, [1, 2, 3, 4]), (2, 0, [2, 4]), (2, 1, [3]), (0, 0, []), (-1, 0, [])]
 )
-def test_every_n(n, start, due):
+def test_every_n_selects_the_due_epochs_and_iterations(n, start, due):
     class At:
         def __init__(self, done):
             self.epoch = self.iter = done

@@ -1,4 +1,4 @@
-"""Trainings of the matrix with a Runner, and detection of active options."""
+"""Training runs of the matrix with a Runner, and detection of active options."""
 
 import traceback
 
@@ -156,7 +156,7 @@ def _run(net, config, backend, stop=None):
 
 
 def train(net, options, folder, processes=1, backend=None):
-    """Return the results of a training as a dict of plain values, or its error as a string."""
+    """Return the results of a training run as a dict of plain values, or its error as a string."""
     torch._dynamo.reset()
     backend = backend or Backend(net)
     warnings, losses = [], []

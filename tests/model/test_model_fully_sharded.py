@@ -30,7 +30,7 @@ def test_large_repeated_blocks_are_units_by_default():
     assert units(Net(width=520)) == ["blocks.1", "blocks.0"]
 
 
-def test_small_blocks_are_no_units():
+def test_small_blocks_are_not_units():
     assert units(Net()) == []
 
 
@@ -53,13 +53,13 @@ def test_min_params_selects_the_smallest_modules_above_the_size():
     assert units(Net(), min_params=16) == ["blocks.1.layers.0", "blocks.0.layers.0", "stem"]
 
 
-def test_module_list_is_no_unit():
+def test_module_list_is_not_a_unit():
     assert units(Net(), min_params=30) == []
     with pytest.raises(ConfigError, match="no module of the class 'ModuleList'"):
         units(Net(), wrap=["ModuleList"])
 
 
-def test_block_with_a_shared_weight_is_no_unit():
+def test_block_with_a_shared_weight_is_not_a_unit():
     model = Net()
     model.blocks[0].layers[0].weight = model.blocks[1].layers[0].weight
     assert units(model, wrap=["Block"]) == []

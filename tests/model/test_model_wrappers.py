@@ -74,7 +74,7 @@ def test_unwrap_model_removes_every_wrapper():
     assert unwrap_model(net) is net
 
 
-def test_model_with_the_class_name_of_a_wrapper_is_no_wrapper():
+def test_model_with_the_class_name_of_a_wrapper_is_not_unwrapped():
     class DataParallel(Net):
         pass
 

@@ -34,7 +34,7 @@ class Open:
 
 @PARTS.register_module()
 class Chain:
-    """Builds its children, like a data set with a pipeline."""
+    """A class that builds its children, like a dataset with a pipeline."""
 
     def __init__(self, first=None, steps=()):
         self.first = PARTS.build(first) if first else None

@@ -1,4 +1,4 @@
-"""Colour transforms and normalisation give the same training on the device and on the host."""
+"""Colour transforms and normalisation on the device and on the host give the same training results."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ class Squares(SegmentationDataset):
 
 
 class Finished(Dataset):
-    """The same samples with all transforms applied on the host."""
+    """A dataset with the same samples, with all transforms applied on the host."""
 
     def __init__(self, dataset):
         self.dataset, self.metainfo = dataset, dataset.metainfo

@@ -125,9 +125,7 @@ def test_folder_of_another_user_is_not_used(monkeypatch):
     assert "belongs to another user" in warnings[0]
 
 
-def test_a_folder_that_cannot_be_made_costs_one_warning_or_is_an_error_where_it_was_asked_for(
-    tmp_path, monkeypatch
-):
+def test_folder_that_cannot_be_created_warns_once_or_raises_if_configured(tmp_path, monkeypatch):
     file = tmp_path / "file"
     file.touch()
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(file))

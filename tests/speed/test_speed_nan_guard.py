@@ -24,7 +24,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Net(nn.Module):
-    """The last input is a factor of the loss, so a batch can make the loss, the gradient or both non-finite."""
+    """A model whose last input scales the loss, so a batch can make the loss, the gradient or both non-finite."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A small training with `GraphStep`, and the same with a plain loop."""
+"""A small training run with `GraphStep`, and the same run with a plain loop."""
 
 from functools import partial
 

@@ -172,7 +172,7 @@ def test_accelerator_is_not_used_in_a_forked_process():
 
 
 class After:
-    """A mock compiler, which has finished after this many queries."""
+    """A mock compiler that is finished after this many queries."""
 
     seconds = 0.0
 
@@ -368,7 +368,7 @@ def test_only_inductor_compiles_in_the_background(how, used):
 
 @pytest.fixture
 def _changed_settings():
-    """Settings that the child must use, too, or this process does not find its code.
+    """Settings that the child must also use, because otherwise this process would not find its code.
 
     monkeypatch would delete them afterwards, and each later compilation would fail.
     """

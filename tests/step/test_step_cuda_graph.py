@@ -1,4 +1,4 @@
-"""Capture and replay of a step have the same inputs and outputs as calls."""
+"""A captured and replayed step has the same inputs and outputs as a called one."""
 
 from functools import partial
 
@@ -11,7 +11,7 @@ from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
 
 
 class Tape:
-    """A mock of CUDA graphs: static inputs and outputs, no computation during the capture."""
+    """A mock of CUDA graphs with static inputs and outputs, and without computation during the capture."""
 
     def __init__(self):
         self.warmed = self.recorded = self.replayed = 0
@@ -71,7 +71,7 @@ def test_other_shapes_and_values_use_separate_graphs():
     assert tape.recorded == 3
 
 
-def test_another_function_is_recorded_for_itself():
+def test_each_function_is_recorded_separately():
     """Dynamo's guards choose the function before each replay."""
     tape = Tape()
     calls = RecordedCalls(tape)
@@ -81,7 +81,7 @@ def test_another_function_is_recorded_for_itself():
     assert tape.recorded == 2
 
 
-def test_arguments_that_the_function_changes_in_place_are_changed_by_a_replay():
+def test_replay_changes_the_arguments_that_the_function_changes():
     def work(arguments):
         arguments[1].add_(arguments[0])
         return {"all": [arguments[1].sum()]}
@@ -95,7 +95,7 @@ def test_arguments_that_the_function_changes_in_place_are_changed_by_a_replay():
 
 
 class StepTape:
-    """Records a step of a model: what recording changes is put back, as if nothing had run."""
+    """A mock of CUDA graphs for a step of a model. Changes made during the capture are reverted."""
 
     def __init__(self, model, optim):
         self.model, self.optim, self.replayed = model, optim, 0
@@ -129,7 +129,7 @@ class StepTape:
 
 
 class Foreign(torch.optim.SGD):
-    """Steps after the graph, since it is not torch's own class."""
+    """An optimizer that steps after the graph, because it is not a class of torch."""
 
 
 Foreign.__module__ = __name__
@@ -137,7 +137,7 @@ Foreign.__module__ = __name__
 
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("make", [torch.optim.SGD, Foreign])
-def test_a_replayed_step_trains_as_a_loop(make, window):
+def test_replayed_step_matches_a_plain_loop(make, window):
     make, data = partial(make, lr=0.05, momentum=0.9), graphs.batches(16)
     expected, _, losses = graphs.by_hand(make, data, window=window)
     model = graphs.net()
@@ -149,7 +149,7 @@ def test_a_replayed_step_trains_as_a_loop(make, window):
     torch.testing.assert_close(model.state_dict(), expected.state_dict())
 
 
-def test_a_replayed_step_notices_a_changed_attribute():
+def test_replayed_step_detects_a_changed_attribute():
     make, data = partial(torch.optim.SGD, lr=0.05), graphs.batches(16)
 
     class Scaled(torch.nn.Module):
@@ -186,7 +186,7 @@ def test_a_replayed_step_notices_a_changed_attribute():
     torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
 
 
-def test_calls_of_ever_other_kinds_are_made_but_not_remembered():
+def test_number_of_recorded_graphs_is_limited():
     tape, said = Tape(), []
     calls = RecordedCalls(tape, said.append)
     run = partial(calls, step)

@@ -338,7 +338,7 @@ def test_guard_skips_a_nan_loss_without_gradient():
     assert guard.read() == 3
 
 
-def test_a_hook_is_called_although_another_was_removed_before_the_capture():
+def test_hook_added_after_the_capture_is_called_if_another_was_removed():
     """Torch keeps the empty dict of a removed hook and uses it again."""
     make, data = partial(SGD, lr=0.05), batches()
 
@@ -386,7 +386,7 @@ class _FailsOnce(StepPart):
             raise ZeroDivisionError
 
 
-def test_an_error_after_the_graph_is_raised_and_the_batch_is_trained_once():
+def test_error_after_the_graph_is_raised_and_the_batch_is_trained_once():
     make, data = partial(SGD, lr=0.05), batches()
     model = net()
     optim = OptimWrapper(optimizer=make(model.parameters()))
@@ -408,7 +408,7 @@ class _LogsTwo(StepPart):
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_what_parts_log_is_the_same_eagerly_and_in_the_graph(window):
+def test_parts_log_the_same_values_eagerly_and_in_the_graph(window):
     model = net()
     optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.05), accumulative_counts=window)
     optim.parts.append(_LogsTwo())

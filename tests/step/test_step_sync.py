@@ -1,4 +1,4 @@
-"""Gradients are sent in buckets, last ones first, each exactly once."""
+"""Gradients are sent in buckets, starting with the last layers, and each exactly once."""
 
 import torch
 from hypothesis import given

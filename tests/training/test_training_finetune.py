@@ -1,4 +1,4 @@
-"""`finetune` and rates of 0: frozen parameters stay bit-identical and are trainable in the next training."""
+"""`finetune` and rates of 0: frozen parameters stay bit-identical and can be trained in the next run."""
 
 import pytest
 import torch

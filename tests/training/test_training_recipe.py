@@ -1,4 +1,4 @@
-"""A recipe's old and misspelt sections, and errors with the user's config paths."""
+"""Old and misspelt sections of a recipe, and errors with the user's config paths."""
 
 import logging
 

@@ -1,4 +1,4 @@
-"""Predictions: general properties, and comparison with independent computations."""
+"""Predictions: general properties, and comparison with independent calculations."""
 
 from dataclasses import replace
 

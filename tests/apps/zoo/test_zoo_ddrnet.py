@@ -61,7 +61,7 @@ class Reference:
 
     def stage(self, key, x, depth, stride=1):
         for index in range(depth):
-            x = F.relu(x)  # of the stage before, of the block before
+            x = F.relu(x)  # the ReLU of the previous stage or block
             x = self.block(f"{key}.{index}", x, 1 if index else stride, 2, 1)
         return x
 

@@ -134,7 +134,7 @@ def test_feed_changes_neither_batches_nor_the_global_generator(workers):
         torch.manual_seed(5)
         values = []
         for batch in wrap(loader):
-            values.append((batch, torch.randn(1)))  # what dropout would draw
+            values.append((batch, torch.randn(1)))  # a random number that dropout would draw
         return values, loader
 
     plain, loader = epoch(lambda loader: loader)

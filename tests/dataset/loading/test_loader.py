@@ -26,7 +26,7 @@ from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameErr
 
 
 class Draws(Dataset):
-    """Samples (index, a draw of each global generator)."""
+    """A dataset whose samples are the index and a random number of each global generator."""
 
     def __init__(self, size=10):
         self.metainfo = {"classes": ("a",)}

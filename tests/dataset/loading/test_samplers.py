@@ -180,7 +180,7 @@ def test_limit_divides_an_infinite_sampler_into_different_epochs():
     assert [i for batch in first for i, *_ in batch] != [i for batch in second for i, *_ in batch]
 
 
-def test_non_integer_keys_stay_and_tensors_become_indices():
+def test_non_integer_keys_are_kept_and_tensors_become_indices():
     sampler = EpochBatchSampler([["a", ("b", 1)], [torch.tensor(3)]], seed=0, samples=3)
     first, second = list(sampler)
     assert first == ["a", ("b", 1)]

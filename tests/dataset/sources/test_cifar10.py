@@ -50,7 +50,7 @@ def no_network(monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [FOLDER, "."])
-def test_samples_are_the_files_bytes(tmp_path, inside):
+def test_samples_equal_the_bytes_of_the_files(tmp_path, inside):
     make(tmp_path / "data" / FOLDER)
     dataset = CIFAR10(tmp_path / "data" / (FOLDER if inside == "." else ""))
     expected = np.concatenate([records(seed, n) for seed, n in enumerate((3, 1, 2, 4, 1))])

@@ -47,7 +47,7 @@ def no_system_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_samples_are_the_files_bytes(tmp_path, zipped):
+def test_samples_equal_the_bytes_of_the_files(tmp_path, zipped):
     dataset = FashionMNIST(make(tmp_path / "data", zipped))
     images, labels = arrays()
     assert len(dataset) == 5

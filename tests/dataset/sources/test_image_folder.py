@@ -36,7 +36,7 @@ def folder(root, **kwargs):
     )
 
 
-def test_samples_are_the_files_pixels_in_the_order_of_their_names(tmp_path):
+def test_samples_equal_the_pixels_of_the_files_in_the_order_of_their_names(tmp_path):
     dataset = folder(make(tmp_path))
     assert [p.stem for p in dataset.image_paths] == [p.stem for p in dataset.mask_paths] == ["a", "b", "c"]
     rng = np.random.default_rng(1)  # "a" was written second
@@ -138,7 +138,7 @@ def test_invalid_id_is_named_with_its_file(tmp_path, ignore_index):
         dataset[1]
 
 
-def test_the_ignored_id_does_not_hide_a_wrong_one(tmp_path):
+def test_ignored_id_does_not_hide_an_invalid_one(tmp_path):
     make(tmp_path, names=["a"], size=(1, 3))
     write(tmp_path / "ann/a.png", [[255, 255, 4]])
     with pytest.raises(DataError, match=r"4 \(1 pixels\)"):
@@ -201,7 +201,7 @@ def test_long_lists_of_unpaired_files_are_not_truncated(tmp_path):
     assert all(f"x{i:02}.png'" in str(caught.value) for i in range(60))
 
 
-def test_two_images_of_one_name_raise_an_error(tmp_path):
+def test_two_images_with_the_same_name_raise_an_error(tmp_path):
     make(tmp_path)
     write(tmp_path / "img/a.jpg", np.zeros((4, 6, 3)))
     with pytest.raises(DataError, match=r"two image files have the name 'a': .*a\.jpg' and .*a\.png"):

@@ -15,7 +15,7 @@ from slipstream.registry import DATASETS
 
 
 class Labels(Dataset):
-    """Returns (label, index, seed, epoch) as sample."""
+    """A dataset whose samples are (label, index, seed, epoch)."""
 
     def __init__(self, labels, classes=("a", "b"), **metainfo):
         self.labels = [label if isinstance(label, tuple) else (label,) for label in labels]

@@ -122,7 +122,7 @@ RECIPE = [
 
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
-@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest neighbors resolve ties to one side
+@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # ties of nearest neighbors go to one side
 @example((37, 23), 3, RECIPE)
 @settings(max_examples=300, deadline=None)
 def test_composed_transforms_equal_pillow_one_by_one(size, seed, chain):
@@ -141,7 +141,7 @@ def test_composed_transforms_equal_pillow_one_by_one(size, seed, chain):
     assert rng.bit_generator.state == reference.bit_generator.state
 
 
-def test_crop_of_an_enlarged_image_with_the_size_of_the_source():
+def test_crop_of_an_enlarged_image_may_have_the_size_of_the_source():
     transforms = [SegRescale(2.0), SegCropImageAndMask((8, 6), "random"), lambda sample, rng: sample]
     sample = make(8, 6)
     image = Image.fromarray(sample["image"]).resize((16, 12), Image.Resampling.BILINEAR)

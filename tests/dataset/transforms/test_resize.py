@@ -39,7 +39,7 @@ def boxes(draw):
 
 
 @given(case=boxes(), seed=st.integers(0, 100))
-# The box needs as many source pixels as it has; torch would copy them.
+# The box needs exactly as many source pixels as it has itself, so torch would copy them.
 @example(case=((12, 12), (13, 13), (3, 0, 10, 8)), seed=0)
 @example(case=((697, 381), (752, 411), (746, 0, 752, 61)), seed=0)
 @example(
@@ -61,8 +61,8 @@ def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corne
     difference = differences(noise(2048, 1024), scaled, (left, top, left + size[0], top + size[1]))
     assert difference.max() <= 2
     assert (
-        difference > 1
-    ).mean() < 1e-3  # most at factors such as 7/4, where many values lie between two levels
+        (difference > 1).mean() < 1e-3
+    )  # the differences are largest at factors such as 7/4, where many values lie between two levels
 
 
 def test_read_only_images_cause_no_warning(recwarn):

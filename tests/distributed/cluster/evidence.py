@@ -1,4 +1,4 @@
-"""Checks that a training ran, or how it failed."""
+"""Checks that a training run succeeded, or failed in the expected way."""
 
 from __future__ import annotations
 

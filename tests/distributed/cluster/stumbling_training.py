@@ -1,4 +1,4 @@
-"""A training in which rank 1 fails in its third step: python stumbling_training.py LAUNCHER raise|kill busy|away.
+"""A training run in which rank 1 fails in its third step: python stumbling_training.py LAUNCHER raise|kill busy|away.
 
 The other ranks wait for the gradients of rank 1 (busy), or sleep outside of a collective for minutes (away).
 """
