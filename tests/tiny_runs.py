@@ -80,7 +80,7 @@ class Scripted(BaseMetric):
 
 
 class Losses(Hook):
-    """Stores the loss of every step by step number."""
+    """A hook that stores the loss of every step by step number."""
 
     def __init__(self):
         self.by_iter = {}

@@ -41,7 +41,7 @@ def of(module, loss=F.mse_loss):
 
 
 class Routed(Base):
-    """Sends rows to one of two experts; an expert without rows is not called."""
+    """A network that sends rows to one of two experts; an expert without rows is not called."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Routed(Base):
 
 
 class Masked(Base):
-    """Selects a variable number of rows by a mask."""
+    """A network that selects a variable number of rows by a mask."""
 
     def change(self, x):
         rows = x[x[:, 0] > 0]
@@ -65,7 +65,7 @@ class Masked(Base):
 
 
 class Branches(Base):
-    """Branches on a value."""
+    """A network that branches on a value."""
 
     def change(self, x):
         return x * 0.5 if x.sum() > 0 else x
@@ -148,7 +148,7 @@ class Prints(Item):
 
 
 class Tries(Item):
-    """Catches the error of an operation and continues."""
+    """A network that catches the error of an operation and continues."""
 
     def change(self, x):
         self.calls += 1
@@ -171,7 +171,7 @@ class CallsNumpy(Item):
 
 
 class CallsExtension(Item):
-    """Calls numpy's linear algebra in a way that torch cannot trace."""
+    """A network that calls numpy's linear algebra in a way that torch cannot trace."""
 
     def change(self, x):
         self.calls += 1
@@ -191,7 +191,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _ByNumpy(torch.autograd.Function):
-    """Computes in numpy, forward and backward."""
+    """A function that computes its forward and backward pass in numpy."""
 
     @staticmethod
     def forward(ctx, x):
@@ -204,7 +204,7 @@ class _ByNumpy(torch.autograd.Function):
 
 
 class _Counts(torch.autograd.Function):
-    """Counts its backward calls in Python, and scales the gradient by the count."""
+    """A function that counts its backward calls in Python, and scales the gradient by the count."""
 
     done = 0
 
@@ -287,7 +287,7 @@ class BadBatchError(ValueError):
 
 
 class ByShape(Base):
-    """Raises for batches with fewer than three rows."""
+    """A network that raises for batches with fewer than three rows."""
 
     def forward(self, x):
         if x.shape[0] < 3:
@@ -296,7 +296,7 @@ class ByShape(Base):
 
 
 class ByValue(Base):
-    """Raises for values that are not finite."""
+    """A network that raises for values that are not finite."""
 
     def forward(self, x):
         if not torch.isfinite(x).all():

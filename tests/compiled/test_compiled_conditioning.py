@@ -163,7 +163,7 @@ def pruned_more():
 
 
 class Copied(nn.Module):
-    """Calls a copy of its layer that is made in forward, so the parameters are new objects at each step."""
+    """A network that copies its layer in forward and calls the copy, so the parameters are new objects at each step."""
 
     def __init__(self):
         super().__init__()

@@ -81,7 +81,7 @@ class InDict(Base):
 
 
 class Growing(Base):
-    """Appends the mean of each step to a list that it reads."""
+    """A network that appends the mean of each step to a list that it reads."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Unused(Base):
 
 
 class Every(Base):
-    """Branches on an int that is incremented; every third step differs."""
+    """A network that branches on an int that is incremented; every third step differs."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ ATTRIBUTES = [
 
 
 class Recurrent(nn.Module):
-    """Keeps its hidden state between steps."""
+    """A network that keeps its hidden state between steps."""
 
     def __init__(self, attached=False):
         super().__init__()
@@ -189,7 +189,7 @@ class Recurrent(nn.Module):
 
 
 class DetachesLater(Recurrent):
-    """Keeps the state with its graph, and detaches it in the next step."""
+    """A network that keeps the state with its graph, and detaches it in the next step."""
 
     def forward(self, x):
         self.hidden = self.cell(x, self.hidden.detach())
@@ -197,7 +197,7 @@ class DetachesLater(Recurrent):
 
 
 class InBuffer(nn.Module):
-    """Keeps hidden and cell state of an LSTM in buffers that it overwrites."""
+    """A network that keeps hidden and cell state of an LSTM in buffers that it overwrites."""
 
     def __init__(self):
         super().__init__()
@@ -264,7 +264,7 @@ class OwnGenerator(Base):
 
 
 class InitOfGenerator(OwnGenerator):
-    """Draws with another function of torch, in place."""
+    """A network that draws with another function of torch, in place."""
 
     def change(self, x):
         return x + torch.empty_like(x).normal_(generator=self.generator)
@@ -290,7 +290,7 @@ class GlobalPython(Base):
 
 
 class PythonChoice(Base):
-    """Skips a layer at random."""
+    """A network that skips a layer at random."""
 
     def change(self, x):
         return x if random.random() < 0.5 else x * 0.5

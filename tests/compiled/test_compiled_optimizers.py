@@ -80,7 +80,7 @@ def lbfgs():
 
 
 class Words(nn.Module):
-    """Embeds the sign of each input."""
+    """A network that embeds the sign of each input."""
 
     def __init__(self):
         super().__init__()

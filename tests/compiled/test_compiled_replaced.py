@@ -306,7 +306,7 @@ def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
 
 
 class Raises(Base):
-    """Increments a buffer, and then raises."""
+    """A network that increments a buffer, and then raises."""
 
     def __init__(self):
         super().__init__()

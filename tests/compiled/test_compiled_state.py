@@ -53,7 +53,7 @@ def lookahead():
 
 
 class CountingSGD(torch.optim.SGD):
-    """Counts its steps in an attribute that the learning rate depends on."""
+    """An optimizer that counts its steps in an attribute that the learning rate depends on."""
 
     done = 0
 
@@ -97,7 +97,7 @@ class Assigned(Buffered):
 
 
 class AssignedLate(Buffered):
-    """Reads the buffer before it is assigned, and assigns an integer one."""
+    """A network that reads the buffer before it is assigned, and assigns an integer one."""
 
     def change(self, x):
         x = x * (1 + self.mean)
@@ -163,7 +163,7 @@ class ScalesInput(Base):
 
 
 class WritesInput(Base):
-    """Writes into a part of the input after using it."""
+    """A network that writes into a part of the input after using it."""
 
     def forward(self, x):
         out = super().forward(x.clone())
@@ -203,7 +203,7 @@ BATCHES = [
 
 
 class BufferedLoss(nn.Module):
-    """Divides by a running mean of the loss in a buffer."""
+    """A loss that divides by a running mean of the loss in a buffer."""
 
     def __init__(self, assign, shape=()):
         super().__init__()
@@ -220,7 +220,7 @@ class BufferedLoss(nn.Module):
 
 
 class RunningLoss:
-    """Divides by a running mean of the loss in a plain object."""
+    """A loss that divides by a running mean of the loss in a plain object."""
 
     def __init__(self, shape=()):
         self.running, self.calls = torch.ones(shape, dtype=torch.float64), 0

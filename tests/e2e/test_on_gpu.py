@@ -27,7 +27,7 @@ class Net(BaseModel):
 
 
 class ForbidWaiting(Hook):
-    """Turns every host-device sync between the second step and the end of the epoch into an error."""
+    """A hook that turns every host-device sync between the second step and the end of the epoch into an error."""
 
     priority = "LOWEST"
 

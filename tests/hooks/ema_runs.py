@@ -10,7 +10,7 @@ SCHEDULED = dict(type="EMAHook", ema_type="ScheduledEMA")
 
 
 class History(Hook):
-    """Stores the weights after each step and those used in validation or test."""
+    """A hook that stores the weights after each step and those used in validation or test."""
 
     priority = "VERY_LOW"
 

@@ -27,7 +27,7 @@ NORM = dict(type=Net, norm=True)
 
 
 class Snapshots(Hook):
-    """Counts the writes of each snapshot by its modification time."""
+    """A hook that counts the writes of each snapshot by its modification time."""
 
     priority = "LOWEST"
 
@@ -40,7 +40,7 @@ class Snapshots(Hook):
 
 
 class Stop(Hook):
-    """Ends training after an epoch, either cleanly or with an exception."""
+    """A hook that ends training after an epoch, either cleanly or with an exception."""
 
     priority = "LOWEST"
 

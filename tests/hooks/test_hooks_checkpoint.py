@@ -161,7 +161,7 @@ def test_best_filename_overwrites_the_previous_best(tmp_path):
 
 
 class Killed(Hook):
-    """Raises an exception before a validation of the training, or after it saved the best checkpoint."""
+    """A hook that raises an exception before a validation during training, or after saving the best checkpoint."""
 
     priority = "LOWEST"
 

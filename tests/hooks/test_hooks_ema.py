@@ -114,7 +114,7 @@ def test_compiled_and_eager_models_have_the_same_average(tmp_path, backend):
 
 
 class Places(Hook):
-    """Records the addresses of the weights in training and in validation."""
+    """A hook that records the addresses of the weights in training and in validation."""
 
     def __init__(self):
         self.training, self.validation = [], []

@@ -17,7 +17,7 @@ STATISTICS = ("norm.running_mean", "norm.running_var")
 
 
 class Seen(Hook):
-    """Stores every batch, every loss and the random numbers after each step."""
+    """A hook that stores every batch, every loss and the random numbers after each step."""
 
     def __init__(self):
         self.batches, self.losses, self.drawn = [], [], []

@@ -8,7 +8,7 @@ from slipstream.logging import MessageHub, Meter
 
 
 class ReadCounter(TorchDispatchMode):
-    """Counts all operations, and those that copy a tensor's values to Python."""
+    """A dispatch mode that counts all operations, and those that copy a tensor's values to Python."""
 
     def __init__(self):
         super().__init__()

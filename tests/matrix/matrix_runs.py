@@ -78,7 +78,7 @@ class StoppedError(Exception):
 
 
 class Record(Hook):
-    """Records step outputs, the number of weight updates, the schedules and forward passes. It may end the run."""
+    """A hook that records step outputs, weight updates, schedules and forward passes. It may end the run."""
 
     priority = "LOWEST"
 

@@ -241,7 +241,7 @@ def test_optimizer_object_is_used_unchanged():
 
 
 class LayerDecay(DefaultOptimWrapperConstructor):
-    """Adds complete groups with additional keys, like the layer-decay constructors of OpenMMLab."""
+    """A constructor that adds complete groups with additional keys, like the layer-decay constructors of OpenMMLab."""
 
     def add_params(self, params, module, **kwargs):
         for depth, (name, child) in enumerate(module.named_children()):

@@ -196,7 +196,7 @@ def test_invalid_losses_are_rejected(tmp_path, answer, error, hint):
 
 
 class Poison(Hook):
-    """Makes a weight non-finite after a step, as an infinite gradient does."""
+    """A hook that makes a weight non-finite after a step, as an infinite gradient does."""
 
     priority = "HIGHEST"
 

@@ -14,7 +14,7 @@ from tiny_runs import Accuracy, Net, assert_same, loader, run, training, validat
 
 
 class Recorder(Hook):
-    """Records every stage at which it is called."""
+    """A hook that records every stage at which it is called."""
 
     def __init__(self):
         self.stages = []

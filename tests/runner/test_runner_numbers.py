@@ -224,7 +224,7 @@ def test_each_optimizer_has_its_own_scheduler(tmp_path):
 
 
 class Profile(Hook):
-    """Profiles the steps from a given one on, between two log intervals."""
+    """A hook that profiles the steps between two log intervals, starting with a given step."""
 
     priority = "HIGHEST"
 
@@ -282,7 +282,7 @@ class Constant(BaseModel):
 
 
 class Watermark(Hook):
-    """Counts the live objects of the run at some steps."""
+    """A hook that counts the live objects of the run at some steps."""
 
     def __init__(self, steps):
         self.steps, self.seen = steps, []

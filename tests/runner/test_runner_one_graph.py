@@ -147,7 +147,7 @@ def test_run_can_resume_with_another_compile_setting(tmp_path, before, after):
 
 
 class Unfreezes(Hook):
-    """Freezes the first layer in the first epoch, and its BatchNorm in the second."""
+    """A hook that freezes the first layer in the first epoch, and its BatchNorm in the second."""
 
     def before_train_epoch(self, runner):
         runner.model.first.requires_grad_(runner.epoch > 0)

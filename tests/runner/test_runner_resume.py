@@ -35,7 +35,7 @@ class StoppedError(Exception):
 
 
 class Stop(Hook):
-    """Raises an exception at a stage of a step, or after its checkpoint."""
+    """A hook that raises an exception at a stage of a step, or after its checkpoint."""
 
     priority = "LOWEST"
 
@@ -56,7 +56,7 @@ class Stop(Hook):
 
 
 class Dice(Hook):
-    """Draws random numbers during validation, as test-time dropout would."""
+    """A hook that draws random numbers during validation, as test-time dropout would."""
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         torch.rand(3)

@@ -124,7 +124,7 @@ def test_invalid_switch_raises(value):
 
 
 class Watch(Hook):
-    """Records the steps after which gc ran, and whether automatic gc is enabled."""
+    """A hook that records the steps after which gc ran, and whether automatic gc is enabled."""
 
     priority = "LOWEST"
 

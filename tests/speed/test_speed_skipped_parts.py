@@ -23,7 +23,7 @@ CASES = {  # whether there is a `StepGuard`, and the options
 
 
 class Shrink(StepPart):
-    """Multiplies weights after each update, and counts updates on the device."""
+    """A step part that multiplies weights after each update, and counts updates on the device."""
 
     def __init__(self):
         self.updates = torch.zeros(1, dtype=torch.float64)

@@ -238,7 +238,7 @@ def test_failed_capture_compiles_only_the_model_and_names_the_line(kind):
 
 
 class Lists(Net):
-    """Converts to Python values, which a graph cannot capture."""
+    """A network that converts to Python values, which a graph cannot capture."""
 
     def forward(self, x, y, **others):
         x.numpy().tolist()

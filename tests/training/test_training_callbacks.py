@@ -24,7 +24,7 @@ EVENTS = [name for name in dir(Callback) if name.startswith("on_")]
 
 
 class Recording(Callback):
-    """Records each event with the result of `look(context)`."""
+    """A callback that records each event with the result of `look(context)`."""
 
     def __init__(self, look=lambda context: None):
         self.look, self.seen = look, []
@@ -39,7 +39,7 @@ for _event in EVENTS:
 
 
 class At(PhaseCallback):
-    """Records the result of `look(context)` at one phase."""
+    """A callback that records the result of `look(context)` at one phase."""
 
     def __init__(self, phase, look):
         super().__init__(phase)

@@ -56,7 +56,7 @@ class Network(nn.Module):
 
 
 class Wrapped(BaseModel):
-    """Wraps the user's network as `SupervisedModel` does, with a loss that has a parameter."""
+    """A model that wraps the user's network as `SupervisedModel` does, with a loss that has a parameter."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ MMENGINE = [
 
 
 class Seen(Hook):
-    """Records the learning rates of each step."""
+    """A hook that records the learning rates of each step."""
 
     def __init__(self) -> None:
         self.rates: list[list[float]] = []

@@ -51,7 +51,7 @@ class Wide(nn.Module):
 
 
 class Predictions(Hook):
-    """Records the predictions and images of each validation."""
+    """A hook that records the predictions and images of each validation."""
 
     def __init__(self):
         self.passes = []

@@ -12,7 +12,7 @@ PICTURE = np.zeros((4, 5, 3), np.uint8)
 
 
 class Recorder:
-    """Records every method call and returns the value from `results`."""
+    """An object that records every method call and returns the value from `results`."""
 
     def __init__(self, **results):
         self.calls = []

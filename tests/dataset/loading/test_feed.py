@@ -21,7 +21,7 @@ Pair = namedtuple("Pair", ["image", "label"])
 
 
 class CopyStream:
-    """Records the calls of `send` and `receive`."""
+    """A copy stream that records the calls of `send` and `receive`."""
 
     def __init__(self):
         self.log = []
@@ -116,7 +116,7 @@ def test_cpu_feed_returns_batches_unchanged_and_draws_nothing_ahead():
 
 
 class Noisy(Dataset):
-    """Draws from the global generator."""
+    """A dataset that draws from the global generator."""
 
     def __len__(self):
         return 24

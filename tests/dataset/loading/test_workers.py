@@ -28,7 +28,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sleeping(Dataset[Any]):
-    """Sleeps for each sample; workers run in parallel even on one core."""
+    """A dataset that sleeps for each sample; workers run in parallel even on one core."""
 
     def __init__(self, seconds: float, size: int = 40) -> None:
         self.seconds, self.size = seconds, size
@@ -42,7 +42,7 @@ class Sleeping(Dataset[Any]):
 
 
 class Draws(Dataset[Any]):
-    """Draws from the global generators and from a private one, and counts its reads."""
+    """A dataset that draws from the global generators and from a private one, and counts its reads."""
 
     def __init__(self) -> None:
         self.reads, self.rng = 0, random.Random(0)

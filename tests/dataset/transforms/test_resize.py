@@ -60,9 +60,8 @@ def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corne
     left, top = (round(where * (side - cut)) for where, side, cut in zip(corner, scaled, size, strict=True))
     difference = differences(noise(2048, 1024), scaled, (left, top, left + size[0], top + size[1]))
     assert difference.max() <= 2
-    assert (
-        (difference > 1).mean() < 1e-3
-    )  # the differences are largest at factors such as 7/4, where many values lie between two levels
+    # Most of them occur at factors such as 7/4, where many values lie between two levels.
+    assert (difference > 1).mean() < 1e-3
 
 
 def test_read_only_images_cause_no_warning(recwarn):
