@@ -149,15 +149,17 @@ def test_cache_key_contains_version_scene_and_size():
     assert StreetScenes(SMALL, 9, 1).cache_key(3) == StreetScenes(SMALL, 5, 1).cache_key(3) in keys
 
 
-def test_changed_drawing_code_changes_the_version(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["canvas.py", "dataset.py", "people.py", "shading.py", "vehicles.py"])
+def test_changed_drawing_code_changes_the_version(tmp_path, monkeypatch, name):
     version = StreetScenes(SMALL, 1).cache_key(0)[1]
-    for module in Path(street_scenes.__file__).parent.glob("street_*.py"):
+    for module in Path(street_scenes.__file__).parent.glob("*.py"):
         shutil.copy(module, tmp_path)
-    monkeypatch.setattr(street_scenes, "__file__", str(tmp_path / "street_scenes.py"))
+    assert (tmp_path / name).exists()
+    monkeypatch.setattr(street_scenes, "__file__", str(tmp_path / "dataset.py"))
     street_scenes._drawing_version.cache_clear()
     try:
         assert StreetScenes(SMALL, 1).cache_key(0)[1] == version
-        with (tmp_path / "street_people.py").open("a") as file:
+        with (tmp_path / name).open("a") as file:
             file.write("# one more leg")
         street_scenes._drawing_version.cache_clear()
         assert StreetScenes(SMALL, 1).cache_key(0)[1] != version

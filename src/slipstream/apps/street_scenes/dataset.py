@@ -116,7 +116,7 @@ class StreetScenes(SegmentationDataset):
 def _drawing_version() -> str:
     """Return a digest of the drawing modules, so that a cache does not return images drawn by other code."""
     digest = hashlib.blake2b(np.__version__.encode(), digest_size=8)
-    for module in sorted(Path(__file__).parent.glob("street_*.py")):
+    for module in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(module.read_bytes())
     return digest.hexdigest()
 
