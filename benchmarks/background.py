@@ -152,7 +152,7 @@ def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] |
         return "-" if value is None else f"{value:.{digits}f}"
 
     return [
-        f"{name}, {threads} threads",
+        f"{name}, {threads} thread{'s' * (threads > 1)}",
         shown("ms, compilation halted", 2),
         shown("running over halted", 2),
         shown("seconds of compilation", 0),
@@ -184,17 +184,17 @@ def main() -> None:
             rows.append(row(name, threads, found, waited))
     header = [
         "network",
-        "ms a batch, eager",
-        "beside the compilation, over that",
-        "s of compilation",
-        "s of the batch that takes over",
-        "ms a batch, one graph",
-        "wait=True: s to batch 8",
+        "eager, ms per batch",
+        "during compilation, relative to eager",
+        "compilation, s",
+        "batch that switches to the graph, s",
+        "one graph, ms per batch",
+        "wait=True, s until batch 8",
     ]
     text = table(header, rows) + (
-        f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. The compilation has a nice value "
-        "of 12, so it gets 6 to 7 % of a core if there are threads on every core. With a free core, it takes about as "
-        "long as with wait=True."
+        f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
+        "value of 12. With threads on every core it therefore gets 6 to 7 % of a core; with a free core it takes about "
+        "as long as with wait=True."
     )
     print(text)
     if args.out:

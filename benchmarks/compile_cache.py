@@ -125,11 +125,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     facts = {**circumstances(["slipstream"]), "depth": args.depth, "n (rounds)": args.rounds}
     measured = {scope: measure(args.depth, scope, args.rounds, args.threads) for scope in SCOPES}
-    header = ["start of a fresh process", "seconds, median", "of the first start", "code found in the cache"]
+    header = [
+        "start of a fresh process",
+        "seconds, median",
+        "relative to the first start",
+        "code found in the cache",
+    ]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nSeconds from the model to the end of its first training step and validation: tracing, compilation and"
-        " the steps, without the import of torch. The second start traces again and loads compiled code from the cache."
+        "\n\nThe time from the creation of the model to the end of its first training step and validation: tracing,"
+        " compilation and the steps, without the import of torch. The second start traces again and loads compiled"
+        " code from the cache."
     )
     print(text)
     if args.out:

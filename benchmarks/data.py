@@ -1,4 +1,4 @@
-"""Images per second on one core: 2048 x 1024 PNG pairs with the transforms of the recipe cityscapes_pplite_seg75.
+"""Images per second on one core: pairs of 2048 x 1024 PNG files, transforms of the recipe cityscapes_pplite_seg75.
 
 python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 
@@ -280,7 +280,9 @@ def main() -> None:
     text = summary(results)
     print(text)
     if args.out:
-        title = f"Images per second of one core, {width} x {height} PNG pairs, cityscapes_pplite_seg75"
+        title = (
+            f"Images per second on one core: pairs of {width} x {height} PNG files, cityscapes_pplite_seg75"
+        )
         write_result(args.out, title, facts, text, {"rounds": results})
 
 

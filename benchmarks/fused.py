@@ -96,7 +96,11 @@ def main() -> None:
     text = table(["ms per step, median", *KERNELS, "fused / loop"], rows)
     print(text)
     write_result(
-        args.out, "Optimizer steps, ResNet-18's parameters", circumstances(), text, {"times_ms": times}
+        args.out,
+        "Optimizer steps with the parameters of a ResNet-18",
+        circumstances(),
+        text,
+        {"times_ms": times},
     )
 
 

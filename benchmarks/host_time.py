@@ -177,10 +177,8 @@ def main() -> None:
         cases[name] = measure(case, args.rounds, args.seconds)
         print(describe({name: cases[name]}), flush=True)
     text = describe(cases)
-    text += (
-        "\n\nWall time per step, median (least to largest), then median CPU time; ratios are of wall time, "
-    )
-    text += "medians of those within a round."
+    text += "\n\nThe median wall time per step (minimum to maximum), then the median CPU time. Ratios compare wall "
+    text += "times and are medians of the ratios within each round."
     if not JAX:
         text += " jax was not installed."
     print(f"\n{text}")

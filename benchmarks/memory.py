@@ -102,7 +102,7 @@ def main() -> None:
     print(text)
     if args.out:
         data = {"resident_bytes": resident, "growth_bytes_per_step": growth}
-        write_result(args.out, "Memory over a long training", facts, text, data)
+        write_result(args.out, "Memory over a long training run", facts, text, data)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,10 @@ def main() -> None:
             args.rounds, args.seconds
         )
     text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())
-    text += "\n\nMedian milliseconds per step; ratios are medians (least to largest) of those within a round."
+    text += (
+        "\n\nThe median time per step in milliseconds. Ratios are medians (minimum to maximum) of the ratios within "
+        "each round."
+    )
     print(f"\n{text}")
     if args.out:
         write_result(args.out, "The training step as one graph", facts, text, {"milliseconds": parts})

@@ -91,7 +91,7 @@ class ReadyBatches(IterableDataset[Any]):
 
 LOADERS: dict[str, Callable[[Tensor, Tensor, bool], DataLoader[Any]]] = {
     "TensorDataset": lambda x, y, shuffle: DataLoader(TensorDataset(x, y), BATCH_SIZE, shuffle=shuffle),
-    "own data set": lambda x, y, shuffle: DataLoader(Samples(x, y), BATCH_SIZE, shuffle=shuffle),
+    "custom dataset": lambda x, y, shuffle: DataLoader(Samples(x, y), BATCH_SIZE, shuffle=shuffle),
     "ready batches": lambda x, y, shuffle: DataLoader(ReadyBatches(x, y), batch_size=None),
 }
 
@@ -204,11 +204,11 @@ def summary(times: dict[str, list[float]]) -> str:
         [name, *(f"{f(values):.3f}" for f in (median, min, max)), f"{median(above[name]):+.3f}"]
         for name, values in times.items()
     ]
-    text = table(["", "median ms", "min", "max", "over the loop (median)"], rows)
+    text = table(["", "median ms", "min", "max", "difference from the loop (median)"], rows)
     rounds = len(times["loop"])
     if "Accelerate" in times:
         below = sum(s < a for s, a in zip(times["Slipstream"], times["Accelerate"], strict=True))
-        text += f"\n\nSlipstream below Accelerate: {below} of {rounds} rounds."
+        text += f"\n\nSlipstream is faster than Accelerate in {below} of {rounds} rounds."
     ours = next(name for name in times if name.startswith("Slipstream"))
     for name in [name for name in times if name != ours] if ours not in CONTENDERS else []:
         ratios = [a / b for a, b in zip(times[ours], times[name], strict=True)]
@@ -216,7 +216,9 @@ def summary(times: dict[str, list[float]]) -> str:
     if ours not in CONTENDERS:
         return text
     within = sum(difference <= GOAL_MS for difference in above[ours])
-    return text + f"\n\nSlipstream at most {GOAL_MS} ms over the loop: {within} of {rounds} rounds."
+    return (
+        text + f"\n\nSlipstream is at most {GOAL_MS} ms slower than the loop in {within} of {rounds} rounds."
+    )
 
 
 def run_case(contenders: Contenders, network: str, kind: str, steps: int, rounds: int) -> dict[str, Any]:
@@ -234,7 +236,7 @@ def describe(case: dict[str, Any]) -> str:
     off = max(case["largest weight difference to the loop"].values())
     return (
         f"## {case['network']}, {case['loader']}\n\n{summary(case['milliseconds'])}\n\n"
-        f"Largest weight difference from the loop after {CHECKED_STEPS} steps: {off:.1e}."
+        f"Largest difference between a weight and that of the loop after {CHECKED_STEPS} steps: {off:.1e}."
     )
 
 

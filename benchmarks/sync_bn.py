@@ -24,7 +24,7 @@ from torch import nn
 
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-WAYS = {"two messages each way": 0, "one message each way": sync_batchnorm._ONE_MESSAGE}
+WAYS = {"two per direction": 0, "one per direction": sync_batchnorm._ONE_MESSAGE}
 STEPS = 4
 
 
@@ -70,8 +70,13 @@ def main() -> None:
         times = json.loads(Path(folder, "times.json").read_text())
     two, one = times.values()
     ratio = median(b / a for a, b in zip(two, one, strict=True))
-    text = table(["way", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()])
-    text += f"\n\nOne message takes {ratio:.2f} of the time of two (median of the rounds' ratios)."
+    text = table(
+        ["messages", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()]
+    )
+    text += (
+        f"\n\nWith one message per direction, a step takes {ratio:.2f} times as long as with two (median of the ratios "
+        "within each round)."
+    )
     print(text)
     if args.out:
         write_result(args.out, "SyncBN's messages", facts, text, times)
