@@ -30,14 +30,18 @@ only, and with a plain loop. Losses, weights, buffers, averages and other values
 {tolerance:g}.
 
 - *{one}*: the whole step stays one graph until the end, without warnings.
-- *{back}*: the results are the same. One warning names the cause, and the user's line if there is one.
-- *{refused}*: before training starts; the message names the remedy.
+- *{back}*: the results are the same. One warning names the cause, and the line of the user's code if there is one.
+- *{refused}*: an error is raised before training starts; the message names the remedy.
 
-Three changes are not detected: a hook of the node that accumulates a parameter's gradient
-(`get_gradient_edge(param).node`), if it is added after the second step, because torch does not report it; a change to
-an environment variable that the model or the loss reads; and the number of calls to a function with
-`functools.lru_cache`, which Dynamo traces again. The last two limits apply to `torch.compile` in general. In a graph,
-an `assert` on values of tensors raises `RuntimeError`. With several processes, anomaly mode and hooks of saved tensors
+The following is not detected:
+
+- a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`), if it is added after the
+  second step, because torch does not report it
+- a change to an environment variable that the model or the loss reads
+- how often a function with `functools.lru_cache` is called, because Dynamo ignores the cache and traces the function
+
+The last two limits apply to `torch.compile` in general. In a graph, an `assert` on values of tensors raises
+`RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and hooks of saved tensors
 have no effect on a step that runs as a graph, because all ranks must take the same path.
 
 The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.

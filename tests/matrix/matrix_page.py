@@ -25,22 +25,22 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of options, and with every triple that has `compile=step` ({triples} training runs).
-Pairs and triples are trained on both networks, in one process and in two; triples with one of
-{one_place} are trained only once:
-on one of the networks, in one process or in two, in turn. The tests compare losses, final
-weights and averages with a hand-written loop in plain PyTorch: one process, eager, the whole batch, without Slipstream.
-They also check that each requested option was active, and no other. This page is generated from the tables that the
+{batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training runs).
+Pairs and triples are trained on both networks, in one process and in two. Triples with one of
+{one_place} are trained only once each,
+alternating between the networks and between one process and two. The tests compare losses, final weights and averages
+with those of a hand-written loop in plain PyTorch, which trains eagerly on the whole batch in one process. They also
+check that the requested options were active, and no others. This page is generated from the tables that the
 tests check: `python tests/matrix/matrix_page.py`.
 
 ```bash
 python -m pytest tests/matrix                    # everything, a few minutes
-python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and the two processes
+python -m pytest tests/matrix -m 'not matrix'    # without triples, compiled code and runs in two processes
 ```
 
-- ✓ gives the results of the hand-written loop
-- ✗ raises an error (below); ✓/✗ raises an error on one of the networks
-- 1/2 only one of the two can be selected
+- ✓: the results match those of the hand-written loop
+- ✗: the combination raises an error (see below); ✓/✗: it raises an error on one of the networks
+- 1/2: only one of the two options can be selected
 """
 
 _BOTTOM = """## Tolerances
@@ -51,18 +51,18 @@ _BOTTOM = """## Tolerances
 
 - `bf16` and `fp16` are compared with the same loop under autocast. fp16 starts with a loss scale at which the first
   step overflows. The comparison includes the skipped step and the changes to the scale.
-- In each precision, the absence of another option that changes the results would be noticed: in the hand-written loop,
-  each of these options changes weights or averages by more than ten times the absolute tolerance.
+- In each precision, the tests would notice if an option that changes the results had no effect. In the hand-written
+  loop, each such option changes weights or averages by more than ten times the absolute tolerance.
 - SWA averages every second update. The layers of layer decay are the first convolution and the block.
 - Without SyncBN the loop also normalises each process's half of a batch separately.
 - `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
-  an epoch and of a window, and another run continues.
+  an epoch and of a window, and a second run continues it.
 - The graphs that Dynamo captures run uncompiled; those of recomputed convolutions run with `aot_eager`. Inductor
   compiles one run of each network, with all options except accumulation, resume and SAM, and one of `conv` with SAM.
 - In addition to pairs and triples, all compatible options (EMA instead of SWA) are enabled together, with and without
   SAM, in fp32, bf16 and fp16: as one graph, with a compiled model, and eagerly; in two processes as one graph, and with
   FSDP2 and a compiled model.
-- With {breaks} the graph can have breaks at the gathering of shards; the report at the end of the run says so.
+- With {breaks} the graph can break where shards are gathered; the report at the end of the run lists these breaks.
 
 ## Combinations that raise an error
 
