@@ -25,8 +25,8 @@ COMPILED = Path(__file__).parents[1] / "compiled"
 _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
-{batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training runs).
-Pairs and triples are trained on both networks, in one process and in two. Triples with one of
+{batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training
+runs). Pairs and triples are trained on both networks, in one process and in two. Triples with one of
 {one_place} are trained only once each,
 alternating between the networks and between one process and two. The tests compare losses, final weights and averages
 with those of a hand-written loop in plain PyTorch, which trains eagerly on the whole batch in one process. They also
