@@ -80,7 +80,7 @@ Runner(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "epoch_1.pth").exists()
     assert (
-        "No TensorBoard files are written: run pip install 'slipstream[tensorboard]'"
+        "No TensorBoard files are written; to enable them: pip install 'slipstream[tensorboard]'"
         in done.stderr + done.stdout
     )
 

@@ -10,7 +10,7 @@ __all__ = ["cores"]
 
 
 def cores() -> int:
-    """Return the number of cores this process may use, from its CPU affinity and its cgroup (v2) quotas."""
+    """Return the number of cores this process may use, as limited by its CPU affinity and cgroup (v2) quotas."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(min([found, *map(math.ceil, _quotas())]), 1)
 

@@ -70,7 +70,7 @@ class ModelError(SlipstreamError, ValueError):
 
 
 class MissingPackageError(SlipstreamError, ModuleNotFoundError):
-    """An optional package is needed and not installed."""
+    """An optional package is required but not installed."""
 
 
 class LossError(SlipstreamError, TypeError, ValueError):

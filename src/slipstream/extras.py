@@ -1,4 +1,4 @@
-"""Optional packages, which the extras of this distribution install (`pip install 'slipstream[all]'`)."""
+"""Optional packages, which are installed with the extras of this distribution (`slipstream[all]`)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["extra", "is_installed"]
 
 @contextmanager
 def extra(name: str) -> Iterator[None]:
-    """Replace a failed import inside the block by an error that names the extra to install.
+    """Replace the error of a failed import inside the block with one that names the extra to install.
 
     Raises:
         MissingPackageError: a module that the block imports is not installed.

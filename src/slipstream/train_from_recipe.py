@@ -1,7 +1,7 @@
 """`python -m slipstream.train_from_recipe --config-name=NAME`: SuperGradients' command, with all of Hydra's options.
 
-Hydra parses the command line, runs the jobs of a `--multirun` in sequence or through its launchers, and prints the
-recipe (`--cfg job`). Each job runs `slipstream train NAME overrides`.
+Hydra parses the command line, runs the jobs of a `--multirun` in sequence or with one of its launcher plugins, and
+prints the recipe (`--cfg job`). Each job runs `slipstream train NAME overrides`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _main(argv: list[str]) -> int:
     args = get_args_parser().parse_args(argv)
     folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:
-        raise ConfigError("no recipe given: add --config-name=NAME ('slipstream recipes' lists all recipes)")
+        raise ConfigError("no recipe given; add --config-name=NAME ('slipstream recipes' lists all recipes)")
     if not _hydra_options(args):
         return _train(args.config_name, args.overrides, folder)
     path = find_recipe(args.config_name or "variable_setup", folder)
@@ -94,7 +94,7 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None
 
     words = hydra_overrides(path, args.overrides, folder)
     register_resolvers()
-    # hydra.main reads only sys.argv.
+    # hydra.main reads its arguments only from sys.argv.
     before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]
     try:
         hydra.main(str(path.parent.resolve()), path.stem, version_base="1.3")(job)()

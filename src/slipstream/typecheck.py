@@ -15,7 +15,7 @@ def matches(value: Any, annotation: Any) -> bool:
     """Return whether `value` matches `annotation`; annotations other than plain types accept any value.
 
     An int matches `float`. A bool matches neither `int` nor `float`. Lists and tuples are interchangeable, because
-    YAML and JSON have no tuples. Elements of lists, tuples and dicts are checked, too.
+    YAML and JSON have no tuples. Elements of lists, tuples and dicts are also checked.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (typing.Union, types.UnionType):

@@ -6,5 +6,5 @@ __all__ = ["__version__"]
 
 try:
     __version__ = version("slipstream")
-except PackageNotFoundError:  # run from a source tree that is not installed
+except PackageNotFoundError:  # running from a source tree that is not installed
     __version__ = "0+unknown"

@@ -184,8 +184,8 @@ def test_stream_without_length_is_shown_with_a_question_mark(runner):
     ("entry", "message"),
     [
         ("loss", r"custom_cfg\[1\]: must be a dict"),
-        ({"method_name": "mean"}, r"custom_cfg\[1\]: requires the string 'data_src'"),
-        ({"data_src": "a"}, r"custom_cfg\[1\]: requires the string 'method_name'"),
+        ({"method_name": "mean"}, r"custom_cfg\[1\]: requires a string for the key 'data_src'"),
+        ({"data_src": "a"}, r"custom_cfg\[1\]: requires a string for the key 'method_name'"),
         (
             {"data_src": "a", "method_name": "mean", "windows": 3},
             r"custom_cfg\[1\].windows: 'mean' has no parameter 'windows'",
@@ -231,7 +231,7 @@ def test_epoch_window_size_requires_by_epoch():
 def test_invalid_window_size_and_pattern_are_rejected():
     with pytest.raises(ConfigError, match="window_size: must be at least 1"):
         LogProcessor(window_size=0)
-    with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a regular expression"):
+    with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a valid regular expression"):
         LogProcessor(mean_pattern="(")
 
 

@@ -51,7 +51,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str, Any]:
-    """Read a checkpoint file, without executing code from it.
+    """Read a checkpoint file without executing code from it.
 
     Raises:
         CheckpointError: the file does not exist, is damaged, or contains pickled objects.
@@ -92,8 +92,8 @@ def mark_last_checkpoint(folder: str | Path, path: Path) -> None:
 def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
-    `name` may come from an untrusted checkpoint. Therefore this only removes paths inside `folder`, and only folders
-    with the suffix `.sharded`.
+    `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
+    folders with the suffix `.sharded`.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):

@@ -1,8 +1,8 @@
 """Checkpoints of sharded models: a folder to which each process writes its shards.
 
 `torch.distributed.checkpoint` writes and reads the tensors. The file `plain.pth` contains the rest: the checkpoint with
-None instead of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
-other tools. This module never reads `.metadata`, because it is a pickle and can make torch unpickle further objects.
+None in place of each sharded tensor, and an index of the shards. torch also writes its own index (`.metadata`), for
+other tools. This module never reads `.metadata`, because it is a pickle and can make torch unpickle other objects.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_checkpoint(
 def load_checkpoint(
     path: str | Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a checkpoint: a file, or the folder of a sharded checkpoint. This never executes code from it.
+    """Read a checkpoint, which is a file or the folder of a sharded checkpoint, without executing code from it.
 
     Args:
         path: path of the checkpoint.
@@ -124,7 +124,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn) -> None:
-    """Convert a sharded checkpoint into one file, in one process and in CPU memory.
+    """Convert a sharded checkpoint into a single file, in one process and in CPU memory.
 
     Raises:
         CheckpointError: `folder` is not a sharded checkpoint, or it is damaged.

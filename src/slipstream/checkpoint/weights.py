@@ -32,7 +32,7 @@ def load_weights(
         model: the model.
         state: tensors by name.
         strict: require that all names and shapes match. If False, tensors that do not match (such as a head with
-            another number of classes) are skipped and reported.
+            a different number of classes) are skipped and reported.
         source: name of the checkpoint in error messages.
 
     Returns:
@@ -70,9 +70,9 @@ def load_weights(
 
 
 def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `state` after the modules' load_state_dict pre-hooks, which rename old keys.
+    """Apply the modules' load_state_dict pre-hooks, which rename old keys, to a copy of `state` and return it.
 
-    torch calls these hooks again in `load_state_dict`, after the comparison of names. The second call has no effect.
+    torch calls these hooks again in `load_state_dict`, after names are compared. The second call has no effect.
     """
     state = dict(state)
     for name, module in model.named_modules():

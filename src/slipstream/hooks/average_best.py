@@ -30,16 +30,17 @@ FOLDER = "average_best"
 class AverageBestHook(Hook):
     """Average the weights of the best epochs at the end of training; save and validate the result.
 
-    The hook averages the weights that were validated: with an `EMAHook`, the EMA weights. It saves the weights of each
-    of the best epochs to the folder `average_best` in the work_dir and removes them when better epochs replace them.
-    The remaining files are kept, because a resumed run requires them. The hook calls the stages `before_average_val`
-    and `after_average_val` (with `metrics`) before and after the final validation. Floating-point tensors are averaged
-    in float64. Other tensors are copied from the best epoch. The file only contains weights: use it with `load_from`,
-    not with `resume`.
+    The hook averages the weights used for validation, which are the EMA weights if there is an `EMAHook`. It saves the
+    weights of each of the best epochs to the folder `average_best` in the work_dir and removes them when a better
+    epoch takes their place. The remaining files are kept, because a resumed run requires them. The hook calls the
+    stages `before_average_val` and `after_average_val` (with `metrics`) before and after the final validation.
+    Floating-point tensors are averaged in float64. Other tensors are copied from the best epoch. The file contains
+    only weights, so load it with `load_from`, not with `resume`.
 
     Args:
         metric: name of the validation metric that ranks the epochs.
-        rule: `greater` or `less`: which values are better; by default inferred from the metric's name.
+        rule: `greater` if higher values are better, `less` if lower values are; by default inferred from the metric's
+            name.
         count: maximum number of epochs to average.
         filename: file name of the averaged weights, in the work_dir.
     """
@@ -80,7 +81,7 @@ class AverageBestHook(Hook):
         value = pick(self, metrics or {}, self.metric, "metric")
         number, by = (runner.epoch, "epoch") if runner.by_epoch else (runner.iter, "iter")
         entry = (value, f"{by}_{number}.pth")
-        # Sorting is stable: among identical values, the earlier epoch ranks first.
+        # Sorting is stable, so the earlier epoch ranks first among identical values.
         ranked = sorted(
             [*(kept for kept in self._best if kept[1] != entry[1]), entry],
             key=lambda kept: kept[0],
@@ -125,7 +126,7 @@ class AverageBestHook(Hook):
 
 
 def _mean(paths: Sequence[Path]) -> dict[str, Any]:
-    """Return the mean weights of checkpoints, read one at a time; copy non-float tensors from the first checkpoint."""
+    """Return the mean weights of the checkpoints, read one at a time, with non-float tensors from the first one."""
     first: dict[str, Any] = load_checkpoint(paths[0])["state_dict"]
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
     for path in paths[1:]:

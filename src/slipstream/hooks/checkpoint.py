@@ -29,21 +29,23 @@ class CheckpointHook(Hook):
 
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
-        by_epoch: whether `interval` counts epochs; by default, whether the training loop does.
-        save_optimizer, save_param_scheduler: whether to save their state, which a resumed run requires.
+        by_epoch: whether `interval` counts epochs rather than steps; by default as in the training loop.
+        save_optimizer, save_param_scheduler: whether to save the state of the optimizer and of the schedulers, which
+            a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.
         max_keep_ckpts: maximum number of regular checkpoints to keep; -1 keeps all.
         save_last: save a checkpoint at the end of training, regardless of `interval`.
         save_best: one or more metrics, or `auto` for the first metric that validation returns.
-        rule: `greater` or `less`: which values are better, for all metrics; by default inferred from their names.
-        filename_tmpl: file name with `{}` for the number. A name without `{}` is one file that is overwritten.
-            Default: `epoch_{}.pth` or `iter_{}.pth`.
-        save_begin: save no checkpoint before this number of epochs or steps.
-        best_filename: file name of the best checkpoint, for a single metric; by default derived from the metric's name
-            and the number of epochs or steps.
-        save_epochs: epochs (starting at 1) whose checkpoints are kept as `ckpt_epoch_1.pth`, as with SuperGradients'
-            `save_ckpt_epoch_list`.
+        rule: `greater` if higher values are better for all metrics, `less` if lower values are; by default inferred
+            from the metrics' names.
+        filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
+            previous one. Default: `epoch_{}.pth` or `iter_{}.pth`.
+        save_begin: number of epochs or steps after which `interval` starts to count.
+        best_filename: file name of the best checkpoint, if `save_best` is a single metric; by default derived from the
+            metric's name and the number of epochs or steps.
+        save_epochs: epochs (counted from 1) after which to save an additional checkpoint (`ckpt_epoch_1.pth`) that is
+            never removed, as with SuperGradients' `save_ckpt_epoch_list`.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
     """
 

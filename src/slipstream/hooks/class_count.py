@@ -26,7 +26,7 @@ class ClassCountHook(Hook):
     `classes` in their `metainfo`.
 
     Raises:
-        ModelError: the model was built with another number of classes.
+        ModelError: the model was built with a different number of classes.
     """
 
     def before_train(self, runner: Runner) -> None:

@@ -97,8 +97,8 @@ class EMAHook(Hook):
             self._in_step and self._part is not None
         ):  # left by an earlier training run with the same optimizer
             optim.parts.remove(self._part)
-        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after that. Sharded
-        # weights may get new storage when they are first gathered.
+        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged once it has run.
+        # Sharded weights may get new storage when they are first gathered.
         guarded = getattr(optim, "guard", None) is not None
         self._part = AveragePart(
             average,
@@ -146,7 +146,7 @@ class EMAHook(Hook):
         self._show(average=False)
 
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Save the average as `state_dict` and the weights as `ema_state_dict`, after the first update."""
+        """After the first update, save the average as `state_dict` and the weights as `ema_state_dict`."""
         if not self._average.steps:
             return
         if runner.is_training:
@@ -164,7 +164,7 @@ class EMAHook(Hook):
         }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """If the run is resumed, restore the average and the weights; else load the average as weights."""
+        """If the run is resumed, restore the average and the weights; otherwise, load the average as weights."""
         if "ema_state_dict" not in checkpoint or not runner.resuming:
             return
         saved = checkpoint.pop("ema_state_dict")
@@ -188,7 +188,7 @@ class EMAHook(Hook):
 
 @contextmanager
 def validation_weights(runner: Runner) -> Iterator[nn.Module]:
-    """Yield the unwrapped model with the weights used for validation: those of an `EMAHook`, if there is one."""
+    """Yield the unwrapped model with the weights used for validation, which an `EMAHook` provides if there is one."""
     before = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
     try:
         for hook, _ in before:

@@ -25,8 +25,8 @@ class GcHook(Hook):
     then skip. At the end of training, or when `close` is called, the hook restores the previous state.
 
     Args:
-        interval: steps between two collections; batches during validation.
-        warmup: steps before the hook takes control.
+        interval: number of steps (batches during validation) between two collections.
+        warmup: number of steps before the hook disables automatic collection.
     """
 
     priority = "LOWEST"

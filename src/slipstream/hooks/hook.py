@@ -30,7 +30,7 @@ class Priority(IntEnum):
 
 
 def get_priority(priority: int | str | Priority) -> int:
-    """Convert a `Priority`, the name of one, or a number from 0 to 100 to a number."""
+    """Return a priority as a number, given a `Priority`, its name, or a number from 0 to 100."""
     if isinstance(priority, str):
         if priority.upper() not in Priority.__members__:
             hint = did_you_mean(priority, Priority.__members__)
@@ -44,9 +44,9 @@ def get_priority(priority: int | str | Priority) -> int:
 class Hook:
     """Base class for hooks. The Runner only calls the stages that a subclass overrides.
 
-    `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is
-    `train`, `val` or `test`), except in modes whose own method is overridden. Outputs of a training step are
-    device tensors. Reading one synchronizes with the device.
+    `_before_epoch`, `_after_epoch`, `_before_iter` and `_after_iter` run in all three modes (`mode` is `train`, `val`
+    or `test`), unless the method for that mode is overridden. The outputs of a training step are device tensors.
+    Reading one synchronizes with the device.
     """
 
     priority: int | str = "NORMAL"

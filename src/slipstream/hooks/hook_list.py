@@ -20,7 +20,7 @@ class HookList:
         self._at: dict[str, list[Callable[..., None]]] = {}
 
     def register(self, hook: Hook | Mapping[str, Any], priority: int | str | None = None) -> None:
-        """Add a hook, which is built first if a configuration is given; the configuration may contain `priority`.
+        """Add a hook, given as an object or as a configuration, which may contain `priority`.
 
         Raises:
             ConfigError: `hook` is neither a hook nor a valid configuration.

@@ -21,8 +21,8 @@ class LoggerHook(Hook):
 
     Args:
         interval: steps between two log lines.
-        ignore_last: do not log the remaining steps of an epoch if they are fewer than `interval`, unless the
-            whole epoch is shorter.
+        ignore_last: do not log the last steps of an epoch if there are fewer than `interval` of them, unless the
+            whole epoch is shorter than `interval`.
         interval_exp_name: steps between two log lines with the experiment's name.
         log_metric_by_epoch: plot validation metrics over epochs (True) or over steps (False).
     """
@@ -45,7 +45,7 @@ class LoggerHook(Hook):
         self.log_metric_by_epoch = log_metric_by_epoch
 
     def before_train(self, runner: Runner) -> None:
-        """Store whether training is by epoch, and log short epochs despite `ignore_last`."""
+        """Store whether training is epoch-based; disable `ignore_last` if epochs are shorter than `interval`."""
         self._by_epoch = runner.by_epoch
         self._ignore_last = self.ignore_last
         if self._by_epoch and runner.train_loop.epoch_length < self.interval:
@@ -102,7 +102,7 @@ class LoggerHook(Hook):
 
 @HOOKS.register_module()
 class ProgressBarHook(Hook):
-    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if there is a terminal."""
+    """Show a progress bar below the log lines. The Runner registers this hook on rank 0 if its output is a terminal."""
 
     priority = "LOWEST"
 

@@ -1,4 +1,4 @@
-"""Handle non-finite losses and gradients: skip the step, or stop and report the module."""
+"""Skip training steps with non-finite loss or gradients, or report the module that caused a non-finite loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NanGuardHook"]
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Skip training steps with non-finite loss or gradients, or stop and report the module.
+    """Skip training steps with non-finite loss or gradients, or stop training at a non-finite loss.
 
     Args:
         action, locate, max_skipped: see `NanGuardOptions`.
@@ -34,7 +34,7 @@ class NanGuardHook(Hook):
         self.locator: Locator | None = None
         self._undo = ExitStack()
         self.skipped = 0
-        """Steps skipped in this training, up to the last `read_logs`."""
+        """Number of steps skipped so far, as of the last `read_logs`."""
 
     def before_run(self, runner: Runner) -> None:
         """Install the guard and the locator, before the model is compiled."""

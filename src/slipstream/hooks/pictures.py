@@ -24,7 +24,7 @@ __all__ = ["SegVisualizationHook"]
 
 @HOOKS.register_module()
 class SegVisualizationHook(Hook):
-    """Save image, ground truth and prediction of some validation samples as one PNG file.
+    """Save the image, ground truth and prediction of some validation samples as one PNG file.
 
     The samples are spread over the validation data. The hook overwrites `predictions.png` in the work_dir and also
     passes the image to the visualizer.
@@ -68,7 +68,7 @@ class SegVisualizationHook(Hook):
         self._rows += [row for row, _ in zip(rows, range(missing), strict=False)]
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Draw the kept samples."""
+        """Draw the selected samples."""
         self._validations += 1
         if not self._rows or self._validations % self.interval:
             return
@@ -78,7 +78,8 @@ class SegVisualizationHook(Hook):
         palette, ignore = meta.get("palette"), meta.get("ignore_index")
         if palette is None or "classes" not in meta:
             raise DataError(
-                "SegVisualizationHook requires metainfo['palette'] and metainfo['classes'] of the dataset"
+                "SegVisualizationHook requires a dataset with 'palette' and 'classes' in its metainfo; add them, or "
+                "remove the hook"
             )
         rows = []
         for image, target, prediction in self._rows:

@@ -32,14 +32,14 @@ class PreciseBNHook(Hook):
 
     The new statistics are the mean and variance of the layer's inputs over `num_samples` training samples, computed
     from the batch statistics by the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The
-    hook uses the weights that are validated: with an `EMAHook`, the EMA weights. The samples are split over the ranks.
-    The hook does not affect training: batches, random numbers and other buffers stay the same.
+    hook uses the weights used for validation, which are the EMA weights if there is an `EMAHook`. The samples are split
+    over the ranks. The hook does not affect training, because batches, random numbers and other buffers stay the same.
 
-    Layers with `momentum=None` keep their statistics, which already are means over all batches. Layers frozen in
-    evaluation mode also keep theirs. The forward passes run in eager mode, even if the model is compiled.
+    Layers with `momentum=None` keep their statistics, which are already means over all batches. Layers frozen in
+    evaluation mode also keep their statistics. The forward passes run in eager mode, even if the model is compiled.
 
     Args:
-        num_samples: number of samples over all ranks, at most one epoch. A few thousand are enough.
+        num_samples: number of samples over all ranks, limited to one epoch. A few thousand are enough.
         interval: epochs between two recomputations; the hook always runs after the last epoch.
     """
 
@@ -65,7 +65,7 @@ class PreciseBNHook(Hook):
             )
         elif not hasattr(model, "loss_step"):
             raise ModelError(
-                "PreciseBNHook requires a model with a method loss_step(batch); derive it from "
+                "PreciseBNHook requires a model with a loss_step(batch) method; derive the model from "
                 "slipstream.model.BaseModel"
             )
 
@@ -126,7 +126,7 @@ class _Moments:
         self.mean, self.var = torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
 
     def add(self, values: Tensor) -> None:
-        """Add a layer's input (N, C, ...) by the law of total variance: within batches plus between batches."""
+        """Add a layer's input (N, C, ...). The variance is the variance within batches plus that between batches."""
         count = values.numel() // values.shape[1]
         if not count:
             return
@@ -140,7 +140,7 @@ class _Moments:
 
 @contextmanager
 def _record_moments(layers: list[_BatchNorm]) -> Iterator[list[_Moments]]:
-    """Yield the moments of the layers' inputs inside the block."""
+    """Yield one `_Moments` per layer, which accumulates the layer's inputs inside the block."""
     moments = [_Moments(layer) for layer in layers]
     handles = [
         layer.register_forward_pre_hook(lambda _, inputs, own=own: own.add(inputs[0].detach()))

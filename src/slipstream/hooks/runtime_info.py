@@ -16,16 +16,16 @@ __all__ = ["RuntimeInfoHook"]
 
 @HOOKS.register_module()
 class RuntimeInfoHook(Hook):
-    """Record seed, experiment name, epoch, iteration and metrics in the message hub.
+    """Record the seed, experiment name, epoch, iteration and metrics in the message hub.
 
     Losses and learning rates are not read at every step. `Runner.read_logs` records them at log intervals. If named
-    parameter groups have different learning rates, this hook then records each rate as `train/lr/NAME`.
+    parameter groups have different learning rates, this hook also records each rate as `train/lr/NAME`.
     """
 
     priority = "VERY_HIGH"
 
     def before_run(self, runner: Runner) -> None:
-        """Record configuration, seed and experiment name."""
+        """Record the configuration, the seed and the experiment name."""
         infos = {"cfg": runner.cfg_text, "seed": runner.seed, "experiment_name": runner.experiment_name}
         runner.message_hub.update_info_dict(infos, resumed=False)
 
@@ -42,7 +42,7 @@ class RuntimeInfoHook(Hook):
         )
 
     def before_train_epoch(self, runner: Runner) -> None:
-        """Record epoch and iteration."""
+        """Record the epoch and the iteration."""
         runner.message_hub.update_info_dict({"epoch": runner.epoch, "iter": runner.iter})
 
     def read_logs(self, runner: Runner) -> None:

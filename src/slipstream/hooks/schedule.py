@@ -26,7 +26,7 @@ class ParamSchedulerHook(Hook):
     priority = "LOW"
 
     def before_train(self, runner: Runner) -> None:
-        """Group the schedulers by their unit."""
+        """Group the schedulers by when they step."""
         schedulers = runner.all_param_schedulers
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
         self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes schedulers based on metrics
@@ -92,7 +92,7 @@ class EarlyStoppingHook(Hook):
 
     Args:
         monitor: the metric's name.
-        rule: `greater` or `less`: which values are better; by default inferred from the name.
+        rule: `greater` if higher values are better, `less` if lower values are; by default inferred from the name.
         min_delta: minimum change that counts as an improvement.
         strict: raise an error if the metric is missing; otherwise log a warning.
         check_finite: stop as soon as the metric is NaN or infinite.
@@ -132,7 +132,7 @@ class EarlyStoppingHook(Hook):
         return f"early_stopping/{self.monitor}"
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Compare the metric with the best so far."""
+        """Compare the metric with its best value so far."""
         if not runner.is_training:
             return
         if self.monitor not in (metrics or {}) and not self.strict:

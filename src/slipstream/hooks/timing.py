@@ -56,7 +56,7 @@ class IterTimerHook(Hook):
         """Write the step times since the last call and the remaining time to the message hub."""
         new, self._new = self._new, []
         if new:
-            # Reading the losses waited for the device. This time belongs to the last step, not to the next batch.
+            # Reading the losses waited for the device. Add this time to the last step, not to the next batch.
             now = perf_counter()
             new[-1] = (new[-1][0], new[-1][1] + now - self._last)
             self._last = now

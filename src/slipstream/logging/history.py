@@ -83,7 +83,7 @@ class HistoryBuffer:
 
     @classmethod
     def register_statistics(cls, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Register `method(history, ...)` for `statistics` under its name; usable as a decorator."""
+        """Register `method(history, ...)` under its name for use by `statistics`; can be used as a decorator."""
         cls._statistics[method.__name__] = method
         return method
 
@@ -104,7 +104,7 @@ class HistoryBuffer:
             ) from None
 
     def statistics(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Return the statistic `method_name`, computed with these arguments."""
+        """Return the statistic `method_name`, computed with the given arguments."""
         return self.find_statistics(method_name)(self, *args, **kwargs)
 
     def mean(self, window_size: int | None = None) -> float:

@@ -29,7 +29,7 @@ _loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", 
 class MMLogger(logging.Logger):
     """A logger that belongs to one Runner; created by `build_logger`.
 
-    It is not part of Python's logger hierarchy. Therefore two Runners in one process share no handlers.
+    It is not part of Python's logger hierarchy, so two Runners in one process share no handlers.
 
     Attributes:
         console: the rich Console for the log lines; a `ProgressBar` on it stays below the lines.
@@ -46,7 +46,7 @@ class MMLogger(logging.Logger):
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:
-        """Close the log file. A later log line opens it again."""
+        """Close the log file. A later log line reopens it."""
         for handler in self.handlers:
             handler.close()
 
@@ -146,8 +146,8 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
         level: the level of the message.
 
     Raises:
-        UnknownNameError: this context has no logger with this name.
-        ConfigError: `logger` has another type.
+        UnknownNameError: this context has no logger with that name.
+        ConfigError: `logger` is of a different type.
     """
     if logger is None:
         print(msg)

@@ -40,7 +40,7 @@ class Meter:
         Args:
             outputs: 0-dim tensors by name. The next step must not overwrite them; clone the outputs of a CUDA
                 graph. Names may vary between steps.
-            iteration: number of this step in a `NonFiniteLossError`.
+            iteration: number of this step, for error messages.
 
         Raises:
             LossError: an output is not a 0-dim tensor.

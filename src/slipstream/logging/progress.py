@@ -15,10 +15,10 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class ProgressBar:
-    """A bar with counter, remaining time and a short text. Without a terminal, nothing is displayed.
+    """A bar with a counter, the remaining time and a short text. Without a terminal, nothing is displayed.
 
     Args:
-        console: the logger's console (`MMLogger.console`), so log lines scroll above the bar.
+        console: the logger's console (`MMLogger.console`), so that log lines scroll above the bar.
     """
 
     def __init__(self, console: Console) -> None:

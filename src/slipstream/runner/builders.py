@@ -56,7 +56,7 @@ def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if mesh_of(model) is not None and not any(is_sharded(p) for g in optim.param_groups for p in g["params"]):
         raise ConfigError(
             "the optimizer was created before the model was sharded and would update the old parameters; "
-            "pass a dict, from which the optimizer is built after sharding"
+            "pass a dict instead, so that the optimizer is built after sharding"
         )
     return optim
 

@@ -46,7 +46,7 @@ class Randomness:
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
-    """Add the rank to the seed of the model's random numbers (dropout). The data order does not depend on it."""
+    """Add the rank to the seed of the model's random numbers (dropout). This does not affect the data order."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class EnvOptions:
     """Options of the Runner's argument `env_cfg`."""
 
     cudnn_benchmark: bool = False
-    """Let cuDNN benchmark its algorithms for each new input shape. Faster if input shapes are constant."""
+    """Let cuDNN benchmark its algorithms for each new input shape, which is faster if input shapes are constant."""
     mp_cfg: dict[str, Any] = field(default_factory=dict)
-    """`mp_start_method` of data loader workers, and `opencv_num_threads` in each worker."""
+    """`mp_start_method` (how data loader workers are started) and `opencv_num_threads` (threads in each worker)."""
     dist_cfg: dict[str, Any] = field(default_factory=dict)
     """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
     resource_limit: int = 4096
@@ -72,13 +72,13 @@ def default_device() -> torch.device:
 
 
 def device_type() -> str:
-    """Return the type of `default_device` without initialising the device."""
+    """Return the type of `default_device` without initializing the device."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if accelerator is None else accelerator.type
 
 
 def setup_env(launcher: str, options: EnvOptions) -> None:
-    """Initialise the process group and set the open-file limit, the start method and OpenCV's threads."""
+    """Initialize the process group and set the open-file limit, the start method and OpenCV's threads."""
     _raise_file_limit(options.resource_limit)
     if method := options.mp_cfg.get("mp_start_method"):
         torch.multiprocessing.set_start_method(method, force=True)
@@ -117,7 +117,7 @@ def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_see
     np.random.seed(own % 2**32)
     torch.manual_seed(own)
     if deterministic:
-        # cuBLAS is deterministic only with a fixed workspace size, which it reads at initialisation.
+        # cuBLAS is deterministic only with a fixed workspace size, which it reads at initialization.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.benchmark = False
         torch.use_deterministic_algorithms(True)

@@ -25,17 +25,17 @@ Tag = dict[str, Any]
 class LogProcessor:
     """Format the scalars and infos of `runner.message_hub`.
 
-    Scalars whose name matches `mean_pattern` are averaged over `window_size` values. Other scalars show their newest
-    value.
+    Scalars whose names match `mean_pattern` are averaged over `window_size` values. For other scalars, the newest value
+    is shown.
 
     Args:
         window_size: number of newest values to average.
-        by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) or over the run
+        by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) rather than over the run
             (`Iter(train) [100/80000]`).
-        custom_cfg: further statistics, one dict each: `data_src` (the scalar's name without its mode, such as `loss`),
-            `method_name` (of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
+        custom_cfg: additional statistics, each a dict with `data_src` (the scalar's name without its mode, such as
+            `loss`), `method_name` (a method of `HistoryBuffer`: `mean`, `min`, `max`, `current`, or a registered one),
             `window_size` (a number, `"epoch"` or `"global"`; default: the whole history), `log_name`
-            (default: `data_src`, so the statistic replaces that scalar), and further arguments of the method.
+            (default: `data_src`, so the statistic replaces that scalar), and other arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
         mean_pattern: regular expression for the names to average.
@@ -61,7 +61,7 @@ class LogProcessor:
         try:
             self.mean_pattern = re.compile(mean_pattern)
         except re.error as error:
-            message = f"{mean_pattern!r} is not a regular expression: {error}"
+            message = f"{mean_pattern!r} is not a valid regular expression: {error}"
             raise ConfigError(message, "mean_pattern") from error
         self.window_size = window_size
         self.by_epoch = by_epoch
@@ -112,7 +112,7 @@ class LogProcessor:
             runner: the Runner.
             batch_idx: number of batches in the epoch.
             mode: `"val"` or `"test"`.
-            with_non_scalar: include the mode's infos (for example a confusion matrix) in the first result. The
+            with_non_scalar: include the mode's infos (for example, a confusion matrix) in the returned scalars. The
                 line always includes them.
         """
         shown = self._scalars(runner, mode, batch_idx)
@@ -215,7 +215,7 @@ def _check_custom_cfg(custom_cfg: list[dict[str, Any]], by_epoch: bool) -> None:
             raise ConfigError(f"must be a dict, not {entry!r}", path)
         for key in ("data_src", "method_name"):
             if not isinstance(entry.get(key), str):
-                raise ConfigError(f"requires the string '{key}'; got {dict(entry)!r}", path)
+                raise ConfigError(f"requires a string for the key '{key}'; got {dict(entry)!r}", path)
         _check_method(entry, path)
         _check_window(entry.get("window_size"), by_epoch, f"{path}.window_size")
         if (name := _log_name(entry)) in names:

@@ -55,7 +55,7 @@ def name_run(work_dir: Path, name: str | None) -> RunName:
 
 
 def _create_folder(work_dir: Path, stamp: str) -> str:
-    """Create the folder `stamp`, or add a suffix if it exists, because two runs may start in the same second."""
+    """Create the folder `stamp`, with a numeric suffix if another run started in the same second; return its name."""
     for number in range(1000):
         name = f"{stamp}_{number}" if number else stamp
         try:
@@ -86,29 +86,29 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
             visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
     logger = build_logger(name.experiment, log_file, level, get_rank())
     if without_tensorboard:
-        logger.info("No TensorBoard files are written: run pip install 'slipstream[tensorboard]' to get them")
+        logger.info("No TensorBoard files are written; to enable them: pip install 'slipstream[tensorboard]'")
     return Logs(logger, hub, Meter(hub), processor, visualizer)
 
 
 def write_config(
     cfg: Config, visualizer: Visualizer, logger: MMLogger, work_dir: str, timestamp: str
 ) -> None:
-    """On rank 0, write a non-empty configuration to the work_dir and to the visualizer."""
+    """On rank 0, write a non-empty configuration to the work_dir and pass it to the visualizer."""
     if not is_main_process() or not len(cfg):
         return
     name = Path(cfg.filename).stem if cfg.filename else timestamp
     write_text(Path(work_dir) / f"{name}.py", config_text(cfg, "py"))
     try:
         visualizer.add_config(cfg)
-    except ConfigError as error:  # a configuration that holds objects is valid
+    except ConfigError as error:  # a configuration may contain objects
         logger.debug(f"The visualizer cannot show the configuration: {error}")
 
 
 def config_text(cfg: Config, form: str = "yaml") -> str:
-    """Return the configuration as text, or a comment with the reason if it holds objects."""
+    """Return the configuration as text, or a comment with the reason if it contains objects."""
     import yaml
 
     try:
         return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.to_dict())))
     except (ConfigError, TypeError, ValueError) as error:
-        return f"# This configuration holds objects that cannot be written as text: {error}\n"
+        return f"# This configuration contains objects that cannot be written as text: {error}\n"

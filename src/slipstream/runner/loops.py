@@ -1,4 +1,4 @@
-"""Loops: training by epochs or by iterations, validation and test."""
+"""Loops for training (by epochs or by iterations), validation and testing."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class _TrainLoop(BaseLoop):
     ) -> None:
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
-        """Batches per epoch, the same on every rank; None if the dataset has no length."""
+        """Number of batches per epoch, the same on every rank; None if the dataset has no length."""
         if val_interval < 1:
             raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
         self.val_begin = val_begin
@@ -91,21 +91,21 @@ class _TrainLoop(BaseLoop):
         self._start = 0
         self._validated = True
         self.inner_iter = 0
-        """Finished batches of the current epoch (or pass over the data)."""
+        """Number of finished batches of the current epoch (or pass over the data)."""
 
     @property
     def epoch(self) -> int:
-        """Finished epochs (passes over the data)."""
+        """Number of finished epochs (passes over the data)."""
         return self._epoch
 
     @property
     def iter(self) -> int:
-        """Finished steps."""
+        """Number of finished steps."""
         return self._iter
 
     @property
     def val_interval(self) -> int:
-        """Epochs or iterations between two validation runs, at the current progress."""
+        """Number of epochs or iterations between two validation runs, at the current progress."""
         return self._intervals[bisect.bisect_right(self._milestones, self._progress) - 1]
 
     @property
@@ -118,7 +118,7 @@ class _TrainLoop(BaseLoop):
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per step, summed over all processes."""
+        """Number of samples per step, summed over all processes."""
         return (batch_size(self.dataloader) or 1) * get_world_size()
 
     def position(self, by_epoch: bool | None) -> dict[str, Any]:
@@ -184,7 +184,8 @@ class _TrainLoop(BaseLoop):
         if not self._validated:
             self._runner.restore_random_state()
             self._validate()
-            # Restore it again later: in mid-epoch, the loader drew its numbers before the checkpoint.
+            # Restore this state again after the loader is started, because in mid-epoch the loader drew its random
+            # numbers before the checkpoint was written.
             self._runner.resumed_random_state = get_random_state()
 
     def _validate(self) -> None:
@@ -198,7 +199,7 @@ class _TrainLoop(BaseLoop):
         """Return pairs (index, batch) for the rest of the current epoch (or pass over the data)."""
         start, self._start = self._start, 0
         if start == 0:
-            self._runner.restore_random_state()  # before the loader draws its numbers for a new epoch
+            self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
         set_epoch(self.dataloader, self._epoch, start)
         batches: Iterator[Any] = iter(self.dataloader)
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
@@ -242,7 +243,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         max_epochs: number of epochs.
         val_begin: the first epoch after which to validate.
         val_interval: epochs between two validation runs; the last epoch is always validated.
-        dynamic_intervals: pairs (epoch, val_interval from this epoch on).
+        dynamic_intervals: pairs (epoch, val_interval from that epoch on).
     """
 
     def __init__(
@@ -314,7 +315,7 @@ class IterBasedTrainLoop(_TrainLoop):
         max_iters: number of steps.
         val_begin: the first iteration after which to validate.
         val_interval: iterations between two validation runs; the last iteration is always validated.
-        dynamic_intervals: pairs (iteration, val_interval from this iteration on).
+        dynamic_intervals: pairs (iteration, val_interval from that iteration on).
     """
 
     max_epochs = 1
@@ -346,7 +347,7 @@ class IterBasedTrainLoop(_TrainLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
-        runner.call_hook("before_train_epoch")  # the whole training counts as one epoch
+        runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         runner.model.train()
         batches = self._batches()
         with self._annotate_errors():
@@ -382,7 +383,7 @@ class _EvalLoop(BaseLoop):
         runner: the Runner that owns the loop.
         dataloader: a loader or its configuration.
         evaluator: an `Evaluator`, or the metrics to build one from.
-        fp16: run under autocast with the device's default lower precision.
+        fp16: run under autocast with the device's default lower-precision dtype.
     """
 
     def __init__(self, runner: Runner, dataloader: Loadable, evaluator: Any, fp16: bool = False) -> None:

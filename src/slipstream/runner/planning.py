@@ -42,7 +42,7 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def _check_params(params: Any) -> None:
-    """Reject keys of SuperGradients' `training_params` that are not speed options, because a Runner ignores them."""
+    """Reject keys of SuperGradients' `training_params` that are not speed options, which a Runner would ignore."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -97,7 +97,7 @@ def make_step(
     warn: Callable[[str], None],
     log: Callable[[str], None],
 ) -> Step:
-    """Return the training step: the model's `train_step` if it overrides the method, else the plan's step."""
+    """Return the training step: the model's own `train_step` if it overrides the method, otherwise the plan's step."""
     core: Any = unwrap_model(model)
     own = next((m for m in (model, core) if overrides_train_step(m)), None)
     if own is None:

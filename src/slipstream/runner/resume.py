@@ -1,4 +1,4 @@
-"""The contents of checkpoints: weights, optimizer state, schedulers; and which checkpoint to resume."""
+"""Find the checkpoint to resume; save and restore weights, optimizer state and schedulers."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def find_resume(
 ) -> tuple[Path | None, int | None]:
     """Return the checkpoint to resume from and the seed of the run that wrote it, or (None, None).
 
-    Rank 0 searches for the checkpoint and broadcasts the result, because a work_dir may be local to its machine.
+    Rank 0 searches for the checkpoint and broadcasts the result, because the work_dir may only exist on its machine.
 
     Raises:
         CheckpointError: the checkpoint cannot be read, or a rank cannot access it.
@@ -94,7 +94,7 @@ def init_weights(model: nn.Module) -> None:
     with whole_weights(model):
         model.init_weights()  # type: ignore[operator]
         for tensor in chain(model.parameters(), model.buffers()):
-            broadcast(tensor.detach())  # the wrapper broadcast the weights before this initialisation
+            broadcast(tensor.detach())  # the wrapper broadcast the weights before this initialization
 
 
 def read_checkpoint(
@@ -106,7 +106,7 @@ def read_checkpoint(
     """Read a checkpoint; rename and shard the weights in `state_dict` like those of the unwrapped model."""
     checkpoint = load_checkpoint(path, map_location, mesh_of(model))
     checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
-    # Remove a wrapper's prefix, unless the model has a submodule of this name.
+    # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."
     own = any(key.startswith(prefix) for key in model.state_dict())
     checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
@@ -121,7 +121,7 @@ def check_complete(checkpoint: Mapping[str, Any], warn: Callable[[str], None]) -
     """Check that a checkpoint contains more than weights.
 
     Raises:
-        CheckpointError: it does not contain the position of a run.
+        CheckpointError: the checkpoint does not contain the position of a run.
     """
     if "ema_state_dict" in checkpoint:  # an EMAHook would have removed the key
         warn(
@@ -133,7 +133,7 @@ def check_complete(checkpoint: Mapping[str, Any], warn: Callable[[str], None]) -
 
 
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the entries of a checkpoint for the optimizer and an unfinished accumulation window."""
+    """Return the checkpoint entries of the optimizer and of an unfinished accumulation window."""
     state: dict[str, Any] = {"optimizer": optim.state_dict()}
     if gradients := _pending_gradients(unwrap_model(model)):
         state["gradients"] = gradients
@@ -143,7 +143,7 @@ def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
 
 
 def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping[str, Any]) -> None:
-    """Restore what `optimizer_state` returned.
+    """Restore the entries returned by `optimizer_state`.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state.
@@ -166,7 +166,7 @@ def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint:
     """Restore the schedulers from a checkpoint.
 
     Raises:
-        CheckpointError: the checkpoint has no schedulers, or another number of them.
+        CheckpointError: the checkpoint has no schedulers, or a different number of them.
     """
     states = _required(checkpoint, "param_schedulers")
     pairs: list[tuple[list[Any], list[Any]]] = (
@@ -189,14 +189,14 @@ def _pending_gradients(model: nn.Module) -> dict[str, Tensor]:
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
     gradients |= unsharded_gradients(model)
-    # Sharded gradients are averaged already.
+    # Sharded gradients are already averaged.
     plain = {name: gradient for name, gradient in gradients.items() if not is_sharded(gradient)}
     all_reduce_params(plain.values(), bucket_size_mb=64, op="mean")
     return gradients | {name: shard_like(gradient, parameters[name]) for name, gradient in plain.items()}
 
 
 def check_weights(model: nn.Module, iteration: int) -> None:
-    """Check that all weights are finite; the loss reveals others only one step later.
+    """Check that all weights are finite. The loss would reveal a non-finite weight only one step later.
 
     Raises:
         NonFiniteLossError: a weight is NaN or infinite.

@@ -80,15 +80,15 @@ __all__ = ["Runner"]
 class Runner:
     """Train, validate and test a model. The arguments are those of MMEngine's Runner plus `speed`.
 
-    Each argument accepts an object or a configuration (a dict with a `type`). The constructor builds the model, moves
-    it to the device and wraps it. Data loaders, optimizer and schedulers are built on first use.
+    Components are passed as objects or as configurations (dicts with a `type`). The constructor builds the model, moves
+    it to the device and wraps it. The data loaders, optimizer and schedulers are built on first use.
 
     Args:
         model: a `BaseModel` or its configuration.
         work_dir: output folder; created if it does not exist.
-        train_dataloader, train_cfg, optim_wrapper: required for training; set all or none.
-        val_dataloader, val_cfg, val_evaluator: required for validation; set all or none.
-        test_dataloader, test_cfg, test_evaluator: required for testing; set all or none.
+        train_dataloader, train_cfg, optim_wrapper: required for training; set all three or none.
+        val_dataloader, val_cfg, val_evaluator: required for validation; set all three or none.
+        test_dataloader, test_cfg, test_evaluator: required for testing; set all three or none.
         auto_scale_lr: `dict(enable=True, base_batch_size=...)` scales every learning rate by
             batch size x processes / base_batch_size (without gradient accumulation, as in MMEngine).
         param_scheduler: one scheduler or several.
@@ -97,14 +97,14 @@ class Runner:
         data_preprocessor: data preprocessor of a model that is built from its configuration.
         load_from: a checkpoint to load weights from.
         resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
-            this checkpoint.
+            that checkpoint.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
         env_cfg, randomness: options of `EnvOptions` and `Randomness`.
         log_processor, log_level, visualizer: how the run is logged and visualized.
         default_scope: the registry scope to search first.
         experiment_name: the run's name in logs.
-        cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from here.
-        speed: speed options: `'auto'` or a dict of `SpeedPlan`'s fields; default: `cfg['speed']`.
+        cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
+        speed: speed options, `'auto'` or a dict of `SpeedPlan`'s fields; by default `cfg['speed']`.
     """
 
     def __init__(
@@ -314,9 +314,9 @@ class Runner:
     # ---- checkpoints ---------------------------------------------------------------------------------
 
     def load_or_resume(self) -> None:
-        """Load `load_from`, or resume the checkpoint (only load it if the run does not train).
+        """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
 
-        Later calls have no effect.
+        A run that does not train only loads the checkpoint.
         """
         if self._resume_from is not None and self.optim_wrapper is not None:
             self.resume(self._resume_from)
@@ -333,7 +333,7 @@ class Runner:
         strict: bool = False,
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> dict[str, Any]:
-        """Load the weights of a checkpoint and return it."""
+        """Load the weights of a checkpoint and return the checkpoint."""
         checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
         state = checkpoint.get("state_dict", checkpoint)
@@ -388,7 +388,8 @@ class Runner:
             out_dir, filename: path of the checkpoint.
             save_optimizer, save_param_scheduler: whether to save their state.
             meta: additional entries of the checkpoint's `meta`.
-            by_epoch: True if called from `after_train_epoch`, False from `after_train_iter`, None after both.
+            by_epoch: True if called from `after_train_epoch`, False if called from `after_train_iter`, None if the
+                counters already include the current epoch and step.
             mark_last: make this the checkpoint that `resume=True` loads.
             consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
         """
@@ -472,9 +473,9 @@ class Runner:
     # ---- logs ----------------------------------------------------------------------------------------
 
     def read_logs(self) -> None:
-        """Write the losses and learning rates since the last call to the message hub.
+        """Write the losses recorded since the last call, and the learning rates, to the message hub.
 
-        This is the only point at which a training run synchronizes with the device to read values.
+        This is the only method in which a training run synchronizes with the device to read values.
 
         Raises:
             NonFiniteLossError: a loss was NaN or infinite.
@@ -507,7 +508,7 @@ class Runner:
                 f"The seed {self.seed} of the resumed run replaces the configured seed {self._replaced_seed}"
             )
         if arguments["resume"] is True and self._resume_from is None:
-            self.logger.info(f"No checkpoint to resume in {self.work_dir}; starting a new run")
+            self.logger.info(f"No checkpoint found in {self.work_dir}; starting a new run")
 
     # ---- state: loops are built on first access -------------------------------------------------------
 
@@ -567,23 +568,23 @@ class Runner:
 
     @property
     def _position(self) -> Any:
-        """The training loop, or None if it is not built."""
+        """The training loop, or None if it has not been built."""
         loop = self._loops["train"]
         return None if isinstance(loop, Mapping) else loop
 
     @property
     def epoch(self) -> int:
-        """Finished epochs."""
+        """Number of finished epochs."""
         return self._position.epoch if self._position else 0
 
     @property
     def iter(self) -> int:
-        """Finished training steps."""
+        """Number of finished training steps."""
         return self._position.iter if self._position else 0
 
     @property
     def inner_iter(self) -> int:
-        """Finished steps of the current epoch."""
+        """Number of finished steps of the current epoch."""
         return self._position.inner_iter if self._position else 0
 
     @property
@@ -598,13 +599,13 @@ class Runner:
 
     @property
     def samples_per_step(self) -> int:
-        """Samples per training step, summed over all processes."""
+        """Number of samples per training step, summed over all processes."""
         samples: int = self.train_loop.samples_per_step
         return samples
 
     @property
     def all_param_schedulers(self) -> list[Any]:
-        """All schedulers, of all optimizers."""
+        """The schedulers of all optimizers."""
         schedulers = self.param_schedulers or []
         return (
             [s for part in schedulers.values() for s in part] if isinstance(schedulers, dict) else schedulers

@@ -41,7 +41,7 @@ TRIPLES = {
 
 
 def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
-    """Return the default hooks, replaced by those in `hooks` with the same name; None removes a hook."""
+    """Return the default hooks, updated with `hooks` by name; None removes a hook."""
     interval = 1 if by_epoch else 1000
     defaults = {**DEFAULT_HOOKS, "checkpoint": {**DEFAULT_HOOKS["checkpoint"], "interval": interval}}
     return [hook for hook in {**defaults, **(hooks or {})}.values() if hook is not None]
