@@ -166,10 +166,10 @@ def test_merge_from_dict_deletes_before_it_sets(cfg):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline.2.type": 1}, r"^pipeline: a list of 2 has no item '2'"),
-        ({"pipeline.x": 1}, r"^pipeline: a list of 2 has no item 'x'"),
+        ({"pipeline.2.type": 1}, r"^pipeline: a list with 2 items has no item '2'"),
+        ({"pipeline.x": 1}, r"^pipeline: a list with 2 items has no item 'x'"),
         ({"plain.a.b.c": 1}, r"^plain\.a\.b: a dict cannot be merged into 1"),
-        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: a list of 2 has no item '7'"),
+        ({"train_cfg.max_epochs": 3, "sizes.7": 1}, r"^sizes: a list with 2 items has no item '7'"),
     ],
 )
 def test_failed_merge_does_not_change_the_configuration(cfg, options, message):
@@ -227,7 +227,7 @@ def test_override_accepts_existing_keys_and_keys_checked_by_a_builder(cfg, text)
         ("resum=true", r"^resum: .*'resume'"),
         ("plain.a.c=1", r"^plain\.a\.c: .*'plain\.a' of .*'plain\.a\.b'"),
         ("plain.x.y=1", r"^plain\.x\.y: "),
-        ("pipeline.2.type=x", r"^pipeline\.2\.type: 'pipeline' in .* is a list of 2 and has no item '2'"),
+        ("pipeline.2.type=x", r"^pipeline\.2\.type: 'pipeline' in .* is a list with 2 items and has no item '2'"),
     ],
 )
 def test_override_error_names_the_nearest_key(cfg, text, message):

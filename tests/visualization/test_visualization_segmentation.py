@@ -38,7 +38,7 @@ def test_class_id_without_a_colour_is_an_error(ids, named):
 
 @pytest.mark.parametrize("mask", [np.zeros((2, 2)), np.zeros((2, 2, 1), int), [[0]]])
 def test_invalid_mask_is_rejected(mask):
-    with pytest.raises(DataError, match="a mask must be an integer numpy array"):
+    with pytest.raises(DataError, match="a mask must be an integer NumPy array"):
         colorize(mask, PALETTE)
 
 

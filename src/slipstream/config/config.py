@@ -21,15 +21,15 @@ _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 
 
 class Config(MutableMapping[str, Any]):
-    """A configuration: a mapping with attribute access at every level, and its source file and text.
+    """A configuration: a mapping with attribute access at every level, together with its source file and text.
 
     A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, the placeholders in them
     and overrides are read as data and are not executed or evaluated.
 
     Args:
         cfg_dict: The values; containers are copied.
-        filename: The file of the values, if any.
-        cfg_text: The text of the values, if any.
+        filename: The file from which the values were loaded, if any.
+        cfg_text: The source text of the values, if any.
 
     Raises:
         ConfigError: A top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
@@ -62,19 +62,18 @@ class Config(MutableMapping[str, Any]):
     def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
-        The key `_base_` of the file lists other files, of any format and relative to the file, that it overrides:
-        dicts are merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
+        The file's key `_base_` lists the files that it overrides, in any format and relative to the file. Dicts are
+        merged, unless they contain `_delete_=True`; all other values are replaced. The placeholders
         `{{ fileDirname }}`, `{{ fileBasename }}`, `{{ fileBasenameNoExtension }}`, `{{ fileExtname }}`,
-        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced by their values.
-        In a `.py` file, the top-level variables are the keys, except modules, functions, classes and dunder names,
-        and expressions can use `_base_.key.subkey` for the value of a base.
+        `{{ _base_.key.subkey }}` and `{{$VARIABLE:default}}` (from the environment) are replaced with their values.
 
-        Only `.py` files execute code.
+        Only `.py` files are executed. Their top-level variables become the keys, except modules, functions, classes
+        and dunder names. Expressions can use `_base_.key.subkey` for the value of a base.
 
         Args:
             filename: The file.
-            import_custom_modules: Import the modules listed in `custom_imports=dict(imports=[...])`, in any format.
-                Importing executes these modules; False skips them.
+            import_custom_modules: Import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
+                format. Importing executes these modules; False skips them.
 
         Raises:
             ConfigError: A file is missing, has a syntax error or raises an error; a base is missing or circular, or
@@ -85,10 +84,9 @@ class Config(MutableMapping[str, Any]):
 
     @classmethod
     def fromstring(cls, cfg_str: str, file_format: str) -> Config:
-        """Load a text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
+        """Load text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
 
-        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text executes
-        code.
+        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed.
 
         Raises:
             ConfigError: See `fromfile`; the file name in messages is `<string>`.
@@ -112,7 +110,7 @@ class Config(MutableMapping[str, Any]):
 
     @property
     def text(self) -> str:
-        """The source of every file that was read, bases first, each after its path."""
+        """The source of every file that was read, bases first, each preceded by its path."""
         return self._text
 
     @property
@@ -129,9 +127,10 @@ class Config(MutableMapping[str, Any]):
     def dump(self, file: str | Path | None = None) -> str | None:
         """Write the values to `file`, in the format of its suffix; without a file, return the text.
 
-        The text has the format of `filename`; the default is Python. Loading it gives the same configuration, with
-        two exceptions: classes, functions and objects such as `torch.bfloat16` are written as their dotted import
-        string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra `slipstream[toml]`.
+        Returned text has the format of `filename`, or Python's if there is none. Loading the text gives the same
+        configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as their
+        dotted import string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
+        `slipstream[toml]`.
 
         Raises:
             ConfigError: The format does not support a value (None in TOML); the message names its key.
@@ -149,7 +148,7 @@ class Config(MutableMapping[str, Any]):
         Args:
             options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,
                 unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
-            allow_list_keys: Integers in keys (`"pipeline.0.type"`) are positions of list items.
+            allow_list_keys: Whether integers in keys (`"pipeline.0.type"`) are positions of list items.
 
         Raises:
             ConfigError: A dict would be merged into another type, or a position does not exist. The configuration
@@ -178,7 +177,7 @@ class Config(MutableMapping[str, Any]):
             known: Top-level keys that may be set even if the configuration does not contain them.
 
         Raises:
-            UnknownNameError: A key is not in the configuration, nor in a dict whose keys a builder checks; the
+            UnknownNameError: A key is neither in the configuration nor in a dict whose keys a builder checks; the
                 message contains the config path and the nearest valid key.
             ConfigError: An override cannot be parsed or merged. The configuration is then unchanged.
         """

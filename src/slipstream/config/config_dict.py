@@ -12,11 +12,11 @@ __all__ = ["ConfigDict", "unwrap", "wrap"]
 class ConfigDict(dict[Any, Any]):
     """A dict with attribute access; nested dicts, including those in lists and tuples, become `ConfigDict`s.
 
-    It is a subclass of dict: `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name of a
-    dict method (`items`), the attribute is the method and `cfg["items"]` the value.
+    Because it is a subclass of dict, `**cfg`, `json.dumps(cfg)` and `isinstance(cfg, dict)` work. If a key has the name
+    of a dict method (`items`), `cfg.items` is the method and `cfg["items"]` is the value.
 
     Raises:
-        AttributeError: An attribute is read that is not a key; the message names the nearest key.
+        AttributeError: The attribute that is read is not a key; the message names the nearest key.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -73,7 +73,7 @@ class ConfigDict(dict[Any, Any]):
 
 
 def wrap(value: Any) -> Any:
-    """Return `value` with every dict in it as a `ConfigDict`."""
+    """Return `value` with every dict in it converted to a `ConfigDict`."""
     if isinstance(value, ConfigDict):
         return value
     if isinstance(value, dict):
@@ -85,7 +85,7 @@ def wrap(value: Any) -> Any:
 
 
 def unwrap(value: Any) -> Any:
-    """Return `value` with every dict in it as a built-in dict."""
+    """Return `value` with every dict in it converted to a built-in dict."""
     if isinstance(value, dict):
         return {key: unwrap(item) for key, item in value.items()}
     if type(value) in (list, tuple):

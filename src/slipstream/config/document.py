@@ -113,7 +113,7 @@ class PythonDocument:
 
 
 class _Fill(ast.NodeTransformer):
-    """Replaces the tokens of placeholders by their values before the file is executed."""
+    """Replace the tokens of placeholders with their values before the file is executed."""
 
     def __init__(self, placeholders: Placeholders, names: dict[str, Any]) -> None:
         self._placeholders = placeholders
@@ -149,7 +149,7 @@ def _base_names(value: Any, path: Path) -> list[str]:
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
-    import yaml  # here and below, since a Runner without configuration files does not need it
+    import yaml  # not at the top of the module, because a Runner without configuration files does not need it
 
     from slipstream.config.yaml_format import Loader
 

@@ -16,7 +16,7 @@ _CLOSING = {"[": "]", "(": ")", "{": "}"}
 
 
 def parse_value(text: str) -> Any:
-    """Return the typed value of `text`, with the rules of YAML scalars and flow collections.
+    """Return the typed value of `text`, following the rules of YAML scalars and flow collections.
 
     Additions to YAML: `(1, 2)` is a tuple, `none` and `None` are None, and `1,2` is the list `[1, 2]`.
     The text is parsed and never evaluated.

@@ -21,7 +21,7 @@ class Loaded(NamedTuple):
 
 
 def load_file(path: Path, chain: tuple[Path, ...] = ()) -> Loaded:
-    """Load `path`; `chain` are the files whose base it is, outermost first.
+    """Load `path`; `chain` lists the files that have it as a base, outermost first.
 
     Raises:
         ConfigError: The file is missing or unreadable, contains an error, or is its own base.
@@ -33,7 +33,7 @@ def load_file(path: Path, chain: tuple[Path, ...] = ()) -> Loaded:
 
 
 def load_text(source: str, path: Path, suffix: str, chain: tuple[Path, ...] = ()) -> Loaded:
-    """Load `source` like the content of a file at `path`, in the format of `suffix`.
+    """Load `source` as if it were the content of a file at `path`, in the format of `suffix`.
 
     Raises:
         ConfigError: See `load_file`.
@@ -64,7 +64,7 @@ def _load_bases(paths: list[Path], chain: tuple[Path, ...]) -> Loaded:
             if key in origin:
                 raise ConfigError(
                     f"{chain[-1]}: its bases {origin[key]} and {path} both set this key; "
-                    "make one the base of the other, or remove the key from one",
+                    "make one the base of the other, or remove the key from one of them",
                     key,
                 )
             origin[key] = path

@@ -24,8 +24,8 @@ def merge(
     Args:
         base: The lower layer.
         over: The upper layer, which has priority.
-        list_keys: If `base` has a list where `over` has a dict, the keys of the dict are positions in the list.
-        path: Config path of the two, for error messages.
+        list_keys: Where `base` has a list and `over` a dict, treat the keys of the dict as positions in the list.
+        path: Config path of both, for error messages.
 
     Raises:
         ConfigError: A dict would be merged into another type, or a position does not exist.
@@ -56,7 +56,7 @@ def _merge_items(old: list[Any] | tuple[Any, ...], new: Mapping[Any, Any], path:
     items = list(old)
     for key, value in new.items():
         if not (str(key).isdecimal() and int(key) < len(items)):
-            raise ConfigError(f"a list of {len(items)} has no item '{key}'", path)
+            raise ConfigError(f"a list with {len(items)} items has no item '{key}'", path)
         items[int(key)] = _merge_value(items[int(key)], value, True, join(path, key))
     return tuple(items) if isinstance(old, tuple) else items
 

@@ -51,7 +51,7 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
 
 
 def optional(cls: type[T], value: Any, path: str) -> T | None:
-    """Read an option that can be disabled: None and False return None, True the defaults, others as in `options`."""
+    """Return an option that can be disabled: None for None and False, defaults for True, otherwise as `options`."""
     if value is None or value is False:
         return None
     return options(cls, {} if value is True else value, path)

@@ -30,7 +30,7 @@ def parse_override(text: str) -> tuple[str, Any]:
         raise ConfigError(f"an override must be key=value or key.subkey=value, got '{text}'")
     try:
         return key, parse_value(value)
-    except ValueError as error:  # a ConfigError, or Python's error for integers of thousands of digits
+    except ValueError as error:  # a ConfigError, or Python's error for integers with thousands of digits
         raise ConfigError(str(error), key) from None
     except RecursionError:
         raise ConfigError("the value has too many nested brackets", key) from None
@@ -39,8 +39,8 @@ def parse_override(text: str) -> tuple[str, Any]:
 def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source: str) -> None:
     """Check that the dotted `key` exists in `tree` or may be added to it.
 
-    The first segment must be in `tree` or in `known`. The other segments must exist too, unless their parent dict
-    has a `type`, is empty or absent, or is in `known` as `parent.*`: a builder then checks the key.
+    The first segment must be in `tree` or in `known`. The other segments must also exist, unless their parent dict
+    has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, a builder checks the key.
 
     Raises:
         UnknownNameError: The key is unknown; the message names the nearest valid key in the configuration.
@@ -56,7 +56,8 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
         if isinstance(node, list | tuple):
             if not (segment.isdecimal() and int(segment) < len(node)):
                 raise UnknownNameError(
-                    f"'{parent}' in {source} is a list of {len(node)} and has no item '{segment}'", key
+                    f"'{parent}' in {source} is a list with {len(node)} items and has no item '{segment}'",
+                    key,
                 )
             node = node[int(segment)]
         elif not isinstance(node, dict):

@@ -32,9 +32,9 @@ _TOKEN = re.compile(r"_slipstream_placeholder_\d+_")
 class Placeholders:
     """The placeholders of one file.
 
-    `text` is the source with a token instead of each placeholder, which a parser of the format can read; `fill`
-    replaces the tokens by the values. A placeholder that is a whole value has a type: a base value is copied, an
-    environment variable outside quotes is parsed like an override. Inside a longer string it becomes text.
+    `text` is the source with a token in place of each placeholder, so that a parser of the format can read it. `fill`
+    replaces the tokens with the values. A placeholder that is a whole value has a type: a base value is copied, and an
+    environment variable outside quotes is parsed like an override. A placeholder inside a longer string becomes text.
     Placeholders in comments are ignored.
 
     Args:
@@ -76,7 +76,7 @@ class Placeholders:
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
-        """Return `text` with all tokens replaced by text."""
+        """Return `text` with every token replaced by its value as text."""
         return _TOKEN.sub(lambda token: str(self._look_up(self._found[token[0]])), text)
 
     def _look_up(self, match: re.Match[str]) -> Any:
@@ -126,6 +126,6 @@ def _in_quotes(match: re.Match[str]) -> bool:
 
 
 def _inside_string(match: re.Match[str]) -> bool:
-    """Return whether the placeholder is inside a string of JSON or TOML."""
+    """Return whether the placeholder is inside a JSON or TOML string."""
     before = _CLOSED.sub("", match.string[: match.start()])
     return "'" in before or '"' in before

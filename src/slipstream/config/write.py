@@ -91,7 +91,7 @@ def _to_python(values: dict[str, Any]) -> str:
 
 
 def _is_keyword(key: Any) -> bool:
-    # Python normalises non-ASCII identifiers, which could change the key.
+    # Python normalizes non-ASCII identifiers, which could change the key.
     return isinstance(key, str) and key.isidentifier() and key.isascii() and not keyword.iskeyword(key)
 
 

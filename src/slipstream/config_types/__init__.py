@@ -1,14 +1,14 @@
 """Types of the dicts that `Runner` and `accelerate` accept, for editors and type checkers.
 
-The class that a docstring names documents the keys. At run time the values are built-in dicts, and their readers check
-them. For type checkers:
+Each docstring names the class that documents the keys. At run time, the values are built-in dicts, which are checked
+when they are read. For type checkers:
 
 - mypy checks the keys and values of `dict(...)`, `{...}` and `SpeedCfg(...)`. pyright infers the type of `dict(...)`
   without its keys, so it checks only `SpeedCfg(...)` and `{...}` assigned to a variable of type `SpeedCfg`.
-- For a dict in a variable, write `speed = SpeedCfg(compile=True)`. mypy does not know the keys of the type
-  `dict[str, bool]`, which it infers for `speed = dict(compile=True)`, and reports an error where the dict is passed.
-- Mappings with values of type `Any` are not checked: a `Config` and its parts, a `dict[str, Any]`. Annotate as
-  `dict[str, Any]` a dict with arguments of your own class, and a changed part of a `Config`
+- For a dict in a variable, write `speed = SpeedCfg(compile=True)`. For `speed = dict(compile=True)`, mypy infers
+  `dict[str, bool]`, a type without known keys, and reports an error where the dict is passed.
+- Mappings with values of type `Any`, such as a `dict[str, Any]` or a `Config` and its parts, are not checked. Use the
+  annotation `dict[str, Any]` for a dict with arguments of your own class, and for a changed part of a `Config`
   (`{**cfg.train_dataloader, "num_workers": 0}`).
 """
 

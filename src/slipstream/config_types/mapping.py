@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 __all__ = ["AnyMapping", "ValidOption"]
 
-MYPY = False  # mypy reads this name as True
+MYPY = False  # mypy treats this name as True
 
 
 class ValidOption:
@@ -26,5 +26,5 @@ class AnyMapping(Protocol):
         def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
 
     else:
-        # With `ValidOption`, pyright would reject every `dict(...)`, which it does not compare with a TypedDict.
+        # With `ValidOption`, pyright would reject every `dict(...)`, because it does not compare it with a TypedDict.
         def __getitem__(self, key: str, /) -> Any: ...

@@ -56,7 +56,7 @@ class OptimWrapperCfg(TypedDict, total=False):
 
 
 class _ValidationCfg(TypedDict, total=False):
-    """The arguments that all training loops have."""
+    """The arguments common to all training loops."""
 
     val_begin: int
     val_interval: int
@@ -147,7 +147,7 @@ class EnvCfg(TypedDict, total=False):
 
 
 class _HookCfg(TypedDict, total=False):
-    """The keys that the dicts of both hooks have."""
+    """The keys common to the dicts of both hooks."""
 
     type: Required[_Type]
     interval: int

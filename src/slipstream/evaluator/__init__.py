@@ -1,4 +1,4 @@
-"""Evaluation: the evaluator, metrics that count on the device, and torchmetrics."""
+"""The evaluator, metrics that count on the device, and an adapter for torchmetrics."""
 
 from slipstream.evaluator.classification import Accuracy
 from slipstream.evaluator.counting import CountingMetric

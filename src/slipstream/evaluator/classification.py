@@ -17,10 +17,10 @@ __all__ = ["Accuracy"]
 
 @METRICS.register_module()
 class Accuracy(CountingMetric):
-    """Top-k accuracy in percent: `accuracy/top1`, ...
+    """Top-k accuracy in percent, reported as `accuracy/top1` and so on.
 
-    The predictions are scores `(N, classes)`, or for `topk=(1,)` also class ids `(N,)`; the targets are
-    class ids `(N,)`.
+    The predictions are scores `(N, classes)`, or class ids `(N,)` if `topk` is `(1,)`. The targets are class ids
+    `(N,)`.
 
     Args:
         topk: The values of k.
@@ -28,7 +28,7 @@ class Accuracy(CountingMetric):
 
     Raises:
         ConfigError: `topk` is empty or contains a value below 1.
-        DataError: The shapes do not match, or there are fewer classes than k; in `evaluate`: class ids are out of
+        DataError: The shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
             range.
     """
 
@@ -66,7 +66,7 @@ class Accuracy(CountingMetric):
         counts[-1].add_(bad.sum())
 
     def _hits(self, preds: Tensor, targets: Tensor) -> Tensor:
-        """Return bool `(N, max k)`: whether the target is the class at each rank."""
+        """Return a bool tensor `(N, max k)`, True where the class at that rank is the target."""
         widest = max(self.topk)
         if preds.ndim == 1:
             if widest > 1 or preds.is_floating_point():

@@ -43,7 +43,7 @@ class CountingMetric(BaseMetric):
         """Count one batch; `data_samples` contains the tensors `preds` and `targets`, as a dict or a pair.
 
         Raises:
-            DataError: `data_samples` has another structure.
+            DataError: `data_samples` has a different structure.
         """
         preds, targets = read_tensors(data_samples, type(self).__name__)
         if self._counts is None:

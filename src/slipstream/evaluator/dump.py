@@ -23,18 +23,19 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @METRICS.register_module()
 class DumpResults(BaseMetric):
-    """Write the predictions to a file, one entry per sample; returns no metric values.
+    """Write the predictions to a file, with one entry per sample, and report no metric values.
 
-    The file contains a list of tensors and built-in Python values, in the order of the dataset, which
-    `torch.load(path, weights_only=True)` can read. A batch (a dict or tuple of tensors or lists of the same length) is
-    split into samples; a list must contain samples. `Evaluator.offline_evaluate` accepts the loaded list.
+    The file contains a list of tensors and built-in Python values, in the order of the dataset.
+    `torch.load(path, weights_only=True)` can read it. A batch that is a dict or tuple of tensors or lists of the same
+    length is split into samples; a batch that is a list must contain one item per sample.
+    `Evaluator.offline_evaluate` accepts the loaded list.
 
     Args:
         out_file_path: The file, with suffix `.pt` or `.pth`; it appears under this name only when complete.
         collect_device, collect_dir: See `BaseMetric`.
 
     Raises:
-        ConfigError: The file has another suffix.
+        ConfigError: The file has a different suffix.
         DataError: Predictions contain objects other than tensors, arrays and built-in Python values.
     """
 

@@ -1,4 +1,4 @@
-"""Evaluator of one or several metrics, compatible with MMEngine."""
+"""Evaluator for one or several metrics, compatible with MMEngine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Evaluator"]
 
 @EVALUATOR.register_module()
 class Evaluator:
-    """Passes each batch to its metrics and merges their values.
+    """Pass each batch to the metrics and merge their values.
 
     Args:
         metrics: One metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
@@ -24,7 +24,7 @@ class Evaluator:
             num_classes=10)`).
 
     Raises:
-        ConfigError: An entry has another type.
+        ConfigError: An entry is of a different type.
     """
 
     def __init__(self, metrics: Any) -> None:
@@ -34,7 +34,7 @@ class Evaluator:
 
     @property
     def dataset_meta(self) -> Mapping[str, Any] | None:
-        """The dataset's `metainfo`, or None before it is set; setting it hands it to every metric."""
+        """The dataset's `metainfo`, or None before it is set. Setting it also sets it on every metric."""
         return self._dataset_meta
 
     @dataset_meta.setter
@@ -103,7 +103,7 @@ def _metric(entry: Any) -> BaseMetric:
             "torchmetrics."
         ):  # TorchMetric takes these options
             options = {key: entry[key] for key in ("name", "prefix") if key in entry}
-        # Build from the original dict if possible, because errors find their config path by its identity.
+        # Build from the original dict if possible, because the config path in errors is found by its identity.
         metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)
     if is_torchmetrics(metric):
         return TorchMetric(metric, **options)

@@ -22,13 +22,13 @@ class BaseMetric(ABC):
     Subclasses implement `process`, which appends to `self.results`, and `compute_metrics`.
 
     Args:
-        collect_device: `cpu` or `gpu`, the device with which ranks exchange their results.
+        collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
         prefix: Prefix of the metrics' names, as in `prefix/name`; the default is the class attribute
             `default_prefix`, which may be None.
-        collect_dir: A folder that all ranks share; only with `collect_device='cpu'`.
+        collect_dir: A folder shared by all ranks; only with `collect_device='cpu'`.
 
     Raises:
-        ConfigError: An unknown `collect_device`, or `collect_dir` without `collect_device='cpu'`.
+        ConfigError: `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.
     """
 
     default_prefix: str | None = None
@@ -75,8 +75,8 @@ class BaseMetric(ABC):
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: Number of samples in the dataset; results beyond it, from samples that a sampler repeated to
-                give all ranks the same number, are dropped.
+            size: Number of samples in the dataset. Further results, from samples that a sampler repeated to give all
+                ranks the same number, are dropped.
 
         Raises:
             DistributedError: `compute_metrics` failed on rank 0 (rank 0 raises the original error).

@@ -24,7 +24,7 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
         reader: Name of the metric, for error messages.
 
     Raises:
-        DataError: `data_samples` has another structure.
+        DataError: `data_samples` has a different structure.
     """
     if isinstance(data_samples, list) and data_samples and all(_is_sample(s) for s in data_samples):
         preds, targets = zip(*(_split(sample) for sample in data_samples), strict=True)
@@ -38,11 +38,11 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
 
 
 def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
-    """Return `(preds, targets)` as `read_pair` does, detached; both must be tensors on one device.
+    """Return `(preds, targets)` as `read_pair` does, detached; both must be tensors on the same device.
 
     Raises:
-        DataError: See `read_pair`; or one is not a tensor, they are on different devices, or the targets are not
-            integers.
+        DataError: See `read_pair`. Also if one of them is not a tensor, they are on different devices, or the targets
+            are not integers.
     """
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):

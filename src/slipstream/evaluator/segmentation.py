@@ -23,30 +23,30 @@ _DEFAULT_IGNORE_INDEX = 255
 class IoUMetric(CountingMetric):
     """Intersection over union and related metrics, in percent (0 to 100), over all pixels of the dataset.
 
-    TP is the number of correctly predicted pixels of a class; T and P are the numbers of its pixels in the targets
-    and in the predictions:
+    For each class, TP is the number of correctly predicted pixels, and T and P are the numbers of its pixels in the
+    targets and in the predictions. The metric always reports `aAcc`, the fraction of correct pixels, and `mAcc`, the
+    mean of TP / T. Each entry of `iou_metrics` adds values:
 
-    - always `aAcc`, the fraction of correct pixels, and `mAcc`, the mean of TP / T;
     - `mIoU`: the mean of TP / (T + P - TP);
     - `mDice`: the mean of 2 TP / (T + P);
     - `mFscore`: `mFscore` (the F1 score, which equals Dice), `mPrecision` (TP / P) and `mRecall` (TP / T).
 
-    Means are taken over the classes whose denominator is not zero; a mean over no class is NaN. (Everingham et al.,
+    Means are taken over the classes whose denominator is not zero; a mean over no classes is NaN. (Everingham et al.,
     The PASCAL Visual Object Classes Challenge, IJCV 2010, section 4.3.)
 
-    The predictions are class ids `(N, H, W)` or scores `(N, classes, H, W)`, the targets class ids
-    `(N, H, W)`, of any integer dtype.
+    The predictions are class ids `(N, H, W)` or scores `(N, classes, H, W)`. The targets are class ids `(N, H, W)` of
+    any integer dtype.
 
     Args:
         iou_metrics: Which of `mIoU`, `mDice` and `mFscore` to report.
         ignore_index: Target id of ignored pixels; by default that of the dataset's metainfo, or 255 if it has none.
-        num_classes: By default the number of the dataset's `classes`.
-        per_class: Also report `IoU/<class name>` of every class.
+        num_classes: Number of classes; by default, the number of the dataset's `classes`.
+        per_class: Also report `IoU/<class name>` for every class.
         collect_device, prefix, collect_dir: See `BaseMetric`.
 
     Raises:
-        ConfigError: An unknown name in `iou_metrics`, or the number of classes is unknown.
-        DataError: The shapes do not match; in `evaluate`: class ids are out of range.
+        ConfigError: `iou_metrics` contains an unknown name, or the number of classes is unknown.
+        DataError: The shapes do not match, or (in `evaluate`) class ids are out of range.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class IoUMetric(CountingMetric):
             if name not in _KNOWN:
                 hint = did_you_mean(name, _KNOWN)
                 raise ConfigError(
-                    f"unknown metric {name!r}{hint}; known are {', '.join(_KNOWN)}", "iou_metrics"
+                    f"unknown metric {name!r}{hint}; known metrics: {', '.join(_KNOWN)}", "iou_metrics"
                 )
         self.iou_metrics = tuple(iou_metrics)
         self.per_class = per_class
@@ -93,11 +93,11 @@ class IoUMetric(CountingMetric):
         return declared
 
     def num_counts(self) -> int:
-        """Return the number of counts: the confusion matrix, plus ignored, invalid target and invalid prediction."""
+        """Return the number of counts: the confusion matrix, ignored pixels, invalid targets, invalid predictions."""
         return self.num_classes**2 + 3
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:
-        """Add the pixels of one batch to the confusion matrix, row by target, column by prediction."""
+        """Add the pixels of one batch to the confusion matrix; rows are targets, columns are predictions."""
         classes = self.num_classes
         ignored = classes**2
         preds, targets = self._class_ids(preds, targets).long(), targets.long()
@@ -145,10 +145,10 @@ class IoUMetric(CountingMetric):
         return metrics
 
     def matrix(self, results: list[Any]) -> npt.NDArray[np.float64]:
-        """Return the confusion matrix from the counts, row by target, column by prediction.
+        """Return the confusion matrix from the counts; rows are targets, columns are predictions.
 
         Raises:
-            DataError: targets or predictions out of range were counted.
+            DataError: Targets or predictions out of range were counted.
         """
         classes = self.num_classes
         bad_targets, bad_preds = results[-2:]
@@ -166,7 +166,7 @@ class IoUMetric(CountingMetric):
 
 
 def _percent(part: npt.ArrayLike, whole: npt.ArrayLike) -> npt.NDArray[np.float64]:
-    """Return 100 * part / whole, NaN where `whole` is zero."""
+    """Return 100 * part / whole, or NaN where `whole` is zero."""
     part, whole = np.asarray(part, np.float64), np.asarray(whole, np.float64)
     percent = np.full_like(part, np.nan)
     np.divide(100 * part, whole, out=percent, where=whole > 0)

@@ -20,12 +20,12 @@ __all__ = ["TorchMetric", "is_torchmetrics"]
 
 @METRICS.register_module()
 class TorchMetric(BaseMetric):
-    """Wraps a torchmetrics `Metric` or `MetricCollection`.
+    """Wrap a torchmetrics `Metric` or `MetricCollection`.
 
-    Each batch calls `metric.update(preds, targets)`; the value is computed once at the end, and the metric is reset.
-    It moves to the device of the first batch. The value is reported under the metric's class name,
-    `MulticlassAccuracy`; values in dicts and vectors as `<name>/<key>` and `<name>/0`, `<name>/1`, ... The values of
-    a collection keep their names.
+    `metric.update(preds, targets)` is called for each batch. The value is computed once at the end, and the metric is
+    then reset. The metric moves to the device of the first batch. The value is reported under the metric's class name,
+    such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as `<name>/0`,
+    `<name>/1` and so on. The values of a collection keep their names.
 
     torchmetrics reduces the values over the ranks. Every processed sample counts, so a sampler must not repeat
     samples to give all ranks the same number (Slipstream's sampler does not do this during evaluation). Many
@@ -54,10 +54,10 @@ class TorchMetric(BaseMetric):
         self._on_device = False
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Update the metric with a dict with `preds` and `targets`, or a pair `(preds, targets)`.
+        """Update the metric from a dict with `preds` and `targets`, or from a pair `(preds, targets)`.
 
         Raises:
-            DataError: `data_samples` has another structure.
+            DataError: `data_samples` has a different structure.
         """
         preds, targets = read_pair(data_samples, self.name or "MetricCollection")
         if not self._on_device:

@@ -1,4 +1,4 @@
-"""Registries, which map the `type=` names of a configuration to classes and functions and build objects of them."""
+"""Registries, which map the `type=` names of a configuration to classes and functions and build objects from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT_SCOPE = "slipstream"
 # Scopes of MMEngine and SuperGradients configurations; they map to the root.
 _ROOT_ALIASES = ("mmengine", "super_gradients")
 
-# This package's extras that install the packages of namespaces.
+# Extras of this distribution that install the package of a namespace.
 _EXTRAS = {"pytorch_optimizer": "optimizers", "torchmetrics": "metrics"}
 
 _scope: ContextVar[str | None] = ContextVar("slipstream_default_scope", default=None)
@@ -47,7 +47,7 @@ def default_scope(scope: str | None) -> Iterator[None]:
 
 
 class Registry:
-    """Maps names to classes or functions, with one child registry per downstream library.
+    """A mapping from names to classes or functions, with one child registry per downstream library.
 
     Args:
         name: Kind of the entries (`"model"`), for error messages.
@@ -116,7 +116,7 @@ class Registry:
         """Register `module` under `name` (default: its `__name__`), as a call or as a decorator.
 
         Raises:
-            UnknownNameError: Another object has the name and `force` is not set.
+            UnknownNameError: Another object is registered under the name, and `force` is not set.
         """
         if module is not None:
             return self._register(module, name, force)
@@ -174,7 +174,7 @@ class Registry:
         """Return the object registered as `key`.
 
         Raises:
-            UnknownNameError: The name is not registered or importable; the message names the nearest entry.
+            UnknownNameError: The name is neither registered nor importable; the message names the nearest entry.
         """
         found = self.get(key)
         if found is None:
@@ -234,7 +234,7 @@ class Registry:
         return next((obj for obj in public if obj is not None), None)
 
     def _import_locations(self, wanted: str | None = None) -> None:
-        """Import all locations, from last to first, or until one has registered `wanted`."""
+        """Import the locations, from last to first, until one has registered `wanted` (None: import all)."""
         while self._locations and wanted not in self.module_dict:
             location = self._locations.pop()  # before the import, which may look up names here
             try:
@@ -313,7 +313,7 @@ def locate(target: Any, tree: Any) -> str | None:
 
 
 def _with_source(error: ConfigError, cfg: Mapping[str, Any]) -> ConfigError:
-    """Store the dict that failed in the error, and extend the error's path if that dict is inside `cfg`."""
+    """Store `cfg` in the error, and extend the error's path if the previously stored dict is inside `cfg`."""
     inner = getattr(error, "source", None)
     if inner is not None and (path := locate(inner, cfg)):
         tail = error.path if error.path.startswith("[") or not error.path else f".{error.path}"

@@ -39,7 +39,7 @@ def _root(name: str, *locations: str, namespaces: Sequence[str] = (), **kwargs: 
 
 
 def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
-    """Build one module, or an `nn.Sequential` from a list of them."""
+    """Build a module, or an `nn.Sequential` from a list of configurations."""
     if isinstance(cfg, list | tuple):
         from torch import nn
 

@@ -22,7 +22,7 @@ __all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "defaul
 
 
 def default_backends() -> list[dict[str, str]]:
-    """Return the configurations of the backends that write files; TensorBoard's only if it is installed."""
+    """Return the configurations of the backends that write files, including TensorBoard's if it is installed."""
     names = ["LocalVisBackend", *(["TensorboardVisBackend"] if is_installed("tensorboard") else [])]
     return [{"type": name} for name in names]
 
@@ -78,7 +78,7 @@ class LocalVisBackend(BaseVisBackend):
         scalar_save_file: file name of the scalars, `*.json`.
 
     Raises:
-        ConfigError: a file name has another suffix.
+        ConfigError: a file name has a different suffix.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class LocalVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Append a JSON line with the values and `step`, also to the file `file_path` (in `save_dir`) if it is set."""
+        """Append a JSON line with the values and `step` to the scalars file and, if set, `save_dir/file_path`."""
         line = as_json({"step": step, **scalar_dict}) + "\n"
         self._file(self.scalar_save_file).write(line)
         if file_path is not None:
@@ -122,7 +122,7 @@ class LocalVisBackend(BaseVisBackend):
         Image.fromarray(check_image(name, image)).save(path)
 
     def close(self) -> None:
-        """Close the files. Later scalars open them again."""
+        """Close the files. Scalars recorded later reopen them."""
         for file in self._files.values():
             file.close()
         self._files.clear()
@@ -159,7 +159,7 @@ class TensorboardVisBackend(BaseVisBackend):
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Write a point of each curve as a single event; `SummaryWriter.add_scalar` would write one event each."""
+        """Write one point per curve as a single event; `SummaryWriter.add_scalar` would write one event per curve."""
         writer = self.experiment  # its import error names the missing package
         from tensorboard.compat.proto.summary_pb2 import Summary
 

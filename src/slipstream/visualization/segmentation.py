@@ -168,7 +168,7 @@ def _draw_legend(draw: ImageDraw.ImageDraw, entries: list[_Entry], top: int) -> 
 def _check_mask(mask: Any) -> None:
     if not (isinstance(mask, np.ndarray) and mask.ndim == 2 and np.issubdtype(mask.dtype, np.integer)):
         what = f"{mask.dtype} {tuple(mask.shape)}" if hasattr(mask, "dtype") else type(mask).__name__
-        raise DataError(f"a mask must be an integer numpy array (H, W), not {what}")
+        raise DataError(f"a mask must be an integer NumPy array (H, W), not {what}")
 
 
 def _check_rows(
@@ -178,6 +178,8 @@ def _check_rows(
         raise DataError("a contact sheet requires at least one row of images")
     for index, row in enumerate(rows):
         if len(row) != len(titles):
-            raise DataError(f"row {index} has {len(row)} images, but there are {len(titles)} titles")
+            raise DataError(
+                f"row {index} has {len(row)} images, but there are {len(titles)} titles; pass one title per image"
+            )
     if captions and len(captions) != len(rows):
-        raise DataError(f"there are {len(captions)} captions for {len(rows)} rows")
+        raise DataError(f"there are {len(captions)} captions for {len(rows)} rows; pass one caption per row")

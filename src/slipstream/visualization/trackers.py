@@ -30,7 +30,7 @@ class WandbVisBackend(BaseVisBackend):
         init_kwargs: arguments of `wandb.init` (`project`, `name`, `mode`, ...).
         define_metric_cfg: summaries by metric (`{"val/mIoU": "max"}`), or a list of dicts with the
             arguments of `Run.define_metric`.
-        commit: whether every record completes a W&B step.
+        commit: whether every call completes a W&B step.
         log_code_name: name under which to upload the source code; by default it is not uploaded.
 
     Raises:

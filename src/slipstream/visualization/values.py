@@ -56,10 +56,10 @@ def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_image(name: str, image: Any) -> npt.NDArray[np.uint8]:
-    """Return `image` unchanged.
+    """Check that `image` is an RGB image, and return it unchanged.
 
     Raises:
-        DataError: `image` is not an RGB image, a uint8 array (H, W, 3).
+        DataError: `image` is not a uint8 array (H, W, 3).
     """
     if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
         return image

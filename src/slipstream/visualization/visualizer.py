@@ -59,7 +59,7 @@ class Visualizer:
         self._backends[name] = backend
 
     def get_backend(self, name: str) -> Any:
-        """Return the backend `name`; the default name is the name of its class.
+        """Return the backend `name`. By default, the name of a backend is that of its class.
 
         Raises:
             UnknownNameError: there is no such backend.
