@@ -201,7 +201,7 @@ def test_insufficient_disk_space_raises_error_before_caching(folder, capsys, mon
     monkeypatch.setattr("slipstream.cli.data_cache.shutil.disk_usage", lambda path: usage)
     assert main(["data", "cache", "recipe.yaml"]) == 1
     printed = capsys.readouterr()
-    assert "5.0 kB are free" in printed.out
+    assert "5.0 kB is free" in printed.out
     assert "not enough disk space" in printed.err
     assert not (folder / "data.cache").exists()
 

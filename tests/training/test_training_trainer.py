@@ -327,10 +327,10 @@ def test_missing_arguments_raise_errors_with_their_names(tmp_path):
     with pytest.raises(ConfigError, match="train_loader: is required"):
         trainer.train(network(), SGD)
     with pytest.raises(
-        ConfigError, match="test: requires test_loader and test_metrics_list: no previous training"
+        ConfigError, match="test: requires test_loader and test_metrics_list; no previous training"
     ):
         trainer.test(network())
-    with pytest.raises(ConfigError, match="test: requires model: no previous training"):
+    with pytest.raises(ConfigError, match="test: requires model; no previous training"):
         trainer.test(test_loader=loader(), test_metrics_list=["Accuracy"])
     trainer.train(network(), SGD, loader())
     with pytest.raises(ConfigError, match="test: requires test_loader and test_metrics_list"):

@@ -31,7 +31,7 @@ class Configured(NamedTuple):
 
     cfg: Config
     gpus: int | None
-    """Number of devices on this machine to train on, or None for all. Always 1 unless the recipe is SuperGradients'."""
+    """Number of devices on this machine to train on (None: all); always 1 for recipes in the Runner's syntax."""
 
 
 def configure(args: argparse.Namespace) -> Config:
@@ -86,7 +86,7 @@ def _composed(name: str, overrides: Sequence[str], config_dir: str | None) -> Co
 
     recipe = compose(name, overrides, config_dir)
     count = gpus(recipe)
-    # SuperGradients' recipes only name "DDP". They do not name the launcher.
+    # SuperGradients' recipes name only "DDP", not the launcher.
     launcher = "none" if count == 1 else infer_launcher(os.environ)
     return Configured(Config(recipe_config(recipe, launcher)), count)
 

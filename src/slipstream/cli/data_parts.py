@@ -35,7 +35,7 @@ _SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset that reads its samples itself, as opposed to a wrapper of other datasets."""
+    """A dataset that reads its samples itself, as opposed to a wrapper around other datasets."""
 
     split: str
     config_path: str

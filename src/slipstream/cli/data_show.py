@@ -72,7 +72,7 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
         return _labelled(pairs, captions, classes)
-    # Ignored pixels must not look like a class that has the same colour.
+    # Ignored pixels must not have the same colour as a class.
     blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
     rows = []
     for image, mask in pairs:
@@ -99,13 +99,13 @@ def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes
 
 
 def _finished(sample: Any) -> RGB:
-    """Return the image (uint8, H x W x 3) with the device colour transforms applied but not normalised."""
+    """Return the image (uint8, H x W x 3) with the device's colour transforms applied, but not normalized."""
     image, program = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
         program = sample.get("finish")
     if program is not None and len(program) >= COLOURS:
         image = transform_images(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
-    if image.dtype.is_floating_point:  # normalised by the dataset: rescale min..max to 0..255
+    if image.dtype.is_floating_point:  # normalized by the dataset; rescale min..max to 0..255
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)
     if len(image) == 1:

@@ -34,7 +34,7 @@ class _Sample(NamedTuple):
 
     size: tuple[int, int]
     ids: dict[int, int]
-    """Pixel count of each class id. A single entry if the whole image has one class."""
+    """Pixel count of each class id; a single entry if the image has a class label instead of a mask."""
     values: NDArray[np.int64] | None
     """Histogram of each channel (C, 256), or None if the values are not uint8."""
 

@@ -1,4 +1,4 @@
-"""The `slipstream` command: parse the arguments, run the command, and print errors in one line."""
+"""The `slipstream` command: parse the arguments, run the command, and print errors on one line."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` and return the exit status: 2 for an invalid argument, 1 for a failed run."""
     args = parse(argv)
-    # Must be set before torch loads OpenMP. Sleeping threads cost nothing on an idle machine. If another program
-    # uses the same cores, training is several times faster than with spinning threads.
+    # This must be set before torch loads OpenMP. With PASSIVE, waiting threads sleep instead of spinning. The setting
+    # costs nothing on an idle machine, and training is several times faster if another program uses the same cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     enter_process()
     command = importlib.import_module(f"slipstream.cli.{args.command.replace('-', '_')}")

@@ -21,7 +21,7 @@ _LAUNCHERS = ("none", "pytorch", "slurm", "mpi")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that prints errors in one line and suggests the nearest valid value."""
+    """A parser that prints errors on one line and suggests the nearest valid value."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line. `command` is the module of `slipstream.cli` that runs it."""
     parser = _build_parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse reads a list of words only in one block, and leaves over those that follow an option.
+    # argparse only reads a list of words as a single block. Words that follow an option are left over.
     overrides = [word for word in rest if "overrides" in args and not word.startswith("-")]
     if unknown := [word for word in rest if word not in overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -134,13 +134,13 @@ def _add_plan_scale(commands: _Commands) -> None:
     parser.add_argument("--step-time", type=_seconds, metavar="SECONDS",
                         help="measured step time of one GPU with this batch (default: estimated)")  # fmt: skip
     parser.add_argument(
-        "--no-sync-bn", action="store_true", help="do not synchronise BatchNorm statistics across GPUs"
+        "--no-sync-bn", action="store_true", help="do not synchronize BatchNorm statistics across GPUs"
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON, in seconds and bytes")
 
 
 def _add_explain(commands: _Commands) -> None:
-    parser = commands.add_parser("explain", help="show a run's options and which of them this machine lacks")
+    parser = commands.add_parser("explain", help="show a run's options and those not supported here")
     _add_run(parser)
 
 
@@ -175,12 +175,12 @@ def _add_consolidate(commands: _Commands) -> None:
 
 
 def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RECIPE_OR_CONFIG", help="name of a recipe, or a file")
+    parser.add_argument("config", metavar="RECIPE_OR_CONFIG", help="name of a recipe, or configuration file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="dotted keys, such as train_cfg.max_epochs=3"
+        "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )
     parser.add_argument(
-        "--config-dir", metavar="FOLDER", help="folder of your own recipes, in addition to the built-in ones"
+        "--config-dir", metavar="FOLDER", help="folder with your own recipes, which take precedence"
     )
 
 
@@ -192,7 +192,7 @@ def _add_run(parser: argparse.ArgumentParser) -> None:
 def _add_processes(parser: argparse.ArgumentParser) -> None:
     start = parser.add_mutually_exclusive_group()
     start.add_argument("--nproc", metavar="N",
-                       help="start N processes on this machine; gpu: one per GPU; or auto, cpu")  # fmt: skip
+                       help="start N processes on this machine: a number, gpu (one per GPU), auto or cpu")  # fmt: skip
     start.add_argument("--launcher", default=None, choices=_LAUNCHERS, metavar="LAUNCHER",
                        help="launcher of the processes: none, pytorch (torchrun), slurm or mpi")  # fmt: skip
     parser.add_argument("--max-restarts", type=_count, default=0, metavar="N",

@@ -62,7 +62,7 @@ def _check_stems(images: Sequence[str]) -> None:
         first = by_stem.setdefault(Path(name).stem, name)
         if Path(first) != Path(name):
             raise DataError(
-                f"{first} and {name} would overwrite each other's output; run them with different `--out` folders"
+                f"{first} and {name} would overwrite each other's output; process them with different `--out` folders"
             )
 
 
@@ -98,7 +98,7 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
 
     @torch.no_grad()
     def predict(image: np.ndarray) -> np.ndarray:
-        no_mask = np.zeros(image.shape[:2], np.uint8)  # serves as target, so the model crops its padding
+        no_mask = np.zeros(image.shape[:2], np.uint8)  # serves as the target, so the model crops its padding
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
         left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms

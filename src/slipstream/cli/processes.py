@@ -32,7 +32,7 @@ __all__ = [
 
 # Environment variable with the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# File in this folder that records how far the run in the work_dir had progressed when the launch began.
+# File in that folder that records how far the run in the work_dir had progressed when the launch began.
 _PROGRESS = "progress"
 
 
@@ -50,7 +50,7 @@ def needs_launch(args: argparse.Namespace) -> bool:
 
 
 def launch(args: argparse.Namespace, work_dir: str) -> int:
-    """Run the command in `args.nproc` processes. Return the exit status of the first that failed, or 0.
+    """Run the command in `args.nproc` processes. Return the exit status of the first one that failed, or 0.
 
     The processes inherit stdout and stderr. Ctrl-C and SIGTERM reach all of them, and a failure of one
     terminates the others.
@@ -157,7 +157,7 @@ def enter_process() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # Each process has its own session, so a closed terminal or a dead launcher does not signal it.
+        # Each process has its own session, so it gets no signal when the terminal closes or the launcher dies.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if (attempt := _attempt()) and os.environ["LOCAL_RANK"] == "0":

@@ -70,8 +70,8 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 """
 
 _REQUEUE = """
-# Two minutes before its time limit the job requeues itself and resumes from its last checkpoint. Write a checkpoint at
-# least once per time limit (default_hooks.checkpoint.interval), otherwise the job makes no progress.
+# Two minutes before its time limit, the job requeues itself and resumes from its last checkpoint. Write a checkpoint at
+# least once per time limit (default_hooks.checkpoint.interval); otherwise, the job makes no progress.
 trap 'scontrol requeue "$SLURM_JOB_ID" || true' USR1
 """
 

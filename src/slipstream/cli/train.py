@@ -62,7 +62,7 @@ def _resume(args: argparse.Namespace, cfg: Config) -> None:
     if args.resume is not None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
-        # With `resume=True`, a Runner would prefer `load_from` to the checkpoints of this run.
+        # With `resume=True`, a Runner would resume from `load_from` instead of this run's checkpoints.
         latest = find_latest_checkpoint(cfg.work_dir)
         cfg.resume = str(latest) if latest is not None else not cfg.get("load_from")
 

@@ -53,13 +53,14 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | N
     """Return a recipe as built-in Python values. Nothing is built and no module in it is imported.
 
     The defaults list is followed, overrides are applied and interpolations are resolved. `training_params`, in the
-    file or in an override, is a synonym of `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
-    epochs, resume and num_workers are expanded. Hydra's global state is restored, so this works in a Hydra job.
+    file or in an override, is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
+    epochs, resume and num_workers are expanded. Hydra's global state is restored, so this function also works inside a
+    Hydra job.
 
     Args:
         name: Name of a recipe, or path of a YAML file.
         overrides: Hydra overrides: `key=value`, `group=option`, `+key=value`, `~key`.
-        config_dir: Folder of your own recipes and groups, which take precedence over the built-in ones.
+        config_dir: Folder with your own recipes and groups, which take precedence over the built-in ones.
 
     Raises:
         UnknownNameError: If a recipe, group option or key does not exist. The message suggests the nearest name.
@@ -87,7 +88,7 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | N
 
 
 def normalize_overrides(overrides: Iterable[str]) -> list[str]:
-    """Return normalised overrides: `training_params` renamed, and ++ added to keys that may be new."""
+    """Return the overrides with `training_params` renamed and with ++ added to keys that may be new."""
     renamed = [
         re.sub(r"^([+~]*)training_params(?=[.=])", r"\1training_hyperparams", override)
         for override in overrides
@@ -123,7 +124,7 @@ def load(path: Path, overrides: Sequence[str], config_dir: str | Path | None = N
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
         _raise_unknown_key(error, path, overrides, config_dir)
         raise ConfigError(f"{_first_line(error)} (in {path})") from None
-    except TypeError:  # Hydra raises it without a message if an override sets an item of a list
+    except TypeError:  # raised by Hydra, without a message, if an override sets an item of a list
         raise ConfigError(
             f"overrides can only replace a whole list, not an item of it: {overrides} (in {path})"
         ) from None
@@ -142,7 +143,7 @@ def _searchpath(path: Path, overrides: Sequence[str], config_dir: str | Path | N
 
 
 def hydra_overrides(path: Path, overrides: Iterable[str], config_dir: str | Path | None = None) -> list[str]:
-    """Return the overrides for `hydra.main` to read a recipe without creating output folders.
+    """Return the overrides with which `hydra.main` reads a recipe without creating output folders.
 
     Each shortcut is followed by the overrides that it stands for, so that `--cfg job` shows its effect.
 
@@ -187,7 +188,7 @@ def _shortcut_targets(overrides: Iterable[str]) -> Iterator[str]:
 
 @contextmanager
 def _hydra(folder: Path) -> Iterator[None]:
-    """Initialise Hydra with `folder`, and restore its global state afterwards."""
+    """Initialize Hydra with `folder`, and restore its global state afterwards."""
     from hydra import initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.singleton import Singleton
@@ -242,7 +243,7 @@ def _expand_shortcuts(values: dict[str, Any]) -> None:
             node[last] = value
 
 
-# ---- error messages in one line -----------------------------------------------------------------------------------
+# ---- error messages on one line -----------------------------------------------------------------------------------
 
 
 def _first_line(error: BaseException) -> str:

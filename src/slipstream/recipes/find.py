@@ -13,7 +13,7 @@ from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 __all__ = ["FOLDER", "find_recipe", "is_composed", "read_yaml", "recipes"]
 
 FOLDER = Path(__file__).parent
-# Included by other recipes for its shortcuts. Not a recipe itself.
+# Other recipes include this file for its shortcuts. It is not a recipe itself.
 _INCLUDED = "variable_setup"
 _COMPOSED_KEYS = ("defaults", "architecture", "arch_params", "training_hyperparams", "training_params")
 
@@ -31,11 +31,11 @@ def recipes(config_dir: str | Path | None = None) -> Mapping[str, str]:
 
 
 def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
-    """Return the file of a recipe, given its name or the path of a configuration file.
+    """Return the path of a recipe, given its name, or of a configuration file, given its path.
 
     Args:
         name: Name of a recipe, or a path with its extension.
-        config_dir: Folder of your own recipes, which take precedence over the built-in ones.
+        config_dir: Folder with your own recipes, which take precedence over the built-in ones.
 
     Raises:
         UnknownNameError: If no such recipe or file exists.

@@ -102,7 +102,7 @@ class CallbackHook(Hook):
         callback: A `Callback`, or the configuration of one whose class is registered in HOOKS.
 
     Raises:
-        ConfigError: If it is not a callback, or defines an event inside the training step.
+        ConfigError: If `callback` is not a callback, or defines an event inside the training step.
     """
 
     priority = "ABOVE_NORMAL"  # after validation, before EMAHook restores the trained weights
@@ -117,7 +117,7 @@ class CallbackHook(Hook):
             if hasattr(built, event):
                 raise ConfigError(
                     f"{type(built).__name__}.{event} cannot be called because a training step is a single call. Use "
-                    "clip_grad_norm to clip gradients; for other changes override a method of slipstream.step or of "
+                    "clip_grad_norm to clip gradients; for other changes, override a method of slipstream.step or of "
                     "the optimizer wrapper"
                 )
         self.callback = built
@@ -238,8 +238,8 @@ class EarlyStop(EarlyStoppingHook):
 class SlidingWindowValidationCallback(Hook):
     """Validate whole images with a sliding window, after the last training epoch and outside of training.
 
-    Earlier validation runs use the dataset's own transforms, because sliding windows take several times longer. The
-    model runs eagerly with sliding windows: a single validation run does not amortise compilation.
+    Earlier validation runs use the dataset's own transforms, because sliding windows take several times longer. With
+    sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
 
     Args:
         transforms_for_sliding_window: Transforms of the validation images. If empty, only the final transforms of the
@@ -287,7 +287,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a copy of `loader` with other transforms. Running workers would keep their transforms."""
+    """Return a new loader with other transforms, because the running workers of `loader` would keep theirs."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

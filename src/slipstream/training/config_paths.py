@@ -43,9 +43,9 @@ _NAMED = {
 
 @contextmanager
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
-    """Rewrite the config paths of a Runner's errors to the paths in the user's configuration, from which `cfg` was
-    translated.
+    """Rewrite the config paths in a Runner's errors to those in the user's configuration.
 
+    `cfg` is the Runner's configuration, translated from the user's.
     Errors in configurations written in the Runner's own syntax are left unchanged.
     """
     try:

@@ -101,7 +101,7 @@ def get(
     dataset: Dataset[Any] | None = None,
     dataloader: DataLoader[Any] | None = None,
 ) -> DataLoader[Any]:
-    """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors see `config`.
+    """Return a data loader. If `dataloader` is given, return it unchanged. For arguments and errors, see `config`.
 
     The Trainer rebuilds the loader with its own sampler for a reproducible order and for distributed training.
     """
@@ -115,7 +115,7 @@ def get(
     data, sampler = options.pop("dataset"), options.pop("sampler")
     data = DATASETS.build(data) if isinstance(data, Mapping) else data
     if isinstance(sampler, Mapping) and sampler["type"] == "DefaultSampler":
-        # Use torch's own sampler. The Runner replaces it after the process group is initialised.
+        # Use torch's own sampler. The Runner replaces it after the process group is initialized.
         options["shuffle"] = sampler.get("shuffle", True)
     elif isinstance(sampler, Mapping):
         arguments = {key: value for key, value in sampler.items() if key != "type"}

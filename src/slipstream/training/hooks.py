@@ -23,7 +23,7 @@ class NewOptimizerHook(Hook):
     """Resume weights, epoch and learning rates, but start with a new optimizer state."""
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """Replace the saved optimizer state by the initial state, with the learning rates of the schedule."""
+        """Replace the saved optimizer state with the initial state, but keep the saved learning rates."""
         if not runner.resuming or "optimizer" not in checkpoint:
             return
         assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
@@ -47,7 +47,7 @@ class PrePredictionHook(Hook):
         self.callback = callback
 
     def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
-        """Replace the inputs and targets of the batch by the function's results."""
+        """Replace the inputs and targets of the batch with the function's results."""
         model: Any = unwrap_model(runner.model)
         ready = model.data_preprocessor(data_batch, True)
         if isinstance(data_batch, dict):
@@ -66,7 +66,7 @@ class PrePredictionHook(Hook):
 class TestLoadersHook(Hook):
     """Evaluate further datasets during training with the Runner's test loop.
 
-    The Runner requires a test loop. This hook uses its metrics, with the dataset's name as prefix.
+    The Runner must have a test loop. The hook uses the metrics of that loop, with the dataset's name as a prefix.
 
     Args:
         loaders: Data loaders by name.
@@ -86,7 +86,7 @@ class TestLoadersHook(Hook):
             self.loaders[name] = build_dataloader(loader, runner.seed, f"test_loaders.{name}", training=False)
 
     def after_train_epoch(self, runner: Runner) -> None:
-        """Evaluate all loaders, if this epoch is due."""
+        """Evaluate all loaders, if an evaluation is due after this epoch."""
         if not self.every_n_epochs(runner, self.interval):
             return
         loop = runner.test_loop

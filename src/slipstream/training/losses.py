@@ -92,7 +92,7 @@ def _stdc(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _accept(arguments: dict[str, Any], key: str, only: Any) -> None:
-    """Remove an argument that supports a single value only."""
+    """Remove an argument that supports only a single value; raise an error for other values."""
     if (value := arguments.pop(key, only)) != only:
         raise ConfigError(
             f"must be {only!r}, not {value!r}; use your own loss for other values", f"{_CONFIG_PATH}.{key}"

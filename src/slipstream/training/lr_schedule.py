@@ -37,7 +37,7 @@ class LRSchedule:
 
     `LinearEpochLRWarmup` increases the rate per epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch W.
     `LinearBatchLRWarmup` increases it per batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
-    batches. An initial rate of 0 stays 0. One behaviour differs from the original: there, a cosine schedule after a
+    batches. An initial rate of 0 stays 0. One behaviour differs from SuperGradients, where a cosine schedule after a
     warm-up by batches rises again during the cool-down.
 
     Raises:

@@ -28,7 +28,7 @@ class _Overlap(IoUMetric):
     Therefore `num_classes` may be larger than the number of classes in the data.
 
     Args:
-        num_classes: Number of classes, greater than each class id. It may include the ignored class.
+        num_classes: Number of classes, greater than every class id. It may include the ignored class.
         ignore_index: Target id of ignored pixels. Default: the dataset's.
 
     Raises:
@@ -56,7 +56,7 @@ class _Overlap(IoUMetric):
         return {type(self).__name__: mean}
 
     def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
-        """Return numerator and denominator per class.
+        """Return the numerator and the denominator per class.
 
         Args:
             hit: Number of correct pixels per class.
@@ -70,7 +70,7 @@ class IoU(_Overlap):
     """Mean intersection over union of the classes, from 0 to 1. See `_Overlap`."""
 
     def ratio(self, hit: Any, both: Any) -> tuple[Any, Any]:
-        """Return intersection and union."""
+        """Return the intersection and the union."""
         return hit, both - hit
 
 
@@ -106,8 +106,8 @@ class PixelAccuracy(CountingMetric):
         ids = preds.argmax(dim=1) if preds.ndim == targets.ndim + 1 else preds
         if ids.shape != targets.shape:
             raise DataError(
-                f"PixelAccuracy requires preds of class ids (N, H, W) or scores (N, classes, H, W) in the size of the "
-                f"targets, but got {describe(preds)} as preds for {describe(targets)} as targets"
+                f"PixelAccuracy got {describe(preds)} as preds and {describe(targets)} as targets; it requires "
+                "class ids (N, H, W) or scores (N, classes, H, W) with the size of the targets"
             )
         counted = targets != self.ignore_label
         counts.add_(torch.stack([((ids == targets) & counted).sum(), counted.sum()]))
@@ -156,7 +156,7 @@ def metric_config(
 ) -> list[dict[str, Any] | BaseMetric]:
     """Return the configurations of metrics for `METRICS`. Metric objects are returned unchanged.
 
-    `dist_sync_on_step` has no effect: counts are summed over all ranks when they are read.
+    `dist_sync_on_step` has no effect, because counts are summed over all ranks when they are read.
 
     Args:
         entries: Objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or

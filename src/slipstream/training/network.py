@@ -44,11 +44,11 @@ class SupervisedModel(Segmentor):
         loss: `loss(outputs, targets)`, given as a module, its configuration or a function. It returns a scalar, a dict
             of scalars, or SuperGradients' pair (scalar, values to log). Default: cross-entropy.
         data_preprocessor: By default, moves batches to the device and applies the device transforms.
-        pretrained: Arguments of `zoo.models.load`. `init_weights` loads these weights; a resumed run does not.
+        pretrained: Arguments of `zoo.models.load`. `init_weights` loads these weights; a resumed run ignores them.
         train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
             them.
         num_classes: Number of classes of the dataset. The main output must have the same number of channels.
-        paramwise_cfg: Of `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
+        paramwise_cfg: As for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
 
     Raises:
         ConfigError: If a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
@@ -77,11 +77,11 @@ class SupervisedModel(Segmentor):
         self.train_metrics = [_counting(metric, index) for index, metric in enumerate(train_metrics or ())]
         for index, metric in enumerate(self.train_metrics):
             counts = torch.zeros(metric.num_counts(), dtype=torch.int64)
-            # A buffer, so a compiled step can update it in index. It is not saved in checkpoints.
+            # Counts are buffers, so that a compiled step can update them in place. Checkpoints do not contain them.
             self.register_buffer(f"train_counts{index}", counts, persistent=False)
 
     def init_weights(self) -> None:
-        """Initialise the weights and load `pretrained`. Later calls have no effect."""
+        """Initialize the weights and load `pretrained`. Later calls have no effect."""
         if self.is_init:
             return
         super().init_weights()
@@ -94,12 +94,12 @@ class SupervisedModel(Segmentor):
         """Return the losses, `{"preds", "targets"}` or the network's output.
 
         Args:
-            inputs: Images (N, C, H, W), float, or uint8, which is converted to float 0 to 255.
+            inputs: Images (N, C, H, W), of a float dtype or uint8. uint8 is converted to float in the range 0 to 255.
             targets: Class ids (N,) or (N, H, W) of any integer dtype, or class probabilities (N, classes).
             others: Other items of the batch; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
-        if inputs.dtype == torch.uint8:  # pixels without a normalising transform
+        if inputs.dtype == torch.uint8:  # pixels without a normalizing transform
             inputs = inputs.float()
         if self.sliding_window is not None and mode == "predict" and not self.training:
             outputs: Any = slide(self.network, inputs, self.sliding_window)
@@ -119,7 +119,7 @@ class SupervisedModel(Segmentor):
         return self.predictions(outputs, inputs, targets) if mode == "predict" else outputs
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the losses by name. Of SuperGradients' pair, only the first item is a loss."""
+        """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""
         try:
             losses: dict[str, Any] = super().losses(outputs, targets)
         except IndexError as error:  # raised on the CPU only, because other devices run asynchronously
@@ -145,7 +145,7 @@ class SupervisedModel(Segmentor):
         return {"preds": scores, "targets": targets.argmax(1) if mixed else targets}
 
     def read_train_metrics(self) -> dict[str, Any]:
-        """Return the metrics over all ranks by name, and reset the counts. Synchronises with the device."""
+        """Return the metrics over all ranks by name, and reset the counts. This synchronizes with the device."""
         values: dict[str, Any] = {}
         for metric, counts in zip(self.train_metrics, self._counts(), strict=True):
             values.update(metric.read(counts))
@@ -165,7 +165,7 @@ class SupervisedModel(Segmentor):
 
 
 def _check_targets(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless the targets are class ids or class probabilities, without device synchronisation."""
+    """Raise `DataError` unless the targets are class ids or class probabilities, without a device synchronization."""
     is_float = targets.is_floating_point()
     if targets.shape == scores.shape if is_float else targets.ndim == scores.ndim - 1:
         return
@@ -185,7 +185,7 @@ def _check_targets(scores: Tensor, targets: Tensor) -> None:
 
 
 def _check_size(scores: Tensor, targets: Tensor) -> None:
-    """Raise `DataError` unless targets and output have the same N, H and W, without device synchronisation."""
+    """Raise `DataError` unless targets and output have the same N, H and W, without a device synchronization."""
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets {tuple(targets.shape)} do not match the size of the network's output {tuple(scores.shape)}; "
@@ -197,7 +197,7 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
     built: Any = METRICS.build(metric) if isinstance(metric, Mapping) else metric
     if not isinstance(built, CountingMetric):
         raise ConfigError(
-            f"{type(built).__name__} cannot count during training without device synchronisation; use IoU, "
+            f"{type(built).__name__} cannot count during training without synchronizing with the device; use IoU, "
             "PixelAccuracy, Dice, Accuracy or Top5, or move it to valid_metrics_list",
             f"train_metrics[{index}]",
         )
@@ -208,7 +208,7 @@ def _counting(metric: CountingMetric | Mapping[str, Any], index: int) -> Countin
 class TrainMetricsHook(Hook):
     """Log the training metrics of a `SupervisedModel` after each epoch, as `train/IoU` and so on.
 
-    The values are also stored as info in the message hub. A resumed epoch counts from the batch where it resumed.
+    The values are also stored as infos in the message hub. In a resumed epoch, only the batches after resuming count.
 
     Raises:
         ModelError: Before training, if the model has no training metrics.
@@ -225,7 +225,7 @@ class TrainMetricsHook(Hook):
     def after_train_epoch(self, runner: Runner) -> None:
         """Read, log and reset the metrics."""
         values = {f"train/{name}": value for name, value in self._model(runner).read_train_metrics().items()}
-        # Not stored as hub scalars: the log lines and plots of the next epoch would include them.
+        # Not stored as hub scalars, because the log lines and plots of the next epoch would include them.
         runner.message_hub.update_info_dict(values)
         text = "  ".join(f"{name}: {value:.4f}" for name, value in values.items())
         runner.logger.info(f"Epoch(train) [{runner.epoch + 1}]  {text}")

@@ -31,7 +31,7 @@ _NO_DECAY = "zero_weight_decay_on_bias_and_bn"
 
 
 def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
-    """Return the `optim_wrapper` configuration, without precision, accumulation and clipping, which the plan sets.
+    """Return the `optim_wrapper` configuration without precision, accumulation and clipping, which the plan sets.
 
     Raises:
         ConfigError: If `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
@@ -81,7 +81,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
 
     Raises:
-        ConfigError: When called: if a prefix matches no parameter, if a trainable parameter matches no prefix and
+        ConfigError: When called, if a prefix matches no parameter, if a trainable parameter matches no prefix and
             there is no `default`, or if `finetune` is set and the network lacks the method.
     """
 
@@ -104,7 +104,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
             key = _prefix(name, rates)
             if key not in rates:
                 raise ConfigError(
-                    f"add a 'default' rate: no prefix matches the parameter '{name}'",
+                    f"no prefix matches the parameter '{name}'; add a 'default' rate",
                     "training_params.initial_lr",
                 )
             rate, start = rates[key], starts.get(key)
@@ -119,12 +119,12 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
 def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
     """Disable gradients of all parameters to which `PrefixOptimWrapperConstructor` assigns a rate of 0.
 
-    Call this before the model is wrapped for distributed training. As in SuperGradients, BatchNorm statistics of
-    frozen layers are still updated.
+    Call this function before the model is wrapped for distributed training. As in SuperGradients, BatchNorm statistics
+    of frozen layers are still updated.
 
     Args:
         model: A model with the user's network as `network`.
-        paramwise_cfg: That of the constructor.
+        paramwise_cfg: As for the constructor.
 
     Raises:
         ConfigError: See the constructor.
@@ -160,7 +160,7 @@ def _check_finetune(params: TrainingParams) -> None:
 
 
 def _named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by their names in the user's network. Shared parameters occur once, by their first name."""
+    """Return the parameters by name in the user's network. Shared parameters occur once, under their first name."""
     network = getattr(model, "network", None)
     inside = "network." if isinstance(network, nn.Module) else ""
     return {name.removeprefix(inside): parameter for name, parameter in model.named_parameters()}

@@ -17,7 +17,7 @@ __all__ = ["EVENT_OF", "Callback", "ContextError", "Phase", "PhaseCallback", "Ph
 
 
 class Phase(Enum):
-    """When a `PhaseCallback` is called."""
+    """The point at which a `PhaseCallback` is called."""
 
     PRE_TRAINING = "PRE_TRAINING"
     TRAIN_EPOCH_START = "TRAIN_EPOCH_START"
@@ -48,14 +48,14 @@ EVENT_OF = {
 
 
 class ContextError(SlipstreamError, AttributeError):
-    """Raised when a `PhaseContext` does not have an attribute, at this event or at all."""
+    """An attribute of `PhaseContext` is not available at the current event, or does not exist."""
 
 
 class PhaseContext:
     """Attributes of the run for callbacks, evaluated on access.
 
     Always available: `runner`, `epoch` (counted from 0), `net`, `device`, `experiment_name`, `ckpt_dir`,
-    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`. In training also: `optimizer`, `criterion`,
+    `stop_training`, `ddp_silent_mode`, `architecture`, `ema_model`. During training: `optimizer`, `criterion`,
     `train_loader`, `valid_loader`, `metric_to_watch`. At batch events: `batch_idx`, and `inputs` and `target` as the
     data loader returns them. After a training step: `loss_log_items`, 0-dim tensors by name, still on the device.
     After an evaluation batch: `preds`. At the end of an epoch: `metrics_dict`.
@@ -87,7 +87,7 @@ class PhaseContext:
         raise ContextError(f"context.{name} is not available at {self._event}{hint and ': ' + hint}")
 
     def enter(self, event: str, values: dict[str, Any]) -> None:
-        """Set the current event, and the values available only there."""
+        """Set the current event and the values that are only available at this event."""
         self._event, self._values = event, values
 
     @property
@@ -129,7 +129,7 @@ _ELSEWHERE = {
     "inputs": "only available at batch events",
     "target": "only available at batch events",
 }
-"""Attributes that are available at other events only."""
+"""Attributes that are only available at other events."""
 
 _PARAMS = "use context.runner instead (max_epochs, cfg, optim_wrapper)"
 _UNSUPPORTED = {
@@ -156,72 +156,72 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 
 
 class Callback:
-    """Base class for callbacks: override the methods of the events you need. Other events cost nothing.
+    """Base class for callbacks. Override the methods of the events you need; other events cost nothing.
 
     A training step is a single call or CUDA graph. Events inside the step are called after it.
     `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
     """
 
     def on_training_start(self, context: PhaseContext) -> None:
-        """Before the first epoch."""
+        """Called before the first epoch."""
 
     def on_train_loader_start(self, context: PhaseContext) -> None:
-        """Before an epoch of training."""
+        """Called before an epoch of training."""
 
     def on_train_batch_start(self, context: PhaseContext) -> None:
-        """Before a training step."""
+        """Called before a training step."""
 
     def on_train_batch_loss_end(self, context: PhaseContext) -> None:
-        """After a training step, with its losses."""
+        """Called after a training step, with its losses."""
 
     def on_train_batch_gradient_step_end(self, context: PhaseContext) -> None:
-        """After a training step that updated the weights. With accumulation, after its last batch."""
+        """Called after a training step that updated the weights (with accumulation, after the window's last batch)."""
 
     def on_train_batch_end(self, context: PhaseContext) -> None:
-        """After a training step."""
+        """Called after a training step."""
 
     def on_train_loader_end(self, context: PhaseContext) -> None:
-        """After an epoch of training."""
+        """Called after an epoch of training."""
 
     def on_validation_loader_start(self, context: PhaseContext) -> None:
-        """Before validation."""
+        """Called before validation."""
 
     def on_validation_batch_start(self, context: PhaseContext) -> None:
-        """Before a validation batch."""
+        """Called before a validation batch."""
 
     def on_validation_batch_end(self, context: PhaseContext) -> None:
-        """After a validation batch, with its predictions."""
+        """Called after a validation batch, with its predictions."""
 
     def on_validation_loader_end(self, context: PhaseContext) -> None:
-        """After validation, with its metrics."""
+        """Called after validation, with its metrics."""
 
     def on_validation_end_best_epoch(self, context: PhaseContext) -> None:
-        """After a validation run with a new best value of the watched metric, once its checkpoint is saved."""
+        """Called after a validation run with a new best value of the watched metric, once its checkpoint is saved."""
 
     def on_average_best_models_validation_start(self, context: PhaseContext) -> None:
-        """Before validating the average of the best models."""
+        """Called before validating the average of the best models."""
 
     def on_average_best_models_validation_end(self, context: PhaseContext) -> None:
-        """After validating the average of the best models."""
+        """Called after validating the average of the best models."""
 
     def on_test_loader_start(self, context: PhaseContext) -> None:
-        """Before testing."""
+        """Called before testing."""
 
     def on_test_batch_start(self, context: PhaseContext) -> None:
-        """Before a test batch."""
+        """Called before a test batch."""
 
     def on_test_batch_end(self, context: PhaseContext) -> None:
-        """After a test batch, with its predictions."""
+        """Called after a test batch, with its predictions."""
 
     def on_test_loader_end(self, context: PhaseContext) -> None:
-        """After testing, with its metrics."""
+        """Called after testing, with its metrics."""
 
     def on_training_end(self, context: PhaseContext) -> None:
-        """After the last epoch."""
+        """Called after the last epoch."""
 
 
 class PhaseCallback(Callback):
-    """A callback for one phase: define `__call__(context)`.
+    """A callback for one phase. Subclasses define `__call__(context)`.
 
     Args:
         phase: A `Phase`, or its name.

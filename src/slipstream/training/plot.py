@@ -33,9 +33,10 @@ _SECONDS = 3.0
 class LrPlotHook(Hook):
     """Save a plot of the learning rates of all steps as `lr_schedule.png` when training starts.
 
-    Identical curves of parameter groups are drawn once. The plot marks the iteration where a run resumed. The hook
-    rebuilds the schedules from their configurations and simulates all steps. It logs the reason if this is not
-    possible: a schedule is an object or follows a metric, there are several optimizers, or it takes over 3 seconds.
+    Identical curves of parameter groups are drawn once. The plot marks the iteration at which a run resumed. The hook
+    rebuilds the schedules from their configurations and simulates all steps. If this is not possible, because a
+    schedule is an object or follows a metric, there are several optimizers, or the simulation takes over 3 seconds,
+    the hook logs the reason instead.
     """
 
     filename = "lr_schedule.png"
@@ -146,7 +147,7 @@ def _simulated_rates(runner: Runner, points: Sequence[int]) -> dict[str, list[fl
 
 
 class _OptimizerStub(torch.optim.Optimizer):
-    """An optimizer with the initial parameter groups and defaults of another, but dummy parameters."""
+    """An optimizer with the initial parameter groups and defaults of another, but with dummy parameters."""
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
         plain = []
@@ -160,7 +161,7 @@ class _OptimizerStub(torch.optim.Optimizer):
 def _values(
     schedulers: Sequence[Any], optimizer: _OptimizerStub, points: Sequence[int], epoch_length: int
 ) -> list[list[float]] | None:
-    """Return the learning rates of the groups at each of the points, or None if it takes too long."""
+    """Return the learning rates of the groups at each of the points, or None if the simulation takes too long."""
     if len(schedulers) == 1 and isinstance(schedulers[0], RecipeLR):
         return [schedulers[0].rates(point) for point in points]
     by_epoch = [scheduler for scheduler in schedulers if scheduler.by_epoch]

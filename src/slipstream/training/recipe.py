@@ -104,7 +104,7 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
         if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
             raise UnknownNameError(f"unknown section{hint}", str(key))
         # Recipes may define variables next to the known keys, so this is not an error.
-        logging.getLogger("slipstream").warning("the recipe's key '%s' is not a known key%s", key, hint)
+        logging.getLogger("slipstream").warning("the recipe's key '%s' is unknown%s", key, hint)
 
 
 def _required(recipe: Mapping[str, Any], key: str, kind: type) -> Any:

@@ -45,7 +45,7 @@ class RecipeLR(_ParamScheduler):
         super().__init__(optimizer, "lr", end=end, by_epoch=False)
 
     @classmethod
-    def build_iter_from_epoch(  # type: ignore[override]  # the LR schedule determines the begin
+    def build_iter_from_epoch(  # type: ignore[override]  # the LR schedule determines when it begins
         cls, optimizer: Any, *, epoch_length: int | None = None, end: int = INF, **schedule: Any
     ) -> RecipeLR:
         """Return the schedule of a run of `end` epochs of `epoch_length` iterations."""
@@ -72,7 +72,7 @@ class TorchLR(TorchSchedulerAdapter):
         scheduler: Name of the scheduler class.
         arguments: Arguments of the class, without the optimizer.
         begin: Number of initial epochs or iterations without a step.
-        by_epoch: Whether a step is an epoch or an iteration.
+        by_epoch: Whether a step is an epoch rather than an iteration.
         end: First epoch or iteration without a further step.
     """
 

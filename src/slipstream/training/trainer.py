@@ -27,7 +27,7 @@ __all__ = ["Trainer"]
 
 
 class Trainer:
-    """Train and test networks with SuperGradients' interface. A `Runner` does the work.
+    """Train and test networks with SuperGradients' interface, using a `Runner`.
 
     Under a launcher (torchrun, Slurm, MPI), all processes train together.
 
@@ -47,9 +47,9 @@ class Trainer:
         self.ckpt_root_dir = ckpt_root_dir
         self.training_params = dict(plain(training_params or {}))
         self.net: nn.Module | None = None
-        """Network of the last training."""
+        """Network of the last training run."""
         self.runner: Runner | None = None
-        """Runner of the last training."""
+        """Runner of the last training run."""
         self._test_needs: tuple[str, ...] = ()
 
     @property
@@ -66,7 +66,7 @@ class Trainer:
         test_loaders: Mapping[str, Any] | None = None,
         additional_configs_to_log: Mapping[str, Any] | None = None,
     ) -> list[dict[str, float]]:
-        """Train `model` in place. Parameters frozen for this training are trainable again afterwards.
+        """Train `model` in place. Parameters frozen for this run are trainable again afterwards.
 
         Args:
             model: A module that returns logits, or a tuple that begins with them.
@@ -74,10 +74,10 @@ class Trainer:
             train_loader, valid_loader: Data loaders of pairs (images, targets), or of dicts with `inputs` and
                 `targets`.
             test_loaders: Further data loaders by name, evaluated every `run_test_freq` epochs.
-            additional_configs_to_log: Saved with the configuration of the run.
+            additional_configs_to_log: Values to save with the configuration of the run.
 
         Returns:
-            The metrics of each validation run, and the number of completed `epoch`s.
+            The metrics of each validation run, with the number of completed epochs as `epoch`.
 
         Raises:
             UnknownNameError, ConfigError: If a key or value is invalid or not supported.
@@ -146,7 +146,7 @@ class Trainer:
         }
         if missing := [name for name in needs if arguments[name] is None]:
             raise ConfigError(
-                f"requires {' and '.join(missing)}: no previous training provides a default", "test"
+                f"requires {' and '.join(missing)}; no previous training run provides a default", "test"
             )
         if own:
             return self._test_trained(test_loader, test_metrics_list)
@@ -165,7 +165,7 @@ class Trainer:
         return runner.test()
 
     def _test_trained(self, test_loader: Any, metrics: list[Any] | None) -> dict[str, float]:
-        """Test with the training's own Runner, which has the EMA weights and the model on its device."""
+        """Test with the Runner of the last training run, which has the EMA weights and the model on its device."""
         assert self.runner is not None
         loop = self.runner.test_loop
         before = loop.dataloader, loop.evaluator
@@ -200,11 +200,11 @@ class Trainer:
     def evaluate_from_recipe(cls, cfg: Any) -> tuple[nn.Module, dict[str, float]]:
         """Validate the network of a composed recipe. Return the network and its metrics.
 
-        The weights are those of `checkpoint_params.checkpoint_path`. If it is not set or contains a backbone only,
-        they are those of the experiment's folder.
+        The weights are loaded from `checkpoint_params.checkpoint_path`. If that path is not set or contains only a
+        backbone, they are loaded from the experiment's folder.
 
         Raises:
-            CheckpointError: If neither exists.
+            CheckpointError: If neither checkpoint exists.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}

@@ -46,11 +46,11 @@ def runner_config(
     """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
 
     Args:
-        experiment_name, ckpt_root_dir: Folder of the run, see `work_dir`.
+        experiment_name, ckpt_root_dir: Folder of the run; see `work_dir`.
         network: A module or its configuration.
         training_params: SuperGradients' keys (`TrainingParams`).
         train_dataloader, val_dataloader, test_dataloader: Data loaders or their configurations.
-        pretrained: Initial weights: arguments of `zoo.models.load`.
+        pretrained: Arguments of `zoo.models.load`, which loads the initial weights.
         num_classes: Number of classes of the network, if known.
         launcher: As for `Runner`.
 
@@ -199,5 +199,5 @@ def _watched(params: TrainingParams) -> str | None:
 
 
 def _letters(name: str) -> str:
-    """Return the name in lower case without punctuation: SuperGradients treats `pixel_accuracy` as `PixelAccuracy`."""
+    """Return the name in lower case without punctuation; `pixel_accuracy` and `PixelAccuracy` are the same metric."""
     return "".join(filter(str.isalnum, name)).lower()
