@@ -227,7 +227,10 @@ def test_override_accepts_existing_keys_and_keys_checked_by_a_builder(cfg, text)
         ("resum=true", r"^resum: .*'resume'"),
         ("plain.a.c=1", r"^plain\.a\.c: .*'plain\.a' of .*'plain\.a\.b'"),
         ("plain.x.y=1", r"^plain\.x\.y: "),
-        ("pipeline.2.type=x", r"^pipeline\.2\.type: 'pipeline' in .* is a list with 2 items and has no item '2'"),
+        (
+            "pipeline.2.type=x",
+            r"^pipeline\.2\.type: 'pipeline' in .* is a list with 2 items and has no item '2'",
+        ),
     ],
 )
 def test_override_error_names_the_nearest_key(cfg, text, message):
