@@ -91,7 +91,7 @@ class Record(Hook):
         self.earlier = getattr(self.backend, "losses", None)
 
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-        self.logs.append({name: value.clone() for name, value in outputs.items()})
+        self.logs.append({name: value.to("cpu", copy=True) for name, value in outputs.items()})
         group = runner.optim_wrapper.param_groups[0]
         self.groups.append((group["lr"], group.get("momentum", group.get("betas"))))
         now = _copies(runner.model)
@@ -195,7 +195,7 @@ def train_all(net, every, folder, processes=2):
 
 def _state(module):
     whole = {k: v.full_tensor() if isinstance(v, DTensor) else v for k, v in module.state_dict().items()}
-    return {name.removeprefix("net."): value.detach().clone() for name, value in whole.items()}
+    return {name.removeprefix("net."): value.detach().to("cpu", copy=True) for name, value in whole.items()}
 
 
 def _in_force(runner, record, backend):

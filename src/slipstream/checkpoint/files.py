@@ -124,10 +124,13 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
-    """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types."""
-    if isinstance(value, torch.nn.Parameter):
-        return value.detach()
-    if value is None or type(value) in _PLAIN or isinstance(value, torch.Tensor):
+    """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types.
+
+    Tensors are moved to the CPU, so that a machine without this device can load them.
+    """
+    if isinstance(value, torch.Tensor):
+        return (value.detach() if isinstance(value, torch.nn.Parameter) else value).cpu()
+    if value is None or type(value) in _PLAIN:
         return value
     # Instances of subclasses (NumPy's float64, IntEnum) would be pickled with their class.
     for kind in _BASES:

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from slipstream.cores import cores
+from slipstream.devices import default_device
 from slipstream.dist import infer_launcher
 from slipstream.dist.placement import placement
 from slipstream.errors import DistributedError
-from slipstream.runner.environment import collect_env, default_device
+from slipstream.runner.environment import collect_env
 
 __all__ = ["run"]
 

@@ -16,10 +16,10 @@ from slipstream.cli.configure import load_config
 from slipstream.config import Config
 from slipstream.dataset import sample_rng
 from slipstream.dataset.transforms.pipeline import compose
+from slipstream.devices import default_device
 from slipstream.errors import CheckpointError, ConfigError, DataError
 from slipstream.extras import extra
 from slipstream.registry import MODELS, TRANSFORMS
-from slipstream.runner.environment import default_device
 from slipstream.visualization import colorize, overlay
 
 with extra("images"):

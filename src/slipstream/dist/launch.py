@@ -65,6 +65,7 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     own = _BACKENDS.get(accelerator.type) if accelerator else None
     backend = backend or (f"cpu:gloo,{accelerator.type}:{own}" if accelerator and own else "gloo")
     if accelerator is not None:
+        _check_supports(backend, accelerator.type)
         torch.accelerator.set_device_index(_device_index(here, torch.accelerator.device_count(), backend))
     if "timeout" in kwargs and not isinstance(kwargs["timeout"], timedelta):
         kwargs["timeout"] = timedelta(seconds=kwargs["timeout"])
@@ -90,6 +91,22 @@ def _check(backend: str | None, kwargs: dict[str, Any]) -> None:
             raise DistributedError(f"dist_cfg.backend: unknown backend '{name}'{hint}")
 
 
+def _check_supports(backend: str, device: str) -> None:
+    """Raise a `DistributedError` unless the backend supports tensors on this kind of device."""
+    supported = dist.Backend.backend_capability
+    for part in backend.lower().split(","):
+        kind, _, name = part.rpartition(":")
+        if kind in ("", device) and device in supported.get(name, ()):
+            return
+    if (own := _BACKENDS.get(device)) is None:
+        remedy = f"no backend of torch.distributed is known for {device}; start one process"
+    elif own in supported:
+        remedy = f"use '{own}' or 'cpu:gloo,{device}:{own}', or leave it out"
+    else:
+        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that has the backend '{own}'"
+    raise DistributedError(f"dist_cfg.backend: '{backend}' does not support tensors on {device}; {remedy}")
+
+
 def _device_index(here: Placement, count: int, backend: str) -> int:
     """Return the index of this process's device among the visible devices.
 
@@ -102,7 +119,8 @@ def _device_index(here: Placement, count: int, backend: str) -> int:
     if shared or (count == 1 and any(name in os.environ for name in _MASKS)):
         return here.local_rank % count
     mask = next((f" ({name}={os.environ[name]})" for name in _MASKS if name in os.environ), "")
+    gloo = ", or use backend='gloo'" if "nccl" in backend else ""  # gloo supports CUDA tensors
     raise DistributedError(
         f"no device for {here.describe('LOCAL_RANK')}: {backend} requires one device for each process on this machine, "
-        f"but only {count} are visible{mask}; start {count} processes per machine, or use backend='gloo'"
+        f"but only {count} are visible{mask}; start {count} processes per machine{gloo}"
     )

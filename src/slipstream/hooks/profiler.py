@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from slipstream.dist import is_main_process
@@ -59,11 +58,7 @@ class ProfilerHook(Hook):
         """Start the profiler."""
         if is_main_process():
             folder = str(Path(runner.work_dir) / "profile")
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if torch.cuda.is_available():
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = profile(
-                activities=activities,
+            self._profiler = profile(  # of the CPU and the accelerator
                 schedule=self._schedule,
                 on_trace_ready=tensorboard_trace_handler(folder),
                 **self._options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -107,7 +108,7 @@ class BaseAveragedModel(nn.Module):
             return
         average, current = self.pairs(model)
         if self.device is not None:
-            current = [tensor.to(self.device) for tensor in current]
+            current = _copied_to(torch.device(self.device), current)
         torch._foreach_lerp_(average, current, weight)
 
     @torch.no_grad()
@@ -204,6 +205,14 @@ class _Averaged:
     def tensors(self) -> list[Tensor]:
         """Return the current tensors."""
         return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
+
+
+def _copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on another device; the host waits once for all of them, and only if it is their destination."""
+    copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
+        torch.accelerator.current_stream(source).synchronize()
+    return copies
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

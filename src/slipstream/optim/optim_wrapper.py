@@ -208,7 +208,7 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        if kwargs or type(self.optimizer).zero_grad is not Optimizer.zero_grad:
+        if kwargs or self.keeps_gradients:
             self.optimizer.zero_grad(**kwargs)
             return
         # Same as the optimizer's zero_grad, without the profiler record.
@@ -295,6 +295,11 @@ class OptimWrapper:
     def adapts_scale(self) -> bool:
         """Whether overflows change the loss scale."""
         return False
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether the optimizer overrides `zero_grad`, and may set gradients to zero instead of None."""
+        return getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 
     @property
     def batches(self) -> int:

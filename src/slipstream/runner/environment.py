@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.devices import default_device
 from slipstream.dist import (
     get_backend,
     get_rank,
@@ -30,8 +31,6 @@ __all__ = [
     "EnvOptions",
     "Randomness",
     "collect_env",
-    "default_device",
-    "device_type",
     "set_random_seed",
     "setup_env",
 ]
@@ -61,20 +60,6 @@ class EnvOptions:
     """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
     resource_limit: int = 4096
     """Minimum soft limit on the number of open files; many workers require a high limit."""
-
-
-def default_device() -> torch.device:
-    """Return the available accelerator (CUDA, ROCm, NPU, XPU, MPS), or the CPU."""
-    kind = device_type()
-    return (
-        torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
-    )
-
-
-def device_type() -> str:
-    """Return the type of `default_device` without initializing the device."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
 
 
 def setup_env(launcher: str, options: EnvOptions) -> None:

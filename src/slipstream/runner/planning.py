@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from slipstream.devices import device_type
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, ModelError, UnknownNameError, did_you_mean
 from slipstream.hooks import EMAHook, Hook
@@ -16,7 +17,6 @@ from slipstream.model import unwrap_model
 from slipstream.model.base_model import run_forward
 from slipstream.model.wrappers import MMFullyShardedDataParallel
 from slipstream.optim import OptimWrapper
-from slipstream.runner.environment import device_type
 from slipstream.speed import PARAMS_OPTIONS, Capabilities, SpeedPlan, compile_model
 from slipstream.speed.apply import overrides_train_step
 from slipstream.speed.ema import EmaOptions

@@ -23,6 +23,7 @@ from slipstream.checkpoint import (
 )
 from slipstream.config import Config, options
 from slipstream.dataset.loading.workers import end_workers
+from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, ProgressBarHook
@@ -35,7 +36,6 @@ from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
     collect_env,
-    default_device,
     set_random_seed,
     setup_env,
 )

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.devices import default_device
 from slipstream.dist import get_world_size
 from slipstream.errors import ConfigError, DataError
 from slipstream.model import BaseAveragedModel, unwrap_model
@@ -71,7 +72,7 @@ def accelerate(
         raise ConfigError(
             "contains none of the model's parameters; build it from model.parameters()", "optimizer"
         )
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = default_device()
     plan = SpeedPlan.read(speed, device=device.type)
     plan = plan.complete(Capabilities.here(device.type, model, world_size=get_world_size()))
     for option, remedy in _UNSUPPORTED.items():

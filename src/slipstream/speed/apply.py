@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from itertools import chain
 from types import CodeType
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.dist import is_distributed
-from slipstream.errors import ConfigError
+from slipstream.errors import ConfigError, ModelError
 from slipstream.logging import MMLogger
 from slipstream.model import (
     BaseModel,
@@ -60,10 +61,10 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     """
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
-        return model.to(device)
+        return _to_device(model, device)
     if plan.sync_bn and is_distributed():
         model = convert_sync_batchnorm(model)
-    model = model.to(device)
+    model = _to_device(model, device)
     if plan.precision is not None and plan.precision.name == "fp8":
         with _with_config_path(plan, "precision"):
             convert_to_fp8(model)
@@ -73,6 +74,32 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
         with _with_config_path(plan, "activation_checkpointing"):
             checkpoint_activations(model, plan.activation_checkpointing)
     return wrap_model(model, plan, device) if is_distributed() else model
+
+
+def _to_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model in place, and keep its Parameter objects, which optimizers and tied modules refer to.
+
+    `Module.to` replaces them on devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs.
+
+    Raises:
+        ModelError: a parameter cannot keep its identity, because weak references or a graph of autograd refer to it.
+    """
+    if all(tensor.device == device for tensor in chain(model.parameters(), model.buffers())):
+        return model
+    compatible = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(swap or not compatible)
+    try:
+        return model.to(device)
+    except RuntimeError as error:
+        if compatible:
+            raise
+        raise ModelError(
+            f"the model cannot be moved to {device}, because other objects refer to its parameters; move it with "
+            f"model.to('{device}') before you build the optimizer ({error.__cause__ or error})"
+        ) from error
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)
 
 
 def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:

@@ -48,7 +48,7 @@ class Capabilities:
         return cls(
             device=device,
             capability=torch.cuda.get_device_capability() if nvidia else (0, 0),
-            bf16=device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False),
+            bf16=_supports_bf16(device),
             torchao=find_spec("torchao") is not None,
             convolutions=convolution_share(model),
             **run,  # type: ignore[arg-type]
@@ -58,6 +58,16 @@ class Capabilities:
     def tf32(self) -> bool:
         """Whether the GPU supports TensorFloat-32."""
         return self.capability >= (8, 0)
+
+
+def _supports_bf16(device: str) -> bool:
+    """Return whether the accelerator supports bfloat16 without emulation."""
+    if device in ("cpu", "mps"):
+        return False
+    if device == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    supports = getattr(torch.get_device_module(device), "is_bf16_supported", None)
+    return supports is not None and bool(supports())
 
 
 def convolution_share(model: nn.Module) -> float:
@@ -91,12 +101,14 @@ def choose(capabilities: Capabilities) -> Iterator[Choice]:
     )
     if capabilities.device != "cpu":
         yield Choice("prefetch", "copies batches to the device during the step", 2)
-    if capabilities.device == "cuda" and convolutional:
+    if capabilities.device in ("cuda", "xpu") and convolutional:
         yield Choice(
             "channels_last", f"{capabilities.convolutions:.0%} of the parameters are 2-d convolutions", True
         )
-        if not capabilities.deterministic:
-            yield Choice("cudnn_benchmark", "cuDNN selects the fastest convolution algorithms", True)
+    if capabilities.device == "npu" and convolutional:
+        yield Choice("channels_last", "Ascend stores the inputs of convolutions in its own format", on=False)
+    if capabilities.device == "cuda" and convolutional and not capabilities.deterministic:
+        yield Choice("cudnn_benchmark", "cuDNN selects the fastest convolution algorithms", True)
     yield _compile(capabilities, convolutional)
 
 

@@ -19,7 +19,7 @@ from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
 
-__all__ = ["CompileOptions", "compile_model", "compiled_blocks", "read_compile"]
+__all__ = ["CompileOptions", "compile_model", "compiled_blocks", "inductor_problem", "read_compile"]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECOMPILES = 8  # torch's own limit for one function
@@ -160,6 +160,19 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
         options["fallback_random"] = True
         options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
     return options | (how.options or {})
+
+
+def inductor_problem(device_type: str) -> str | None:
+    """Return why inductor cannot compile for this kind of device, or None."""
+    from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
+
+    init_backend_registration()
+    if get_scheduling_for_device(device_type) is not None:
+        return None
+    return (
+        f"inductor has no code generator for {device_type} in this installation of torch; install one, or choose "
+        "another backend, such as compile=dict(backend='aot_eager')"
+    )
 
 
 def _call_of(module: nn.Module) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _get_capturable_supported_devices
 from torch.utils._pytree import tree_leaves
 
 from slipstream.config import optional
@@ -126,7 +127,8 @@ class StepGuard:
     steps as usual, and this class counts them.
 
     A step creates optimizer state if it is the first one, or if new parameters have a gradient. Such a step cannot be
-    undone, so the host waits for the device and steps only if the gradients are finite.
+    undone, so the host waits for the device and steps only if the gradients are finite. If an optimizer may keep state
+    on the host, such as a count of its steps, this applies to every step.
 
     Args:
         model: the model, unwrapped.
@@ -139,7 +141,7 @@ class StepGuard:
         self.max_skipped = max_skipped
         self._model = model
         self._before: dict[str, Tensor] = {}
-        self._seen: set[Tensor] = set()  # parameters that have optimizer state
+        self._undoable: set[Tensor] = set()  # parameters whose step can be undone
 
     def before_forward(self) -> None:
         """Copy the model's buffers at the start of an accumulation window."""
@@ -170,13 +172,14 @@ class StepGuard:
     def _step(self, optim: OptimWrapper, params: list[nn.Parameter], finite: Tensor) -> None:
         if optim.loss_scaler is not None:
             optim.step()
-        elif self._seen.issuperset(params):
+        elif self._undoable.issuperset(params):
             guard_step(optim.optimizer, optim.step, finite)
         else:
             _count_on_device(optim.optimizer)
             if finite:  # waits for the device
                 optim.step()
-                self._seen.update(params)
+                if _can_undo(optim.optimizer, params, finite.device):
+                    self._undoable.update(params)
 
     @torch.no_grad()
     def settle(self, finite: Tensor) -> None:
@@ -230,6 +233,18 @@ def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) ->
     keep_unless(finite, _updated(optimizer, params, finite.device), before)
 
 
+def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
+    """Return whether a step changes only the parameters and tensors on the device.
+
+    Classes of other libraries may count steps in Python numbers outside of `optimizer.state`.
+    """
+    known = type(optimizer).__module__.startswith(("torch.optim.", "slipstream."))
+    state = (value for param in params for value in optimizer.state.get(param, {}).values())
+    return known and all(
+        value is None or (isinstance(value, Tensor) and value.device == device) for value in state
+    )
+
+
 def _updated(optimizer: Optimizer, params: list[Tensor], device: torch.device) -> list[Tensor]:
     """Return the local tensors that a step changes: parameters and their state."""
     state = (value for p in params for value in optimizer.state.get(p, {}).values())
@@ -253,12 +268,13 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _count_on_device(optimizer: Optimizer) -> None:
-    """Keep the step counts of torch's optimizers on the GPU, where a skipped step can be undone."""
+    """Keep the step counts of torch's optimizers on the accelerator, where a skipped step can be undone."""
+    supported = _get_capturable_supported_devices()
     for group in optimizer.param_groups:
         if "capturable" not in group or group.get("fused"):
             continue
         for param in group["params"]:
-            if param.device.type == "cuda":
+            if param.device.type in supported:
                 group["capturable"] = True
                 state = optimizer.state.get(param, {})
                 if "step" in state:
@@ -302,7 +318,13 @@ class Locator:
             for value in tree_leaves(values)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
-        return ~all_finite(tensors) if tensors else torch.zeros_like(self._clock, dtype=torch.bool)
+        device = self._clock.device
+        there = [tensor for tensor in tensors if tensor.device == device]
+        # A data preprocessor receives tensors on the host; a check of these does not wait for the device.
+        elsewhere = [tensor for tensor in tensors if tensor.device != device]
+        bad = any(not bool(tensor.isfinite().all()) for tensor in elsewhere)
+        found = torch.full((), bad, dtype=torch.bool, device=device)
+        return found | ~all_finite(there) if there else found
 
     def report(self) -> str:
         """Return a message about the steps since the last report; waits for the device."""

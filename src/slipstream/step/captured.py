@@ -71,7 +71,9 @@ class CapturedStep:
         self.parts = list(optim.parts)
         inside = updates_inside and can_trace(optim.optimizer)
         self.update = GraphUpdate(optim.optimizer, params) if inside else None
-        self.keeps_gradients = optim.accumulative_counts > 1 or self.update is None
+        self.adds_gradients = optim.accumulative_counts > 1 or optim.keeps_gradients
+        """Whether the graph adds the gradients of a batch to `p.grad`."""
+        self.keeps_gradients = self.adds_gradients or self.update is None
         """Whether the graph reads and writes `p.grad`."""
         self.last_compiled: Any = None
         """The compiled code of the last call."""
@@ -122,7 +124,7 @@ class CapturedStep:
         """Return the accumulated gradients, which the graph changes in place; None if the graph does not use them."""
         if not self.keeps_gradients:
             return None
-        if self.optim.accumulative_counts == 1:
+        if not self.adds_gradients:
             return [torch.empty_like(param) for param in self.params]
         return [torch.zeros_like(param) if param.grad is None else param.grad for param in self.params]
 

@@ -177,7 +177,7 @@ class GraphStep:
         ):
             return self.eager.train(inputs)  # only the autograd engine checks for NaN and calls these hooks
         if has_gradients(self.optim.parameters()):
-            if self.optim.accumulative_counts == 1:
+            if self.optim.accumulative_counts == 1 and not self.optim.keeps_gradients:
                 return self.eager.train(inputs)  # this update includes gradients that the user has set
             self.optim.check_gradients()
         return self._train(inputs)
@@ -188,7 +188,7 @@ class GraphStep:
         """Return the step as a function; with `compiled`, it raises an error if Dynamo does not trace it."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
-        parts, guard, windows = captured.parts, optim.guard, optim.accumulative_counts > 1
+        parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
         repeats = next((part for part in parts if part.replaces_gradients), None)
 
         def gradients(inputs: Any) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -196,7 +196,7 @@ class GraphStep:
                 losses = loss_of(inputs)
             loss, logs = reduce(losses)
             finite = torch.isfinite(loss.detach())
-            if windows:
+            if adds:
                 loss = loss / window.read()
             if scale is not None:
                 loss = loss * scale.scale
@@ -221,7 +221,7 @@ class GraphStep:
                 grads = repeats.gradients(params, lambda: synced(inputs), first)
             finite = None
             with torch.no_grad():
-                if windows and held is not None:
+                if adds and held is not None:
                     grads = list(torch._foreach_add(held, grads))
                 if ends and sync is not None and repeats is None:
                     grads = sync(grads)
@@ -267,7 +267,7 @@ class GraphStep:
             return _Called(
                 call(arguments) if captured.recorded is None else captured.recorded(call, arguments), held
             )
-        if held is not None and optim.accumulative_counts == 1:
+        if held is not None and not captured.adds_gradients:
             torch._foreach_zero_(held)  # the verification compares gradients with their initial values
         check_batch(inputs)
         try:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.devices import default_device
 from slipstream.errors import ConfigError
 
 __all__ = ["CopyStream", "DeviceFeed", "can_draw_ahead", "feed", "read_prefetch"]
@@ -179,9 +180,7 @@ def _pin(batch: Any) -> Any:
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
-    if device is None:
-        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    found = torch.device(device)
+    found = default_device() if device is None else torch.device(device)
     index: int | None = found.index  # None for "cuda"; torch annotates it as int
     if index is not None or found.type in _WITHOUT_STREAMS:
         return found

@@ -161,7 +161,8 @@ class TensorBatches(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
         device = self.dataset.tensors[0].device
-        positions = torch.tensor(indices, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+        positions = torch.tensor(indices, pin_memory=device.type not in ("cpu", "mps"))
+        positions = positions.to(device, non_blocking=True)
         return [tensor[positions] for tensor in self.dataset.tensors]
 
 

@@ -1,0 +1,21 @@
+"""The device on which this process trains."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["default_device", "device_type"]
+
+
+def default_device() -> torch.device:
+    """Return the available accelerator (CUDA, ROCm, NPU, XPU, MPS) with its index, or the CPU."""
+    kind = device_type()
+    if kind == "cpu":
+        return torch.device(kind)
+    return torch.device(kind, torch.accelerator.current_device_index())
+
+
+def device_type() -> str:
+    """Return the type of `default_device` without initializing the device."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type

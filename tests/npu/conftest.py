@@ -1,0 +1,23 @@
+"""Tests on an accelerator named `npu`: the simulated one (`make npu`), or an Ascend device."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark all tests of this package; skip them if there is no NPU."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    for item in items:
+        if "/tests/npu/" not in str(item.path):
+            continue
+        item.add_marker(pytest.mark.npu)
+        if device is None or device.type != "npu":
+            item.add_marker(pytest.mark.skip(reason="needs the simulated NPU (make npu)"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fails_in_ci() -> None:
+    if os.environ.get("SLIPSTREAM_CI") and torch.accelerator.current_accelerator() is None:
+        pytest.fail("the simulated NPU is not loaded; run make npu")
