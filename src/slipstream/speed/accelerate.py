@@ -83,7 +83,19 @@ def accelerate(
             "requires an optimizer that is built after sharding; use a Runner",
             plan.config_path("parallel"),
         )
-    return TrainStep(prepare_model(model, plan, device), optimizer, loss_fn, plan, device, total_steps)
+    prepared = prepare_model(model, plan, device)
+    _move_state(optimizer)
+    return TrainStep(prepared, optimizer, loss_fn, plan, device, total_steps)
+
+
+def _move_state(optimizer: Optimizer) -> None:
+    """Move the state of an optimizer to the devices of its parameters, if the model was moved after its steps."""
+    if any(
+        isinstance(value, Tensor) and value.ndim and value.device != param.device
+        for param, values in optimizer.state.items()
+        for value in values.values()
+    ):
+        optimizer.load_state_dict(optimizer.state_dict())
 
 
 def _losses(

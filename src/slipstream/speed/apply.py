@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from itertools import chain
 from types import CodeType
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter, is_lazy
 
 from slipstream.dist import is_distributed
 from slipstream.errors import ConfigError, ModelError
@@ -84,22 +84,26 @@ def _to_device(model: nn.Module, device: torch.device) -> nn.Module:
     Raises:
         ModelError: a parameter cannot keep its identity, because weak references or a graph of autograd refer to it.
     """
-    if all(tensor.device == device for tensor in chain(model.parameters(), model.buffers())):
-        return model
-    compatible = torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
-    swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(swap or not compatible)
-    try:
+    if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
         return model.to(device)
-    except RuntimeError as error:
-        if compatible:
-            raise
-        raise ModelError(
-            f"the model cannot be moved to {device}, because other objects refer to its parameters; move it with "
-            f"model.to('{device}') before you build the optimizer ({error.__cause__ or error})"
-        ) from error
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swap)
+    for name, param in model.named_parameters():
+        if param.device == device:
+            continue
+        grad, param.grad = param.grad, None
+        moved = (
+            UninitializedParameter(param.requires_grad, device=device)
+            if is_lazy(param)
+            else nn.Parameter(param.detach().to(device), param.requires_grad)
+        )
+        try:
+            torch.utils.swap_tensors(param, moved)
+        except RuntimeError as error:
+            raise ModelError(
+                f"the parameter '{name}' cannot be moved to {device}, because other objects refer to it; move the "
+                f"model with model.to('{device}') before you build the optimizer ({error})"
+            ) from error
+        param.grad = None if grad is None else grad.to(device)
+    return model.to(device)
 
 
 def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:

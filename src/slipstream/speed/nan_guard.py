@@ -318,13 +318,13 @@ class Locator:
             for value in tree_leaves(values)
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
-        device = self._clock.device
-        there = [tensor for tensor in tensors if tensor.device == device]
-        # A data preprocessor receives tensors on the host; a check of these does not wait for the device.
-        elsewhere = [tensor for tensor in tensors if tensor.device != device]
-        bad = any(not bool(tensor.isfinite().all()) for tensor in elsewhere)
-        found = torch.full((), bad, dtype=torch.bool, device=device)
-        return found | ~all_finite(there) if there else found
+        found = torch.zeros_like(self._clock, dtype=torch.bool)
+        by_device: dict[torch.device, list[Tensor]] = {}
+        for tensor in tensors:  # a data preprocessor gets tensors on the host
+            by_device.setdefault(tensor.device, []).append(tensor)
+        for same_device in by_device.values():
+            found = found | ~all_finite(same_device)  # a 0-dim tensor on the host is an argument of the kernel
+        return found
 
     def report(self) -> str:
         """Return a message about the steps since the last report; waits for the device."""

@@ -99,11 +99,10 @@ def autoload() -> None:
 
 
 def _stack() -> str:
-    """Return the innermost frames of Slipstream, after the frame that called torch."""
-    frames = [frame for frame in traceback.extract_stack()[:-2] if "/torch_npu/" not in frame.filename]
-    own = [frame for frame in frames if "slipstream" in frame.filename][-5:]
-    kept = own if frames and own and frames[-1] is own[-1] else [*own, *frames[-1:]]
-    return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(kept))
+    """Return the innermost frames that are not in an installed package."""
+    installed = ("/torch_npu/", "/site-packages/", "/lib/python")
+    frames = [f for f in traceback.extract_stack() if not any(part in f.filename for part in installed)]
+    return " < ".join(f"{frame.filename}:{frame.lineno} {frame.name}" for frame in reversed(frames[-5:]))
 
 
 @contextmanager

@@ -1,0 +1,106 @@
+"""`accelerate` on an NPU trains like a plain loop on the CPU, with a model that it moves there itself."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from npu_runs import STEPS, adamw, assert_equal_on_the_host, batches, by_hand, net, sgd
+from torch import nn
+
+from slipstream import accelerate, feed
+from slipstream.errors import ModelError
+from slipstream.optim import npu
+
+ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False, wait=True)
+
+
+@pytest.mark.parametrize("make_optimizer", [sgd, adamw])
+@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
+def test_model_that_is_moved_after_its_optimizer_was_built_is_trained(make_optimizer, speed):
+    model = net()
+    params = list(model.parameters())
+    step = accelerate(model, make_optimizer(model.parameters()), F.cross_entropy, speed=speed)
+    for batch in feed(batches(), prefetch=2):
+        step(batch)
+    assert all(now is before for now, before in zip(model.parameters(), params, strict=True))
+    assert model[2].weight is model[4].weight
+    assert all(param.device == torch.device("npu", 0) for param in params)
+    assert_equal_on_the_host(model, by_hand(make_optimizer, batches()))
+
+
+def test_optimizer_state_is_moved_with_the_model():
+    data, model = batches(), net()
+    optimizer = sgd(model.parameters())
+    for inputs, targets in data[:4]:
+        F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    step = accelerate(model, optimizer, F.cross_entropy, speed={})
+    for batch in data[4:]:
+        step(batch)
+    assert_equal_on_the_host(model, by_hand(sgd, data))
+
+
+def test_parameters_that_cannot_be_moved_in_place_are_an_error():
+    model = net()
+    loss = F.cross_entropy(model(batches()[0][0]), batches()[0][1])
+    with pytest.raises(ModelError, match=r"model\.to\('npu:0'\) before you build the optimizer"):
+        accelerate(model, sgd(model.parameters()), F.cross_entropy, speed={})
+    assert loss.requires_grad
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("fused", "plain"),
+    [
+        (lambda params: npu.NpuFusedSGD(params, lr=0.1, momentum=0.9), sgd),
+        (lambda params: npu.NpuFusedAdamW(params, lr=0.01, eps=1e-3), adamw),
+    ],
+    ids=["SGD", "AdamW"],
+)
+def test_fused_optimizers_that_keep_their_gradients_in_one_buffer(fused, plain, speed, window):
+    data = batches(STEPS - 1)
+    model = net().to("npu")
+    optimizer = fused(model.parameters())
+    step = accelerate(model, optimizer, F.cross_entropy, speed=dict(speed, accumulate=window))
+    for batch in data:
+        step(batch)
+    if speed:
+        assert step._step._step.agreed == {True, window == 1}
+    assert_equal_on_the_host(model, by_hand(plain, data, window))
+
+
+def test_graph_adds_gradients_that_the_user_has_set_to_the_buffer():
+    def make_optimizer(params):
+        return npu.NpuFusedSGD(params, lr=0.1)
+
+    found = []
+    for speed in ({}, dict(compile=ONE_GRAPH)):
+        model = net().to("npu")
+        step = accelerate(model, make_optimizer(model.parameters()), F.cross_entropy, speed=speed)
+        for number, batch in enumerate(batches()):
+            if number > 4:
+                model[1].weight.grad += 1.0
+            step(batch)
+        found.append({name: value.cpu() for name, value in model.state_dict().items()})
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-6)
+
+
+def test_inductor_without_a_code_generator_for_the_device_is_reported(caplog):
+    model = net()
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed=dict(compile=True))
+    for batch in batches():
+        step(batch)
+    assert "inductor has no code generator for npu" in caplog.text
+    assert step.compiled_scope is None
+    assert_equal_on_the_host(model, by_hand(sgd, batches()))
+
+
+def test_lazy_parameters_are_created_on_the_device():
+    model = nn.Sequential(nn.LazyLinear(3))
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed={})
+    step(batches()[0])
+    before = model[0].weight.detach().clone()
+    step(batches()[1])
+    assert before.device == torch.device("npu", 0)
+    assert not torch.equal(before, model[0].weight)
