@@ -1,0 +1,97 @@
+"""The matrix of options on NPUs: each pair on one of the two networks, and each option in two processes."""
+
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path += [str(Path(__file__).parent.parent / name) for name in ("matrix", "distributed")]
+
+from matrix_checks import check
+from matrix_options import OPTIONS, everything, pairs, possible
+from matrix_runs import train, train_all
+from two_processes import run_in_two
+
+from slipstream.dist import init_dist
+from slipstream.errors import DistributedError
+
+NETS = ("conv", "transformer")
+ONE = [(net, pair) for n, net in enumerate(NETS) for pair in pairs(1, net)[n::2]]
+
+
+@pytest.mark.parametrize(("net", "options"), ONE, ids=lambda value: value if isinstance(value, str) else "+".join(value))
+def test_option_pairs_equal_a_hand_written_loop_on_the_cpu(net, options, tmp_path):
+    check(net, options, [train(net, options, tmp_path)])
+
+
+def alone(net):
+    ways = [dict(half=half) for half in (None, "bf16", "fp16")]
+    ways += [dict(way, compiled="compile=model", parallel="FSDP2") for way in ways]
+    singles = [(option,) for option in OPTIONS if possible((option,), 2, net)]
+    return [*singles, *(everything(2, net, **way) for way in ways)]
+
+
+def conv(folder):
+    assert torch.accelerator.current_accelerator().type == "npu"
+    return train_all("conv", alone("conv"), folder)
+
+
+def transformer(folder):
+    return train_all("transformer", alone("transformer"), folder)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return the results of both processes, computed once for all tests of a function."""
+
+    @cache
+    def of(function):
+        return run_in_two([function], tmp_path_factory.mktemp("two"), timeout=600)[function.__name__]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("function", "options"), [(f, options) for f in (conv, transformer) for options in alone(f.__name__)]
+)
+def test_two_npus_equal_a_hand_written_loop_in_one_process(trained, function, options):
+    answers = [a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in trained(function)]
+    check(function.__name__, options, answers)
+
+
+def start_with(**options):
+    try:
+        init_dist("pytorch", **options)
+    except DistributedError as error:
+        return str(error)
+    return torch.distributed.get_backend_config()
+
+
+def with_gloo(folder):
+    return start_with(backend="gloo")
+
+
+def with_gloo_for_the_cpu(folder):
+    return start_with(backend="cpu:gloo")
+
+
+def with_gloo_for_the_npu(folder):
+    return start_with(backend="cpu:gloo,npu:gloo")
+
+
+@pytest.mark.parametrize("function", [with_gloo, with_gloo_for_the_cpu, with_gloo_for_the_npu])
+def test_backend_that_does_not_support_the_device_is_an_error(function, tmp_path):
+    for answer in run_in_two([function], tmp_path)[function.__name__]:
+        assert "does not support tensors on npu; use 'hccl' or 'cpu:gloo,npu:hccl', or leave it out" in answer
+
+
+def without_a_backend(folder):
+    return start_with()
+
+
+def test_missing_backend_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("SIMULATED_NPU_HCCL", "0")
+    for answer in run_in_two([without_a_backend], tmp_path)["without_a_backend"]:
+        assert "does not support tensors on npu; install a build of torch_npu that has the backend 'hccl'" in answer
