@@ -35,7 +35,9 @@ def train(folder, resume=None, on_npu=True):
         paths = [path for path in environment["PYTHONPATH"].split(os.pathsep) if path != npu]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
     arguments = [sys.executable, "-c", SCRIPT, str(folder), str(resume or ""), str(TESTS)]
-    ended = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False, timeout=100)
+    ended = subprocess.run(
+        arguments, capture_output=True, text=True, env=environment, check=False, timeout=100
+    )
     assert ended.returncode == 0, ended.stderr
     device, weights = json.loads(ended.stdout.splitlines()[-1])
     return device, {name: torch.tensor(value) for name, value in weights.items()}
@@ -60,6 +62,8 @@ def test_resumed_run_ends_with_the_same_weights(whole, tmp_path, on_npu):
 def test_checkpoint_contains_only_tensors_on_the_host(whole):
     folder, _ = whole
     checkpoint = torch.load(folder / "epoch_2.pth", weights_only=True)
-    tensors = [value for value in torch.utils._pytree.tree_leaves(checkpoint) if isinstance(value, torch.Tensor)]
+    tensors = [
+        value for value in torch.utils._pytree.tree_leaves(checkpoint) if isinstance(value, torch.Tensor)
+    ]
     assert len(tensors) > 20
     assert {tensor.device.type for tensor in tensors} == {"cpu"}

@@ -21,7 +21,9 @@ NETS = ("conv", "transformer")
 ONE = [(net, pair) for n, net in enumerate(NETS) for pair in pairs(1, net)[n::2]]
 
 
-@pytest.mark.parametrize(("net", "options"), ONE, ids=lambda value: value if isinstance(value, str) else "+".join(value))
+@pytest.mark.parametrize(
+    ("net", "options"), ONE, ids=lambda value: value if isinstance(value, str) else "+".join(value)
+)
 def test_option_pairs_equal_a_hand_written_loop_on_the_cpu(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
@@ -57,7 +59,9 @@ def trained(tmp_path_factory):
     ("function", "options"), [(f, options) for f in (conv, transformer) for options in alone(f.__name__)]
 )
 def test_two_npus_equal_a_hand_written_loop_in_one_process(trained, function, options):
-    answers = [a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in trained(function)]
+    answers = [
+        a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in trained(function)
+    ]
     check(function.__name__, options, answers)
 
 
@@ -94,4 +98,7 @@ def without_a_backend(folder):
 def test_missing_backend_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NPU_HCCL", "0")
     for answer in run_in_two([without_a_backend], tmp_path)["without_a_backend"]:
-        assert "does not support tensors on npu; install a build of torch_npu that has the backend 'hccl'" in answer
+        assert (
+            "does not support tensors on npu; install a build of torch_npu that has the backend 'hccl'"
+            in answer
+        )

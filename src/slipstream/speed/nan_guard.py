@@ -323,7 +323,9 @@ class Locator:
         for tensor in tensors:  # a data preprocessor gets tensors on the host
             by_device.setdefault(tensor.device, []).append(tensor)
         for same_device in by_device.values():
-            found = found | ~all_finite(same_device)  # a 0-dim tensor on the host is an argument of the kernel
+            found = found | ~all_finite(
+                same_device
+            )  # a 0-dim tensor on the host is an argument of the kernel
         return found
 
     def report(self) -> str:
