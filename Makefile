@@ -1,19 +1,23 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers). No target requires root.
+# option with every other option, real launchers); make npu: test on a simulated accelerator. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix lint types format clean
+.PHONY: train test matrix npu lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow)"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "not (matrix or slow or npu)"
 
 matrix: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "matrix or slow"
+	$(BIN)/python -m pytest -n 2 --dist loadscope -rs -m "(matrix or slow) and not npu"
+
+npu: $(VENV)/.installed-dev
+	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \
+	PYTHONPATH=$$npu $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

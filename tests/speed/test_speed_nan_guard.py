@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import pytorch_optimizer
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -66,6 +67,8 @@ OPTIMIZERS = {
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2),
+    "adamp": lambda p: pytorch_optimizer.AdamP(p, lr=0.1),  # counts steps in Python numbers
+    "lamb": lambda p: pytorch_optimizer.Lamb(p, lr=0.1),
 }
 
 

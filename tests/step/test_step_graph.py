@@ -227,6 +227,25 @@ def test_custom_optimizer_steps_outside_of_the_graph():
     assert_same(own, model)
 
 
+class KeepsGradients(SGD):
+    """Sets gradients to zero instead of None, as the fused optimizers of NPUs do."""
+
+    def zero_grad(self, set_to_none=False):
+        super().zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_optimizer_that_keeps_its_gradients_uses_the_graph(window):
+    make = partial(KeepsGradients, lr=0.1, momentum=0.9)
+    compiler = Counting()
+    model, _, losses = by_hand(MOMENTUM, batches(), window=window)
+    own, optim, found = in_graph(make, batches(), backend=compiler, accumulative_counts=window)
+    torch.testing.assert_close(found, losses, rtol=1e-5, atol=0)
+    assert_same(own, model)
+    assert compiler.graphs == (1 if window == 1 else 2)
+    assert all(not p.grad.any() for p in optim.parameters())
+
+
 # ---- shapes -----------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from slipstream.dist import infer_launcher
 from slipstream.dist.placement import placement
 from slipstream.errors import DistributedError
 from slipstream.runner.environment import collect_env
+from slipstream.speed.compile import inductor_problem
 
 __all__ = ["run"]
 
@@ -76,21 +77,26 @@ def _options(device: torch.device) -> Iterator[Row]:
         problem = _autocast_problem(device, getattr(torch, name))
         mark, text = (_OK, f"AmpOptimWrapper, dtype='{name}'") if problem is None else (_NO, problem)
         yield mark, f"mixed precision {name}", text
-    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
-    if device.type != "cpu" or compiler:
-        yield (
-            _OK,
-            "compile",
-            f"cfg=dict(compile=True), backend inductor{f' with {compiler}' if compiler else ''}",
-        )
-    else:
-        yield _NO, "compile", "no C++ compiler found: install g++ or clang++, or set CXX"
+    yield _compile(device)
     yield _OK, "EMA, accumulation, clipping", "on every device"
     npu = importlib.util.find_spec("torch_npu") is not None
     yield (
         (_OK if npu else _NO),
         "NpuFused* optimizers",
         "torch_npu" if npu else "pure PyTorch implementation (torch_npu is not installed)",
+    )
+
+
+def _compile(device: torch.device) -> Row:
+    if (problem := inductor_problem(device.type)) is not None:
+        return _NO, "compile", problem
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++") or shutil.which("c++")
+    if device.type == "cpu" and not compiler:
+        return _NO, "compile", "no C++ compiler found: install g++ or clang++, or set CXX"
+    return (
+        _OK,
+        "compile",
+        f"cfg=dict(compile=True), backend inductor{f' with {compiler}' if compiler else ''}",
     )
 
 

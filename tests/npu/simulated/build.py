@@ -35,9 +35,11 @@ def build() -> Path:
     """Return the folder of the build, which is created if it does not exist.
 
     Raises:
-        FileNotFoundError: there is no C++ compiler.
+        SystemExit: there is no C++ compiler.
         subprocess.CalledProcessError: the compiler fails.
     """
+    if shutil.which("g++") is None:
+        sys.exit("the simulated NPU requires g++")
     target = folder()
     if target.exists():
         return target
