@@ -3,36 +3,13 @@
 from functools import partial
 
 import graphs
+import numpy as np
 import pytest
 import torch
+from tape import Tape
 
 from slipstream.optim import OptimWrapper
 from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
-
-
-class Tape:
-    """A mock of CUDA graphs with static inputs and outputs, and without computation during the capture."""
-
-    def __init__(self):
-        self.warmed = self.recorded = self.replayed = 0
-
-    def warm_up(self, run):
-        self.warmed += 1
-        return run()
-
-    def record(self, run):
-        self.recorded += 1
-        kept = STATE.clone()
-        outputs = run()
-        STATE.copy_(kept)
-
-        def replay():
-            self.replayed += 1
-            for place, value in zip(outputs["all"], run()["all"], strict=True):
-                place.copy_(value)
-
-        return outputs, replay
-
 
 STATE = torch.zeros(())
 
@@ -94,40 +71,6 @@ def test_replay_changes_the_arguments_that_the_function_changes():
     assert torch.equal(total, torch.full((2,), 28.0))
 
 
-class StepTape:
-    """A mock of CUDA graphs for a step of a model. Changes made during the capture are reverted."""
-
-    def __init__(self, model, optim):
-        self.model, self.optim, self.replayed = model, optim, 0
-
-    def warm_up(self, run):
-        return run()
-
-    def record(self, run):
-        state = [*self.model.parameters(), *self.model.buffers()]
-        state += [
-            t
-            for values in self.optim.optimizer.state.values()
-            for t in values.values()
-            if isinstance(t, torch.Tensor)
-        ]
-        kept = [tensor.detach().clone() for tensor in state]
-        outputs = run()
-        with torch.no_grad():
-            for tensor, value in zip(state, kept, strict=True):
-                tensor.copy_(value)
-
-        def replay():
-            self.replayed += 1
-            logs, finite = run()
-            for name, value in logs.items():
-                outputs[0][name].copy_(value)
-            if finite is not None:
-                outputs[1].copy_(finite)
-
-        return outputs, replay
-
-
 class Foreign(torch.optim.SGD):
     """An optimizer that steps after the graph, because it is not a class of torch."""
 
@@ -142,7 +85,7 @@ def test_replayed_step_matches_a_plain_loop(make, window):
     expected, _, losses = graphs.by_hand(make, data, window=window)
     model = graphs.net()
     optim = OptimWrapper(optimizer=make(model.parameters()), accumulative_counts=window)
-    tape = StepTape(model, optim)
+    tape = Tape()
     step = graphs.graph_step(model, optim, record=lambda: RecordedCalls(tape), dynamic=False)
     torch.testing.assert_close(graphs.train(step, data), losses)
     assert tape.replayed >= 4
@@ -180,10 +123,67 @@ def test_replayed_step_detects_a_changed_attribute():
 
     def replayed(model):
         optim = OptimWrapper(optimizer=make(model.parameters()))
-        tape = StepTape(model, optim)
+        tape = Tape()
         return graphs.graph_step(model, optim, record=lambda: RecordedCalls(tape), dynamic=False)
 
     torch.testing.assert_close(train(replayed).state_dict(), train(by_hand).state_dict())
+
+
+class Counts(torch.nn.Module):
+    """A network whose forward counts its calls in Python and uses the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = graphs.net(), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.net(x) * (1.0 + 0.1 * min(self.calls, 6))
+
+
+def test_step_with_a_counter_in_python_is_not_replayed():
+    make, data = partial(torch.optim.SGD, lr=0.05), graphs.batches(16)
+    tape, model, expected = Tape(), Counts(), Counts()
+    optim = OptimWrapper(optimizer=make(model.parameters()))
+    step = graphs.graph_step(
+        model, optim, record=lambda: RecordedCalls(tape), dynamic=False, recover=lambda error: step.eager
+    )
+    optimizer = make(expected.parameters())
+    for batch in data:
+        step(batch)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(expected(batch[0]), batch[1]).backward()
+        optimizer.step()
+    assert tape.recorded == 0
+    torch.testing.assert_close(model.state_dict(), expected.state_dict())
+
+
+def test_values_that_are_not_hashable_are_not_part_of_the_key():
+    tape = Tape()
+    run = partial(RecordedCalls(tape), lambda arguments: {"all": [arguments["x"] + 1]})
+    for number in range(6):
+        batch = {"x": torch.full((2,), float(number)), "names": np.array(["a", "b"])}
+        assert float(run(batch)["all"][0][0]) == number + 1
+    assert tape.replayed == 3
+
+
+class BrokenCapture(Tape):
+    def record(self, run):
+        super().record(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
+    tape, said = BrokenCapture(), []
+    run = partial(RecordedCalls(tape, said.append), step)
+    total = 0.0
+    for number in range(8):
+        total += 2 * number
+        assert float(run(([torch.full((2,), float(number))], 2))["all"][1]) == total
+    assert tape.recorded == 1
+    (message,) = said
+    assert "not permitted when stream is capturing" in message
+    assert "Remove cuda_graph" in message
 
 
 def test_number_of_recorded_graphs_is_limited():

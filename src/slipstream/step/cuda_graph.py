@@ -32,6 +32,8 @@ class CudaCapture:
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
+        # Graphs share memory, because they never run at the same time and their outputs are copied.
+        self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
         """Run the function on a side stream."""
@@ -44,7 +46,8 @@ class CudaCapture:
     def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Capture the function as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
+        # Other threads may call CUDA meanwhile, for example to pin memory.
+        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
             outputs = run()
         return outputs, graph.replay
 
@@ -56,24 +59,25 @@ class RecordedCalls:
     calls run normally, and the capture does not run kernels, so no state (such as BatchNorm statistics) needs to be
     restored. Before a replay, tensor arguments are copied to static buffers; arguments that the function changes in
     place are copied back after the replay. Outputs are copied. All other tensors that the function reads or changes
-    must keep their addresses. At most 16 graphs are captured; other kinds of calls run without a graph.
+    must be on the device and keep their addresses. At most 16 graphs are captured; other kinds of calls run without a
+    graph. If a capture fails, all further calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.
-        warn: called once if there are more than 16 kinds of calls.
+        warn: called once if there are more than 16 kinds of calls, or if a capture fails.
     """
 
     def __init__(self, capture: Capture, warn: Callable[[str], None] | None = None) -> None:
         self._capture, self._warn = capture, warn
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
+        self._failed = False
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
         """Call `run(arguments)`, which must not wait for the device, or replay it."""
-        leaves = (
-            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in tree_leaves(arguments)
-        )
-        key = (run, *leaves)
+        if self._failed:
+            return run(arguments)
+        key = (run, *map(_key, tree_leaves(arguments)))
         graph = self._graphs.get(key)
         if graph is None:
             if len(self._calls) == _MAX_GRAPHS and key not in self._calls:
@@ -81,8 +85,20 @@ class RecordedCalls:
             count = self._calls[key] = self._calls.get(key, 0) + 1
             if count <= _WARM_UPS:
                 return self._capture.warm_up(lambda: run(arguments))
-            graph = self._graphs[key] = _Graph(run, arguments, self._capture)
+            try:
+                graph = self._graphs[key] = _Graph(run, arguments, self._capture)
+            except Exception as error:
+                self._fail(error)
+                return run(arguments)
         return graph(arguments)
+
+    def _fail(self, error: Exception) -> None:
+        self._failed = True
+        self._graphs.clear()
+        if self._warn is not None:
+            self._warn(
+                f"The step cannot be captured as a CUDA graph ({error}); it runs without one. Remove cuda_graph"
+            )
 
     def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
@@ -113,6 +129,13 @@ class _Graph:
         if self._changed:
             torch._foreach_copy_([given[i] for i in self._changed], [self._places[i] for i in self._changed])
         return tree_map_only(Tensor, torch.clone, self._outputs)
+
+
+def _key(leaf: Any) -> Any:
+    """Return what distinguishes calls; Dynamo's guards check all other values that the function reads."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype
+    return leaf if isinstance(leaf, str | int | float) else None
 
 
 def _tensors(tree: Any) -> list[Tensor]:

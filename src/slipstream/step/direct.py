@@ -80,8 +80,8 @@ class DirectCalls:
         if len(new) == 1:
             compiled.guards = new[0].guard_manager
 
-    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> bool:
-        """Record a call through Dynamo, so that the next one can be made directly; return whether that is possible.
+    def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> _Call | None:
+        """Record a call through Dynamo, so that the next one can be made directly; return None if that is impossible.
 
         Args:
             compiled: the code that Dynamo called.
@@ -91,12 +91,12 @@ class DirectCalls:
         self.note(compiled)
         last, compiled.last = compiled.last, None
         if compiled.guards is None or last is None or compiled.has_side_effects:
-            return False
+            return None
         fixed = {id(tensor) for tensor in self._held} | self._others
         call = _Call.of(compiled.guards, compiled, last, arguments, outputs, fixed)
         if call is not None:
             self._known.append(call)
-        return call is not None
+        return call
 
 
 class _Call:
@@ -111,8 +111,11 @@ class _Call:
         positions: list[tuple[int, int]],
         logs: dict[str, int],
         finite: int | None,
+        one_device: bool,
     ) -> None:
         self.check, self.structure, self.compiled = check, structure, compiled
+        self.one_device = one_device
+        """Whether all inputs are on one device; a CUDA graph does not read tensors on the host again."""
         self._fixed, self._positions = fixed, positions
         self._logs, self._finite = logs, finite
 
@@ -146,6 +149,7 @@ class _Call:
             positions,
             log_positions,
             None if finite is None else index[id(finite)],
+            len({value.device for value in inputs if isinstance(value, Tensor)}) == 1,
         )
 
     def __call__(self, arguments: _Arguments) -> Outputs:

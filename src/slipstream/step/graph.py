@@ -264,9 +264,8 @@ class GraphStep:
         captured.count_batch(ends)
         if call is not None:
             captured.last_compiled = call.compiled
-            return _Called(
-                call(arguments) if captured.recorded is None else captured.recorded(call, arguments), held
-            )
+            replays = captured.recorded is not None and call.one_device
+            return _Called(captured.recorded(call, arguments) if replays else call(arguments), held)
         if held is not None and not captured.adds_gradients:
             torch._foreach_zero_(held)  # the verification compares gradients with their initial values
         check_batch(inputs)
@@ -282,12 +281,13 @@ class GraphStep:
         """Run the operations that are not part of the compiled step, and return the values to log."""
         optim, held = self.optim, called.held
         if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
-            known = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
-            if not known and captured.recorded is not None and not captured.logged_no_replay:
+            call = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
+            replays = call is not None and call.one_device
+            if not replays and captured.recorded is not None and not captured.logged_no_replay:
                 captured.logged_no_replay = True
                 self.info(
-                    "The step is not replayed as a CUDA graph, because it changes Python objects or reads tensors that "
-                    "are neither in the batch nor in the model"
+                    "The step is not replayed as a CUDA graph, because it changes Python objects, or reads tensors "
+                    "that are on the host or neither in the batch nor in the model"
                 )
         logs, finite = called.outputs
         optim.count_batch()
