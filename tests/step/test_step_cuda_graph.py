@@ -1,6 +1,9 @@
 """A captured and replayed step has the same inputs and outputs as a called one."""
 
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import graphs
 import numpy as np
@@ -184,6 +187,41 @@ def test_failed_capture_is_reported_once_and_the_step_runs_without_a_graph():
     (message,) = said
     assert "not permitted when stream is capturing" in message
     assert "Remove cuda_graph" in message
+
+
+AT_EXIT = """
+import atexit, sys
+sys.path.append(sys.argv[1])
+atexit.register(print, "process group")
+import torch
+from tape import Tape
+from slipstream.step.cuda_graph import RecordedCalls
+
+class Graph:
+    def __call__(self): pass
+    def __del__(self): print("graph")
+
+class Captures(Tape):
+    def record(self, run): return run(), Graph()
+
+calls = RecordedCalls(Captures())
+def run(arguments): return arguments[0] + 1
+for _ in range(5): calls(run, [torch.ones(1)])
+if sys.argv[2] == "deleted":
+    del calls
+    print("deleted")
+"""
+
+
+@pytest.mark.parametrize(
+    ("kept", "order"), [("kept", ["graph", "process group"]), ("deleted", ["graph", "deleted"])]
+)
+def test_graphs_are_released_with_the_step_or_before_the_process_group(kept, order):
+    arguments = [sys.executable, "-c", AT_EXIT, str(Path(__file__).parent), kept]
+    lines = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=60).stdout.split(
+        "\n"
+    )
+    assert lines[:2] == order
 
 
 def test_number_of_recorded_graphs_is_limited():

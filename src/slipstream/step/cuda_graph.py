@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -72,6 +74,11 @@ class RecordedCalls:
         self._calls: dict[Any, int] = {}
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
+        # A graph with collectives must be released before its process group. Functions that are registered later, such
+        # as this one, run earlier at exit.
+        release = self._graphs.clear
+        atexit.register(release)
+        weakref.finalize(self, atexit.unregister, release)
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
         """Call `run(arguments)`, which must not wait for the device, or replay it."""

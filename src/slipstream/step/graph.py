@@ -264,8 +264,9 @@ class GraphStep:
         captured.count_batch(ends)
         if call is not None:
             captured.last_compiled = call.compiled
-            replays = captured.recorded is not None and call.one_device
-            return _Called(captured.recorded(call, arguments) if replays else call(arguments), held)
+            if captured.recorded is not None and call.one_device:
+                return _Called(captured.recorded(call, arguments), held)
+            return _Called(call(arguments), held)
         if held is not None and not captured.adds_gradients:
             torch._foreach_zero_(held)  # the verification compares gradients with their initial values
         check_batch(inputs)
