@@ -19,7 +19,14 @@ from slipstream.model.wrappers.fully_sharded import repeated_blocks
 from slipstream.speed.blocks import named_blocks
 from slipstream.speed.compile_report import explain_failure, failed_line, limit_hit
 
-__all__ = ["CompileOptions", "compile_model", "compiled_blocks", "inductor_problem", "read_compile"]
+__all__ = [
+    "CompileOptions",
+    "backend_problem",
+    "compile_model",
+    "compiled_blocks",
+    "inductor_problem",
+    "read_compile",
+]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 _RECOMPILES = 8  # torch's own limit for one function
@@ -101,6 +108,9 @@ def compile_model(
     Raises:
         ConfigError: `how.blocks` matches no module, or the model has no repeated blocks.
     """
+    if (problem := backend_problem(model, how)) is not None:
+        warn(f"torch.compile: {problem}. The model is not compiled")
+        return
     modules = compiled_blocks(model, how) if how.scope == "block" else [model]
     limit = _recompile_limit(len({repr(module) for module in modules}))
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
@@ -160,6 +170,12 @@ def backend_options(how: CompileOptions) -> dict[str, Any]:
         options["fallback_random"] = True
         options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
     return options | (how.options or {})
+
+
+def backend_problem(model: nn.Module, how: CompileOptions) -> str | None:
+    """Return why the backend cannot compile for the model's device, or None."""
+    param = next(model.parameters(), None)
+    return None if param is None or how.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:

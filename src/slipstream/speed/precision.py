@@ -64,9 +64,28 @@ def read_precision(value: Any) -> PrecisionOptions | None:
 def tf32() -> Iterator[None]:
     """Enable TF32 (10 bits of mantissa) for float32 matrix products and convolutions inside the context.
 
-    It has no effect on devices other than NVIDIA GPUs. Inside the context, torch raises an error if the older settings
-    (`allow_tf32`, `get_float32_matmul_precision`) are read.
+    It has no effect on devices other than NVIDIA GPUs. Torch has two interfaces for this setting, and raises an error
+    if code reads one after the other has changed it. Inductor reads the older one, so this function uses it, unless the
+    newer one (`fp32_precision`) is already in use.
     """
+    cudnn: Any = torch.backends.cudnn
+    try:
+        before, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:
+        with _tf32_by_backend():
+            yield
+        return
+    torch.set_float32_matmul_precision("high")
+    cudnn.allow_tf32 = True
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+        cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def _tf32_by_backend() -> Iterator[None]:
     cudnn: Any = torch.backends.cudnn
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn)
     before = [backend.fp32_precision for backend in backends]

@@ -18,7 +18,7 @@ from slipstream.model.wrappers import MMDistributedDataParallel, unwrap_model
 from slipstream.model.wrappers.comm_hooks import HalfPrecision
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed.activation_checkpointing import is_recomputed
-from slipstream.speed.compile import CompileOptions, backend_options, compile_model, inductor_problem
+from slipstream.speed.compile import CompileOptions, backend_options, backend_problem, compile_model
 from slipstream.speed.compile_cache import folder_now
 from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.plan import SpeedPlan
@@ -75,8 +75,8 @@ def build_step(
     if how is None:
         return eager
     core = unwrap_model(model)
-    if how.backend == "inductor" and (problem := inductor_problem(next(core.parameters()).device.type)):
-        warn(f"torch.compile: {problem}. Training continues eagerly")
+    if backend_problem(core, how) is not None:
+        compile_model(core, how, warn)  # reports the problem
         return eager
     if how.scope in (None, "step"):
         reason = why_not_one_graph(model, optim)

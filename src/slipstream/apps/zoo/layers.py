@@ -12,7 +12,44 @@ from torch import Tensor, nn
 
 from slipstream.errors import ModelError
 
-__all__ = ["ConvBNReLU", "SegmentationHead", "check_num_classes", "init_weights", "resize"]
+__all__ = [
+    "AdaptiveAvgPool2d",
+    "ConvBNReLU",
+    "SegmentationHead",
+    "check_num_classes",
+    "init_weights",
+    "resize",
+]
+
+
+class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
+    """`nn.AdaptiveAvgPool2d` as matrix products if only deterministic algorithms are allowed.
+
+    On CUDA, torch has no deterministic kernel for the gradient.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return (N, C, *output_size) for `x` of (N, C, H, W)."""
+        if not torch.are_deterministic_algorithms_enabled():
+            return super().forward(x)
+        size = (
+            self.output_size if isinstance(self.output_size, tuple) else (self.output_size, self.output_size)
+        )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rows, columns = (
+            _means(length, bins or length, x.device, dtype)
+            for length, bins in zip(x.shape[2:], size, strict=True)
+        )
+        with torch.autocast(x.device.type, enabled=False):
+            return (rows @ x.to(dtype) @ columns.T).to(x.dtype)
+
+
+def _means(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a matrix (bins, length) whose rows average the elements of the bins of adaptive pooling."""
+    index = torch.arange(bins, device=device)[:, None]
+    position = torch.arange(length, device=device)
+    inside = (position >= index * length // bins) & (position < -((index + 1) * -length // bins))
+    return inside.to(dtype) / inside.sum(1, keepdim=True)
 
 
 class ConvBNReLU(nn.Module):

@@ -62,14 +62,7 @@ class CrossEntropy(nn.Module):
         if targets.is_floating_point():
             return F.cross_entropy(logits, targets, self.weight, label_smoothing=smoothing)
         targets = targets.long()
-        total = F.cross_entropy(
-            logits,
-            targets,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction="sum",
-            label_smoothing=smoothing,
-        )
+        total = _sum_of_cross_entropy(logits, targets, self.ignore_index, self.weight, smoothing)
         counts = targets != self.ignore_index
         if self.weight is None:
             return total / counts.sum().clamp_min(1)
@@ -122,8 +115,18 @@ class MultiHeadCrossEntropy(nn.Module):
         return dict(zip(names, losses, strict=True))
 
     def _total(self, logits: Tensor, targets: Tensor) -> Tensor:
-        logits = at_least_float32(logits)
-        return F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction="sum")
+        return _sum_of_cross_entropy(at_least_float32(logits), targets, self.ignore_index)
+
+
+def _sum_of_cross_entropy(
+    logits: Tensor, targets: Tensor, ignore_index: int, weight: Tensor | None = None, smoothing: float = 0.0
+) -> Tensor:
+    """Return the sum over all pixels; on CUDA, torch has no deterministic kernel that also sums."""
+    reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
+    losses = F.cross_entropy(
+        logits, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
+    )
+    return losses.sum()
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -7,7 +7,14 @@ import itertools
 import torch
 from torch import Tensor, nn
 
-from slipstream.apps.zoo.layers import ConvBNReLU, SegmentationHead, check_num_classes, init_weights, resize
+from slipstream.apps.zoo.layers import (
+    AdaptiveAvgPool2d,
+    ConvBNReLU,
+    SegmentationHead,
+    check_num_classes,
+    init_weights,
+    resize,
+)
 from slipstream.apps.zoo.stdc import STDC1_BLOCKS, STDC2_BLOCKS, STDCBackbone
 from slipstream.registry import MODELS
 
@@ -22,7 +29,7 @@ class SPPM(nn.Module):
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
         self.branches = nn.ModuleList(
-            nn.Sequential(nn.AdaptiveAvgPool2d(size), ConvBNReLU(in_channels, out_channels, kernel_size=1))
+            nn.Sequential(AdaptiveAvgPool2d(size), ConvBNReLU(in_channels, out_channels, kernel_size=1))
             for size in (1, 2, 4)
         )
         self.conv_out = ConvBNReLU(out_channels, out_channels)

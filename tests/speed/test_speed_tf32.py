@@ -1,0 +1,43 @@
+"""The TF32 setting is readable inside its context, and restored after it."""
+
+import subprocess
+import sys
+
+import pytest
+
+SCRIPT = """
+import torch
+from slipstream.speed.precision import tf32
+
+matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+{before}
+settings = lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
+outside = settings()
+with tf32():
+    assert settings() == ("tf32", "tf32", "tf32"), settings()
+    {inside}
+assert settings()[1:] == outside[1:]
+{after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "after"),
+    [
+        ("", "assert torch.get_float32_matmul_precision() == 'high'", "assert not matmul.allow_tf32"),
+        (
+            "torch.set_float32_matmul_precision('medium'); cudnn.allow_tf32 = False",
+            "assert matmul.allow_tf32 and cudnn.allow_tf32",
+            "assert torch.get_float32_matmul_precision() == 'medium' and not cudnn.allow_tf32",
+        ),
+        (
+            "matmul.fp32_precision = 'tf32'; cudnn.conv.fp32_precision = 'ieee'",
+            "",
+            "assert settings() == outside",
+        ),
+    ],
+    ids=["defaults", "older interface", "newer interface"],
+)
+def test_both_interfaces_of_torch_are_readable_and_restored(before, inside, after):
+    code = SCRIPT.format(before=before, inside=inside or "pass", after=after)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
