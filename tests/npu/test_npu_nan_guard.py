@@ -67,3 +67,15 @@ def test_locator_accepts_tensors_on_the_host():
     assert "'body' (Linear); its inputs were not finite either" in locator.report()
     model.register_module("body", torch.nn.Linear(4, 2).to("npu"))
     locator.close()
+
+
+def test_number_of_kernels_does_not_grow_with_the_number_of_buffers():
+    def kernels(count):
+        model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(4) for _ in range(count)]).to("npu")
+        guard = StepGuard(model, torch.device("npu", 0))
+        torch_npu.reset()
+        guard.before_forward()
+        guard.settle(torch.ones((), dtype=torch.bool, device="npu"))
+        return sum(count for name, count in torch_npu.fallbacks().items() if "detach" not in name)
+
+    assert kernels(40) == kernels(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -146,7 +146,8 @@ class StepGuard:
     def before_forward(self) -> None:
         """Copy the model's buffers at the start of an accumulation window."""
         if not self._before:
-            self._before = {name: buffer.clone() for name, buffer in self._model.named_buffers()}
+            buffers = dict(self._model.named_buffers())
+            self._before = dict(zip(buffers, _copies(list(buffers.values())), strict=True))
 
     def poison(self, loss: Tensor) -> Tensor:
         """Return the loss for `backward`; see the function `poison`.
@@ -186,7 +187,7 @@ class StepGuard:
         """Finish a step: restore the model's buffers unless `finite`, and count the step."""
         # Compare by name, because forward may assign a new tensor.
         current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
-        keep_unless(finite, list(current.values()), [self._before[name] for name in current])
+        _restore_unless(finite, list(current.values()), [self._before[name] for name in current])
         self._before = {}
         self.count.add(finite)
 
@@ -231,6 +232,34 @@ def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) ->
     before = [tensor.clone() for tensor in _updated(optimizer, params, finite.device)]
     step()
     keep_unless(finite, _updated(optimizer, params, finite.device), before)
+
+
+def _copies(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies of many small tensors, with one kernel per dtype."""
+    copies = [tensor.detach() for tensor in tensors]
+    for indices in _by_dtype(tensors):
+        flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
+        pieces = flat.split([tensors[i].numel() for i in indices])
+        for i, piece in zip(indices, pieces, strict=True):
+            copies[i] = piece.view(tensors[i].shape)
+    return copies
+
+
+def _restore_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
+    """Copy `before` back into many small tensors unless `finite`, with a few kernels per dtype."""
+    for indices in _by_dtype(tensors):
+        now, old = (torch.cat([values[i].reshape(-1) for i in indices]) for values in (tensors, before))
+        pieces = torch.where(finite, now, old).split([tensors[i].numel() for i in indices])
+        kept = [piece.view(tensors[i].shape) for i, piece in zip(indices, pieces, strict=True)]
+        torch._foreach_copy_([tensors[i] for i in indices], kept)
+
+
+def _by_dtype(tensors: list[Tensor]) -> Iterable[list[int]]:
+    """Return the indices of tensors that have the same dtype and device."""
+    groups: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+    return groups.values()
 
 
 def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
