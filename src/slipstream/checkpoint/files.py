@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import replacing
 
@@ -126,10 +127,12 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
 def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
     """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types.
 
-    Tensors are moved to the CPU, so that a machine without this device can load them.
+    Tensors that are not sharded are moved to the CPU, so that a machine without this device can load them.
     """
+    if isinstance(value, torch.nn.Parameter):
+        value = value.detach()
     if isinstance(value, torch.Tensor):
-        return (value.detach() if isinstance(value, torch.nn.Parameter) else value).cpu()
+        return value if is_sharded(value) else value.cpu()
     if value is None or type(value) in _PLAIN:
         return value
     # Instances of subclasses (NumPy's float64, IntEnum) would be pickled with their class.

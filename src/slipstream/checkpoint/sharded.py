@@ -167,12 +167,23 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
 
     temporary = folder.with_name(f".{folder.name}.tmp")
 
+    class Writer(FileSystemWriter):
+        """Keeps the places of the shards, which some versions of torch do not add to the returned metadata."""
+
+        places: Mapping[Any, Any] = {}
+
+        def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+            super().finish(metadata, results)
+            self.places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+
+    writer = Writer(temporary)
+
     def begin() -> None:
         shutil.rmtree(temporary, ignore_errors=True)  # left by a run that was killed while writing
         temporary.mkdir(parents=True)
 
     def commit() -> None:
-        index = _index(metadata, paths)
+        index = _index(metadata, writer.places, paths)
         save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN, lambda _: None)
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -188,7 +199,7 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
             f"ranks {missing} cannot access {folder.parent}; put the work_dir on a shared file system"
         )
     try:
-        metadata = save(tensors, storage_writer=FileSystemWriter(temporary))
+        metadata = save(tensors, storage_writer=writer)
     except CheckpointException as error:  # raised on every rank if one of them failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
@@ -210,13 +221,13 @@ def _on_main(action: Callable[[], None], path: Path) -> None:
         raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
 
 
-def _index(metadata: Metadata, paths: dict[str, list[Any]]) -> dict[str, Any]:
+def _index(metadata: Metadata, places: Mapping[Any, Any], paths: dict[str, list[Any]]) -> dict[str, Any]:
     """Return torch's index as built-in Python values: for each key, the path, dtype, shape and shards of the tensor."""
     index: dict[str, Any] = {}
     for key, path in paths.items():
         entry: Any = metadata.state_dict_metadata[key]
         index[key] = {"path": path, "dtype": entry.properties.dtype, "shape": list(entry.size), "parts": []}
-    for where, file in metadata.storage_data.items():
+    for where, file in places.items():
         chunks = metadata.state_dict_metadata[where.fqn].chunks  # type: ignore[union-attr]
         sizes = next(chunk.sizes for chunk in chunks if chunk.offsets == where.offset)
         part = (list(where.offset), list(sizes), file.relative_path, file.offset, file.length)
