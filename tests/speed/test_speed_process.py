@@ -204,3 +204,17 @@ def test_disabled_gc_stays_disabled(tmp_path):
 def test_invalid_options_of_the_hook_raise(options):
     with pytest.raises(ConfigError, match=r"(interval|warmup): must be at least"):
         GcHook(**options)
+
+
+def test_torch_without_a_getter_uses_the_settings_of_the_start(monkeypatch):
+    monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
+    written = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", written.append)
+    with expandable_segments(pytest.fail):
+        pass
+    assert written == [
+        "max_split_size_mb:32,expandable_segments:True",
+        "max_split_size_mb:32,expandable_segments:False",
+    ]
+    monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -70,7 +71,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     Only new allocations are affected; `warn` is called if memory is already reserved. The other settings of
     PYTORCH_ALLOC_CONF do not change. The previous setting is restored at the end.
     """
-    before = torch._C._accelerator_getAllocatorSettings()
+    before = _allocator_settings()
     # Pass all settings, because torch resets some missing settings to their defaults.
     torch._C._accelerator_setAllocatorSettings(_with(before, f"{_EXPANDABLE}:True"))
     if (reserved := _reserved_bytes()) and _EXPANDABLE not in before:
@@ -83,6 +84,14 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     finally:
         after = before if _EXPANDABLE in before else _with(before, f"{_EXPANDABLE}:False")
         torch._C._accelerator_setAllocatorSettings(after)
+
+
+def _allocator_settings() -> str:
+    """Return the current settings; torch before 2.12 cannot report them, so these are the ones of the start."""
+    report = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if report is not None:
+        return str(report())
+    return os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
 
 
 def _with(settings: str, setting: str) -> str:
