@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks
+from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks, recompile_limit
 from slipstream.speed.compile_report import CompileReport
 
 
@@ -183,3 +183,13 @@ def test_errors_of_the_model_are_raised(how):
         model(torch.randn(4, 7), None)
     with pytest.raises(DataError, match="forward takes"):
         model.val_step({"image": torch.randn(4, 3)})
+
+
+def test_older_torch_has_a_higher_limit_only_inside_the_context(monkeypatch):
+    monkeypatch.setattr("slipstream.speed.compile._has_recompile_limit", lambda: False)
+    before = torch._dynamo.config.recompile_limit
+    with recompile_limit(3):
+        assert torch._dynamo.config.recompile_limit == 24
+    assert torch._dynamo.config.recompile_limit == before
+    with recompile_limit(1):
+        assert torch._dynamo.config.recompile_limit == before

@@ -30,7 +30,7 @@ from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
-from slipstream.speed.compile import compiled_blocks
+from slipstream.speed.compile import compiled_blocks, recompile_limit
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.compile_report import CompileReport
 from slipstream.speed.front_ends import is_plain_wrapper
@@ -298,11 +298,13 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     core = unwrap_model(model)
     use_cache(core, plan.compile, plan, logger.warning)
     blocks = compiled_blocks(core, plan.compile) if plan.compile.scope == "block" else []
-    report = CompileReport(max(1, len({repr(block) for block in blocks})))
+    kinds = max(1, len({repr(block) for block in blocks}))
+    report = CompileReport(kinds)
     report.start()
     logger.info("torch.compile: each compilation may take minutes")
     try:
-        yield
+        with recompile_limit(kinds):
+            yield
     finally:  # the report observes torch's compilations until the context ends
         summary = report.finish()
     (logger.warning if summary.troubled else logger.info)(summary.text())

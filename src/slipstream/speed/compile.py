@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ __all__ = [
     "compiled_blocks",
     "inductor_problem",
     "read_compile",
+    "recompile_limit",
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -204,17 +206,23 @@ def _call_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def _recompile_limit(kinds: int) -> Mapping[str, int]:
-    """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`.
+    """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`."""
+    return {"recompile_limit": kinds * _RECOMPILES} if kinds > 1 and _has_recompile_limit() else {}
 
-    Before 2.13, torch has only a process-wide limit, which this function raises.
-    """
-    if kinds == 1:
-        return {}
-    limit = kinds * _RECOMPILES
-    if "recompile_limit" in inspect.signature(torch.compile).parameters:
-        return {"recompile_limit": limit}
-    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
-    return {}
+
+@contextmanager
+def recompile_limit(kinds: int) -> Iterator[None]:
+    """Raise torch's recompile limit inside the context, if this version of torch has only a process-wide limit."""
+    if kinds == 1 or _has_recompile_limit():
+        yield
+        return
+    config: Any = torch._dynamo.config
+    with config.patch(recompile_limit=max(kinds * _RECOMPILES, config.recompile_limit)):
+        yield
+
+
+def _has_recompile_limit() -> bool:
+    return "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
 def _cloning(compiled: Any) -> Callable[..., Any]:
