@@ -81,7 +81,11 @@ def params_of(cases, fast_only=False):
     """Return the cases as parameters of a test."""
     marks = {(False, False): [pytest.mark.matrix], (False, True): [pytest.mark.slow]}
     return [
-        pytest.param(case, id=case.what, marks=[] if fast_only else marks.get((case.fast, case.slow), []))
+        pytest.param(
+            case,
+            id=case.what.replace("`", ""),
+            marks=[] if fast_only else marks.get((case.fast, case.slow), []),
+        )
         for case in cases
     ]
 

@@ -35,13 +35,13 @@ only, and with a plain loop. Losses, weights, buffers, averages and other values
 
 The following is not detected:
 
-- a hook of the node that accumulates a parameter's gradient (`get_gradient_edge(param).node`), if it is added after the
-  second step, because torch does not report it
+- a hook on a parameter's AccumulateGrad node (`get_gradient_edge(param).node`), if it is added after the second step,
+  because torch does not report it
 - a change to an environment variable that the model or the loss reads
 - how often a function with `functools.lru_cache` is called, because Dynamo ignores the cache and traces the function
 
-The last two limits apply to `torch.compile` in general. In a graph, an `assert` on values of tensors raises
-`RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and hooks of saved tensors
+The last two limits apply to `torch.compile` in general. In a graph, an `assert` on tensor values raises
+`RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and saved-tensor hooks
 have no effect on a step that runs as a graph, because all ranks must take the same path.
 
 The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
@@ -72,6 +72,8 @@ def _rows(title, cases):
         if found:
             names = "; ".join(case.what for case in found)
             remarks = [f"{case.what}: {case.remark}" for case in found if case.remark]
-            if any(case.line for case in found):
+            if all(case.line for case in found):
                 remarks.append("the warning names the line")
+            elif any(case.line for case in found):
+                remarks.append("some of the warnings name the line")
             yield f"| **{title}:** {names} | {expect} | {'; '.join(remarks)} |\n"

@@ -246,24 +246,24 @@ def item_in_loss(scores, targets):
 
 
 CAPTURE = [
-    Case("routing by nonzero() and if len(rows)", of(Routed), FALLS_BACK, line=HERE, fast=True),
+    Case("routing with `nonzero()` and `if len(rows)`", of(Routed), FALLS_BACK, line=HERE, fast=True),
     Case("rows selected by a mask, and their number", of(Masked), FALLS_BACK, line=HERE),
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
-    Case("int() of a buffer as an index", of(Queue), fast=True),
+    Case("`int()` of a buffer as an index", of(Queue), fast=True),
     Case("an expanded buffer", of(Expanded)),
-    Case("an expanded buffer, replaced", of(ExpandedAssigned)),
+    Case("an expanded buffer that forward replaces", of(ExpandedAssigned)),
     Case("buffers that share memory", of(Overlapping)),
-    Case("an uninitialised LazyLinear", of(Lazy)),
-    Case(".item() in forward", of(Item), fast=True),
-    Case(".item() in the loss", of(Base, item_in_loss)),
-    Case("print of a value", of(Prints), FALLS_BACK, line=HERE),
-    Case("try and except in forward", of(Tries), FALLS_BACK, line=HERE, warnings=2),
+    Case("an uninitialised `LazyLinear`", of(Lazy)),
+    Case("`.item()` in forward", of(Item), fast=True),
+    Case("`.item()` in the loss", of(Base, item_in_loss)),
+    Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE),
+    Case("`try` and `except` in forward", of(Tries), FALLS_BACK, line=HERE, warnings=2),
     Case("a file that forward reads", of(ReadsFile), FALLS_BACK, line=HERE),
-    Case("numpy on detached tensors", of(CallsNumpy)),
-    Case("numpy on lists", of(CallsExtension), FALLS_BACK, line=HERE),
-    Case("an autograd.Function", of(OwnFunction), fast=True),
-    Case("an autograd.Function by numpy", of(OwnByNumpy), FALLS_BACK, line=HERE),
-    Case("an autograd.Function that counts its backwards", of(OwnCounts), FALLS_BACK, line=HERE),
+    Case("NumPy on detached tensors", of(CallsNumpy)),
+    Case("NumPy on lists", of(CallsExtension), FALLS_BACK, line=HERE),
+    Case("an `autograd.Function`", of(OwnFunction), fast=True),
+    Case("an `autograd.Function` implemented in NumPy", of(OwnByNumpy), FALLS_BACK, line=HERE),
+    Case("an `autograd.Function` that counts its backward calls", of(OwnCounts), FALLS_BACK, line=HERE),
 ]
 CASES = CAPTURE
 HOLDS = {"What torch may not capture": CAPTURE}

@@ -200,18 +200,20 @@ def of(module):
 
 
 COMPUTED = [
-    Case("torch.nn.utils.weight_norm", normed(nn.utils.weight_norm), FALLS_BACK, "requires grad", fast=True),
-    Case("torch.nn.utils.spectral_norm", normed(nn.utils.spectral_norm), FALLS_BACK, "requires grad"),
-    Case("parametrizations.weight_norm", normed(parametrizations.weight_norm)),
-    Case("parametrizations.spectral_norm", normed(parametrizations.spectral_norm)),
-    Case("parametrizations.orthogonal", normed(parametrizations.orthogonal)),
+    Case(
+        "`torch.nn.utils.weight_norm`", normed(nn.utils.weight_norm), FALLS_BACK, "requires grad", fast=True
+    ),
+    Case("`torch.nn.utils.spectral_norm`", normed(nn.utils.spectral_norm), FALLS_BACK, "requires grad"),
+    Case("`parametrizations.weight_norm`", normed(parametrizations.weight_norm)),
+    Case("`parametrizations.spectral_norm`", normed(parametrizations.spectral_norm)),
+    Case("`parametrizations.orthogonal`", normed(parametrizations.orthogonal)),
     Case("pruning", pruned, FALLS_BACK, "requires grad"),
     Case("pruning before step 5", lambda: pruned(5), FALLS_BACK, "requires grad"),
     Case("pruning made permanent before step 8", lambda: pruned(0, 8), FALLS_BACK, "requires grad"),
     Case("more pruning before steps 4 and 8", pruned_more, FALLS_BACK, "requires grad"),
     Case("tied weights", tied),
     Case("a second network that forward updates", of(Momentum)),
-    Case("a copy made in forward", of(Copied), FALLS_BACK, line=HERE),
+    Case("a layer that forward copies", of(Copied), FALLS_BACK, line=HERE),
 ]
 HOLDS = {"Computed weights": COMPUTED}
 

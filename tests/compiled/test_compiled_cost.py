@@ -171,9 +171,9 @@ SCHEDULES = [
     Case("eps of Adam", partial(scheduled, "eps", _LESS, optim.Adam, lr=0.01, eps=0.1)),
     Case("alpha of RMSprop", partial(scheduled, "alpha", _LESS, optim.RMSprop, lr=0.01)),
     Case("a dropout rate", dropout_rates, FALLS_BACK, "a new graph"),
-    Case("a float that forward counts", counted, FALLS_BACK, "a new graph", fast=True),
-    Case("a float of the model that the loop sets", set_in_loop),
-    Case("a float of the loss that the loop sets", weighted_loss),
+    Case("a float that forward increments", counted, FALLS_BACK, "a new graph", fast=True),
+    Case("a float attribute of the model that the loop sets", set_in_loop),
+    Case("a float attribute of the loss that the loop sets", weighted_loss),
     Case("the momentum of BatchNorm", batch_norm_momentum, FALLS_BACK, "a new graph"),
 ]
 HOLDS = {"Settings that change at each step": SCHEDULES}

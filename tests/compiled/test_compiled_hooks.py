@@ -49,7 +49,7 @@ def halves(training, seen):
 
 
 def records(training, seen):
-    """Record a gradient without changing it."""
+    """Store a gradient without changing it."""
     return training.model[3].weight.register_hook(lambda grad: seen.append(grad.clone()))
 
 
@@ -89,13 +89,13 @@ def global_backward(training, seen):
 
 
 _GRADIENT_HOOKS = {
-    "Tensor.register_hook": halves,
-    "Tensor.register_hook that records": records,
-    "a hook of the accumulated gradient": clips_after,
-    "a hook of the accumulating node": prehook_of_accumulation,
+    "a `Tensor.register_hook` hook": halves,
+    "a `Tensor.register_hook` hook that stores the gradient": records,
+    "a post-accumulate-grad hook": clips_after,
+    "an AccumulateGrad node pre-hook": prehook_of_accumulation,
     "a module's full backward hook": module_backward,
     "a module's full backward pre-hook": module_backward_pre,
-    "a global backward hook of modules": global_backward,
+    "a global module backward hook": global_backward,
 }
 GRADIENT_HOOKS = [
     Case(
@@ -127,7 +127,7 @@ class HookInside(Base):
 
 
 class HookOnOutput(nn.Sequential):
-    """A hook that records the output of a layer."""
+    """A hook that stores the gradient of the output."""
 
     def forward(self, x):
         x = super().forward(x)
@@ -167,9 +167,9 @@ def retained():
 
 INSIDE = [
     Case("a tensor hook inside forward", lambda: (m := HookInside()) and Training(m, sgd(m)), fast=True),
-    Case("a tensor hook that records", hook_on_output, FALLS_BACK, "hook"),
+    Case("a tensor hook that stores the gradient", hook_on_output, FALLS_BACK, "hook"),
     Case("a tensor hook in the loss", hook_in_loss),
-    Case("retain_grad of an activation", retained, FALLS_BACK, "retain_grad", HERE),
+    Case("`retain_grad()` on an activation", retained, FALLS_BACK, "retain_grad", HERE),
 ]
 
 
@@ -240,11 +240,11 @@ def patched_step(training, seen):
 _OTHER_HOOKS = {
     "a forward hook": scales_output,
     "a forward pre-hook": scales_input,
-    "a global forward hook": global_forward,
-    "a pre-hook of the optimizer's step": shrinks_before,
-    "a post-hook of the optimizer's step": rounds_after,
-    "a global pre-hook of optimizers": global_before,
-    "a global post-hook of optimizers": global_after,
+    "a global module forward hook": global_forward,
+    "an optimizer step pre-hook": shrinks_before,
+    "an optimizer step post-hook": rounds_after,
+    "a global optimizer step pre-hook": global_before,
+    "a global optimizer step post-hook": global_after,
 }
 OTHER_HOOKS = [
     *(
@@ -256,13 +256,13 @@ OTHER_HOOKS = [
         for what, hook in _OTHER_HOOKS.items()
         for when, at, undo in (("from the start", 0, None), ("from step 5 to 9", 5, removed))
     ),
-    Case("optimizer.step replaced, from the start", changed(patched_step, 0)),
-    Case("optimizer.step replaced, from step 5 on", changed(patched_step, 5)),
+    Case("`optimizer.step` replaced, from the start", changed(patched_step, 0)),
+    Case("`optimizer.step` replaced, from step 5 on", changed(patched_step, 5)),
 ]
 
 
 CASES = [*GRADIENT_HOOKS, *INSIDE, *OTHER_HOOKS]
-HOLDS = {"Hooks of gradients": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
+HOLDS = {"Gradient hooks": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

@@ -159,14 +159,14 @@ ATTRIBUTES = [
     Case("tensors and numbers in a dict", of(InDict, "memory")),
     Case("a list of tensors that grows", of(Growing, "seen"), FALLS_BACK, "seen|list|Growing"),
     Case("a queue of three tensors", of(Queue, "queue")),
-    Case("an int that forward counts and uses", of(Counter, "calls"), fast=True),
+    Case("an int that forward increments and uses", of(Counter, "calls"), fast=True),
     Case(
-        "an int and a float that forward counts but does not use",
+        "an int and a float that forward increments but does not use",
         of(Unused, "calls", "time"),
         FALLS_BACK,
         "a new graph",
     ),
-    Case("a branch on an int that forward counts", of(Every, "calls")),
+    Case("a branch on an int that forward increments", of(Every, "calls")),
     Case("a float that decreases at each step", of(Decaying, "share"), FALLS_BACK, "a new graph"),
 ]
 
@@ -230,7 +230,7 @@ def detached_between():
 
 TBPTT = [
     Case("a hidden state that is detached", of(Recurrent, "hidden"), fast=True),
-    Case("a hidden state that is detached a step later", of(DetachesLater), FALLS_BACK, "requires grad"),
+    Case("a hidden state that is detached one step later", of(DetachesLater), FALLS_BACK, "requires grad"),
     Case("hidden states in buffers", of(InBuffer)),
     Case("a hidden state that the loop detaches", detached_between, FALLS_BACK, "requires grad"),
 ]
@@ -342,21 +342,21 @@ def drawing(module, loss=F.mse_loss):
 
 
 RANDOM = [
-    Case("dropout and torch's own random numbers", drawing(GlobalTorch), fast=True),
-    Case("a torch.Generator in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
-    Case("a torch.Generator for in-place draws", drawing(InitOfGenerator), FALLS_BACK, "Generator", HERE),
-    Case("a torch.Generator in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
-    Case("a numpy Generator in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
-    Case("np.random in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
-    Case("np.random in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
-    Case("random in forward", drawing(GlobalPython), FALLS_BACK, "random"),
-    Case("random in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random"),
-    Case("a branch on random", drawing(PythonChoice), FALLS_BACK, "random", HERE),
-    Case("a random.Random in forward", drawing(OwnPython), FALLS_BACK, "random|rng"),
+    Case("dropout and `torch.randn_like`", drawing(GlobalTorch), fast=True),
+    Case("a `torch.Generator` in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
+    Case("a `torch.Generator` that draws in place", drawing(InitOfGenerator), FALLS_BACK, "Generator", HERE),
+    Case("a `torch.Generator` in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
+    Case("a NumPy `Generator` in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
+    Case("`np.random` in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),
+    Case("`np.random` in the loss", drawing(Base, numpy_in_loss), FALLS_BACK, "numpy|np.random", HERE),
+    Case("Python's `random` in forward", drawing(GlobalPython), FALLS_BACK, "random"),
+    Case("Python's `random` in the loss", drawing(Base, python_in_loss), FALLS_BACK, "random"),
+    Case("a branch on a random number", drawing(PythonChoice), FALLS_BACK, "random", HERE),
+    Case("a `random.Random` in forward", drawing(OwnPython), FALLS_BACK, "random|rng"),
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]
-HOLDS = {"Attributes of modules": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
+HOLDS = {"Module attributes": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

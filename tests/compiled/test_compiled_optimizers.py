@@ -111,7 +111,7 @@ ALL = [
     Case("AdamW(fused=True)", partial(foreach, "AdamW", fused=True)),
 ]
 NOT_HERE = [
-    Case("LBFGS", lbfgs, REFUSED, "LBFGS", remark="needs a closure", fast=True),
+    Case("LBFGS", lbfgs, REFUSED, "LBFGS", remark="requires a closure", fast=True),
     Case("SparseAdam", partial(sparse_adam, Words), FALLS_BACK, "sparse gradients"),
 ]
 
@@ -136,7 +136,7 @@ def tensor_lr(scheduler, kind, **options):
 
 
 def changed_lr(how, kind=optim.SGD):
-    """Change the tensor in place, or replace it by another tensor or by a float."""
+    """Change the tensor in place, or replace it by a new tensor or by a float."""
     model = net()
     optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
     group = optimizer.param_groups[0]
@@ -182,31 +182,32 @@ def betas_in_place():
 LARGE, SMALL = (torch.tensor(value, dtype=torch.float64) for value in (0.5, 0.1))
 LEARNING_RATES = [
     Case(
-        "a float as learning rate, a tensor for one batch",
+        "a float learning rate that is a tensor for one batch",
         partial(tensor_for_one_batch, optim.SGD, "lr", 0.02, LARGE),
         fast=True,
     ),
     Case(
-        "a learning rate of AdamW that is a tensor for one batch",
+        "a float learning rate of AdamW that is a tensor for one batch",
         partial(tensor_for_one_batch, optim.AdamW, "lr", 0.02, SMALL),
     ),
     Case(
         "betas that are tensors for one batch",
         partial(tensor_for_one_batch, optim.Adam, "betas", (0.9, 0.99), (LARGE, LARGE)),
     ),
-    Case("betas in a list that is changed in place", betas_in_place, fast=True),
+    Case("a list of betas that is changed in place", betas_in_place, fast=True),
     *(
         Case(
-            f"a tensor as learning rate of {kind.__name__}, {name}", partial(tensor_lr, name, kind, **options)
+            f"a tensor learning rate of {kind.__name__} with {name}",
+            partial(tensor_lr, name, kind, **options),
         )
         for name in SCHEDULERS
         for kind, options in ((optim.SGD, dict(momentum=0.9)), (optim.AdamW, {}))
     ),
-    Case("a tensor as learning rate, changed in place", partial(changed_lr, "in place"), fast=True),
-    Case("a tensor as learning rate of Adam, in place", partial(changed_lr, "in place", optim.Adam)),
-    Case("a tensor as learning rate, replaced", partial(changed_lr, "replaced")),
-    Case("a tensor as learning rate, replaced by floats", partial(changed_lr, "by floats")),
-    Case("a float as learning rate, replaced by a tensor", float_then_tensor),
+    Case("a tensor learning rate, changed in place", partial(changed_lr, "in place"), fast=True),
+    Case("a tensor learning rate of Adam, changed in place", partial(changed_lr, "in place", optim.Adam)),
+    Case("a tensor learning rate, replaced by new tensors", partial(changed_lr, "replaced")),
+    Case("a tensor learning rate, replaced by floats", partial(changed_lr, "by floats")),
+    Case("a float learning rate, replaced by a tensor", float_then_tensor),
 ]
 
 
@@ -316,7 +317,7 @@ def change_settings(training):
 
 
 def replace_layer(training):
-    """Another activation, without parameters."""
+    """Use a different activation, without parameters."""
     training.model[2] = nn.ReLU()
 
 
@@ -335,26 +336,28 @@ def existing_gradient(at, make=adamw):
 
 
 MID_RUN = [
-    Case("optimizer.state cleared", between(clear_state), fast=True),
-    Case("optimizer.state cleared, of SGD", between(clear_state, make=sgd)),
-    Case("the state of one parameter removed", between(replace_one_state)),
-    Case("a tensor of the optimizer's state replaced", between(replace_state, replace_state)),
-    Case("a tensor of the state of SGD replaced", between(replace_state, make=sgd)),
-    Case("a tensor of the optimizer's state changed in place", between(change_state)),
-    Case("optimizer.load_state_dict", between(keep, load_optimizer), fast=True),
-    Case("optimizer.load_state_dict twice, of SGD", between(keep, load_optimizer, load_optimizer, make=sgd)),
-    Case("model.load_state_dict", between(keep, load_model)),
-    Case("buffers assigned by model.load_state_dict", between(keep, load_assigned)),
-    Case("param.data replaced", between(replace_data), fast=True),
-    Case("param.data of other strides", between(transpose_data)),
-    Case("optimizer.add_param_group", between(add_group, make=without_last)),
+    Case("`optimizer.state` cleared", between(clear_state), fast=True),
+    Case("`optimizer.state` of SGD cleared", between(clear_state, make=sgd)),
+    Case("one parameter's optimizer state removed", between(replace_one_state)),
+    Case("an optimizer state tensor replaced", between(replace_state, replace_state)),
+    Case("an SGD state tensor replaced", between(replace_state, make=sgd)),
+    Case("an optimizer state tensor changed in place", between(change_state)),
+    Case("`optimizer.load_state_dict`", between(keep, load_optimizer), fast=True),
+    Case(
+        "`optimizer.load_state_dict` of SGD, twice", between(keep, load_optimizer, load_optimizer, make=sgd)
+    ),
+    Case("`model.load_state_dict`", between(keep, load_model)),
+    Case("buffers assigned by `model.load_state_dict(..., assign=True)`", between(keep, load_assigned)),
+    Case("`param.data` replaced", between(replace_data), fast=True),
+    Case("`param.data` with different strides", between(transpose_data)),
+    Case("`optimizer.add_param_group`", between(add_group, make=without_last)),
     Case("a layer frozen", between(freeze)),
     Case("a layer frozen and unfrozen", between(freeze, unfreeze, freeze)),
-    Case("eval() of BatchNorm", between(evaluate)),
-    Case("eval() and train() of BatchNorm", between(evaluate, train, evaluate)),
-    Case("other settings of the optimizer", between(change_settings)),
-    Case("a layer replaced by another without parameters", between(replace_layer)),
-    Case("settings of a layer changed", between(change_layer)),
+    Case("`eval()` of BatchNorm", between(evaluate)),
+    Case("`eval()` and `train()` of BatchNorm", between(evaluate, train, evaluate)),
+    Case("different optimizer settings", between(change_settings)),
+    Case("an activation layer replaced", between(replace_layer)),
+    Case("a layer's settings changed", between(change_layer)),
     Case("a gradient before the first step", partial(existing_gradient, 0), fast=True),
     Case("a gradient before step 5", partial(existing_gradient, 5)),
     Case("a gradient before step 5, with SGD", partial(existing_gradient, 5, sgd)),
@@ -364,9 +367,9 @@ MID_RUN = [
 
 CASES = [*ALL, *LEARNING_RATES, *MID_RUN]
 HOLDS = {
-    "Optimizers of torch.optim": [*ALL, *NOT_HERE],
-    "Learning rates as tensors": LEARNING_RATES,
-    "Changes in mid-run": MID_RUN,
+    "Optimizers of `torch.optim`": [*ALL, *NOT_HERE],
+    "Tensor learning rates and betas": LEARNING_RATES,
+    "Mid-run changes": MID_RUN,
 }
 
 

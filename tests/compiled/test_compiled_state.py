@@ -71,12 +71,9 @@ def counting_optimizer():
 
 
 OPTIMIZERS = [
-    *(
-        Case(f"library optimizer {name}", partial(from_library, name), fast=name == "SOAP")
-        for name in LIBRARY
-    ),
+    *(Case(name, partial(from_library, name), fast=name == "SOAP") for name in LIBRARY),
     Case("Lookahead around SGD", lookahead),
-    Case("an optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
+    Case("a custom optimizer that counts its steps in an attribute", counting_optimizer, fast=True),
 ]
 
 
@@ -195,7 +192,7 @@ BATCHES = [
     Case("inputs that the model scales in place", partial(batches_again, ScalesInput), fast=True),
     Case("inputs into which the model writes", partial(batches_again, WritesInput)),
     Case("targets that the loss changes in place", partial(batches_again, loss=shrinks_targets)),
-    Case("a count in the batch", partial(batches_again, loss=marks_in_dict, wrap=with_count)),
+    Case("a counter in the batch", partial(batches_again, loss=marks_in_dict, wrap=with_count)),
 ]
 
 
@@ -317,9 +314,9 @@ LOSSES = [
     Case("a loss module that assigns its buffer", partial(with_loss, partial(BufferedLoss, True))),
     Case("a loss object with a running tensor", partial(with_loss, RunningLoss), fast=True),
     Case("a loss object that changes a tensor in place", partial(with_loss, partial(RunningInPlace, (1,)))),
-    Case("a loss that changes a tensor of the enclosing function", with_closed_over_tensor),
+    Case("a loss that changes a tensor of the enclosing scope", with_closed_over_tensor),
     Case(
-        "a loss that changes a 0-dim float64 tensor around it",
+        "a loss that changes a 0-dim float64 tensor of the enclosing scope",
         partial(with_closed_over_tensor, ()),
         FALLS_BACK,
         "compute different results",
@@ -332,11 +329,11 @@ LOSSES = [
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
 HOLDS = {
-    "Optimizers of pytorch_optimizer, and custom ones": OPTIMIZERS,
+    "Optimizers of pytorch_optimizer, and custom optimizers": OPTIMIZERS,
     "Buffers": BUFFERS,
     "Buffers and averages": AVERAGED,
     "Batches": BATCHES,
-    "State of losses": LOSSES,
+    "Loss state": LOSSES,
 }
 
 

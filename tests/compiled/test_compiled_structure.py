@@ -208,9 +208,9 @@ def self_distillation():
 
 
 CASES = [
-    Case("keys of a dict in another order", dict_order, fast=True),
-    Case("keys of the targets in another order", target_order),
-    Case("a list in the batch that nothing reads changes its length", unused_list, fast=True),
+    Case("dict keys in a different order", dict_order, fast=True),
+    Case("target keys in a different order", target_order),
+    Case("an unused list in the batch whose length changes", unused_list, fast=True),
     Case(
         "a second head from the middle of a window on",
         branch("aaaaabbbbbbb"),
@@ -226,7 +226,7 @@ CASES = [
         fast=True,
     ),
     Case(
-        "a second head in single batches of a window",
+        "a second head in individual batches of a window",
         branch("aaaaaaabaaab"),
         FALLS_BACK,
         "without a gradient",
@@ -239,15 +239,15 @@ CASES = [
         "without a gradient",
         speed={"accumulate": 3},
     ),
-    Case("momentum 0 and back", momentum_changes({6: 0.0, 9: 0.9}), fast=True),
-    Case("momentum 0 with dampening", momentum_changes({7: 0.0}, dampening=0.5)),
-    Case("momentum from 0", momentum_changes({7: 0.9}, momentum=0.0)),
-    Case("an optimizer state from before the first step", fresh_state, fast=True),
-    Case("optimizer.step replaced, with a scheduler", step_replaced(7), fast=True),
-    Case("optimizer.step replaced before the scheduler", step_replaced_before_scheduler),
-    Case("step of the optimizer's class replaced", class_step_replaced),
+    Case("momentum set to 0 and back", momentum_changes({6: 0.0, 9: 0.9}), fast=True),
+    Case("momentum set to 0, with dampening", momentum_changes({7: 0.0}, dampening=0.5)),
+    Case("momentum raised from 0", momentum_changes({7: 0.9}, momentum=0.0)),
+    Case("an optimizer state saved before the first step", fresh_state, fast=True),
+    Case("`optimizer.step` replaced, with a scheduler", step_replaced(7), fast=True),
+    Case("`optimizer.step` replaced before the scheduler is created", step_replaced_before_scheduler),
+    Case("the optimizer class's `step` replaced", class_step_replaced),
     Case(
-        "an own reentrant checkpoint of the input",
+        "a custom reentrant checkpoint of the input",
         reentrant,
         FALLS_BACK,
         "graph|requires_grad|backward",
@@ -258,7 +258,7 @@ CASES = [
 ]
 
 
-HOLDS = {"Structure of batches, branches, and the optimizer": CASES}
+HOLDS = {"Batch structure, branches and optimizer steps": CASES}
 
 
 @pytest.mark.parametrize("case", params_of(CASES))

@@ -26,7 +26,7 @@ _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training
-runs). Pairs and triples are trained on both networks, in one process and in two. Triples with one of
+runs). Pairs and triples are trained on both networks, in one process and in two. Triples that contain
 {one_place} are trained only once each,
 alternating between the networks and between one process and two. The tests compare losses, final weights and averages
 with those of a hand-written loop in plain PyTorch, which trains eagerly on the whole batch in one process. They also
@@ -53,10 +53,10 @@ _BOTTOM = """## Tolerances
   step overflows. The comparison includes the skipped step and the changes to the scale.
 - In each precision, the tests would notice if an option that changes the results had no effect. In the hand-written
   loop, each such option changes weights or averages by more than ten times the absolute tolerance.
-- SWA averages every second update. The layers of layer decay are the first convolution and the block.
+- SWA averages every second update. Layer decay treats the first convolution and the block as its layers.
 - Without SyncBN the loop also normalises each process's half of a batch separately.
 - `accumulation` uses windows of {window} batches; the last window is smaller. `resume` ends a run in the middle of
-  an epoch and of a window, and a second run continues it.
+  an epoch and of a window, and continues it in a second run.
 - The graphs that Dynamo captures run uncompiled; those of recomputed convolutions run with `aot_eager`. Inductor
   compiles one run of each network, with all options except accumulation, resume and SAM, and one of `conv` with SAM.
 - In addition to pairs and triples, all compatible options (EMA instead of SWA) are enabled together, with and without
@@ -103,14 +103,16 @@ def render():
 
     count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
     nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
-    once = ", ".join(option for option in OPTIONS if option in ONE_PLACE)
+    *first, last = [option for option in OPTIONS if option in ONE_PLACE]
     found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
     plans = "\n".join(f"- `{plan.option}`: {plan.message}" for plan in REFUSED_PLANS)
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
-        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count, one_place=once),
+        _TOP.format(
+            nets=nets, steps=STEPS, batch=BATCH, triples=count, one_place=f"{', '.join(first)} or {last}"
+        ),
         f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 need several processes.\n",
-        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2 the model is always wrapped in DDP.\n",
+        f"## Two processes\n\n{table(2)}\n\nWithout FSDP2, the model is always wrapped in DDP.\n",
         _BOTTOM.format(
             window=WINDOW,
             tolerances=bounds,
