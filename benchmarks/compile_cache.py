@@ -1,4 +1,4 @@
-"""Time from a compiled model to the end of its first training step and validation, at the first and second start.
+"""Time until a compiled model has finished its first training step and validation, on the first and second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -134,7 +134,7 @@ def main() -> None:
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
         "\n\nThe time from the creation of the model to the end of its first training step and validation: tracing,"
-        " compilation and the steps, without the import of torch. The second start traces again and loads compiled"
+        " compilation and the steps, excluding the import of torch. The second start traces again and loads compiled"
         " code from the cache."
     )
     print(text)

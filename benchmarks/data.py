@@ -5,7 +5,7 @@ python benchmarks/data.py --rounds 5 --out benchmarks/results/data.md
 The contenders produce the same batch of 8 crops of 768 x 768. They take turns, each in a separate process with one
 thread:
 
-- PIL: each transform runs on the whole image with Pillow, as in training code of 2020.
+- PIL: each transform runs on the whole image with Pillow, as was typical of training code around 2020.
 - albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing.
 - slipstream: only the required crop is resized, once; colour transforms and normalisation then run on the batch. PNGs
   are decoded by Pillow or pywuffs, or read from the decode cache.

@@ -1,4 +1,4 @@
-"""An equivalent training step of a small network in `jax.jit`, initialised with the weights of a torch network."""
+"""The training step of a small torch network, reimplemented with `jax.jit` and initialised with the same weights."""
 
 from __future__ import annotations
 

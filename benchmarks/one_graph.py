@@ -5,8 +5,8 @@
 There are three parts: tiny networks in one process, the same networks in two gloo processes, and the recipes' networks
 with their losses and small crops, which are also compared with a channels_last loop. Contenders run interleaved in
 rotating order, and ratios are computed within a round. Before timing, the losses of the first steps must equal the
-loop's, except for channels_last, where dropout uses another random order. On a shared machine, use
-`--clock cpu --threads 1` to measure the CPU time of this process.
+loop's, except for channels_last, where dropout draws its random numbers in a different order. On a shared
+machine, use `--clock cpu --threads 1` to measure the CPU time of this process.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ CONTENDERS: dict[str, Callable[[Case], Step]] = {
     "Slipstream, one graph": one_graph,
 }
 OF_TINY = ("loop", "loop, torch.compile(model)", "Slipstream, one graph")
-# Compiling a recipe's network takes minutes, so Slipstream is compared only with its eager step.
+# Compiling a recipe's network takes minutes, so these cases omit the loop with `torch.compile(model)`.
 OF_RECIPES = ("loop", "loop, channels_last", "Slipstream, one graph")
 
 
@@ -103,7 +103,7 @@ def measure(
         step = steps[name] = CONTENDERS[name](case)
         losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
         expected = losses if expected is None else expected
-        if "channels_last" not in name:  # dropout uses another random order there
+        if "channels_last" not in name:  # dropout draws its random numbers in a different order there
             torch.testing.assert_close(
                 losses, expected, rtol=case.tolerance, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -205,7 +205,7 @@ def main() -> None:
             parts.setdefault(title, {})[name] = times
             print(describe({name: times}), flush=True)
     if not args.no_processes:
-        parts["Tiny networks on two gloo processes (the loop is DDP)"] = on_two_processes(
+        parts["Tiny networks on two gloo processes (the loop uses DDP)"] = on_two_processes(
             args.rounds, args.seconds
         )
     text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())

@@ -62,7 +62,7 @@ NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 class Samples(Dataset[Any]):
-    """A typical user dataset that returns single samples."""
+    """A typical user dataset that returns individual samples."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets

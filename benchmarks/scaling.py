@@ -1,11 +1,11 @@
-"""Step times of 2 and 4 processes, compared with predictions by `slipstream.apps.scaling` from one process and pings.
+"""Step times of 2 and 4 processes, compared with predictions from single-process step times and pings.
 
     python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
-distributed training. Predictions use only the single process and the pings. The side-by-side steps, which do not
-communicate, show which errors come from the machine model and which from the communication model. The minimum over the
-rounds is used, because other programs can only increase the times.
+distributed training. `slipstream.apps.scaling` makes the predictions from only the single process and the
+pings. The side-by-side steps, which do not communicate, show which errors come from the machine model and which from
+the communication model. The minimum over the rounds is used, because other programs can only increase the times.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def synchronized_seconds(function: Callable[[], Any]) -> float:
 
 
 def pings(rank: int, pair: Any) -> dict[str, Any]:
-    """Return the seconds of collectives of two processes by size, and of the smallest all-reduce of all processes.
+    """Return the seconds taken by two-process collectives, by size, and by the smallest all-reduce of all processes.
 
     The latter is measured between computations, as in training, where processes sleep, wake up and arrive at
     different times.
@@ -359,7 +359,9 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     parser.add_argument(
-        "--document", type=Path, help="insert the table between the 'measured' marks of this page"
+        "--document",
+        type=Path,
+        help="insert the table between the `<!-- measured -->` and `<!-- end -->` markers in this page",
     )
     args = parser.parse_args()
     if args.rounds < 2:

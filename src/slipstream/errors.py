@@ -82,7 +82,7 @@ class NonFiniteLossError(SlipstreamError, FloatingPointError):
 
 
 class CheckpointError(SlipstreamError, RuntimeError):
-    """A checkpoint cannot be read or written, or belongs to another model."""
+    """A checkpoint cannot be read or written, or belongs to a different model."""
 
 
 class DistributedError(SlipstreamError, RuntimeError):

@@ -60,7 +60,7 @@ def test_non_strict_loading_skips_a_head_with_another_class_count():
 
 def test_non_strict_loading_fails_if_most_shapes_differ():
     state = {key: torch.ones(7, 7) for key in model().state_dict()}
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         load_weights(model(), state, strict=False)
 
 

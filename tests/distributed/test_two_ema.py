@@ -118,7 +118,7 @@ def test_resumed_average_is_bitwise_equal(answers):
         assert isinstance(found, list), found
         for (whole, rest), exact in zip(found, (True, True, False), strict=True):
             assert 0 < len(rest["losses"]) < len(whole["losses"])
-            # After a resume within a window, DDP sums gradients in another order, so rounding differs.
+            # After a resume within a window, DDP sums gradients in a different order, so rounding differs.
             assert_same(rest, whole, **({} if exact else dict(rtol=1e-4, atol=1e-7)))
             name = "module.norm.running_mean"
             assert not torch.equal(

@@ -108,7 +108,7 @@ def test_locator_does_not_synchronise(no_waiting):
     no_waiting()
     net(x)
     torch.cuda.set_sync_debug_mode("default")
-    assert "'body.0' (Linear); its inputs were not finite either" in locator.report()
+    assert "'body.0' (Linear); the module's inputs were not finite either" in locator.report()
 
 
 def test_tf32_changes_matrix_products_in_its_context():

@@ -78,7 +78,7 @@ def test_run_skips_a_bad_batch_and_logs_it(tmp_path):
     assert hook.skipped == 2
     assert runner.message_hub.get_scalar("train/skipped_steps").current() == 2
     assert "Skipped 1 step with non-finite loss or gradients, up to iteration 5" in log
-    assert "'data_preprocessor' (BaseDataPreprocessor); its inputs were not finite either" in log
+    assert "'data_preprocessor' (BaseDataPreprocessor); the module's inputs were not finite either" in log
     for name, value in remember.weights[5].items():  # the first step of the second epoch
         assert torch.equal(value, remember.weights[4][name]), name
     assert not torch.equal(remember.weights[6]["last.weight"], remember.weights[5]["last.weight"])

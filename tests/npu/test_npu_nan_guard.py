@@ -64,7 +64,7 @@ def test_locator_accepts_tensors_on_the_host():
     model = FromHost().to("npu")
     locator = Locator(model)
     model(torch.full((2, 4), math.inf))
-    assert "'body' (Linear); its inputs were not finite either" in locator.report()
+    assert "'body' (Linear); the module's inputs were not finite either" in locator.report()
     model.register_module("body", torch.nn.Linear(4, 2).to("npu"))
     locator.close()
 

@@ -271,7 +271,7 @@ def test_bad_batches_are_skipped_counted_and_located(tmp_path):
     assert guard.skipped == 2
     said = (next((tmp_path / "graph").glob("*/*.log"))).read_text()
     assert "Skipped 2 steps" in said
-    assert "the one of module 'square' (Square); its inputs were finite" in said
+    assert "came from module 'square' (Square); the module's inputs were finite" in said
 
 
 def test_bad_first_batch_is_skipped(tmp_path):

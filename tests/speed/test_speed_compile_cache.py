@@ -132,7 +132,7 @@ def test_folder_that_cannot_be_created_warns_once_or_raises_if_configured(tmp_pa
     warnings = []
     assert use_cache(net(), CompileOptions(), "", warnings.append) is None
     assert len(warnings) == 1
-    assert "Set SLIPSTREAM_CACHE to another folder" in warnings[0]
+    assert "Set SLIPSTREAM_CACHE to a different folder" in warnings[0]
     with pytest.raises(ConfigError, match=r"compile.cache: .*file"):
         use_cache(net(), CompileOptions(cache=str(file)), "", pytest.fail)
 

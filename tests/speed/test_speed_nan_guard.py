@@ -336,7 +336,7 @@ def test_locator_names_the_first_module_with_a_nonfinite_output(compiled):
     weight = torch.tensor(-1.0)  # causes log(negative)
     model, locator = watched([(good(1), {}), (good(2), {"weight": weight}), (bad(), {})], compiled)
     report = locator.report()
-    assert "'neck.log' (Log); its inputs were finite" in report
+    assert "'neck.log' (Log); the module's inputs were finite" in report
     assert "outputs of all modules were finite" in locator.report()  # the report was reset
     locator.close()
     assert not any(module._forward_hooks for module in model.modules())
@@ -344,12 +344,12 @@ def test_locator_names_the_first_module_with_a_nonfinite_output(compiled):
 
 def test_locator_reports_nonfinite_inputs():
     _, locator = watched([(good(1), {}), (bad(), {})])
-    assert "module 'stem.0' (Linear); its inputs were not finite either" in locator.report()
+    assert "module 'stem.0' (Linear); the module's inputs were not finite either" in locator.report()
 
 
 def test_locator_checks_keyword_inputs():
     _, locator = watched([(good(1), {"weight": torch.tensor(NAN)})])
-    assert "'neck.log' (Log); its inputs were not finite either" in locator.report()
+    assert "'neck.log' (Log); the module's inputs were not finite either" in locator.report()
 
 
 def test_locator_names_the_model_for_its_own_operations():
@@ -357,7 +357,7 @@ def test_locator_names_the_model_for_its_own_operations():
     locator = Locator(net)
     net.forward = lambda x: {"loss": net.body(x).sum() * INF}
     net(good(1))
-    assert "the model (Net); its inputs were finite" in locator.report()
+    assert "the model (Net); the model's inputs were finite" in locator.report()
 
 
 def test_locator_ignores_validation():

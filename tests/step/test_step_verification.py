@@ -55,7 +55,7 @@ def deep(width=16, blocks=60):
 
 
 def perturbed(run):
-    """Simulate the rounding of another order of additions."""
+    """Simulate the rounding of a different order of additions."""
 
     def other(*inputs):
         with torch.no_grad():

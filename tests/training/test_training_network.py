@@ -182,7 +182,7 @@ def test_init_weights_without_a_file_loads_nothing():
 def test_weights_of_another_network_raise_error(tmp_path):
     torch.save({"net": nn.Linear(2, 2).state_dict()}, tmp_path / "weights.pth")
     net = model(pretrained=dict(checkpoint_path=tmp_path / "weights.pth"))
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         net.init_weights()
 
 

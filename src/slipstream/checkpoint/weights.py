@@ -52,12 +52,12 @@ def load_weights(
     not_tensors = any(not isinstance(state[key], torch.Tensor) for key in shapes)
     if shapes and (strict or not_tensors or 2 * len(shapes) > len(own)):
         raise CheckpointError(
-            f"{source} belongs to another model: {_some([*shapes.values()])}. Check the number of classes "
+            f"{source} belongs to a different model: {_some([*shapes.values()])}. Check the number of classes "
             "and the model's options"
         )
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{source} belongs to another model: {'; '.join(_differences(missing, unexpected))}"
+            f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}"
         )
     if own and len(missing) == len(own):
         raise CheckpointError(

@@ -102,7 +102,7 @@ def _check_disk_space(folder: Path, parts: list[Part]) -> None:
     print(f"{folder}: needs about {written_size(need)} more; {written_size(free)} is free")
     if need > free:
         raise DataError(
-            f"not enough disk space in '{existing}' for the cache; use `--folder` to set another folder"
+            f"not enough disk space in '{existing}' for the cache; use `--folder` to set a different folder"
         )
 
 
@@ -162,7 +162,7 @@ def _fill(cache: DecodeCache, dataset: Any, index: int) -> tuple[int, bool] | st
         return str(error)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to '{cache.folder}' ({error.strerror or error}); use `--folder` to set another folder"
+            f"cannot write to '{cache.folder}' ({error.strerror or error}); use `--folder` to set a different folder"
         ) from error
 
 

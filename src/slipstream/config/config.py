@@ -77,8 +77,8 @@ class Config(MutableMapping[str, Any]):
 
         Raises:
             ConfigError: A file is missing, has a syntax error or raises an error; a base is missing or circular, or
-                two bases set the same key; a dict would be merged into another type. The message contains the file
-                and, if known, the line.
+                two bases set the same key; a dict would be merged into a value of a different type. The message
+                contains the file and, if known, the line.
         """
         return cls._from_loaded(load_file(Path(filename).expanduser()), str(filename), import_custom_modules)
 
@@ -151,8 +151,8 @@ class Config(MutableMapping[str, Any]):
             allow_list_keys: Whether integers in keys (`"pipeline.0.type"`) are positions of list items.
 
         Raises:
-            ConfigError: A dict would be merged into another type, or a position does not exist. The configuration
-                is then unchanged.
+            ConfigError: A dict would be merged into a value of a different type, or a position does not exist. The
+                configuration is then unchanged.
         """
         merged: dict[str, Any] = self._cfg_dict
         for key, value in sorted(options.items(), key=_deletes_first):
@@ -253,4 +253,4 @@ def _check_key(key: Any) -> None:
     if not isinstance(key, str):
         raise ConfigError(f"top-level keys must be strings, got {key!r}")
     if key in _RESERVED or key == "_base_" or (key.startswith("__") and key.endswith("__")):
-        raise ConfigError("this name is reserved by Config; use another key", key)
+        raise ConfigError("this name is reserved by Config; use a different key", key)

@@ -28,7 +28,7 @@ def merge(
         path: Config path of both, for error messages.
 
     Raises:
-        ConfigError: A dict would be merged into another type, or a position does not exist.
+        ConfigError: A dict would be merged into a value of a different type, or a position does not exist.
     """
     if over.get(DELETE):
         return dict(_clean(over))

@@ -48,7 +48,7 @@ def _plain(value: Any, suffix: str, path: str) -> Any:
         raise ConfigError("TOML has no None; remove the key, or write .py, .yaml or .json", path)
     if value is None or isinstance(value, bool):
         return value
-    # Convert to the exact type, because subclasses (NumPy numbers, enums) have another repr.
+    # Convert to the exact type, because subclasses (NumPy numbers, enums) have a different repr.
     for kind, abstract in ((str, str), (int, numbers.Integral), (float, numbers.Real)):
         if isinstance(value, abstract):
             return str.__str__(value) if isinstance(value, str) else kind(value)  # type: ignore[call-overload]

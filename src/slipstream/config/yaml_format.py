@@ -47,7 +47,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Safe dumper; it quotes strings that `Loader` or another YAML parser would convert to another type."""
+    """Safe dumper; it quotes strings that `Loader` or another YAML parser would convert to a different type."""
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -93,7 +93,7 @@ class IoUMetric(CountingMetric):
         return declared
 
     def num_counts(self) -> int:
-        """Return the number of counts: the confusion matrix, ignored pixels, invalid targets, invalid predictions."""
+        """Return the number of counts: the confusion matrix, ignored pixels, and invalid targets and predictions."""
         return self.num_classes**2 + 3
 
     def count(self, counts: Tensor, preds: Tensor, targets: Tensor) -> None:

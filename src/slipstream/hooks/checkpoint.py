@@ -30,7 +30,7 @@ class CheckpointHook(Hook):
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
         by_epoch: whether `interval` counts epochs rather than steps; by default as in the training loop.
-        save_optimizer, save_param_scheduler: whether to save the state of the optimizer and of the schedulers, which
+        save_optimizer, save_param_scheduler: whether to save the states of optimizer and schedulers, which
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.

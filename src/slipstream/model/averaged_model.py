@@ -208,7 +208,7 @@ class _Averaged:
 
 
 def _copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on another device; the host waits once for all of them, and only if it is their destination."""
+    """Return copies on a different device; the host waits once for all of them, and only if it is their destination."""
     copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
         torch.accelerator.current_stream(source).synchronize()

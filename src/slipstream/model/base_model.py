@@ -77,7 +77,7 @@ def run_forward(module: nn.Module, data: Any, mode: str) -> Any:
     """Call `module` with a preprocessed batch: a dict as keyword arguments, a tuple or list as positional arguments.
 
     Raises:
-        DataError: the batch has another type, or its elements do not match the arguments of `forward`.
+        DataError: the batch has a different type, or its elements do not match the arguments of `forward`.
     """
     if not isinstance(data, Mapping | list | tuple):
         raise DataError(f"a batch must be a dict, list or tuple, not {type(data).__name__}; check collate_fn")

@@ -53,7 +53,7 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
 
     Args:
         network: returns logits (n, C, h, w) for windows, or a tuple whose first element is the logits. Logits of
-            another size are resized to the size of the windows.
+            a different size are resized to the size of the windows.
         images: inputs of the network, already normalized.
         window: size and stride of the windows.
 

@@ -115,14 +115,14 @@ class AmpOptimWrapper(OptimWrapper):
         scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer, and the state of the loss scaler as `loss_scaler` if there is one."""
+        """Return the optimizer state, and the loss scaler's state as `loss_scaler` if there is one."""
         state = super().state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the optimizer and of the loss scaler; the saved run may have had no loss scaler."""
+        """Restore the states of optimizer and loss scaler; the saved run may have had no loss scaler."""
         state = dict(state_dict)
         scaler = state.pop("loss_scaler", None)
         if self.loss_scaler is not None and scaler:

@@ -206,7 +206,7 @@ def check_shapes(kind: Any, model: nn.Module) -> None:
         listed = ", ".join(others[:5]) + (", ..." if others[5:] else "")
         raise ConfigError(
             f"Muon only supports matrices, but {len(others)} of the {len(params)} parameters are not matrices: "
-            f"{listed}. Use another optimizer (AdamW), or several optimizers in an OptimWrapperDict",
+            f"{listed}. Use a different optimizer (AdamW), or several optimizers in an OptimWrapperDict",
             "optimizer.type",
         )
 

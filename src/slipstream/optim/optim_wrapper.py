@@ -315,12 +315,12 @@ class OptimWrapper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of the optimizer."""
+        """The optimizer's parameter groups."""
         return self.optimizer.param_groups
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Default options of the optimizer."""
+        """Default optimizer options."""
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
@@ -333,15 +333,15 @@ class OptimWrapper:
         return {"momentum": [float(v[0] if isinstance(v, tuple | list) else v) for v in values]}
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterate over the parameters of the optimizer."""
+        """Iterate over the optimizer's parameters."""
         return chain.from_iterable(map(itemgetter("params"), self.param_groups))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the optimizer."""
+        """Return the optimizer state."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state of the optimizer; the states of sharded parameters are sharded."""
+        """Restore the optimizer state; the states of sharded parameters are sharded."""
         params = dict(enumerate(self.parameters()))
         if any(is_sharded(param) for param in params.values()):
             state = {
@@ -363,8 +363,8 @@ def _unsupported_reason(optimizer: Optimizer) -> str | None:
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (
-            f"{type(optimizer).__name__}.step requires a closure, which is not supported; use another optimizer, or "
-            "your own training loop"
+            f"{type(optimizer).__name__}.step requires a closure, which is not supported; use a different optimizer, "
+            "or your own training loop"
         )
     return None
 
@@ -389,6 +389,6 @@ def check_loss(loss: Any) -> None:
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
-    """Return the device of the first parameter of the optimizer."""
+    """Return the device of the optimizer's first parameter."""
     device: torch.device = next(p.device for group in optimizer.param_groups for p in group["params"])
     return device

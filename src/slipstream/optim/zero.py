@@ -20,7 +20,7 @@ from slipstream.registry import OPTIMIZERS
 __all__ = ["ZeroRedundancyOptimizer"]
 
 _NAMING = ("params", "param_names")
-"""Keys of a group that are not options of the optimizer."""
+"""Keys of a group that are not optimizer options."""
 
 
 @OPTIMIZERS.register_module()
@@ -32,7 +32,7 @@ class ZeroRedundancyOptimizer(Optimizer):
     needs memory for one more copy of the parameters. With one process it behaves like the inner optimizer. The inner
     optimizer must update each parameter independently, as all torch optimizers do.
 
-    The format of `state_dict` is that of the inner optimizer, so a run can resume with any number of processes, and
+    `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, and
     also with only the inner optimizer. torch's class of the same name does not support this: it requires parameters of
     one dtype, and its state is available on only one rank, after `consolidate_state_dict`.
 

@@ -138,7 +138,7 @@ class Registry:
             if taken is not None and taken is not module and not force:
                 raise UnknownNameError(
                     f"'{key}' is already registered in {self.name} by {taken.__module__}; "
-                    "choose another name, or pass force=True to replace it"
+                    "choose a different name, or pass force=True to replace it"
                 )
             self.module_dict[key] = module
         return module
@@ -147,7 +147,7 @@ class Registry:
         """Return the object registered as `key` (`"Name"` or `"scope.Name"`), or None.
 
         A name without a scope is looked up in the registry of the default scope, then here. In each registry, the
-        order is: registered objects, namespaces, parents.
+        order is: registered objects, namespaces and parents.
         """
         registries, name = self._split(key)
         found = (registry._find_in_parents(name) for registry in registries)

@@ -1,4 +1,4 @@
-"""The environment of a run: device, seeds, process group, versions."""
+"""The environment of a run: device, seeds, process group and versions."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def set_random_seed(seed: int | None, deterministic: bool = False, diff_rank_see
 
 
 def collect_env() -> Mapping[str, Any]:
-    """Return information about the machine for the log: versions, devices, threads, processes."""
+    """Return information about the machine for the log: versions, devices, threads and processes."""
     device = default_device()
     info: dict[str, Any] = {
         "python": sys.version.split()[0],

@@ -184,8 +184,8 @@ class _TrainLoop(BaseLoop):
         if not self._validated:
             self._runner.restore_random_state()
             self._validate()
-            # Restore this state again after the loader is started, because in mid-epoch the loader drew its random
-            # numbers before the checkpoint was written.
+            # Restore this state again after the loader is started, because in the middle of an epoch the loader drew
+            # its random numbers before the checkpoint was written.
             self._runner.resumed_random_state = get_random_state()
 
     def _validate(self) -> None:

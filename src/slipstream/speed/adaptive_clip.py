@@ -43,7 +43,7 @@ class AdaptiveClipOptions:
                 raise ConfigError(f"must be positive, not {getattr(self, name)}", name)
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part of the step that clips gradients.
+        """Return the step part that clips gradients.
 
         Raises:
             ConfigError: a name in `exclude` matches no module.

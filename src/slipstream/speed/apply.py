@@ -191,7 +191,7 @@ def fuse_optim(optim: OptimWrapper, plan: SpeedPlan) -> None:
 
 @runtime_checkable
 class _MakesPart(Protocol):
-    """Options that create a part of the step."""
+    """Options that create a step part."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
         """Return the part for the unwrapped `model` and the wrapper `optim` that will contain it."""

@@ -189,7 +189,7 @@ def inductor_problem(device_type: str) -> str | None:
         return None
     return (
         f"inductor has no code generator for {device_type} in this installation of torch; install one, or choose "
-        "another backend, such as compile=dict(backend='aot_eager')"
+        "a different backend, such as compile=dict(backend='aot_eager')"
     )
 
 
@@ -255,7 +255,7 @@ class _Group:
         if self.warn_limit and (varied := limit_hit(since)):
             self.warn_limit = False
             self.warn(
-                f"{type(module).__name__} reached torch's recompile limit; inputs that need another graph run eagerly. "
+                f"{type(module).__name__} reached torch's recompile limit; inputs that need a new graph run eagerly. "
                 f"Cause of the last recompile: {varied}. Set compile=dict(dynamic=True), or use fewer batch shapes"
             )
 

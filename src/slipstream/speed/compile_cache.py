@@ -34,7 +34,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
     Call this before anything is compiled. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
     process, so the last run wins. Returns None, and changes nothing, if the user has set the variable, if `how`
     disables the cache, or for backends other than inductor. Torch looks up code by its own hash of the graph, the
-    options and the versions, so it never loads the code of another graph.
+    options and the versions, so it never loads the code of a different graph.
 
     Args:
         model: the model, on its device.
@@ -54,7 +54,7 @@ def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[
     except (OSError, ConfigError) as error:
         if isinstance(how.cache, str):
             raise ConfigError(str(error), "compile.cache") from error
-        warn(f"compiled code is not cached: {error}. Set SLIPSTREAM_CACHE to another folder")
+        warn(f"compiled code is not cached: {error}. Set SLIPSTREAM_CACHE to a different folder")
         return None
     os.environ[_VARIABLE] = str(folder)
     return folder

@@ -23,7 +23,7 @@ _ENGINE = tuple(str(Path(module.__file__ or "").parent) + os.sep for module in (
 _LIBRARY = str(Path(os.__file__).parent) + os.sep
 _LIMIT = "recompile limit exceeded"
 _EXPECTED = 4
-"""Expected recompiles of one function: for validation, a smaller last batch, other heights, other widths."""
+"""Expected recompiles of one function: for validation, a smaller last batch, other heights and other widths."""
 
 
 def explain_failure(error: BaseException) -> str:
@@ -79,7 +79,7 @@ def _is_user_file(file: str) -> bool:
 def limit_hit(since: int) -> str:
     """Return the cause of the last recompile if torch has reached its recompile limit, else an empty string.
 
-    Beyond the limit, inputs that need another graph run eagerly.
+    Beyond the limit, inputs that need a new graph run eagerly.
 
     Args:
         since: only compilations since this `time.time_ns()` count.
@@ -122,7 +122,7 @@ class CompileSummary:
     recompiles: dict[str, int] = field(default_factory=dict)
     """Function and cause of each recompile."""
     unexpected: int = 0
-    """Number of recompiles beyond four per function (validation, smaller last batch, other heights, other widths)."""
+    """Number of recompiles beyond four per function (validation, smaller last batch, other heights and widths)."""
     eager: dict[str, int] = field(default_factory=dict)
     """Cause of the last recompile before torch's recompile limit was reached; further such calls ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)

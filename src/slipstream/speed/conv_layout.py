@@ -43,7 +43,7 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
 
     A 1x1 convolution becomes a matrix product over the pixels. All others use channels_last, unless the weight is much
     larger than the activations. In that case channels_last is slow, because oneDNN writes the gradient of the weight in
-    another order, and torch then transposes it.
+    a different order, and torch then transposes it.
 
     With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
     This pass recomputes them from the first node to the last, so BatchNorm and ReLU between two convolutions use the
@@ -198,7 +198,7 @@ def _needs_eager_strides(node: fx.Node) -> bool:
 
 def _update_strides(node: fx.Node) -> None:
     """Recompute the fake result of a node, including its strides, from its operands."""
-    if node.target is _VIEW:  # with other strides, view may be impossible
+    if node.target is _VIEW:  # with different strides, view may be impossible
         node.target = _RESHAPE
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

@@ -27,7 +27,7 @@ class GradientCentralizationOptions:
     """Whether to centralize only the weights of convolutions (three or more dimensions), not of linear layers."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part of the step that centralizes gradients."""
+        """Return the step part that centralizes gradients."""
         return CentralizeGradients(self.conv_only)
 
 

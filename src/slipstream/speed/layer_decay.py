@@ -49,7 +49,7 @@ class LayerDecayOptions:
             raise ConfigError("must not be empty; remove it to use the model's repeated blocks", "layers")
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part of the step that scales the updates.
+        """Return the step part that scales the updates.
 
         Raises:
             ConfigError: the model has no repeated blocks, a pattern matches no module, or the optimizer's update is
@@ -59,7 +59,7 @@ class LayerDecayOptions:
         if not scales_with_lr(optimizer):
             raise ConfigError(
                 f"the update of {type(optimizer).__name__} is not known to be proportional to its learning rate; use "
-                "another optimizer, or set the lr of each layer with optim_wrapper.paramwise_cfg",
+                "a different optimizer, or set the lr of each layer with optim_wrapper.paramwise_cfg",
                 _KEY,
             )
         factors = layer_factors(model, self)

@@ -34,7 +34,7 @@ class NanGuardOptions:
     action: Literal["stop", "skip"] = "stop"
     """`stop`: the run ends at the next log line; `skip`: the step does not change the weights."""
     locate: bool = False
-    """Whether to report the first module whose output was not finite; adds a few small kernels after every module."""
+    """Whether to report the first module with a non-finite output; adds a few small kernels after every module."""
     max_skipped: int = 50
     """Maximum number of consecutive skipped steps; one more stops the run."""
 
@@ -62,7 +62,7 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
 
 
 def poison(loss: Tensor) -> Tensor:
-    """Return a loss with the same value whose gradients are NaN if it is not finite.
+    """Return a loss of equal value; if the loss is not finite, its gradients are NaN.
 
     Summing gradients over ranks and over an accumulation window then propagates the NaN, so it is enough to check the
     gradients.
@@ -311,7 +311,7 @@ def _count_on_device(optimizer: Optimizer) -> None:
 
 
 class Locator:
-    """Finds the first module whose output is not finite, with forward hooks that do not wait for the device.
+    """Finds the first module with a non-finite output, using forward hooks that do not wait for the device.
 
     Each module costs a few small kernels per step. `torch.compile(fullgraph=True)` can trace the hooks. They only run
     if gradients are enabled.
@@ -324,8 +324,7 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the time of the first output that was not finite (0: none), and whether an input was also not
-        # finite.
+        # For each module: the time of the first non-finite output (0: none), and whether an input was also not finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)
@@ -366,11 +365,12 @@ class Locator:
             return "The outputs of all modules were finite; check the gradients and the labels"
         index = times[min(times)]
         name, module = self.modules[index]
-        where = (
-            f"module '{name}' ({type(module).__name__})" if name else f"the model ({type(module).__name__})"
-        )
+        where = f"module '{name}'" if name else "the model"
         inputs = "were not finite either" if found[index][1] else "were finite"
-        return f"The first output that was not finite is that of {where}; its inputs {inputs}"
+        return (
+            f"The first non-finite output came from {where} ({type(module).__name__}); "
+            f"the {'module' if name else 'model'}'s inputs {inputs}"
+        )
 
     def close(self) -> None:
         """Remove the hooks from the model."""

@@ -43,7 +43,7 @@ class SamOptions:
             raise ConfigError(f"must not be negative, got {self.eta}", "eta")
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part of the step that computes the gradients."""
+        """Return the step part that computes the gradients."""
         return SharpnessAware(model, self)
 
 

@@ -98,7 +98,7 @@ class CapturedStep:
         """Return the change that invalidates the graph, or None; called in each step."""
         optim = self.optim
         if optim.parts != self.parts:
-            return "the parts of the step"
+            return "the step parts"
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
@@ -115,7 +115,7 @@ class CapturedStep:
             is_hooked(optim.optimizer) != self._hooked
             or type(optim.optimizer).step is not self._optimizer_step
         ):
-            return "the hooks of the optimizer"
+            return "the optimizer hooks"
         if self.update is None:
             return None
         return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")

@@ -1,4 +1,4 @@
-"""The eager training step: forward, loss, backward, gradient sync, clipping, optimizer.
+"""The eager training step: forward, loss, backward, gradient sync, clipping and optimizer update.
 
 The step does not depend on the Runner or the registry. It returns tensors on the device without waiting for them.
 """
@@ -176,7 +176,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients of another step whose backward pass could not be restricted to its own parameters."""
+        """Drop gradients of a different step whose backward pass could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 

@@ -1,7 +1,8 @@
-"""The training step as one compiled graph: forward, loss, backward, gradient sync, clipping, optimizer, average.
+"""The training step as one compiled graph.
 
-`GraphStep._define` defines the step. The step changes weights, buffers, optimizer state, loss scale and averages in
-place, in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step
+The graph contains the forward pass, loss, backward pass, gradient sync, clipping, optimizer update and weight
+averaging. `GraphStep._define` defines the step. It changes weights, buffers, optimizer state, loss scale and averages
+in place, in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step
 therefore see the same state.
 """
 
@@ -70,8 +71,8 @@ class GraphStep:
 
     `eager` also runs on batches whose shape differs from the first, until they are frequent enough for a graph with
     dynamic shapes. All ranks take the same path in every step: if one rank cannot capture the step, all ranks run it
-    eagerly. With several ranks, batches of all shapes use graphs, because another rank's batch may have the first
-    shape.
+    eagerly. With several ranks, every shape uses a graph, because the ranks' batches may differ in shape and all ranks
+    must take the same path.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
@@ -361,7 +362,7 @@ class GraphStep:
                 and captured.has_graphs
                 and NotCapturedError.inside(error) is None
             ):
-                self._reset()  # another branch of the model may have run, which trains other parameters
+                self._reset()  # a different branch of the model may have run, which trains different parameters
                 self._failed, self._started = (error, captured.params), True
                 return self._observe(inputs)
             if self.sync is None or captured is None:
@@ -454,7 +455,7 @@ class GraphStep:
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
-        # Once all ranks have a verified graph, one rank cannot verify another graph, because the others do not join in.
+        # Once all ranks have a verified graph, one rank cannot verify a new graph, because the others do not join in.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 
@@ -493,7 +494,7 @@ class GraphStep:
         known = list(map(id, captured.params))
 
         def settle() -> None:
-            # If another branch of the model ran, capture it with the parameters that it trains.
+            # If a different branch of the model ran, capture it with the parameters that it trains.
             now = list(map(id, trained if ends else _with_gradients(self.optim)))
             if self.sync is None and (now and now != known if ends else not set(now).issubset(known)):
                 self._reset()

@@ -60,7 +60,7 @@ class TrainingParams:
     ckpt_name: Annotated[str, "resume: file name in the run's folder"] = "ckpt_latest.pth"
     run_id: Annotated[
         str | int | None,
-        Refused("an experiment has a single folder; use another experiment_name, or set resume_path"),
+        Refused("an experiment has a single folder; use a different experiment_name, or set resume_path"),
     ] = None
     resume_from_remote_sg_logger: Annotated[
         bool, Refused("downloads are not supported; download the checkpoint and set resume_path")

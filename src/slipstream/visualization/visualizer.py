@@ -59,7 +59,7 @@ class Visualizer:
         self._backends[name] = backend
 
     def get_backend(self, name: str) -> Any:
-        """Return the backend `name`. By default, the name of a backend is that of its class.
+        """Return the backend `name`. By default, a backend has the name of its class.
 
         Raises:
             UnknownNameError: there is no such backend.
@@ -92,7 +92,7 @@ class Visualizer:
         """Record an RGB image, uint8 (H, W, 3).
 
         Raises:
-            DataError: `image` has another type or shape.
+            DataError: `image` has a different type or shape.
         """
         for backend in self._backends.values():
             backend.add_image(name, image, step)

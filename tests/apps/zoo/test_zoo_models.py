@@ -230,7 +230,7 @@ STRICT = {"_target_": "super_gradients.training.sg_trainer.StrictLoad", "value":
 def test_each_strict_mode_rejects_weights_of_another_network(trained, strict):
     _, write = trained
     path = write(lambda state: dict(list(state.items())[:-1]))
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match="belongs to a different model"):
         models.get("ddrnet_23_slim", 5, checkpoint_path=path, strict_load=strict)
 
 

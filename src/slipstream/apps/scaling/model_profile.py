@@ -85,7 +85,7 @@ class Cluster:
     intra: Link
     """Link between the GPUs of a node. Beta is per GPU and direction."""
     inter: Link
-    """Link between nodes. Beta is that of all network cards of a node together, per direction."""
+    """Link between nodes. Beta covers all network cards of a node together, per direction."""
     flops: float
     """Sustained FLOP/s of one GPU."""
     memory_bandwidth: float

@@ -74,7 +74,7 @@ def work_of(
 
 
 def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
-    """Return the memory of a GPU in bytes (Rajbhandari et al. 2020): float32 parameters, gradients, state, activations.
+    """Return the memory of a GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
     Sharded strategies divide the first three and hold the two largest units unsharded, for gathering and reduction.
     DDP also holds the parameters cast for the forward pass, if any.

@@ -37,9 +37,9 @@ def draw_street_scene(
     Returns the image, uint8 (H, W, 3) RGB, and the Cityscapes train ids, uint8 (H, W), with 255 for the bonnet of the
     camera car, bins and bus shelters. Labels are exact, because image and labels are painted from the same polygons.
 
-    The same arguments give the same bytes. Another size shows the same scene, stretched if its aspect ratio is not 2:1,
-    but with finer or coarser textures and other sensor noise. The last bit of a colour may differ between platforms
-    with different floating-point rounding.
+    The same arguments give the same bytes. A different size shows the same scene, stretched if its aspect ratio is not
+    2:1, but with finer or coarser textures and different sensor noise. The last bit of a colour may differ between
+    platforms with different floating-point rounding.
 
     Fractions of the pixels of 200 scenes: road 33 %, vegetation 16, building 14, car 9, sky 8, void 5, sidewalk 3,
     truck 2, terrain 2, pole 2 and bus 1. Person, sign, fence, train, wall, bicycle, light, rider and motorcycle have

@@ -75,7 +75,7 @@ def get(
         UnknownNameError: If the network does not exist.
         BuildError: If the network does not have one of the options.
         ConfigError: If the number of classes is missing or ambiguous, or `pretrained_weights` is set.
-        CheckpointError: If the file cannot be read or belongs to another network.
+        CheckpointError: If the file cannot be read or belongs to a different network.
     """
     if name not in (known := names()):
         raise UnknownNameError(
@@ -126,7 +126,7 @@ def load(
     Raises:
         ConfigError: If `strict_load` is invalid.
         ModelError: If the network has no backbone.
-        CheckpointError: If the file cannot be read or belongs to another network.
+        CheckpointError: If the file cannot be read or belongs to a different network.
     """
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
@@ -172,13 +172,13 @@ def _in_order(
     """Return the weights, matched by order, under the network's names, followed by any weights that are left over."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
-            f"{source} belongs to another model: it contains {len(state)} tensors and the model {len(own)}, so they "
-            "cannot be matched by order"
+            f"{source} belongs to a different model: it contains {len(state)} tensors and the model {len(own)}, so "
+            "they cannot be matched by order"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
         if value.shape != wanted.shape:
             raise CheckpointError(
-                f"{source} belongs to another model: matched by order, {theirs} corresponds to {mine}, but their "
+                f"{source} belongs to a different model: matched by order, {theirs} corresponds to {mine}, but their "
                 f"shapes are {tuple(value.shape)} and {tuple(wanted.shape)}"
             )
     rest = dict(list(state.items())[len(own) :])

@@ -70,7 +70,7 @@ class OhemCELoss(nn.Module):
 def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
     """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
 
-    A pixel is an edge if it is not ignored and at least `threshold` of its eight neighbours have another class, are
+    A pixel is an edge if it is not ignored and at least `threshold` of its eight neighbours have a different class, are
     ignored or lie outside the image. Details are the edges, and all pixels whose 2x2 block begins with an edge.
 
     This is equivalent to the paper's pyramid: a Laplacian (8 in the centre, -1 around) of each class's mask with

@@ -74,7 +74,7 @@ class DecodeCache:
     def read(self, key: Key) -> Pair | None:
         """Return the sample as read-only views of its memory-mapped file.
 
-        The result is None if the file is missing, has another version, or is damaged (with a warning).
+        The result is None if the file is missing, has a different version, or is damaged (with a warning).
         """
         path, digest = self.path(key[0]), _digest(key)
         data: mmap.mmap | bytes
@@ -154,7 +154,7 @@ class DecodeCache:
             self._writable = False
             warnings.warn(
                 f"cannot write to the cache '{self.folder}' ({error.strerror or error}); samples that are not cached "
-                "are decoded in every epoch. Free disk space or use another folder",
+                "are decoded in every epoch. Free disk space or use a different folder",
                 stacklevel=3,
             )
 
@@ -177,7 +177,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header | None:
-        """Return the header, or None if it is damaged. A header of another format gets a digest that no sample has."""
+        """Return the header, or None if it is damaged. A header in a different format gets a digest of no sample."""
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)

@@ -21,7 +21,7 @@ __all__ = ["AtLeast", "ClassBalancedDataset", "ConcatDataset", "RepeatDataset"]
 
 @DATASETS.register_module()
 class ConcatDataset(TorchConcatDataset[Any]):
-    """Concatenation of datasets; `metainfo` is that of the first one.
+    """Concatenation of datasets; `metainfo` comes from the first one.
 
     Args:
         datasets: Datasets, or dicts that DATASETS builds.

@@ -120,7 +120,7 @@ class MMSeparateDistributedDataParallel(BaseModel):
                 setattr(module, name, wrapped)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper | OptimWrapperDict) -> dict[str, Tensor]:
-        """Run the training step of the model."""
+        """Run the model's training step."""
         logs: dict[str, Tensor] = self.module.train_step(data, optim_wrapper)
         return logs
 

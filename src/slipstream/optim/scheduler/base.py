@@ -126,10 +126,10 @@ class _ParamScheduler:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load the result of `state_dict()`; the next values equal those of an uninterrupted run.
 
-        Load the state of the optimizer first, because it contains the current values. Unknown keys are ignored.
+        Load the optimizer state first, because it contains the current values. Unknown keys are ignored.
 
         Raises:
-            CheckpointError: the state belongs to another scheduler, or has a different number of groups.
+            CheckpointError: the state belongs to a different scheduler, or has a different number of groups.
         """
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]

@@ -1,4 +1,4 @@
-"""Schedulers of the learning rate: `...ParamScheduler` without the argument `param_name`."""
+"""Learning-rate schedulers: `...ParamScheduler` without the argument `param_name`."""
 
 from __future__ import annotations
 

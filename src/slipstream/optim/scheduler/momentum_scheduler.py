@@ -1,4 +1,4 @@
-"""Schedulers of the momentum: `...ParamScheduler` without the argument `param_name`."""
+"""Momentum schedulers: `...ParamScheduler` without the argument `param_name`."""
 
 from __future__ import annotations
 

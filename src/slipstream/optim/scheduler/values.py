@@ -42,7 +42,7 @@ class ParamValues:
 
     @property
     def groups(self) -> list[dict[str, Any]]:
-        """Current parameter groups of the optimizer."""
+        """The optimizer's current parameter groups."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -84,7 +84,7 @@ class ParamValues:
             if resumed and key not in group:
                 raise ConfigError(
                     f"last_step is set to resume a run, but param_groups[{index}] has no '{key}'; "
-                    "load the state of the optimizer first, or set last_step to -1"
+                    "load the optimizer state first, or set last_step to -1"
                 )
             group.setdefault(key, value)
         return [float(group[key]) for group in self.groups]
