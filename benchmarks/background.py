@@ -165,7 +165,7 @@ def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] |
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--limit", type=float, default=300, help="maximum seconds of training per network")
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--case", choices=CASES, help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -194,7 +194,7 @@ def main() -> None:
     text = table(header, rows) + (
         f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
         "value of 12. With threads on every core it therefore gets 6 to 7 % of a core; with a free core it takes about "
-        "as long as with wait=True."
+        "as much time as with wait=True."
     )
     print(text)
     if args.out:

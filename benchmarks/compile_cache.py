@@ -1,4 +1,4 @@
-"""Time until a compiled model has finished its first training step and validation, on the first and second start.
+"""Time until a compiled model has finished its first training step and validation, in the first and second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """
@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=6, help="number of blocks of each width")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)
     parser.add_argument("--scope", choices=SCOPES, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -133,13 +133,15 @@ def main() -> None:
     ]
     text = table(header, [row for scope in SCOPES for row in rows(scope, measured[scope])])
     text += (
-        "\n\nThe time from the creation of the model to the end of its first training step and validation: tracing,"
-        " compilation and the steps, excluding the import of torch. The second start traces again and loads compiled"
-        " code from the cache."
+        "\n\nThe times run from the creation of the model to the end of its first training step and validation. They"
+        " include tracing, compilation and the steps, but not the import of torch. The second start traces again and"
+        " loads compiled code from the cache."
     )
     print(text)
     if args.out:
-        write_result(args.out, "The second start of a compiled model", facts, text, {"starts": measured})
+        write_result(
+            args.out, "First and second start of a compiled model", facts, text, {"starts": measured}
+        )
 
 
 if __name__ == "__main__":

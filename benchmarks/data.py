@@ -12,12 +12,12 @@ thread:
 
 Slipstream runs colour transforms and normalisation on the training device. It is measured twice: only the work of a
 data worker (`worker`), and with the device transforms on the same core (`all`), as on a machine without an
-accelerator. The others have no device transforms. Contenders that are not installed are skipped.
+accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
 
 Speed is per second of CPU time, so other programs on the machine matter only through shared caches and
-hyper-threads. `waited` is the fraction of wall time in which other programs had the core. Files are in the page cache,
-and the decode cache's checksums have already been verified. `adds` is the increase in the process's private memory
-during the batches.
+hyper-threads. `time waiting` is the fraction of wall time in which other programs had the core. Files are in
+the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the
+process's private memory during the batches.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def label_table() -> np.ndarray[Any, Any]:
 
 
 def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]:
-    """Return the CPU seconds per image (worker and all), the waiting fraction, and the memory in MB."""
+    """Return the CPU seconds per image (worker and all), the fraction of time spent waiting, and the memory in MB."""
     torch.set_num_threads(1)
     images, get = image_count(root), CONTENDERS[name](root)
     before, worker, rest = private_mb(), 0.0, 0.0
@@ -252,7 +252,7 @@ def summary(results: list[dict[str, dict[str, float]]]) -> str:
             waited = f"{median(r[name]['waited'] for r in results):.0%}"
             label = name if name in WHOLE else f"{name}: {part}"
             rows.append([label, f"{speed:.1f}", f"{ratio:.1f}", waited, *memory])
-    return table(["", "images/s per core", "over PIL", "waited", "adds MB", "peak MB"], rows)
+    return table(["", "images/s per core", "relative to PIL", "time waiting", "added MB", "peak MB"], rows)
 
 
 def main() -> None:

@@ -62,7 +62,7 @@ def make(kind: str, kernels: str) -> Optimizer:
 
 
 def measure(kind: str, rounds: int) -> dict[str, list[float]]:
-    """Return the milliseconds of each step. The contenders take turns, so that the machine load is the same for all."""
+    """Return the milliseconds per step. The contenders take turns, so that the machine load is the same for all."""
     optimizers = {kernels: make(kind, kernels) for kernels in KERNELS}
     for optimizer in optimizers.values():
         optimizer.step()
@@ -77,7 +77,7 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=21, help="number of steps of each contender")
+    parser.add_argument("--rounds", type=int, default=21, help="number of steps per contender")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused.md"))
     args = parser.parse_args()

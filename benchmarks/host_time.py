@@ -168,7 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per contender and round")
-    parser.add_argument("--out", help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(1)
     facts = circumstances(["jax", "jaxlib"]) | {"n (rounds)": args.rounds, "batch size": BATCH_SIZE}
@@ -177,8 +177,8 @@ def main() -> None:
         cases[name] = measure(case, args.rounds, args.seconds)
         print(describe({name: cases[name]}), flush=True)
     text = describe(cases)
-    text += "\n\nThe median wall time per step (minimum to maximum), then the median CPU time. Ratios compare wall "
-    text += "times and are medians of the ratios within each round."
+    text += "\n\nEach cell shows the median wall time per step (minimum to maximum), then the median CPU time. Ratios "
+    text += "compare wall times and are medians of the ratios within each round."
     if not JAX:
         text += " jax was not installed."
     print(f"\n{text}")

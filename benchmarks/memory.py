@@ -85,7 +85,7 @@ def train(steps: int) -> dict[int, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100_000, help="a multiple of 10,000")
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     if args.steps < 10_000 or args.steps % 10_000:
         parser.error("--steps must be a multiple of 10,000")

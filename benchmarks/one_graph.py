@@ -103,7 +103,7 @@ def measure(
         step = steps[name] = CONTENDERS[name](case)
         losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
         expected = losses if expected is None else expected
-        if "channels_last" not in name:  # dropout draws its random numbers in a different order there
+        if "channels_last" not in name:  # there dropout draws its random numbers in a different order
             torch.testing.assert_close(
                 losses, expected, rtol=case.tolerance, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -179,19 +179,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per contender and round")
-    parser.add_argument("--threads", type=int, default=2, help="torch threads in the single process")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads of the single process")
     parser.add_argument(
         "--clock",
         choices=CLOCKS,
         default="wall",
-        help="clock in the single process; cpu: CPU time of the process",
+        help="clock for the single process; cpu: CPU time of the process",
     )
     parser.add_argument("--networks", nargs="*", default=[*TINY, *(n for n in RECIPES if n != "ddrnet_23")])
     parser.add_argument(
         "--crop", type=int, default=64, help="size of the square crops of the recipes' networks"
     )
     parser.add_argument("--no-processes", action="store_true", help="skip the part with two processes")
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     facts = circumstances() | {"n (rounds)": args.rounds, "crop of the recipes' networks": args.crop}
@@ -205,12 +205,12 @@ def main() -> None:
             parts.setdefault(title, {})[name] = times
             print(describe({name: times}), flush=True)
     if not args.no_processes:
-        parts["Tiny networks on two gloo processes (the loop uses DDP)"] = on_two_processes(
+        parts["Tiny networks in two gloo processes (the loop uses DDP)"] = on_two_processes(
             args.rounds, args.seconds
         )
     text = "\n\n".join(f"## {title}\n\n{describe(cases)}" for title, cases in parts.items())
     text += (
-        "\n\nThe median time per step in milliseconds. Ratios are medians (minimum to maximum) of the ratios within "
+        "\n\nTimes are medians per step in milliseconds. Ratios are medians (minimum to maximum) of the ratios within "
         "each round."
     )
     print(f"\n{text}")

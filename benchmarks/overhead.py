@@ -3,7 +3,7 @@
     python benchmarks/overhead.py --steps 1500 --rounds 5 --out benchmarks/results/overhead.md
 
 In each round, each contender trains a fresh copy of the network for one epoch. The order rotates between rounds,
-and differences are computed within a round, so that changes of the machine's speed affect all contenders equally.
+and differences are computed within a round, so that changes in machine speed affect all contenders equally.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def measure(
 
 
 def summary(times: dict[str, list[float]]) -> str:
-    """Return the table of a case, and the number of rounds in which the goals were met."""
+    """Return the table for a case, and the number of rounds in which the goals were met."""
     above = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()
     }
@@ -227,16 +227,16 @@ def run_case(contenders: Contenders, network: str, kind: str, steps: int, rounds
     return {
         "network": network,
         "loader": kind,
-        "largest weight difference to the loop": check(contenders, network, kind),
+        "largest weight difference from the loop": check(contenders, network, kind),
         "milliseconds": measure(contenders, network, kind, steps, rounds, epochs=2 if compiled else 1),
     }
 
 
 def describe(case: dict[str, Any]) -> str:
-    off = max(case["largest weight difference to the loop"].values())
+    off = max(case["largest weight difference from the loop"].values())
     return (
         f"## {case['network']}, {case['loader']}\n\n{summary(case['milliseconds'])}\n\n"
-        f"Largest difference between a weight and that of the loop after {CHECKED_STEPS} steps: {off:.1e}."
+        f"Largest difference from the loop in any weight after {CHECKED_STEPS} steps: {off:.1e}."
     )
 
 
@@ -250,7 +250,7 @@ def main() -> None:
         action="store_true",
         help="the loop with torch.compile(model) and Slipstream's one graph",
     )
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     contenders = COMPILED if args.compiled else installed()

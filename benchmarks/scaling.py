@@ -357,7 +357,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=4, help="number of measurements of each step, at least 2"
     )
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument(
         "--document",
         type=Path,

@@ -1,4 +1,4 @@
-"""Speedup of SyncBN with one message per direction instead of two, on 2 gloo processes.
+"""Speedup of SyncBN with one message per direction instead of two, in 2 gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
@@ -79,7 +79,7 @@ def main() -> None:
     )
     print(text)
     if args.out:
-        write_result(args.out, "SyncBN's messages", facts, text, times)
+        write_result(args.out, "SyncBN with one and with two messages", facts, text, times)
 
 
 if __name__ == "__main__":

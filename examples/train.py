@@ -2,7 +2,7 @@
 
     python examples/train.py [--data FOLDER | --download] [--launcher none|pytorch|slurm|mpi]
 
-The data are read from Debian's package dataset-fashion-mnist or from a folder with the four IDX files. With
+The data are read from the Debian package dataset-fashion-mnist or from a folder with the four IDX files. With
 --download, they are downloaded if necessary, and their checksums are verified.
 """
 

@@ -159,7 +159,7 @@ def test_each_command_runs(command, photos, run, slipstream):
     elif words[:2] == ["python", "benchmarks/data.py"]:
         short = "--rounds 1 --images 2 --batches 1 --size 64x128 --out data.md"
         run(str(ROOT / words[1]), *short.split(), cwd=photos)
-        assert "over PIL" in (photos / "data.md").read_text()
+        assert "relative to PIL" in (photos / "data.md").read_text()
     elif words[0] == "python":
         run(*words[1:], *small(words), cwd=photos)
     else:
