@@ -100,7 +100,7 @@ def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
 def test_normalising_twice_is_rejected(tmp_path):
     twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
     with pytest.raises(
-        ConfigError, match=r"data_preprocessor: the transforms of the dataset already normalize the images"
+        ConfigError, match=r"data_preprocessor: the dataset's transforms already normalize the images"
     ):
         train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
 

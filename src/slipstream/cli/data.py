@@ -1,4 +1,4 @@
-"""`slipstream data`: inspect and cache the data of a recipe."""
+"""`slipstream data`: inspect and cache a recipe's data."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def _add_plan_scale(commands: _Commands) -> None:
 
 
 def _add_explain(commands: _Commands) -> None:
-    parser = commands.add_parser("explain", help="show a run's options and those not supported here")
+    parser = commands.add_parser(
+        "explain", help="show a run's options, and those not supported on this machine"
+    )
     _add_run(parser)
 
 

@@ -78,7 +78,7 @@ def _of_recipe(name: str) -> tuple[Any, tuple[int, int] | None, int | None]:
     cfg = load_config(name).cfg
     network = (cfg.get("model") or {}).get("network")
     if network is None:
-        raise ConfigError(f"{find_recipe(name)} has no 'model.network'; use the name of a network instead")
+        raise ConfigError(f"{find_recipe(name)} has no 'model.network'; use a network name instead")
     loader = cfg.get("train_dataloader") or {}
     return network, _image_size(loader.get("dataset") or {}), loader.get("batch_size")
 

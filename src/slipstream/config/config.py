@@ -143,7 +143,7 @@ class Config(MutableMapping[str, Any]):
         return None
 
     def merge_from_dict(self, options: Mapping[str, Any], allow_list_keys: bool = True) -> None:
-        """Merge `options`, a dict from dotted keys to values, into this configuration, in order.
+        """Merge `options`, which maps dotted keys to values, into this configuration, in order.
 
         Args:
             options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,

@@ -45,14 +45,14 @@ _where: Callable[[], str] | None = None
 def report_progress(where: Callable[[], str] | None) -> None:
     """Register a function that describes the current position for failure messages, such as `iteration 57`.
 
-    Failure detection calls `where()` once, from another thread, when it reports a failure. None unregisters it.
+    Failure detection calls `where()` once, from a different thread, when it reports a failure. None unregisters it.
     """
     global _where
     _where = where
 
 
 def announce_failure(text: str) -> None:
-    """Notify the other ranks that this rank has failed; they exit too.
+    """Notify the other ranks that this rank has failed; they also exit.
 
     Uncaught exceptions are announced automatically. A command line that prints its own error and calls
     `sys.exit(1)` must call this function first, because Python does not expose the exit status to other code.

@@ -67,7 +67,7 @@ class TorchMetric(BaseMetric):
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the value over all ranks as built-in Python numbers, and reset the metric."""
-        if not self._on_device:  # a rank without batches must still take part in the collective
+        if not self._on_device:  # a rank without batches must still participate in the collective
             self._move_to(get_comm_device())
         value = self.metric.compute()
         self.metric.reset()

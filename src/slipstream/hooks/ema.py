@@ -26,7 +26,7 @@ __all__ = ["EMAHook", "validation_weights"]
 
 @HOOKS.register_module()
 class EMAHook(Hook):
-    """Maintain an average of the weights; use it for validation, test and the saved `state_dict`.
+    """Maintain a weight average; use it for validation, testing and the saved `state_dict`.
 
     Checkpoints store the unaveraged weights as `ema_state_dict`, and a resumed run restores both.
 

@@ -126,7 +126,7 @@ class _Moments:
         self.mean, self.var = torch.zeros_like(like, dtype=dtype), torch.zeros_like(like, dtype=dtype)
 
     def add(self, values: Tensor) -> None:
-        """Add a layer's input (N, C, ...). The variance is the variance within batches plus that between batches."""
+        """Add a layer's input (N, C, ...). The variance is the sum of the variances within and between batches."""
         count = values.numel() // values.shape[1]
         if not count:
             return

@@ -1,4 +1,4 @@
-"""Record the state of the run in the message hub."""
+"""Record the run state in the message hub."""
 
 from __future__ import annotations
 

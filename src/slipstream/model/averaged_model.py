@@ -42,7 +42,7 @@ class BaseAveragedModel(nn.Module):
     Args:
         model: the model to average (unwrapped).
         interval: number of updates between two changes to the average.
-        device: device of the averages; by default the device of the model.
+        device: device of the averages; by default the model's device.
         update_buffers: also average the buffers in `state_dict` that contain finite floating-point values. Other
             buffers are copied from the model. By default all buffers are copied, because BatchNorm statistics are
             already averages.
@@ -113,7 +113,7 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def copy_buffers(self, model: nn.Module) -> None:
-        """Copy the buffers of the model that are not averaged; call this before using or saving this copy."""
+        """Copy the model's buffers that are not averaged; call this before using or saving this copy."""
         averaged = {id(t) for t in self._averaged(self.module).tensors()}
         for mine, theirs in zip(self.module.buffers(), model.buffers(), strict=True):
             if id(mine) not in averaged:
@@ -223,7 +223,7 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
     shapes = [[tensor.shape for tensor in tensors] for tensors in (averages, currents)]
     if shapes[0] != shapes[1]:
         raise ModelError(
-            "a layer was replaced with one that has different parameters, which the average of the weights does not "
+            "a layer was replaced with one that has different parameters, which the weight average does not "
             "contain; replace layers before the average is created"
         )
 

@@ -26,7 +26,7 @@ class BaseModel(BaseModule):
 
     Subclasses define `forward(*batch, mode)` for batches that are tuples or lists, or `forward(**batch, mode)` for
     batches that are dicts. Mode `"loss"` returns a dict of scalar losses, `"predict"` returns predictions for the
-    metrics, and `"tensor"` returns the output of the network.
+    metrics, and `"tensor"` returns the network's output.
 
     Args:
         data_preprocessor: a module (or its configuration) that moves a batch to the device; `BaseDataPreprocessor`
@@ -100,5 +100,5 @@ def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
         raise DataError(
             f"the batch has {found}, but {type(inner).__name__}.forward takes {expected} (and mode); "
-            "change the output of the dataset or the arguments of forward"
+            "change the dataset's output or the arguments of forward"
         ) from error

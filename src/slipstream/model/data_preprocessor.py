@@ -73,7 +73,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
 
     Args:
         mean, std: values for each channel on the scale of the inputs (0..255 for uint8). Specify both or neither.
-            Specify neither if the transforms of the dataset normalize the images.
+            Specify neither if the dataset's transforms normalize the images.
         pad_size_divisor: pad the images at the right and bottom to a height and width that are multiples of this.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.
@@ -120,7 +120,7 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
             raise DataError(f"the batch has no key 'inputs', only {sorted(data)}; the dataset must return it")
         if self.normalizes and normalizes(data):
             raise ConfigError(
-                "the transforms of the dataset already normalize the images; remove mean and std here, or remove "
+                "the dataset's transforms already normalize the images; remove mean and std here, or remove "
                 "SegStandardize and SegNormalize from the transforms",
                 "data_preprocessor",
             )

@@ -27,9 +27,9 @@ Activation checkpointing sets it to reuse the sums of the first forward pass."""
 
 
 class SyncBatchNorm(_BatchNorm):
-    """BatchNorm with the statistics of the batches of all ranks; its state is compatible with `nn.BatchNorm*d`.
+    """BatchNorm with statistics over the batches of all ranks; its state is compatible with `nn.BatchNorm*d`.
 
-    Means and variances of the ranks are merged as in Chan, Golub and LeVeque 1979: first the weighted mean of the
+    The means and variances of all ranks are merged as in Chan, Golub and LeVeque 1979: first the weighted mean of the
     means, then the squared deviations from it. This avoids cancellation and supports different batch sizes on the
     ranks. The collectives are functional: they are differentiable, `torch.compile(fullgraph=True)` can trace them,
     and they work with gloo and nccl.
@@ -83,7 +83,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # zeros that depend on x, because the backward pass of other ranks waits for that of this rank
+    else:  # zeros that depend on x, because the other ranks' backward passes wait for this rank
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:

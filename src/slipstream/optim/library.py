@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have (RMSpropTF, BertAdam), and a check of the parameters of Muon."""
+"""Optimizers that torch does not have (RMSpropTF, BertAdam), and a check of Muon's parameters."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def check_complete(checkpoint: Mapping[str, Any], warn: Callable[[str], None]) -
     """Check that a checkpoint contains more than weights.
 
     Raises:
-        CheckpointError: the checkpoint does not contain the position of a run.
+        CheckpointError: the checkpoint does not contain a run's position.
     """
     if "ema_state_dict" in checkpoint:  # an EMAHook would have removed the key
         warn(

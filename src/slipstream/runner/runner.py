@@ -380,7 +380,7 @@ class Runner:
         mark_last: bool = False,
         consolidate: bool = False,
     ) -> None:
-        """Write the state of the run to `out_dir/filename`. All ranks must call this method.
+        """Write the run state to `out_dir/filename`. All ranks must call this method.
 
         A sharded model is saved as a folder (`epoch_3.sharded` for `epoch_3.pth`) to which each rank writes its shards.
 

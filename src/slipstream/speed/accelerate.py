@@ -89,7 +89,7 @@ def accelerate(
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move the state of an optimizer to the devices of its parameters, if the model was moved after its steps."""
+    """Move the optimizer state to the devices of its parameters, if the model was moved after its steps."""
     if any(
         isinstance(value, Tensor) and value.ndim and value.device != param.device
         for param, values in optimizer.state.items()
@@ -210,7 +210,7 @@ class TrainStep:
             yield core
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state except the model's: optimizer, loss scale, averaged weights and number of steps."""
+        """Return all state except the model's: optimizer, loss scale, averaged weights and number of steps."""
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()

@@ -82,7 +82,7 @@ def _to_device(model: nn.Module, device: torch.device) -> nn.Module:
     `Module.to` replaces them on devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs.
 
     Raises:
-        ModelError: a parameter cannot keep its identity, because weak references or a graph of autograd refer to it.
+        ModelError: a parameter cannot keep its identity, because weak references or an autograd graph refer to it.
     """
     if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
         return model.to(device)

@@ -35,7 +35,7 @@ class Capabilities:
     convolutions: float = 0.0
     """Fraction of the model's parameters that are weights of 2-d convolutions."""
     plain_wrapper: bool = True
-    """Whether the precision of the optimizer wrapper can still be set."""
+    """Whether the optimizer wrapper's precision can still be set."""
     deterministic: bool = False
     """Whether only deterministic algorithms are allowed."""
 
@@ -126,6 +126,6 @@ def _precision(capabilities: Capabilities) -> Choice:
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        why = "compilation takes minutes; convolutions then take 0.6 to 0.9 of the time; try compile=True"
+        why = "compilation takes minutes; convolutions then take 0.6 to 0.9 times as long; try compile=True"
         return Choice("compile", why, on=False)
     return Choice("compile", "compilation takes a minute or more; measure compile=True", on=False)

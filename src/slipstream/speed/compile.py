@@ -47,7 +47,7 @@ class CompileOptions:
     fullgraph: bool = False
     """Whether a graph break is an error."""
     options: dict[str, Any] | None = None
-    """Options of the backend."""
+    """Backend options."""
     scope: Literal["step", "model", "block"] | None = None
     """The unit that becomes one graph: the whole training step, the model's forward, or each of its blocks. None tries
     `step` and falls back to `model`."""

@@ -1,4 +1,4 @@
-"""Speed option: an average of the weights over the steps, for validation and for saving.
+"""Speed option: a weight average over the steps, for validation and for saving.
 
 `EMAHook` or `accelerate` adds a `slipstream.step.average.AveragePart` to the training step to update the average.
 """

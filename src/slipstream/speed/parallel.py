@@ -18,7 +18,7 @@ _SHARDED = "MMFullyShardedDataParallel"
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """The wrapper of the model if there are several processes."""
+    """The model's wrapper, if there are several processes."""
 
     kind: str
     """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""

@@ -87,7 +87,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def _allocator_settings() -> str:
-    """Return the current settings; torch before 2.12 cannot report them, so these are the ones of the start."""
+    """Return the current settings; torch before 2.12 cannot report them, so these are the settings at startup."""
     report = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if report is not None:
         return str(report())

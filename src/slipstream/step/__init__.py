@@ -4,7 +4,7 @@
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
 - `parts`, `average`: operations around the optimizer's update, in both the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer, the loss scale and the gradient sync inside a graph.
-- `captured`: the state that the graphs of a step share, and checks for changes that invalidate them.
+- `captured`: the state that a step's graphs share, and checks for changes that invalidate them.
 - `verification`, `reference`: the comparison of a new graph with the eager step and with float64.
 - `direct`, `cuda_graph`: calls to compiled code without Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.

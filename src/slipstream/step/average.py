@@ -1,4 +1,4 @@
-"""`AveragePart`: the part of a step that updates an average of the weights."""
+"""`AveragePart`: the step part that updates a weight average."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def update_count(batches: int, skipped: int, window: int) -> int:
 
 
 class AveragePart(StepPart):
-    """Updates an average of the weights after each batch that counts as an update.
+    """Updates a weight average after each batch that counts as an update.
 
     With `every_batch` (as in MMEngine), each batch counts; otherwise, only the last batch of an accumulation window.
 

@@ -1,4 +1,4 @@
-"""State that the graphs of a step share, checks that they are still valid, and selection of batches that use them."""
+"""State that a step's graphs share, checks that they are still valid, and the selection of batches that use them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _MIN_BATCHES = 2
 
 
 class CapturedStep:
-    """State that the graphs of a step share; valid while the trained parameters and their groups do not change.
+    """State that a step's graphs share; valid while the trained parameters and their groups do not change.
 
     Args:
         model: the model, unwrapped.
@@ -154,7 +154,7 @@ class CapturedStep:
         return any(self._graphs.values())
 
     def names(self) -> Mapping[int, str]:
-        """Return names for the tensors of a step, by id."""
+        """Return names for a step's tensors, by id."""
         names = {id(buffer): f"the buffer '{name}'" for name, buffer in self.model.named_buffers()}
         params: dict[Tensor, str] = {param: name for name, param in self.model.named_parameters()}
         for param, values in self.optim.optimizer.state.items():
@@ -253,7 +253,7 @@ def _global_hooks() -> list[tuple[int, ...]]:
 
 
 def shapes(inputs: Any) -> list[torch.Size]:
-    """Return the shapes of the tensors of a batch."""
+    """Return the shapes of a batch's tensors."""
     tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
     try:
         return [tensor.shape for tensor in tensors]

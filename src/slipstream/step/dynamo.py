@@ -1,4 +1,4 @@
-"""Dynamo settings and checks for the capture of a step."""
+"""Dynamo settings and checks for capturing a step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["has_side_effects", "refuse_python_random", "tracing"]
 
 
 def tracing() -> AbstractContextManager[Any]:
-    """Return a context manager with Dynamo's settings for the capture of a step."""
+    """Return a context manager with Dynamo's settings for capturing a step."""
     settings: AbstractContextManager[Any] = torch._dynamo.config.patch(
         trace_autograd_ops=True,
         # Without this, a counter that a module increments in forward causes a new graph in every step.

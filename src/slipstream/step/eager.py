@@ -119,7 +119,7 @@ class EagerStep:
         logs: dict[str, Tensor] = {}
 
         def run() -> None:
-            # Sync in every pass, since the part must see the same gradients on all processes.
+            # Sync in every pass, since the part must see the same gradients in all processes.
             with optim.autocast():
                 losses = self.forward(batch)
             loss, values = self.reduce(losses)

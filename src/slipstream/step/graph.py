@@ -455,7 +455,8 @@ class GraphStep:
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
-        # Once all ranks have a verified graph, one rank cannot verify a new graph, because the others do not join in.
+        # Once all ranks have a verified graph, one rank cannot verify a new graph, because the others do not
+        # participate.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
 

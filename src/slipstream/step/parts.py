@@ -64,7 +64,7 @@ class StepPart:
         """Change `params` in place after the update; with `needs_previous`, `previous` holds their old values."""
 
     def after_batch(self) -> None:
-        """Process the new weights, for example update an average of them."""
+        """Process the new weights, for example to update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the tensors that the part changes, by name."""

@@ -97,7 +97,7 @@ class GraphUpdate:
         view.write_back()
 
     def refresh(self) -> str | None:
-        """Write changed learning rates, betas and momenta into the tensors of the graph, without synchronizing.
+        """Write changed learning rates, betas and momenta into the graph's tensors, without synchronizing.
 
         Returns:
             The name of a setting whose change invalidates the graph, or None.
@@ -212,7 +212,7 @@ class _Group:
 
 
 class _OptimizerView:
-    """Proxy that is passed to an optimizer's `step` as `self`, with the tensors of the graph."""
+    """Proxy that is passed to an optimizer's `step` as `self`, with the graph's tensors."""
 
     def __init__(self, groups: list[_Group], grads: Sequence[Tensor]) -> None:
         self.groups = groups

@@ -81,7 +81,7 @@ class TestLoadersHook(Hook):
         self.interval = interval
 
     def before_train(self, runner: Runner) -> None:
-        """Rebuild the loaders with the seed of the run."""
+        """Rebuild the loaders with the run's seed."""
         for name, loader in self.loaders.items():
             self.loaders[name] = build_dataloader(loader, runner.seed, f"test_loaders.{name}", training=False)
 

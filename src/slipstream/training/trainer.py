@@ -74,7 +74,7 @@ class Trainer:
             train_loader, valid_loader: Data loaders of pairs (images, targets), or of dicts with `inputs` and
                 `targets`.
             test_loaders: Further data loaders by name, evaluated every `run_test_freq` epochs.
-            additional_configs_to_log: Values to save with the configuration of the run.
+            additional_configs_to_log: Values to save with the run's configuration.
 
         Returns:
             The metrics of each validation run, with the number of completed epochs as `epoch`.

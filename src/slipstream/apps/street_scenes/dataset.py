@@ -65,7 +65,7 @@ class StreetScenes(SegmentationDataset):
     Args:
         size: Height and width of the images in pixels, at least 32 each. Scenes are designed for a ratio of 1:2.
         length: Number of scenes. Scene i does not depend on the length.
-        seed: Seed of the series of scenes. Use another one for validation.
+        seed: Seed of the series of scenes. Use a different seed for validation.
         transforms, cache_in_memory, cache: See `SegmentationDataset`.
 
     Raises ConfigError if size, length or seed is invalid.

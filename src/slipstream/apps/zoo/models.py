@@ -121,7 +121,7 @@ def load(
             order if the names differ; shapes must match. SuperGradients' `StrictLoad` and its recipes' dicts with a
             `value` are accepted.
         load_backbone: Whether the file contains a backbone, such as a classifier trained on ImageNet. It is then
-            loaded into the backbone of the network, and mismatches are skipped.
+            loaded into the network's backbone, and mismatches are skipped.
 
     Raises:
         ConfigError: If `strict_load` is invalid.

@@ -155,7 +155,7 @@ class STDCLoss(nn.Module):
             targets: Class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: If the number of outputs is neither one nor that of the weights, or the number of classes
+            ModelError: If the number of outputs is neither one nor the number of weights, or the number of classes
                 is not `num_classes`.
         """
         if isinstance(outputs, Tensor):

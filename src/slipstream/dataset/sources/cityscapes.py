@@ -49,7 +49,7 @@ class CityscapesDataset(ImageMaskPairs):
             are relative to `root_dir`.
         labels_csv_path: Table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
-            scored. By default, the table of Cityscapes is used.
+            scored. By default, the Cityscapes table is used.
         ignore_label: Id that pixels that are not scored have in the samples.
         transforms: See `SegmentationDataset`.
         cache_labels: Keep each mask in memory after the first read (2 MB per mask, in each worker process).
@@ -84,11 +84,9 @@ class CityscapesDataset(ImageMaskPairs):
         root = Path(root_dir)
         pairs = _read_list(root, list_file, split) if list_file else _find_pairs(root, split)
         train_ids = _default_train_ids() if labels_csv_path is None else _read_table(root / labels_csv_path)
-        self._label_ids = _mask_ids(
-            train_ids, ignore_label, "the label ids of Cityscapes are 0 to 33, and 255"
-        )
+        self._label_ids = _mask_ids(train_ids, ignore_label, "Cityscapes label ids are 0 to 33, and 255")
         same = {i: i for i in range(_CLASSES)} | {255: 255, ignore_label: 255}
-        self._train_ids = _mask_ids(same, ignore_label, "the train ids of Cityscapes are 0 to 18, and 255")
+        self._train_ids = _mask_ids(same, ignore_label, "Cityscapes train ids are 0 to 18, and 255")
         metainfo = {
             "classes": CITYSCAPES_CLASSES,
             "palette": [list(colour) for colour in CITYSCAPES_PALETTE],
@@ -173,7 +171,7 @@ def _read_table(path: Path) -> dict[int, int]:
     """Return the train id of each label id in a table with the columns `id` and `trainId`."""
     if not path.is_file():
         raise DataError(
-            f"the label table '{path}' does not exist; remove labels_csv_path to use the ids of Cityscapes"
+            f"the label table '{path}' does not exist; remove labels_csv_path to use the Cityscapes ids"
         )
     reader = csv.DictReader(_read_text(path).splitlines())
     reader.fieldnames = [name.strip().lower() for name in reader.fieldnames or ()]

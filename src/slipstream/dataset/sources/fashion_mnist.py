@@ -23,7 +23,7 @@ from slipstream.registry import DATASETS
 
 __all__ = ["FashionMNIST"]
 
-# Folder of Debian's package dataset-fashion-mnist.
+# Folder of the Debian package dataset-fashion-mnist.
 _SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
 _URL = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 # The authors publish only MD5 checksums of the compressed files.
@@ -60,7 +60,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     `targets`, int64 (N,), contain the whole split; samples without augmentation are views of them.
 
     Args:
-        data_root: Folder of the IDX files, plain or with `.gz`; by default the folder of Debian's package
+        data_root: Folder of the IDX files, plain or with `.gz`; by default the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
         download: If `data_root` does not contain the files, use those of the Debian package; otherwise download

@@ -52,7 +52,8 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
         mask: uint8 (H, W).
         scaled: (width, height).
         box: (left, top, right, bottom) in the resized mask; not empty.
-        mirrored_first: Whether to mirror the mask before resizing and again afterwards. Ties go to the right then.
+        mirrored_first: Whether to mirror the mask before resizing and again afterwards. Ties are then resolved
+            to the right.
     """
     height, width = mask.shape
     left, top, right, bottom = box

@@ -54,7 +54,7 @@ class FullyShardedOptions:
     """Alternative to `wrap`: select the smallest modules with at least this number of parameters."""
     param_dtype: Literal["bf16"] | None = None
     """Dtype of gathered weights, forward and backward; floating-point inputs are also cast. The shards, the optimizer
-    and BatchNorm keep the dtype of the model."""
+    and BatchNorm keep the model's dtype."""
     reduce_dtype: Literal["bf16", "fp32"] = "fp32"
     """Dtype in which gradients are summed over processes; only used with `param_dtype`."""
     reshard_after_forward: bool | int | None = None

@@ -26,7 +26,7 @@ class _ParamScheduler:
     `self.last_step` is the number of steps since `begin`. The constructor takes the first step.
 
     Args:
-        optimizer: a torch optimizer, an `OptimWrapper`, or another object with `param_groups`.
+        optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
         param_name: name of the option. Its value is a number or a 0-dim tensor; a tensor is filled in place.
         begin: first active step.
         end: first step after the active steps.
@@ -119,7 +119,7 @@ class _ParamScheduler:
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress of the scheduler as numbers and lists, without its arguments."""
+        """Return the scheduler's progress as numbers and lists, without its arguments."""
         state = {key: getattr(self, key) for key in self._state_keys}
         return {key: list(value) if isinstance(value, list) else value for key, value in state.items()}
 

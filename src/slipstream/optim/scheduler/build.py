@@ -50,7 +50,7 @@ class TorchSchedulerAdapter:
         return list(self.scheduler.get_last_lr())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the progress and the state of the scheduler."""
+        """Return the scheduler's progress and state."""
         return {"_global_step": self._global_step, "scheduler": self.scheduler.state_dict()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Mixins that select the option of a scheduler: learning rate or momentum."""
+"""Mixins that select the option to schedule: learning rate or momentum."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MomentumSchedulerMixin:
 
 
 def _show_arguments(cls: type, mixin: Any) -> None:
-    """Add an `__init__` with the scheduler's signature to `cls`, for help() and the checks of the registry."""
+    """Add an `__init__` with the scheduler's signature to `cls`, for help() and the registry's checks."""
     if "__init__" in vars(cls) or mixin not in cls.__bases__ or not issubclass(cls, _ParamScheduler):
         return
     shown = super(mixin, cls).__init__
