@@ -100,10 +100,10 @@ def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
 def segformer_1b(height: int, width: int) -> Model:
     """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
 
-    Widths are four times those of B5 (256, 512, 1280, 2048), depths are 3, 6, 30 and 3. Attention reduces keys by 8, 4,
-    2 and 1 per side. The feed-forward layers are four times as wide, with a 3x3 depthwise convolution. The all-MLP decoder
-    has 768 channels and 19 classes. Per token, a block of width C with reduction R has `12 C^2 + (R C)^2` weights (the
-    second term only if R > 1) and saves `20 C` values.
+    Widths are four times those of B5 (256, 512, 1280, 2048), depths are 3, 6, 30 and 3. Attention reduces keys by 8,
+    4, 2 and 1 per side. The feed-forward layers are four times as wide, with a 3x3 depthwise convolution. The all-MLP
+    decoder has 768 channels and 19 classes. Per token, a block of width C with reduction R has `12 C^2 + (R C)^2`
+    weights (the second term only if R > 1) and saves `20 C` values.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19
