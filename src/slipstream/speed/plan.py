@@ -62,7 +62,7 @@ PARAMS_OPTIONS = (
 
 @dataclass(frozen=True)
 class _Option:
-    """How to read an option, and its config paths besides `speed=`."""
+    """How to read an option, and its config paths in addition to `speed=`."""
 
     read: Callable[[Any], Any]
     paths: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class LrPlotHook(Hook):
     filename = "lr_schedule.png"
 
     def before_train(self, runner: Runner) -> None:
-        """Draw the plot on the main process. Warn if the warm-up fills the whole run."""
+        """Draw the plot in the main process. Warn if the warm-up fills the whole run."""
         if not is_main_process():
             return
         _warn_if_warmup_only(runner)
