@@ -26,8 +26,8 @@ def _quiet_torch() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests if there is no GPU."""
-    if not torch.cuda.is_available():
+    """Skip the tests marked `gpu` if there is no accelerator."""
+    if torch.accelerator.current_accelerator(check_available=True) is None:
         for item in items:
             if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+                item.add_marker(pytest.mark.skip(reason="requires an accelerator"))

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-import pytorch_optimizer
 import torch
 import torch.nn.functional as F
 from compiled_runs import (
@@ -20,6 +19,8 @@ from compiled_runs import (
     sgd,
 )
 from torch import nn
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 LIBRARY = {
     "AdamP": dict(lr=1e-2),

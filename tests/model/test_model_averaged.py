@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerators import DEVICE
 from slipstream.errors import ConfigError
 from slipstream.model import (
     ExponentialMovingAverage,
@@ -384,9 +385,8 @@ def test_weights_with_too_low_precision_raise(kind, options, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
-def test_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
-    model = network().cuda()
+def test_average_on_the_cpu_of_a_model_on_the_device_updates_and_swaps():
+    model = network().to(DEVICE)
     average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
     start = model[0].weight.detach().cpu().clone()
     pointers = [t.data_ptr() for t in (*model.parameters(), *average.parameters())]
@@ -396,6 +396,6 @@ def test_average_on_the_cpu_of_a_model_on_the_gpu_updates_and_swaps():
     torch.testing.assert_close(average.module[0].weight, start + 0.5)
     average.swap(model)
     torch.testing.assert_close(model[0].weight.detach().cpu(), start + 0.5)
-    assert model[0].weight.is_cuda
+    assert model[0].weight.device.type == DEVICE.type
     torch.testing.assert_close(average.module[0].weight, start + 1)
     assert [t.data_ptr() for t in (*model.parameters(), *average.parameters())] == pointers

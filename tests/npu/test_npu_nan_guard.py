@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import pytorch_optimizer
 import torch
 from npu_runs import assert_equal_on_the_host, batches, by_hand, net
 from torch.nn import functional as F
@@ -11,6 +10,8 @@ from torch.nn import functional as F
 from slipstream.optim import OptimWrapper
 from slipstream.speed.nan_guard import Locator, StepGuard
 from slipstream.step import EagerStep
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 OPTIMIZERS = {

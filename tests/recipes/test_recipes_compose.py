@@ -4,8 +4,6 @@ import subprocess
 import sys
 
 import pytest
-from hydra.core.global_hydra import GlobalHydra
-from omegaconf import OmegaConf
 from predecessor_recipes import RECIPES
 
 from slipstream.errors import ConfigError, UnknownNameError
@@ -13,6 +11,9 @@ from slipstream.recipes import compose, find_recipe, is_composed, recipes
 from slipstream.recipes.compose import hydra_overrides
 from slipstream.speed import SpeedPlan
 from slipstream.training.recipe import recipe_config
+
+hydra = pytest.importorskip("hydra.core.global_hydra")
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
 CITYSCAPES = {
@@ -318,7 +319,7 @@ def test_compose_restores_hydra_state():
     OmegaConf.register_new_resolver("add", lambda *_: "the user's own", replace=True)
     try:
         first = compose("cityscapes_ddrnet", ["lr=0.1"])
-        assert not GlobalHydra.instance().is_initialized()
+        assert not hydra.GlobalHydra.instance().is_initialized()
         assert compose("cityscapes_ddrnet", ["lr=0.1"]) == first
         assert OmegaConf.to_container(OmegaConf.create({"x": "${add:1,2}"}), resolve=True) == {
             "x": "the user's own"

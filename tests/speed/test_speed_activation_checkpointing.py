@@ -12,6 +12,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils.parametrizations import spectral_norm
 
+from accelerators import DEVICE
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.speed import activation_checkpointing as option
 from slipstream.speed.activation_checkpointing import (
@@ -319,16 +320,16 @@ def test_offload_does_not_copy_host_tensors():
 
 @pytest.mark.gpu
 def test_offload_preserves_the_memory_format():
-    x = torch.randn(2, 3, 4, 4, device="cuda").to(memory_format=torch.channels_last)
+    x = torch.randn(2, 3, 4, 4, device=DEVICE).to(memory_format=torch.channels_last)
     device, host = packed = option._to_host(x)
     assert host.is_pinned()
     assert device == x.device
     back = option._from_host(packed)
     assert torch.equal(back, x)
     assert back.stride() == x.stride()
-    data = batches(1)[0].cuda()
+    data = batches(1)[0].to(DEVICE)
     gradients = []
-    for net in (checkpointed(Net(), offload=True).cuda(), Net().cuda()):
+    for net in (checkpointed(Net(), offload=True).to(DEVICE), Net().to(DEVICE)):
         torch.manual_seed(0)
         gradients.append(torch.autograd.grad(net(data), list(net.parameters())))
     torch.testing.assert_close(*gradients)

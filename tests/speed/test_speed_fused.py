@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerators import DEVICE, no_waiting
 from slipstream.errors import ConfigError
 from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF, build_optim_wrapper
 from slipstream.optim import kernels as kernels_module
@@ -317,13 +318,10 @@ def test_bfloat16_does_not_change_the_kernels():
 @pytest.mark.gpu
 @by_kind
 def test_gpu_steps_do_not_wait_for_the_device(name):
-    net = make_net().cuda()
-    data = [x.cuda() for x in batches(6)]
+    net = make_net().to(DEVICE)
+    data = [x.to(DEVICE) for x in batches(6)]
     wrapper = AmpOptimWrapper(optimizer=make(name, net), dtype="float16", clip_grad={"max_norm": 0.1})
     train(wrapper, net, data[:2])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waiting():
         train(wrapper, net, data[2:])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(group["fused"] for group in wrapper.param_groups)

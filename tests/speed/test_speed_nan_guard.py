@@ -3,7 +3,6 @@
 import math
 
 import pytest
-import pytorch_optimizer
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -20,6 +19,8 @@ from slipstream.speed.nan_guard import (
     read_nan_guard,
 )
 from slipstream.step import EagerStep
+
+pytorch_optimizer = pytest.importorskip("pytorch_optimizer")
 
 NAN, INF = math.nan, math.inf
 

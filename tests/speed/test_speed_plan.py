@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerators import cuda_only
 from slipstream.errors import ConfigError
 from slipstream.speed import Capabilities, CompileOptions, SpeedPlan
 from slipstream.speed.auto import choose, convolution_share
@@ -257,6 +258,7 @@ def test_capabilities_are_found_without_initializing_a_device():
 
 
 @pytest.mark.gpu
+@cuda_only
 def test_capabilities_of_a_gpu():
     capabilities = Capabilities.here("cuda", nn.Conv2d(1, 1, 1))
     assert capabilities.capability == torch.cuda.get_device_capability()

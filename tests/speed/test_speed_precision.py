@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from accelerators import cuda_only
 from slipstream.errors import ConfigError
 from slipstream.speed import precision
 from slipstream.speed.precision import PrecisionOptions, convert_to_fp8, read_precision, tf32
@@ -152,6 +153,7 @@ def test_fp8_without_gpu_raises(monkeypatch):
 
 
 @pytest.mark.gpu
+@cuda_only
 def test_float8_training_follows_float32_on_the_gpu():
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from tape import Tape
 
+from accelerators import cuda_only
 from slipstream.optim import OptimWrapper
 from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
 
@@ -239,6 +240,7 @@ def test_number_of_recorded_graphs_is_limited():
 
 
 @pytest.mark.gpu
+@cuda_only
 def test_cuda_graph_matches_its_function():
     weight = torch.ones(4, device="cuda")
 

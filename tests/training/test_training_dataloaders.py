@@ -3,13 +3,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
 from slipstream.apps.street_scenes.folder import write_street_folder
 from slipstream.dataset import AtLeast, build_dataloader
 from slipstream.errors import ConfigError, UnknownNameError
 from slipstream.training import dataloaders
+
+OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 SMALL = {"size": [32, 64], "length": 5, "cache_in_memory": False}
 CROP = [

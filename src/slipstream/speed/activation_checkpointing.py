@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, update_wrapper
+from itertools import chain
 from typing import Any
 
 import torch
@@ -134,8 +135,17 @@ def _recomputed(
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
+    # Inputs such as a dataclass hide their tensors from torch, but the block's parameters are on the same device.
+    tensor = next(chain(module.parameters(), module.buffers()), None)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
-        return checkpoint(block, *args, use_reentrant=False, context_fn=partial(_contexts, module))
+        return checkpoint(
+            partial(_drop, block), tensor, *args, use_reentrant=False, context_fn=partial(_contexts, module)
+        )
+
+
+def _drop(block: Callable[..., Any], tensor: Tensor | None, *inputs: Any) -> Any:
+    """Call `block` without `tensor`, from which torch learns whose random state to save."""
+    return block(*inputs)
 
 
 def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> Any:

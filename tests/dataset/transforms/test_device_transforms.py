@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageEnhance
 
+from accelerators import DEVICE, no_waiting
 from slipstream.apps.street_scenes import StreetScenes
 from slipstream.dataset import (
     ConcatDataset,
@@ -210,15 +211,11 @@ def test_transform_images_compiles_without_graph_breaks(length):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires CUDA")
-def test_cuda_runs_without_synchronization_and_equals_cpu():
+def test_accelerator_runs_without_synchronization_and_equals_cpu():
     batch = batch_of(RECIPE, range(4))
-    on_device = {key: value.cuda() for key, value in batch.items()}
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    on_device = {key: value.to(DEVICE) for key, value in batch.items()}
+    with no_waiting():
         found = apply_device_transforms(on_device)["inputs"]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(found.cpu(), apply_device_transforms(batch)["inputs"], rtol=1e-4, atol=1e-4)
 
 

@@ -55,6 +55,7 @@ def _module() -> types.ModuleType:
     generators = tuple(_C.default_generator(index) for index in range(DEVICES))
     npu.default_generators = generators
     npu.is_available = npu.is_initialized = lambda: True
+    npu._initialized = True  # activation checkpointing asks it before it saves random states
     npu.is_bf16_supported = lambda *_, **__: True
     npu.device_count = lambda: DEVICES
     npu.device = _Device

@@ -1,0 +1,30 @@
+"""The accelerator of the tests marked `gpu`: a CUDA device, or another one such as the simulated NPU (`make npu`)."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+"""The CPU if there is no accelerator; the tests marked `gpu` are then skipped."""
+BACKEND = "aot_eager" if DEVICE.type == "npu" else "inductor"
+"""A compiler that supports the device: inductor has no code generator for the simulated NPU."""
+IS_CUDA = DEVICE.type == "cuda"
+cuda_only = pytest.mark.skipif(not IS_CUDA, reason="requires a CUDA device")
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Fail if the host waits for the device inside the context."""
+    if IS_CUDA:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    else:
+        torch_npu = pytest.importorskip("torch_npu", reason="this device does not report that the host waits")
+        with torch_npu.watching((*torch_npu.HOST_READS, "host_to_device_blocking")) as seen:
+            yield
+        assert not seen, seen
