@@ -1,10 +1,11 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
-# option with every other option, real launchers); make npu: test on a simulated accelerator. No target requires root.
+# option with every other option, real launchers); make npu: test on a simulated accelerator; make gpu: test and measure
+# on the accelerator of this machine. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix npu lint types format clean
+.PHONY: train test matrix npu gpu wheels lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
@@ -17,7 +18,18 @@ matrix: $(VENV)/.installed-dev
 
 npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \
-	PYTHONPATH=$$npu $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu
+	export PYTHONPATH=$$npu && $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu && \
+	out=$$(mktemp -d) && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
+
+# Run the GPU tests and benchmarks with the packages of $(PYTHON), without internet and in under nine minutes.
+gpu:
+	PYTHON=$(PYTHON) .ci/gpu
+
+# Download the packages that a machine without internet needs for make gpu, besides torch, numpy, pyyaml, rich, pytest
+# and hypothesis.
+wheels:
+	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels \
+		antlr4-python3-runtime==4.9.3 hydra-core 'omegaconf<2.4' pytorch-optimizer tomli-w
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

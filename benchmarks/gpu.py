@@ -1,20 +1,22 @@
-"""Speed, memory, syncs and idle time of five recipes' networks on one GPU, with the recipes' crops and batch sizes.
+"""The networks of five recipes with their crops and batch sizes on one GPU: time, memory, launches, host reads.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu.md
 
-For each network, the contenders are an eager loop in bf16, the same loop with `torch.compile(model)`, and
-Slipstream's step as one graph with SyncBN and EMA enabled. Batches are already on the device, so only the step
-is measured. The total time is about ten minutes; after `--minutes`, no further network starts. (Smoke test:
-`--device cpu --size 64 --batch-size 2 --steps 2`.)
+All contenders of a network train in bf16 on batches that are already on the device, so only the step is measured. They
+are created one after the other and then measured in turns. The results are written after every contender; a run
+that is stopped keeps them, and a later run on the same GPU (`--networks`) adds to them. No contender starts after
+`--minutes`, divided evenly among the networks. (Smoke test: `--device cpu --size 64 --batch-size 2 --steps 2`.)
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
+import gc
+import json
+import math
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -22,11 +24,11 @@ from time import perf_counter
 from typing import Any
 
 import torch
-from networks import CLASSES, RECIPES, Case
+from gpu_contenders import EAGER, Clock, Setting, Train, contenders
+from networks import RECIPES
 from report import circumstances, table, write_result
-from torch import Tensor, nn
-
-from slipstream import accelerate
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 SHAPES = {
     "pp_lite_t_seg75": ((768, 768), 8),
@@ -44,197 +46,227 @@ GUIDE = {
     "ddrnet_23": 23.1,
 }
 """Percentage by which torch.compile reduces the epoch time in SuperGradients' guide, without SyncBN and EMA."""
-Step = Callable[[Any], Tensor]
-
-
-def loop(case: Case, device: torch.device, compiled: bool) -> Step:
-    net = case.build().to(device)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
-    run: Any = torch.compile(net) if compiled else net
-
-    def step(batch: Any) -> Tensor:
-        with torch.autocast(device.type, dtype=torch.bfloat16):
-            loss = case.loss(run(batch[0]), batch[1])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return step
-
-
-def one_graph(case: Case, device: torch.device, **options: Any) -> Step:
-    net: nn.Module = case.build()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
-    speed = {
-        "precision": "bf16",
-        "compile": {"scope": "step", "wait": True},
-        "sync_bn": True,
-        "ema": {"decay": 0.9999, "type": "threshold"},
-        **options,
-    }
-    train = accelerate(net, optimizer, case.loss, speed=speed)
-    return lambda batch: train(batch)["loss"]
-
-
-CONTENDERS: dict[str, Callable[[Case, torch.device], Step]] = {
-    "eager bf16": lambda case, device: loop(case, device, compiled=False),
-    "loop, torch.compile(model)": lambda case, device: loop(case, device, compiled=True),
-    "Slipstream, one graph": one_graph,
-    "Slipstream, one graph, channels_last": lambda case, device: one_graph(case, device, channels_last=True),
-    "Slipstream, one graph, CUDA graph": lambda case, device: one_graph(case, device, cuda_graph=True),
+IMAGES = 2975
+"""Number of images in an epoch of Cityscapes."""
+PEAK_TFLOPS = {
+    "H100": 989,
+    "H200": 989,
+    "A100": 312,
+    "L40": 181,
+    "A10": 125,
+    "L4": 121,
+    "4090": 165,
+    "V100": 125,
 }
+"""Dense bf16 matrix products (V100: fp16) in 10^12 operations per second, from NVIDIA's data sheets."""
+LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
+TOO_LATE = "not measured (time limit)"
+Figures = dict[str, Any]
 
 
 class Device:
-    """Measurements on the device. On the CPU, only the time is measured."""
+    """Measurements on the device; NaN where the device does not support one."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
-        self.is_gpu = self.device.type == "cuda"
+        self.is_cpu = self.device.type == "cpu"
+        self.name = "CPU" if self.is_cpu else torch.get_device_module(self.device).get_device_name()
+        self.peak_flops = next((1e12 * f for key, f in PEAK_TFLOPS.items() if key in self.name), math.nan)
 
-    def wait(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize()
+    def free_memory(self) -> int:
+        """Free unused memory and return the number of bytes that remain reserved."""
+        gc.collect()
+        if self.is_cpu:
+            return 0
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats()
+        return int(torch.accelerator.memory_reserved())
 
-    def start_memory(self) -> None:
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+    def peak_bytes(self) -> float:
+        """Return the reserved bytes, which include the memory of CUDA graphs, unlike the allocated bytes."""
+        return math.nan if self.is_cpu else torch.accelerator.max_memory_reserved()
 
-    def peak_gib(self) -> float:
-        return torch.cuda.max_memory_allocated() / 2**30 if self.is_gpu else float("nan")
-
-    def waits_per_step(self, step: Step, batches: list[Any]) -> float:
-        """Return the number of host-device synchronisations, as counted by torch."""
-        if not self.is_gpu:
-            return float("nan")
+    def host_reads(self, train: Train, steps: int) -> float:
+        """Return how often the host waits for the device in one step, as counted by torch."""
+        if self.device.type != "cuda":
+            return math.nan
         torch.cuda.set_sync_debug_mode("warn")
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                for batch in batches:
-                    step(batch)
+                train(steps, Clock(self.device))
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        return sum("synchroniz" in str(w.message) for w in caught) / len(batches)
+        return sum("synchroniz" in str(w.message) for w in caught) / steps
 
-    def over_kernels(self, step: Step, batches: list[Any], seconds: float) -> float:
-        """Return the step time divided by the sum of kernel times. It is 1 if the GPU is never idle."""
-        if not self.is_gpu:
-            return float("nan")
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-            for batch in batches:
-                step(batch)
-            self.wait()
-        kernels = sum(event.self_device_time_total for event in profile.key_averages()) * 1e-6 / len(batches)
-        return seconds / kernels if kernels else float("nan")
-
-
-def measure(make: Callable[[], Step], batches: list[Any], device: Device, steps: int) -> dict[str, float]:
-    device.start_memory()
-    start = perf_counter()
-    step = make()
-    first = float(step(batches[0]))
-    compile_seconds = perf_counter() - start
-    for number in range(5):
-        step(batches[number % len(batches)])
-    device.start_memory()
-    times = []
-    for _ in range(3):
-        device.wait()
-        start = perf_counter()
-        for number in range(steps):
-            step(batches[number % len(batches)])
-        device.wait()
-        times.append((perf_counter() - start) / steps)
-    seconds = median(times)
-    return {
-        "images per second": len(batches[0][0]) / seconds,
-        "seconds per step": seconds,
-        "peak GiB": device.peak_gib(),
-        "waits per step": device.waits_per_step(step, batches),
-        "step / kernels": device.over_kernels(step, batches, seconds),
-        "seconds to the first step": compile_seconds,
-        "first loss": first,
-    }
+    def kernels(self, train: Train, steps: int) -> tuple[float, float]:
+        """Return the sum of the kernel times in seconds, and the number of launches, of one step."""
+        if self.device.type != "cuda":
+            return math.nan, math.nan
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
+            train(steps, Clock(self.device))
+            torch.cuda.synchronize()
+        averages = events.key_averages()
+        seconds = sum(event.self_device_time_total for event in averages) * 1e-6
+        launches = sum(event.count for event in averages if event.key.startswith(LAUNCHES))
+        return seconds / steps, launches / steps
 
 
-def measure_network(name: str, args: argparse.Namespace) -> dict[str, dict[str, float]]:
+def flops(setting: Setting) -> int:
+    """Return the number of floating-point operations of matrix products and convolutions in one step."""
+    net, _ = setting.network(fused=False)
+    with FlopCounterMode(display=False) as counter:
+        setting.case.loss(net(setting.batches[0][0]), setting.batches[0][1]).backward()
+    return int(counter.get_total_flops())
+
+
+def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Train, Figures]:
+    """Create a contender and measure everything but the time of its steps."""
+    before, start, clock = device.free_memory(), perf_counter(), Clock(device.device)
+    train = make(setting)
+    first = float(train(1, clock))
+    float(train(3, clock))  # Slipstream compiles in the second step
+    found: Figures = {"first loss": first, "seconds of the first four steps": perf_counter() - start}
+    device.free_memory()
+    train(3, clock)
+    found["peak bytes"] = device.peak_bytes() - before
+    found["host reads per step"] = device.host_reads(train, steps)
+    found["kernel seconds"], found["launches per step"] = device.kernels(train, steps)
+    found["seconds"] = [timed(train, device, steps)]
+    return train, found
+
+
+def timed(train: Train, device: Device, steps: int) -> float:
+    clock = Clock(device.device)
+    train(steps, clock)
+    return clock.seconds() / steps
+
+
+class Results:
+    """All figures, which are written after each measurement."""
+
+    def __init__(self, out: Path | None, facts: dict[str, Any]) -> None:
+        self.out, self.facts = out, facts
+        self.networks: dict[str, Figures] = {}
+        if out and (old := out.with_suffix(".json")).exists():
+            read = json.loads(old.read_text(encoding="utf-8"))
+            if all(read.get(key) == facts[key] for key in ("device", "torch")):
+                self.networks = read["networks"]
+
+    def own(self) -> Iterator[Figures]:
+        """Return the figures of Slipstream."""
+        for network in self.networks.values():
+            yield from (found for name, found in network["contenders"].items() if "Slipstream" in name)
+
+    def write(self) -> str:
+        text = "\n\n".join(describe(name, found) for name, found in self.networks.items())
+        if self.out:
+            write_result(
+                self.out, "Training steps on one device", self.facts, text, {"networks": self.networks}
+            )
+        return text
+
+
+def measure(name: str, args: argparse.Namespace, device: Device, results: Results, end: float) -> None:
     (height, width), batch_size = SHAPES[name]
     if args.size:
         height = width = args.size
     case = replace(RECIPES[name], shape=(3, height, width), batch_size=args.batch_size or batch_size)
-    device = Device(args.device)
-    batches = [tuple(t.to(device.device) for t in batch) for batch in case.batches(4)]
-    found: dict[str, dict[str, float]] = {}
-    for contender, make in CONTENDERS.items():
-        if contender.endswith("CUDA graph") and not device.is_gpu:
+    batches = [tuple(tensor.to(device.device) for tensor in batch) for batch in case.batches(4)]
+    setting = Setting(case, device.device, batches, args.backend)
+    network: Figures = {
+        "batch size": case.batch_size,
+        "flops": flops(setting),
+        "peak flops": device.peak_flops,
+    }
+    network["contenders"] = found = {}
+    results.networks[name] = network
+    running: dict[str, Train] = {}
+    torch._dynamo.reset()
+    for contender, make in contenders(device.device).items():
+        if running and perf_counter() > end:
+            found[contender] = {"error": TOO_LATE}
             continue
-        torch._dynamo.reset()
-        own = [tuple(copy.deepcopy(batch)) for batch in batches]
         try:
-            found[contender] = measure(lambda make=make: make(case, device.device), own, device, args.steps)
-        except Exception as error:  # if one contender fails, the results of the others must be kept
-            print(f"{name}, {contender}: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
-            continue
-        line = ", ".join(f"{key} {value:.4g}" for key, value in found[contender].items())
-        print(f"{name}, {contender}: {line}", flush=True)
-    return found
+            running[contender], found[contender] = create(make, setting, device, args.steps)
+        except Exception as error:  # if one contender fails, the others are still measured
+            found[contender] = {
+                "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:200]
+            }
+        print(f"{name}, {contender}: {found[contender]}", flush=True)
+        results.write()
+    for _ in range(args.rounds - 1):
+        for contender, train in running.items():
+            found[contender]["seconds"].append(timed(train, device, args.steps))
+    results.write()
 
 
-def describe(name: str, found: dict[str, dict[str, float]]) -> str:
-    eager = found["eager bf16"]["seconds per step"]
-    rows = [
-        [
-            contender,
-            f"{values['images per second']:.1f}",
-            f"{100 * (1 - values['seconds per step'] / eager):.1f} %",
-            f"{values['peak GiB']:.2f}",
-            f"{values['waits per step']:.1f}",
-            f"{values['step / kernels']:.2f}",
-            f"{values['seconds to the first step']:.0f}",
-        ]
-        for contender, values in found.items()
-    ]
+def describe(name: str, network: Figures) -> str:
+    """Return the table of one network."""
+    found = network["contenders"]
+    eager = median(found.get(EAGER, {}).get("seconds", [math.nan]))
+    rows = [[contender, *_row(network, values, eager)] for contender, values in found.items()]
     header = [
         "",
+        "ms per step",
+        "time / eager loop",
         "images/s",
-        "time saved over eager",
+        "s per epoch",
         "peak GiB",
-        "waits per step",
-        "step / kernels",
-        "s to first step",
+        "host reads per step",
     ]
-    goal = f"SuperGradients' guide: {GUIDE[name]} % less time per epoch with compilation, without SyncBN and EMA."
-    return f"## {name}\n\n{table(header, rows)}\n\n{goal}"
+    header += ["launches per step", "time / kernel time", "FLOPs utilization", "s for the first four steps"]
+    errors = [f"- {contender}: {values['error']}" for contender, values in found.items() if "error" in values]
+    guide = (
+        f"In SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]} %, without SyncBN"
+        " and EMA."
+    )
+    return "\n\n".join([f"## {name}", table(header, rows), *(["\n".join(errors)] if errors else []), guide])
 
 
-def main() -> None:
+def _row(network: Figures, values: Figures, eager: float) -> list[str]:
+    if "error" in values:
+        return ["–"] * 10
+    seconds, batch_size = median(values["seconds"]), network["batch size"]
+    figures = [
+        (1e3 * seconds, ".2f"),
+        (seconds / eager, ".3f"),
+        (batch_size / seconds, ".1f"),
+        (IMAGES // batch_size * seconds, ".1f"),
+        (values["peak bytes"] / 2**30, ".2f"),
+        (values["host reads per step"], ".1f"),
+        (values["launches per step"], ".0f"),
+        (seconds / (values["kernel seconds"] or math.nan), ".2f"),
+        (network["flops"] / seconds / network["peak flops"], ".1%"),
+        (values["seconds of the first four steps"], ".0f"),
+    ]
+    return ["–" if math.isnan(value) else format(value, form) for value, form in figures]
+
+
+def main() -> int:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--networks", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--device", default=accelerator.type if accelerator else "cpu")
+    parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender")
     parser.add_argument("--size", type=int, help="crop size (default: the recipe's)")
     parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's)")
-    parser.add_argument("--minutes", type=float, default=9, help="start no further network after this time")
-    parser.add_argument(
-        "--out", type=Path, help="write Markdown to this file, and JSON next to it, after each network"
-    )
+    parser.add_argument("--minutes", type=float, default=8, help="do not start a contender after this time")
+    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     args = parser.parse_args()
-    start, results = perf_counter(), {}
-    facts = circumstances() | {"classes": CLASSES, "steps": args.steps}
-    if args.device == "cuda":
-        facts["gpu"] = torch.cuda.get_device_name()
-    for name in args.networks:
-        if perf_counter() - start > 60 * args.minutes:
-            print(f"time limit reached: skipping {name} and the following networks")
+    start, device = perf_counter(), Device(args.device)
+    facts = circumstances(["accelerate", "lightning"]) | {"device": device.name, "backend": args.backend}
+    results = Results(args.out, facts | {"steps": args.steps, "rounds": args.rounds})
+    for number, name in enumerate(args.networks):
+        left = 60 * args.minutes - (perf_counter() - start)
+        if left <= 0:
+            print(f"time limit reached: skipping {', '.join(args.networks[number:])}")
             break
-        results[name] = measure_network(name, args)
-        text = "\n\n".join(describe(network, found) for network, found in results.items())
-        if args.out:
-            write_result(args.out, "Training steps on a GPU", facts, text, {"networks": results})
-    print(f"\n{text}")
+        measure(name, args, device, results, perf_counter() + left / (len(args.networks) - number))
+    print(f"\n{results.write()}")
+    return int(any("error" in found and found["error"] != TOO_LATE for found in results.own()))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <chrono>
 #include <deque>
 #include <functional>
 #include <sys/mman.h>
@@ -200,6 +201,7 @@ struct Event {
     c10::DeviceIndex device;
     c10::StreamId stream;
     int64_t until;
+    std::chrono::steady_clock::time_point time;
     void wait() const { run_copies(device, stream, until); }
 };
 
@@ -231,7 +233,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
         std::lock_guard<std::recursive_mutex> lock(queueing);
         if (!*event) *event = new Event;
-        *static_cast<Event*>(*event) = {number(stream.device()), stream.id(), last_copy};
+        *static_cast<Event*>(*event) = {number(stream.device()), stream.id(), last_copy,
+                                       std::chrono::steady_clock::now()};
     }
     void block(void* event, const c10::Stream&) const override { wait(event); }
     bool queryEvent(void* event) const override {
@@ -261,7 +264,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     static void wait(void* event) {
         if (event) static_cast<Event*>(event)->wait();
     }
-    double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0.01; }
+    double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {  // in milliseconds
+        return std::chrono::duration<double, std::milli>(static_cast<Event*>(end)->time -
+                                                         static_cast<Event*>(start)->time)
+            .count();
+    }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
@@ -584,9 +591,8 @@ Tensor conv(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, In
     at::AutoDispatchBelowADInplaceOrView below;
     run_copies_of_current_stream(number(x.device()));
     auto bias = b ? std::optional(readable(*b)) : std::nullopt;
-    return to_device(
-        at::convolution(readable(x), readable(w), bias, stride, padding, dilation, transposed, outpad, groups),
-        x.device());
+    auto out = at::convolution(readable(x), readable(w), bias, stride, padding, dilation, transposed, outpad, groups);
+    return to_device(out.contiguous(), x.device());  // the strides that torch assumes of this operator
 }
 std::tuple<Tensor, Tensor, Tensor> conv_backward(const Tensor& g, const Tensor& x, const Tensor& w, IntArrayRef stride,
                                                  IntArrayRef padding, IntArrayRef dilation, bool transposed,
@@ -596,7 +602,8 @@ std::tuple<Tensor, Tensor, Tensor> conv_backward(const Tensor& g, const Tensor& 
     auto bias = IntArrayRef(transposed ? w.size(1) * groups : w.size(0));
     auto [a, b, c] = at::convolution_backward(readable(g), readable(x), readable(w), bias, stride, padding, dilation,
                                               transposed, outpad, groups, mask);
-    return {to_device(a, x.device()), to_device(b, x.device()), to_device(c, x.device())};
+    auto strides = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
+    return {to_device(strides(a), x.device()), to_device(strides(b), x.device()), to_device(c, x.device())};
 }
 void record_stream(Tensor&, c10::Stream) {}
 Tensor view_as_real(const Tensor& s) {
@@ -653,7 +660,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
         AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(KERNEL_DIFFERENT_REDISPATCH_SIGNATURE_PRIVATEUSEONE)
             AT_FORALL_PROMOTE(WIDEST) m.impl("cat", [](const c10::IListRef<Tensor>& l, int64_t dim) {
                 c10::impl::ExcludeDispatchKeyGuard no(c10::DispatchKey::AutocastPrivateUse1);
-                auto t = at::autocast::promote_type(at::kHalf, NPU, l);
+                auto t = at::autocast::promote_type(at::autocast::get_lower_precision_fp_from_device_type(NPU), NPU, l);
                 return at::cat(at::autocast::cached_cast(t, l, NPU), dim);
             });
 }
