@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from accelerators import DEVICE, no_waiting
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import IoUMetric
+from slipstream.evaluator.segmentation import _add_in_copies
 
 torchmetrics = pytest.importorskip("torchmetrics")
 
@@ -221,13 +222,22 @@ def test_process_runs_on_the_meta_device():
     metric.process(None, (maps, maps))  # reading a value would fail
 
 
+@pytest.mark.parametrize("pixels", [0, 1, 63, 64, 65, 4095])
+def test_counts_in_copies_equal_bincount(pixels):
+    cells = torch.randint(0, 12, (pixels,))
+    counts = torch.arange(12)
+    _add_in_copies(counts, cells, padding_bin=9)
+    assert torch.equal(counts, torch.arange(12) + torch.bincount(cells, minlength=12))
+
+
 @pytest.mark.gpu
 def test_device_counts_equal_cpu_without_synchronization():
-    preds, targets = torch.randint(0, 7, (2, 4, 64, 64))
+    preds, targets = torch.randint(0, 7, (2, 3, 65, 63))
+    targets[:, :5] = 255
     metric = IoUMetric(num_classes=7)
     on_device = preds.to(DEVICE), targets.to(DEVICE)
     metric.process(None, on_device)
-    metric.evaluate(4)
+    metric.evaluate(3)
     with no_waiting():
         metric.process(None, on_device)
-    assert metric.evaluate(4) == _evaluate(preds, targets, num_classes=7)
+    assert metric.evaluate(3) == _evaluate(preds, targets, num_classes=7)

@@ -1,7 +1,11 @@
 """Conversion to SyncBN and back, and SyncBN in one process."""
 
+import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slipstream.model import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -40,3 +44,40 @@ def test_state_dict_is_compatible_with_torch_sync_batchnorm():
     theirs = nn.SyncBatchNorm.convert_sync_batchnorm(network())
     theirs.load_state_dict(converted.state_dict())
     converted.load_state_dict(theirs.state_dict())
+
+
+class Copies(TorchDispatchMode):
+    """Records the float32 copies of tensors of one shape."""
+
+    def __init__(self, shape):
+        super().__init__()
+        self.shape, self.found = shape, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and out.dtype == torch.float32 and out.shape == self.shape:
+            self.found.append(StorageWeakRef(out.untyped_storage()))
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_backward_keeps_low_precision_inputs_only(dtype, monkeypatch):
+    """Hooks of the caller replace the layer's own, which gives the gradients to compare with."""
+    for name, value in dict(
+        get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), _all_reduce=lambda x: x
+    ).items():
+        monkeypatch.setattr(f"slipstream.model.sync_batchnorm.{name}", value)
+    x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    gradients, alive = [], []
+    for hooks in (True, False):
+        layer, low = SyncBatchNorm(3), x.to(dtype).requires_grad_()
+        with Copies(x.shape) as copies:
+            if hooks:
+                with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+                    out = layer(low)
+            else:
+                out = layer(low)
+        alive.append([not copy.expired() for copy in copies.found])
+        gradients.append(torch.autograd.grad(out.square().sum(), [low, *layer.parameters()]))
+    assert alive == [[True], [False]]
+    torch.testing.assert_close(*gradients, rtol=0, atol=0)

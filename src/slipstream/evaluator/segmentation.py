@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
+from torch.nn import functional as F
 
 from slipstream.errors import ConfigError, DataError, did_you_mean
 from slipstream.evaluator.counting import CountingMetric
@@ -17,6 +18,7 @@ __all__ = ["IoUMetric"]
 
 _KNOWN = ("mIoU", "mDice", "mFscore")
 _DEFAULT_IGNORE_INDEX = 255
+_COPIES = 64  # threads of a GPU that run together: 32 or 64
 
 
 @METRICS.register_module()
@@ -109,7 +111,10 @@ class IoUMetric(CountingMetric):
         if self.ignore_index is not None:
             cells.masked_fill_(targets == self.ignore_index, ignored)
         cells = cells.flatten()
-        counts.scatter_add_(0, cells, counts.new_ones(1).expand_as(cells))
+        if cells.device.type == "cpu":
+            counts.scatter_add_(0, cells, counts.new_ones(1).expand_as(cells))
+        else:
+            _add_in_copies(counts, cells, ignored)
 
     def _class_ids(self, preds: Tensor, targets: Tensor) -> Tensor:
         """Return the predicted class ids, in the shape of the targets."""
@@ -163,6 +168,20 @@ class IoUMetric(CountingMetric):
     def _class_names(self) -> list[str]:
         names = list((self.dataset_meta or {}).get("classes") or ())
         return names if len(names) == self.num_classes else [str(i) for i in range(self.num_classes)]
+
+
+def _add_in_copies(counts: Tensor, cells: Tensor, padding_bin: int) -> None:
+    """Count `cells` in copies of the bins, and add the sums of the copies to `counts`.
+
+    Adjacent pixels often have the same class. On an accelerator, threads that add to the same bin wait for each other,
+    so adjacent pixels are counted in different copies.
+    """
+    padding = -len(cells) % _COPIES
+    rows = F.pad(cells, (0, padding), value=padding_bin).view(-1, _COPIES)
+    copies = counts.new_zeros(len(counts), _COPIES)
+    copies.scatter_add_(0, rows, copies.new_ones(1, 1).expand_as(rows))
+    counts.add_(copies.sum(1))
+    counts[padding_bin].sub_(padding)
 
 
 def _percent(part: npt.ArrayLike, whole: npt.ArrayLike) -> npt.NDArray[np.float64]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -49,7 +51,13 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training or get_world_size() == 1:
             return super().forward(input)
         self._check_input_dim(input)
-        x = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        if input.dtype not in (torch.float16, torch.bfloat16):
+            return self._normalize(input)
+        x = input.float()
+        with nullcontext() if torch.compiler.is_compiling() else _saving(input, instead_of=x):
+            return self._normalize(x).to(input.dtype)
+
+    def _normalize(self, x: Tensor) -> Tensor:
         mean, var, count = _global_moments(x)
         self._track(mean.detach(), var.detach(), count)
         scale = torch.rsqrt(var + self.eps)
@@ -59,7 +67,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.affine:
             shift = shift + self.bias
         shape = (1, -1, *[1] * (x.ndim - 2))
-        return (x * scale.view(shape) + shift.view(shape)).to(input.dtype)
+        return x * scale.view(shape) + shift.view(shape)
 
     @torch.no_grad()
     def _track(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
@@ -76,6 +84,24 @@ class SyncBatchNorm(_BatchNorm):
         unbiased = var * (count / (count - 1).clamp_min(1))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
+
+
+@contextmanager
+def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
+    """Save `low` for the backward pass instead of its float32 copy, which takes twice the memory.
+
+    Other hooks that save tensors, such as those of activation checkpointing, take precedence.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        yield
+        return
+    low, storage, shape = low.detach(), instead_of.untyped_storage()._cdata, instead_of.shape
+
+    def pack(tensor: Tensor) -> Tensor | None:
+        return None if tensor.untyped_storage()._cdata == storage and tensor.shape == shape else tensor
+
+    with saved_tensors_hooks(pack, lambda saved: low.float() if saved is None else saved):
+        yield
 
 
 def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
