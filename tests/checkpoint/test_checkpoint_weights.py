@@ -26,7 +26,7 @@ def test_strict_error_lists_missing_and_unexpected_keys_and_keeps_the_model():
     with pytest.raises(CheckpointError, match=r"missing keys: head\.bias; unexpected keys: neck\.weight"):
         load_weights(target, state, strict=True, source="a.pth")
     assert torch.equal(target["body"].weight, before)
-    with pytest.raises(CheckpointError, match=r"another model: unexpected keys: neck\.weight"):
+    with pytest.raises(CheckpointError, match=r"a different model: unexpected keys: neck\.weight"):
         load_weights(target, {**target.state_dict(), "neck.weight": torch.ones(1)}, strict=True)
 
 

@@ -69,6 +69,8 @@ def tf32() -> Iterator[None]:
     newer one (`fp32_precision`) is already in use.
     """
     cudnn: Any = torch.backends.cudnn
+    matmul: Any = torch.backends.cuda.matmul
+    products = matmul.fp32_precision
     try:
         before, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError:
@@ -81,6 +83,7 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        matmul.fp32_precision = products  # the line above sets 'ieee' where it was 'none', which means the same
         cudnn.allow_tf32 = convolutions
 
 

@@ -314,7 +314,7 @@ def test_convert_to_tensor_accepts_int64_masks(dtype):
         ),
         (
             {"type": "SegConvertToTensor", "add_mask_dummy_dim": True},
-            r"add_mask_dummy_dim: .* masks \(H, W\)",
+            r"add_mask_dummy_dim: .* masks of shape \(H, W\)",
         ),
         ({"type": "SegStandardize", "max_value": 0}, "max_value: must be greater than 0"),
         ({"type": "SegNormalize", "mean": [0.5], "std": [0.5]}, "three numbers each"),
