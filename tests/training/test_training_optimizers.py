@@ -221,7 +221,11 @@ def test_constructor_is_found_by_name() -> None:
             ConfigError,
             "'backbon.'.*did you mean 'backbone'",
         ),
-        ({"initial_lr": {"backbone": 0.1, "head": 0.1, "scale": 0.1}}, ConfigError, "the parameter 'bias'; add a 'default' rate"),
+        (
+            {"initial_lr": {"backbone": 0.1, "head": 0.1, "scale": 0.1}},
+            ConfigError,
+            "the parameter 'bias'; add a 'default' rate",
+        ),
         (
             {"initial_lr": {"default": 0.1}, "warmup_initial_lr": {"default": 0.0, "hea": 0.1}},
             ConfigError,
