@@ -13,6 +13,7 @@ from two_processes import run_in_two
 from slipstream.dist import get_rank, init_dist
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
+from slipstream.step.dynamo import why_not_recomputed
 
 BLOCKS = ActivationCheckpointingOptions(["Block"])
 AMP = dict(SGD, type="AmpOptimWrapper", dtype="bfloat16")
@@ -155,6 +156,7 @@ def test_sync_bn_counts_each_batch_once_and_sends_nothing_twice(answers):
             torch.testing.assert_close(result, kept, rtol=0, atol=0)
 
 
+@pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
 def test_sync_bn_in_the_graph_of_a_step_sends_nothing_twice(answers):
     for answer in answers["sync_bn_in_one_graph"]:
         assert not isinstance(answer, str), answer

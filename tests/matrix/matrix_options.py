@@ -19,6 +19,8 @@ from matrix_by_hand import (
 )
 from matrix_nets import NETS
 
+from slipstream.step.dynamo import why_not_recomputed
+
 
 def _speed(**options):
     def change(config):
@@ -107,6 +109,15 @@ REFUSED = {
 }
 """Combinations that raise an error, the network (None: both), and the beginning of the message. `everything` leaves
 out the second option."""
+if reason := why_not_recomputed():  # torch 2.11
+    REFUSED = {
+        (
+            "compile=step",
+            "checkpointing",
+            None,
+        ): f"compile.scope: the step cannot be compiled as one graph: {reason}",
+        **REFUSED,
+    }
 BREAKS = {("compile=model", "FSDP2")}
 """Combinations whose run may report graph breaks at its end."""
 

@@ -9,7 +9,7 @@ import torch
 sys.path.append(str(Path(__file__).parent.parent / "matrix"))
 
 from matrix_nets import make
-from matrix_options import OF_SEVERAL, OPTIONS, possible
+from matrix_options import OF_SEVERAL, OPTIONS, possible, refusal
 from matrix_runs import Backend, Task, _config
 
 from slipstream.hooks import Hook
@@ -57,7 +57,11 @@ def test_step_does_not_wait_for_the_device(option, compiled, tmp_path):
     options = ["compile=step"] if compiled else []
     if option in OPTIONS:
         options.append(option)
-    if not possible(options, 1, net) or (compiled and (option == "auto" or option == "compile=model")):
+    if (
+        not possible(options, 1, net)
+        or refusal(options, net)
+        or (compiled and (option == "auto" or option == "compile=model"))
+    ):
         pytest.skip("excluded combination")
     if {"SAM", "offload"} & {option} and compiled:
         pytest.skip("not compiled as one graph")

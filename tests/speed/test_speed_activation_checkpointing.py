@@ -20,6 +20,7 @@ from slipstream.speed.activation_checkpointing import (
     checkpoint_activations,
     read_activation_checkpointing,
 )
+from slipstream.step.dynamo import why_not_recomputed
 
 
 @pytest.fixture(autouse=True)
@@ -297,6 +298,7 @@ def crossing_bytes(model):
     return sum(node.meta["val"].nbytes for node in held if isinstance(node.meta["val"], torch.Tensor))
 
 
+@pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
 def test_graph_of_a_step_recomputes():
     activation = 3 * 4 * 6 * 6 * 4
     kept, recomputed = crossing_bytes(Net(0.0)), crossing_bytes(checkpointed(Net(0.0)))
@@ -309,8 +311,12 @@ def test_offload_copies_only_the_inputs_of_blocks(monkeypatch):
     monkeypatch.setattr(option, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
     monkeypatch.setattr(option, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
     assert_same(train(checkpointed(Net(), offload=True), steps=2), train(Net(), steps=2))
-    assert sent == [(3, 4, 6, 6), ()] * 4  # x and scale, of two blocks in two steps
     assert sorted(fetched) == sorted(sent)
+    # torch 2.11 also saves an empty tensor.
+    assert [shape for shape in sent if shape != (0,)] == [
+        (3, 4, 6, 6),
+        (),
+    ] * 4  # x, scale; two blocks, two steps
 
 
 def test_offload_does_not_copy_host_tensors():

@@ -9,12 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parameters_to_vector
 from torch.optim import SGD, Adagrad
+from torch.utils.checkpoint import checkpoint
 
 from slipstream.errors import ConfigError
 from slipstream.model.wrappers import MMDistributedDataParallel
 from slipstream.model.wrappers.comm_hooks import HalfPrecision, PowerSGD
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.speed import SpeedPlan
+from slipstream.speed.activation_checkpointing import ActivationCheckpointingOptions, checkpoint_activations
 from slipstream.speed.steps import Training, build_step, why_not_one_graph
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -158,6 +160,29 @@ def test_unsupported_step_raises_or_compiles_only_the_model(make, why):
     assert len(said) == 1
     assert f"The step cannot be compiled as one graph: {why}" in said[0]
     assert model._compiled_call_impl is not None
+
+
+class Recomputed(Net):
+    """A model that calls torch's own checkpoint."""
+
+    def forward(self, x, y, **others):
+        return {"loss": F.cross_entropy(checkpoint(self.body[2:], self.body[:2](x), use_reentrant=False), y)}
+
+
+def test_torch_that_does_not_recompute_in_one_graph_compiles_only_the_model(monkeypatch):
+    monkeypatch.setattr("slipstream.step.dynamo._recomputes", lambda: False)  # simulates torch 2.11
+    why = "activation checkpointing in the graph of a step requires torch 2.12 or newer"
+    model, said = Net(), []
+    checkpoint_activations(model, ActivationCheckpointingOptions(["Linear"]))
+    with pytest.raises(ConfigError, match=rf"^compile.scope: .*one graph: {why}.* Use scope='model'"):
+        step_of(model, dict(scope="step"))
+    assert type(step_of(model, True, warn=said.append)) is EagerStep
+    assert len(said) == 1
+    assert f"The step cannot be compiled as one graph: {why}" in said[0]
+    step, said, _ = assert_trains_as_eager(Recomputed())
+    assert type(step._fallback) is EagerStep
+    assert len(said) == 1
+    assert f"The step cannot be compiled as one graph ({why}" in said[0]
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
 from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
+from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
@@ -98,8 +99,11 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
             return f"'{name}' has sparse gradients, which torch.compile does not support"
-    if any(part.replaces_gradients for part in optim.parts) and any(map(is_recomputed, model.modules())):
-        return "activation_checkpointing in a graph supports one backward pass, but sam has two"
+    if any(map(is_recomputed, model.modules())):
+        if (reason := why_not_recomputed()) is not None:
+            return reason
+        if any(part.replaces_gradients for part in optim.parts):
+            return "activation_checkpointing in a graph supports one backward pass, but sam has two"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):

@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch import fx
 
 from slipstream.step.verification import NotCapturedError, OnlyEagerError
 
-__all__ = ["has_side_effects", "refuse_python_random", "tracing"]
+__all__ = ["has_side_effects", "refuse_checkpoint", "refuse_python_random", "tracing", "why_not_recomputed"]
 
 
 def tracing() -> AbstractContextManager[Any]:
@@ -57,3 +58,33 @@ def refuse_python_random() -> None:
         raise OnlyEagerError("the step uses a random.Random object; use torch's random numbers")
     if output.random_calls:
         raise NotCapturedError("the step uses Python's random module; use torch's random numbers")
+
+
+def why_not_recomputed() -> str | None:
+    """Return why torch does not recompute checkpointed activations in the graph of a step, or None."""
+    if _recomputes():
+        return None
+    return (
+        "activation checkpointing in the graph of a step requires torch 2.12 or newer, because older versions of torch "
+        "do not recompute in a graph that contains both forward and backward"
+    )
+
+
+def _recomputes() -> bool:
+    # torch 2.11 does not recognize the nodes of `torch.autograd.grad`, and then keeps all activations silently.
+    return torch.__version__ >= "2.12"
+
+
+def refuse_checkpoint(graph: fx.GraphModule) -> None:
+    """Check that a captured step contains no checkpoint that this version of torch ignores.
+
+    Raises:
+        NotCapturedError: the model calls `torch.utils.checkpoint`, and torch is older than 2.12.
+    """
+    if (reason := why_not_recomputed()) is None:
+        return
+    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    if any(
+        node.target is torch.ops.higher_order.tag_activation_checkpoint for g in graphs for node in g.nodes
+    ):
+        raise NotCapturedError(reason)

@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from slipstream.step.background import BackgroundCompiler
 from slipstream.step.captured import CapturedStep, Shapes, check_batch, shapes
 from slipstream.step.direct import DirectCalls, Outputs
-from slipstream.step.dynamo import has_side_effects, refuse_python_random, tracing
+from slipstream.step.dynamo import has_side_effects, refuse_checkpoint, refuse_python_random, tracing
 from slipstream.step.eager import EagerStep, Losses, sum_losses
 from slipstream.step.numerics import all_finite, only_if
 from slipstream.step.parts import apply_update, has_gradients
@@ -455,6 +455,7 @@ class GraphStep:
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
+        refuse_checkpoint(graph)
         # Once all ranks have a verified graph, one rank cannot verify a new graph, because the others do not
         # participate.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
