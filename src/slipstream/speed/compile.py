@@ -157,7 +157,7 @@ def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, 
     clones = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
     for module in modules:
         try:
-            compiled = torch.compile(_call_of(module), options=backend_options(how) or None, **kwargs)
+            compiled = torch.compile(_call_of(module, how.fullgraph), options=backend_options(how) or None, **kwargs)
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return
@@ -193,13 +193,17 @@ def inductor_problem(device_type: str) -> str | None:
     )
 
 
-def _call_of(module: nn.Module) -> Callable[..., Any]:
-    """Return the function that `nn.Module.compile` compiles, wrapped for torch's own modules."""
+def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
+    """Return the function that `nn.Module.compile` compiles, wrapped if torch would skip it silently.
+
+    torch.compile skips functions in torch's own files: always for torch's own modules, and for other modules if their
+    forward cannot be traced. With `fullgraph`, torch 2.11 and 2.12 do not report the latter.
+    """
     forward = getattr(type(module), "forward", None)  # None for a scripted module
-    if not str(getattr(forward, "__module__", "")).startswith("torch."):
+    if not (fullgraph or str(getattr(forward, "__module__", "")).startswith("torch.")):
         return module._call_impl
 
-    def call(*args: Any, **kwargs: Any) -> Any:  # torch.compile skips functions in torch's own files
+    def call(*args: Any, **kwargs: Any) -> Any:
         return module._call_impl(*args, **kwargs)
 
     return call
@@ -307,5 +311,5 @@ class _Guarded:
 def _is_compiler_error(error: Exception) -> bool:
     """Return whether an error comes from torch's compiler and not from the model."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-    # With fullgraph=True, torch raises this error after the call if it has skipped the forward pass.
+    # With fullgraph=True, torch 2.13 raises this error after the call if it has compiled nothing.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)
