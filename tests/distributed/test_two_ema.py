@@ -113,13 +113,16 @@ def test_average_in_the_step_equals_average_in_the_hook(answers, kind):
         assert (plain["in_step"], other["in_step"]) == (True, False)
 
 
-def test_resumed_average_is_bitwise_equal(answers):
+def test_resumed_run_has_the_same_weights_and_average(answers):
     for rank, found in enumerate(answers["resumed"]):
         assert isinstance(found, list), found
-        for (whole, rest), exact in zip(found, (True, True, False), strict=True):
+        # BatchNorm makes the gradient of stem.bias zero, so the bias consists of rounding errors (1e-9), which depend
+        # on the processor. All other weights are larger than 1e-4, so 1e-9 is at most 1e-5 of them.
+        # After a resume within a window, DDP sums gradients in a different order, so rounding differs everywhere.
+        tolerances = (dict(atol=1e-9), dict(atol=1e-9), dict(rtol=1e-4, atol=1e-7))
+        for (whole, rest), tolerance in zip(found, tolerances, strict=True):
             assert 0 < len(rest["losses"]) < len(whole["losses"])
-            # After a resume within a window, DDP sums gradients in a different order, so rounding differs.
-            assert_same(rest, whole, **({} if exact else dict(rtol=1e-4, atol=1e-7)))
+            assert_same(rest, whole, **tolerance)
             name = "module.norm.running_mean"
             assert not torch.equal(
                 rest["weights"]["average"][name], rest["weights"]["own"]["norm.running_mean"]
