@@ -183,6 +183,7 @@ def test_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="requires torch 2.13 or newer for a dynamic height")
 def test_exported_network_gives_equal_outputs():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).eval()
