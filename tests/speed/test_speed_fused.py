@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
-from accelerators import DEVICE, no_waiting
+from accelerators import DEVICE, IS_CUDA, no_waiting
 from slipstream.errors import ConfigError
 from slipstream.optim import AmpOptimWrapper, OptimWrapper, RMSpropTF, build_optim_wrapper
 from slipstream.optim import kernels as kernels_module
@@ -87,7 +88,10 @@ def test_fuse_equals_building_with_fused(name):
     fuse(optimizer, True)
     theirs = make(name, built, fused=True)
     assert optimizer.defaults == theirs.defaults
-    assert optimizer._step_supports_amp_scaling is theirs._step_supports_amp_scaling is True
+    assert optimizer._step_supports_amp_scaling is True
+    assert (
+        getattr(theirs, "_step_supports_amp_scaling", True) is True
+    )  # Adagrad of torch 2.11 does not set it
     train(OptimWrapper(theirs), built, batches(5))
     train(OptimWrapper(optimizer), net, batches(5))
     for a, b in zip(net.parameters(), built.parameters(), strict=True):
@@ -166,6 +170,19 @@ def test_device_without_fused_kernels_is_not_fused(monkeypatch):
     )
     assert fuse(make("SGD", make_net()), None) is False
     assert fuse(make("Adam", make_net()), None) is True
+
+
+def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch):
+    monkeypatch.setattr(kernels_module, "_runs_on", lambda kernel, device: True)
+    with FakeTensorMode():
+        optimizer = torch.optim.Adagrad([nn.Parameter(torch.zeros(2, device="cuda"))])
+    assert kernels_module.why_not_fused(optimizer) is None
+    monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulates torch 2.11
+    assert fuse(optimizer, None) is False
+    with pytest.raises(
+        ConfigError, match=r"^fused: the fused kernel of Adagrad for cuda requires torch 2\.12"
+    ):
+        fuse(optimizer, True)
 
 
 # ---- resume ------------------------------------------------------------------------------------------
@@ -318,6 +335,8 @@ def test_bfloat16_does_not_change_the_kernels():
 @pytest.mark.gpu
 @by_kind
 def test_gpu_steps_do_not_wait_for_the_device(name):
+    if name == "Adagrad" and IS_CUDA and not kernels_module._adagrad_runs_on_cuda():
+        pytest.skip("requires torch 2.12 or newer")
     net = make_net().to(DEVICE)
     data = [x.to(DEVICE) for x in batches(6)]
     wrapper = AmpOptimWrapper(optimizer=make(name, net), dtype="float16", clip_grad={"max_norm": 0.1})

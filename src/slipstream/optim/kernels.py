@@ -34,6 +34,8 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
     for param in _parameters(optimizer):
         if not _runs_on(kernel, param.device):
             return f"torch has no fused kernel of {name} for {param.device.type}"
+        if kernel == "_fused_adagrad_" and param.device.type == "cuda" and not _adagrad_runs_on_cuda():
+            return f"the fused kernel of {name} for cuda requires torch 2.12 or newer"
         if not param.is_floating_point():
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
         if is_sharded(param) and kernel not in _ON_SHARDS:
@@ -113,6 +115,11 @@ def _runs_on(kernel: str, device: torch.device) -> bool:
         return False
     key = torch._C._dispatch_key_for_device(device.type)
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{kernel}", key)
+
+
+def _adagrad_runs_on_cuda() -> bool:
+    # torch 2.11 has the kernel, but its Adagrad accepts fused=True only for other devices.
+    return torch.__version__ >= "2.12"
 
 
 def _parameters(optimizer: Optimizer) -> chain[Tensor]:

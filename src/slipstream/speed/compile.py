@@ -157,7 +157,9 @@ def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, 
     clones = how.mode in ("reduce-overhead", "max-autotune") or (how.options or {}).get("triton.cudagraphs")
     for module in modules:
         try:
-            compiled = torch.compile(_call_of(module, how.fullgraph), options=backend_options(how) or None, **kwargs)
+            compiled = torch.compile(
+                _call_of(module, how.fullgraph), options=backend_options(how) or None, **kwargs
+            )
         except (RuntimeError, ValueError, TypeError, ImportError) as error:
             group.give_up(module, error)
             return
