@@ -1,11 +1,12 @@
 # make train: set up .venv and train a network; make test: run the short tests; make matrix: run the long tests (every
 # option with every other option, real launchers); make npu: test on a simulated accelerator; make gpu: test and measure
-# on the accelerator of this machine. No target requires root.
+# on the accelerator of this machine; make versions: run the short tests with several versions of Python and torch,
+# which takes hours. No target requires root.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix npu gpu wheels lint types format clean
+.PHONY: train test matrix npu gpu wheels versions lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
@@ -30,6 +31,9 @@ gpu:
 wheels:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels \
 		antlr4-python3-runtime==4.9.3 hydra-core 'omegaconf<2.4' pytorch-optimizer tomli-w
+
+versions: $(BIN)/python
+	$(BIN)/python .ci/versions.py $(PAIRS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

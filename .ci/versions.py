@@ -1,0 +1,150 @@
+"""Run the default tests with several versions of Python, torch and the dependencies, and write docs/versions.md.
+
+    make versions
+    make versions PAIRS="python3.12:2.12.0 python3.13:newest python3.11:2.13.0:lowest"
+
+A pair names an interpreter, a version of torch (or `newest`), and `lowest` for the lowest declared dependencies. Each
+pair gets a temporary virtual environment. pip reads its own environment variables, which can name an index of CPU
+builds of torch. A pair that cannot be installed is a row with the reason. The exit code is 1 only if tests fail.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import astuple, dataclass
+from datetime import date
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "versions.md"
+START, END = "<!-- written by make versions -->\n", "<!-- end -->\n"
+PAIRS = (
+    "python3.11:2.11.0:lowest python3.11:2.13.0:lowest python3.12:2.11.0 python3.12:2.12.0 python3.13:newest"
+)
+EXTRAS = ("all", "metrics", "optimizers", "toml")
+TOOLS = ("hypothesis", "pytest", "pytest-xdist")
+MARKERS = "not (matrix or slow or npu)"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An interpreter, a version of torch, and the versions of the other dependencies (`newest` or `lowest`)."""
+
+    python: str
+    torch: str = "newest"
+    dependencies: str = "newest"
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of the table."""
+
+    python: str
+    torch: str
+    dependencies: str
+    passed: int | str = "-"
+    failed: int | str = "-"
+    skipped: int | str = "-"
+    date: str = ""
+    remark: str = ""
+
+
+def declared(project: Mapping[str, Any], extras: tuple[str, ...] = EXTRAS) -> Iterator[str]:
+    """Yield the requirements of a `[project]` table except torch, and those of its extras."""
+    yield from (each for each in project["dependencies"] if not each.startswith("torch>"))
+    for extra in extras:
+        for each in project["optional-dependencies"][extra]:
+            if inner := re.fullmatch(rf"{project['name']}\[(.+)\]", each):
+                yield from declared({**project, "dependencies": []}, tuple(inner[1].split(",")))
+            else:
+                yield each
+
+
+def requirements(project: Mapping[str, Any], pair: Pair) -> list[str]:
+    """Return what pip installs for a pair, except the package itself."""
+    found = list(declared(project))
+    if pair.dependencies == "lowest":
+        found = [each.replace(">=", "==") for each in found]
+    return ["torch" if pair.torch == "newest" else f"torch=={pair.torch}", *found, *TOOLS]
+
+
+def counts(report: str) -> tuple[int, int, int, str]:
+    """Return the numbers of passed, failed and skipped tests of a JUnit report, and the names of three failed tests."""
+    cases = list(ElementTree.fromstring(report).iter("testcase"))
+    failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    names = ", ".join(f"`{case.get('classname')}.{case.get('name')}`" for case in failed[:3])
+    return len(cases) - len(failed) - skipped, len(failed), skipped, names
+
+
+def render(page: str, rows: list[Row]) -> str:
+    """Return the page with the rows between its two markers."""
+    titles = ("Python", "torch", "dependencies", "passed", "failed", "skipped", "date", "remark")
+    lines = [titles, ("---",) * len(titles), *map(astuple, rows)]
+    table = "".join(f"| {' | '.join(str(cell).replace('|', '/') for cell in line)} |\n" for line in lines)
+    before, rest = page.split(START)
+    return f"{before}{START}\n{table}\n{END}{rest.split(END)[1]}"
+
+
+def measure(pair: Pair) -> Row:
+    """Install a pair, run the tests, and return its row."""
+    today = date.today().isoformat()
+    row = Row(pair.python, pair.torch, pair.dependencies, date=today)
+    with TemporaryDirectory(prefix="slipstream-versions-") as folder:
+        python, report = Path(folder, "venv", "bin", "python"), Path(folder, "report.xml")
+        if reason := _install(pair, python):
+            return _changed(row, remark=f"not installed: {reason}")
+        command = "import platform, torch; print(platform.python_version(), torch.__version__)"
+        found = subprocess.run(
+            [python, "-c", command], capture_output=True, text=True, check=True
+        ).stdout.split()
+        row = _changed(row, python=found[0], torch=found[1])
+        options = ["-n", "2", "--dist", "loadscope", "-rs", "-m", MARKERS, f"--junitxml={report}"]
+        ended = subprocess.run([python, "-m", "pytest", *options], cwd=ROOT).returncode
+        if not report.exists():
+            return _changed(row, failed=1, remark=f"pytest ended with exit code {ended}, without a report")
+        passed, failed, skipped, remark = counts(report.read_text())
+    return _changed(row, passed=passed, failed=failed, skipped=skipped, remark=remark)
+
+
+def _changed(row: Row, **values: Any) -> Row:
+    return Row(**{**vars(row), **values})
+
+
+def _install(pair: Pair, python: Path) -> str | None:
+    """Create the virtual environment of a pair; return the reason if this is not possible."""
+    if shutil.which(pair.python) is None:
+        return f"{pair.python} is not on this machine"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pip = [python, "-m", "pip", "install", "--quiet"]
+    for command in (
+        [pair.python, "-m", "venv", python.parent.parent],
+        [*pip, *requirements(project, pair)],
+        [*pip, "--no-deps", "--editable", ROOT],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+            reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+            return re.sub(r"\S*://\S*", "(address)", reason)
+    return None
+
+
+def main(pairs: list[str]) -> int:
+    """Measure the pairs, write the page, and return the exit code."""
+    rows = [measure(Pair(*pair.split(":"))) for pair in pairs or PAIRS.split()]
+    PAGE.write_text(render(PAGE.read_text(), rows))
+    print(*rows, sep="\n")
+    return int(any(row.failed not in ("-", 0) for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
