@@ -132,8 +132,9 @@ def _install(pair: Pair, python: Path) -> str | None:
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
-            reason = errors[-1].removeprefix("ERROR: ") if errors else f"exit code {done.returncode}"
+            lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
+            errors = [line for line in lines if line.startswith("ERROR: ")]
+            reason = errors[-1].removeprefix("ERROR: ") if errors else lines[0]
             return re.sub(r"\S*://\S*", "(address)", reason)
     return None
 

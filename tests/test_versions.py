@@ -89,6 +89,8 @@ def page(tmp_path, monkeypatch):
 
 def test_missing_interpreter_or_wheel_is_a_row_and_not_a_failure(page, monkeypatch):
     def run(command, **_):
+        if command[0] == "python3.12":
+            return Done(127, stderr="python3.12: command not found\nit exists elsewhere\n")
         if "pip" not in command:
             return Done()
         return Done(
@@ -97,9 +99,10 @@ def test_missing_interpreter_or_wheel_is_a_row_and_not_a_failure(page, monkeypat
 
     monkeypatch.setattr(versions.subprocess, "run", run)
     monkeypatch.setattr(versions.shutil, "which", lambda name: None if name == "python9" else name)
-    assert versions.main(["python9", "python3.11:9"]) == 0
+    assert versions.main(["python9", "python3.12", "python3.11:9"]) == 0
     assert "| python9 | newest | newest | - | - | - |" in page.read_text()
     assert "not installed: python9 is not on this machine |" in page.read_text()
+    assert "not installed: python3.12: command not found |" in page.read_text()
     assert "not installed: No matching distribution found for torch==9 at (address) |" in page.read_text()
 
 
