@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,22 +101,18 @@ def measure(pair: Pair) -> Row:
     with TemporaryDirectory(prefix="slipstream-versions-") as folder:
         python, report = Path(folder, "venv", "bin", "python"), Path(folder, "report.xml")
         if reason := _install(pair, python):
-            return _changed(row, remark=f"not installed: {reason}")
+            return replace(row, remark=f"not installed: {reason}")
         command = "import platform, torch; print(platform.python_version(), torch.__version__)"
         found = subprocess.run(
             [python, "-c", command], capture_output=True, text=True, check=True
         ).stdout.split()
-        row = _changed(row, python=found[0], torch=found[1])
+        row = replace(row, python=found[0], torch=found[1])
         options = ["-n", "2", "--dist", "loadscope", "-rs", "-m", MARKERS, f"--junitxml={report}"]
         ended = subprocess.run([python, "-m", "pytest", *options], cwd=ROOT).returncode
         if not report.exists():
-            return _changed(row, failed=1, remark=f"pytest ended with exit code {ended}, without a report")
+            return replace(row, failed=1, remark=f"pytest ended with exit code {ended}, without a report")
         passed, failed, skipped, remark = counts(report.read_text())
-    return _changed(row, passed=passed, failed=failed, skipped=skipped, remark=remark)
-
-
-def _changed(row: Row, **values: Any) -> Row:
-    return Row(**{**vars(row), **values})
+    return replace(row, passed=passed, failed=failed, skipped=skipped, remark=remark)
 
 
 def _install(pair: Pair, python: Path) -> str | None:
