@@ -142,8 +142,9 @@ def map_samples(
         collate_fn=_identity,
     )
     console = Console(stderr=True)
-    hidden = not console.is_terminal
-    yield from track(calls, title, len(dataset), console=console, transient=True, disable=hidden)
+    # rich 13.0 prints an empty line for a disabled bar.
+    shown = console.is_terminal
+    yield from track(calls, title, len(dataset), console=console, transient=True) if shown else calls
 
 
 class _Calls(Dataset[Any]):
