@@ -111,7 +111,9 @@ def test_failed_run_uninstalls_guard_and_locator(tmp_path, action):
 
 
 def test_stopped_run_reports_iteration_and_module(tmp_path):
-    with pytest.raises(NonFiniteLossError, match=r"iteration 1\. The first non-finite output .* module 'data_prepro"):
+    with pytest.raises(
+        NonFiniteLossError, match=r"iteration 1\. The first non-finite output .* module 'data_prepro"
+    ):
         train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
 
 

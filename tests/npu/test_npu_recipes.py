@@ -27,7 +27,11 @@ def train(command, folder, device):
     folder.mkdir()
     autoload = dict(TORCH_DEVICE_BACKEND_AUTOLOAD=str(int(device == "npu")))
     done = subprocess.run(
-        [sys.executable, "-m", *command], cwd=folder, env=os.environ | autoload, capture_output=True, text=True
+        [sys.executable, "-m", *command],
+        cwd=folder,
+        env=os.environ | autoload,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     (path,) = [path for path in folder.rglob("*.pth") if path.name in ("epoch_1.pth", "ckpt_latest.pth")]

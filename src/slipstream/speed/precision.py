@@ -83,7 +83,9 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        matmul.fp32_precision = products  # the line above sets 'ieee' where it was 'none', which means the same
+        matmul.fp32_precision = (
+            products  # the line above sets 'ieee' where it was 'none', which means the same
+        )
         cudnn.allow_tf32 = convolutions
 
 
