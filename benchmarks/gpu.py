@@ -27,6 +27,7 @@ import torch
 from gpu_contenders import EAGER, Clock, Setting, Train, contenders
 from networks import RECIPES
 from report import circumstances, table, write_result
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -49,10 +50,14 @@ GUIDE = {
 IMAGES = 2975
 """Number of images in an epoch of Cityscapes."""
 PEAK_TFLOPS = {
+    "H100 PCIe": 756,
+    "H100 NVL": 835,
     "H100": 989,
     "H200": 989,
-    "A100": 312,
+    "L40S": 362,
     "L40": 181,
+    "A100": 312,
+    "A10G": 70,
     "A10": 125,
     "L4": 121,
     "4090": 165,
@@ -60,6 +65,8 @@ PEAK_TFLOPS = {
 }
 """Dense bf16 matrix products (V100: fp16) in 10^12 operations per second, from NVIDIA's data sheets."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
+SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
+"""Facts that must be equal to add to earlier results."""
 TOO_LATE = "not measured (time limit)"
 Figures = dict[str, Any]
 
@@ -107,7 +114,12 @@ class Device:
             train(steps, Clock(self.device))
             torch.cuda.synchronize()
         averages = events.key_averages()
-        seconds = sum(event.self_device_time_total for event in averages) * 1e-6
+        on_device = (
+            event
+            for event in averages
+            if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+        )
+        seconds = sum(event.self_device_time_total for event in on_device) * 1e-6
         launches = sum(event.count for event in averages if event.key.startswith(LAUNCHES))
         return seconds / steps, launches / steps
 
@@ -136,6 +148,10 @@ def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Tra
     return train, found
 
 
+def failure(error: Exception) -> Figures:
+    return {"error": f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:200]}
+
+
 def timed(train: Train, device: Device, steps: int) -> float:
     clock = Clock(device.device)
     train(steps, clock)
@@ -149,8 +165,11 @@ class Results:
         self.out, self.facts = out, facts
         self.networks: dict[str, Figures] = {}
         if out and (old := out.with_suffix(".json")).exists():
-            read = json.loads(old.read_text(encoding="utf-8"))
-            if all(read.get(key) == facts[key] for key in ("device", "torch")):
+            try:
+                read = dict(json.loads(old.read_text(encoding="utf-8")))
+            except (ValueError, TypeError) as error:
+                sys.exit(f"{old} cannot be read ({error}); delete it, or choose a different --out")
+            if all(read.get(key) == facts[key] for key in SAME):
                 self.networks = read["networks"]
 
     def own(self) -> Iterator[Figures]:
@@ -190,14 +209,16 @@ def measure(name: str, args: argparse.Namespace, device: Device, results: Result
         try:
             running[contender], found[contender] = create(make, setting, device, args.steps)
         except Exception as error:  # if one contender fails, the others are still measured
-            found[contender] = {
-                "error": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"[:200]
-            }
+            found[contender] = failure(error)
         print(f"{name}, {contender}: {found[contender]}", flush=True)
         results.write()
     for _ in range(args.rounds - 1):
-        for contender, train in running.items():
-            found[contender]["seconds"].append(timed(train, device, args.steps))
+        for contender, train in list(running.items()):
+            try:
+                found[contender]["seconds"].append(timed(train, device, args.steps))
+            except Exception as error:
+                found[contender] = failure(error)
+                del running[contender]
     results.write()
 
 
@@ -257,8 +278,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
     args = parser.parse_args()
     start, device = perf_counter(), Device(args.device)
-    facts = circumstances(["accelerate", "lightning"]) | {"device": device.name, "backend": args.backend}
-    results = Results(args.out, facts | {"steps": args.steps, "rounds": args.rounds})
+    facts = circumstances(["accelerate", "lightning"])
+    facts |= {"device": device.name, "backend": args.backend, "steps": args.steps, "rounds": args.rounds}
+    facts |= {"crop": args.size or "the recipe's", "batch size": args.batch_size or "the recipe's"}
+    results = Results(args.out, facts)
     for number, name in enumerate(args.networks):
         left = 60 * args.minutes - (perf_counter() - start)
         if left <= 0:

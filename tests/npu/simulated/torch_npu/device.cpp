@@ -709,8 +709,8 @@ struct Hccl final : c10d::Backend {
         return g->allgather(a, b, o);
     }
     W _allgather_base(Tensor& t, Tensor& i, const AllgatherOptions& o) override {
-        auto a = readable(t), b = readable(i);
-        return g->_allgather_base(a, b, o);
+        auto tensors = aliases({t, i});
+        return g->_allgather_base(tensors[0], tensors[1], o);
     }
     W allgather_into_tensor_coalesced(std::vector<Tensor>& t, std::vector<Tensor>& i,
                                       const AllgatherOptions& o) override {
@@ -718,8 +718,8 @@ struct Hccl final : c10d::Backend {
         return g->allgather_into_tensor_coalesced(a, b, o);
     }
     W _reduce_scatter_base(Tensor& t, Tensor& i, const ReduceScatterOptions& o) override {
-        auto a = readable(t), b = readable(i);
-        return g->_reduce_scatter_base(a, b, o);
+        auto tensors = aliases({t, i});
+        return g->_reduce_scatter_base(tensors[0], tensors[1], o);
     }
     W reduce_scatter_tensor_coalesced(std::vector<Tensor>& t, std::vector<Tensor>& i,
                                       const ReduceScatterOptions& o) override {
