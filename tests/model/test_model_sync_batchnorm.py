@@ -7,6 +7,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.errors import ModelError
 from slipstream.model import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -60,13 +61,26 @@ class Copies(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_backward_keeps_low_precision_inputs_only(dtype, monkeypatch):
-    """Hooks of the caller replace the layer's own, which gives the gradients to compare with."""
+@pytest.fixture
+def two_ranks(monkeypatch):
+    """Simulate two ranks whose sums are those of one rank."""
     for name, value in dict(
         get_world_size=lambda: 2, get_dist_info=lambda: (0, 2), _all_reduce=lambda x: x
     ).items():
         monkeypatch.setattr(f"slipstream.model.sync_batchnorm.{name}", value)
+
+
+def test_input_changed_in_place_raises_an_error(two_ranks):
+    x = torch.randn(4, 3, 8, 8).bfloat16()
+    out = SyncBatchNorm(3)(x)
+    x.add_(1)
+    with pytest.raises(ModelError, match="changed in place"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_backward_keeps_low_precision_inputs_only(dtype, two_ranks):
+    """Hooks of the caller replace the layer's own, which gives the gradients to compare with."""
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     gradients, alive = [], []
     for hooks in (True, False):

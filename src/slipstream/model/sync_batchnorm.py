@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.dist import all_reduce, get_dist_info, get_world_size
+from slipstream.errors import ModelError
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm", "summing"]
 
@@ -95,12 +96,23 @@ def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
     if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
         yield
         return
-    low, storage, shape = low.detach(), instead_of.untyped_storage()._cdata, instead_of.shape
+    low, version = low.detach(), low._version
+    storage, shape = instead_of.untyped_storage()._cdata, instead_of.shape
 
     def pack(tensor: Tensor) -> Tensor | None:
         return None if tensor.untyped_storage()._cdata == storage and tensor.shape == shape else tensor
 
-    with saved_tensors_hooks(pack, lambda saved: low.float() if saved is None else saved):
+    def unpack(saved: Tensor | None) -> Tensor:
+        if saved is not None:
+            return saved
+        if low._version != version:
+            raise ModelError(
+                "the input of a SyncBatchNorm was changed in place after the forward pass, but its backward pass needs "
+                "the original values; use an operation that is not in place"
+            )
+        return low.float()
+
+    with saved_tensors_hooks(pack, unpack):
         yield
 
 
