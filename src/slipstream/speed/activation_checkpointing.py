@@ -137,14 +137,18 @@ def _recomputed(
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
     # Inputs such as a dataclass hide their tensors from torch, but the block's parameters are on the same device.
     tensor = next(chain(module.parameters(), module.buffers()), None)
+    inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
         return checkpoint(
-            partial(_drop, block), tensor, *args, use_reentrant=False, context_fn=partial(_contexts, module)
+            partial(_without_first, block),
+            *inputs,
+            use_reentrant=False,
+            context_fn=partial(_contexts, module),
         )
 
 
-def _drop(block: Callable[..., Any], tensor: Tensor | None, *inputs: Any) -> Any:
-    """Call `block` without `tensor`, from which torch learns whose random state to save."""
+def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any) -> Any:
+    """Call `block` without `first`, a tensor on the device whose random state torch must save."""
     return block(*inputs)
 
 
@@ -166,7 +170,7 @@ def _not_about_context_fn(record: logging.LogRecord) -> bool:
 
 
 def _to_host(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    if tensor.device.type == "cpu":
+    if tensor.device.type == "cpu" or not tensor.numel():
         return tensor.device, tensor
     # Unlike torch's save_on_cpu, this preserves the memory format.
     host = torch.empty_like(tensor, device="cpu", pin_memory=True)
