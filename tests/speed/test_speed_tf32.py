@@ -11,12 +11,15 @@ from slipstream.speed.precision import tf32
 
 matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
 {before}
+on_cpu = torch.backends.mkldnn.matmul.fp32_precision
 settings = lambda: (matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision)
 outside = settings()
 with tf32():
     assert settings() == ("tf32", "tf32", "tf32"), settings()
+    assert torch.backends.mkldnn.matmul.fp32_precision == on_cpu
     {inside}
 assert settings() == outside
+assert torch.backends.mkldnn.matmul.fp32_precision == on_cpu
 {after}
 """
 

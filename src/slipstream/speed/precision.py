@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -68,9 +68,9 @@ def tf32() -> Iterator[None]:
     if code reads one after the other has changed it. Inductor reads the older one, so this function uses it, unless the
     newer one (`fp32_precision`) is already in use.
     """
-    cudnn: Any = torch.backends.cudnn
-    matmul: Any = torch.backends.cuda.matmul
-    products = matmul.fp32_precision
+    cudnn, mkldnn = cast("Any", torch.backends.cudnn), cast("Any", torch.backends.mkldnn)
+    products: list[Any] = [torch.backends.cuda.matmul, mkldnn.matmul]
+    settings = [backend.fp32_precision for backend in products]
     try:
         before, convolutions = torch.get_float32_matmul_precision(), cudnn.allow_tf32
     except RuntimeError:
@@ -78,14 +78,15 @@ def tf32() -> Iterator[None]:
             yield
         return
     torch.set_float32_matmul_precision("high")
+    products[1].fp32_precision = settings[1]  # the line above also enables TF32 on CPUs that support it
     cudnn.allow_tf32 = True
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        matmul.fp32_precision = (
-            products  # the line above sets 'ieee' where it was 'none', which means the same
-        )
+        # The line above sets 'ieee' where it was 'none', which would follow torch.backends.fp32_precision.
+        for backend, setting in zip(products, settings, strict=True):
+            backend.fp32_precision = setting
         cudnn.allow_tf32 = convolutions
 
 
