@@ -93,7 +93,9 @@ def test_mixed_precision_stays_close_to_full_precision(tmp_path, options):
 
 def test_compiled_equals_eager(tmp_path):
     eager = run(tmp_path / "eager").model.state_dict()
-    compiled = run(tmp_path / "compiled", cfg=dict(compile=dict(backend=BACKEND))).model.state_dict()
+    runner = run(tmp_path / "compiled", cfg=dict(compile=dict(backend=BACKEND)))
+    assert runner.step.uses_graph
+    compiled = runner.model.state_dict()
     for name, value in eager.items():
         torch.testing.assert_close(compiled[name], value, rtol=1e-3, atol=1e-4)
 

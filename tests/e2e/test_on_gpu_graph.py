@@ -115,6 +115,7 @@ def test_steps_do_not_synchronise_with_the_device(cuda_graph, precision):
     options = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
     data = batches(16)
     _, model, step = train(STEP, data=data[:8], **options)
+    assert step._step.uses_graph
     with no_waiting():
         for number, batch in enumerate(data[8:]):
             step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # as a schedule does

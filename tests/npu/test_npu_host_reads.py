@@ -39,7 +39,7 @@ class Steps(Hook):
         self.seen = []
 
     def before_train(self, runner):
-        step = runner.step
+        self.step = step = runner.step
 
         def watched(batch):
             with torch_npu.watching((*torch_npu.HOST_READS, "host_to_device_blocking")) as seen:
@@ -73,4 +73,5 @@ def test_step_does_not_wait_for_the_device(option, compiled, tmp_path):
     runner = Runner(Task(make(net)), custom_hooks=[hook], **config)
     runner.train()
     assert len(hook.seen) == 20
+    assert getattr(hook.step, "uses_graph", False) == compiled
     assert not any(hook.seen[FIRST:]), hook.seen[FIRST:]

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from slipstream.errors import ConfigError, DataError
-from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks, recompile_limit
+from slipstream.speed.compile import CompileOptions, compile_model, compiled_blocks, raised_recompile_limit
 from slipstream.speed.compile_report import CompileReport
 
 
@@ -189,8 +189,8 @@ def test_errors_of_the_model_are_raised(how):
 def test_older_torch_has_a_higher_limit_only_inside_the_context(monkeypatch):
     monkeypatch.setattr("slipstream.speed.compile._has_recompile_limit", lambda: False)
     before = torch._dynamo.config.recompile_limit
-    with recompile_limit(3):
+    with raised_recompile_limit(3):
         assert torch._dynamo.config.recompile_limit == 24
     assert torch._dynamo.config.recompile_limit == before
-    with recompile_limit(1):
+    with raised_recompile_limit(1):
         assert torch._dynamo.config.recompile_limit == before

@@ -1,4 +1,4 @@
-"""Segmentation metrics from a confusion matrix on the device."""
+"""Segmentation metrics computed from a confusion matrix on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["IoUMetric"]
 
 _KNOWN = ("mIoU", "mDice", "mFscore")
 _DEFAULT_IGNORE_INDEX = 255
-_COPIES = 64  # threads of a GPU that run together: 32 or 64
+_COPIES = 64  # at least the number of threads of a GPU that run together (32 or 64)
 
 
 @METRICS.register_module()
@@ -111,7 +111,7 @@ class IoUMetric(CountingMetric):
         if self.ignore_index is not None:
             cells.masked_fill_(targets == self.ignore_index, ignored)
         cells = cells.flatten()
-        if cells.device.type == "cpu":
+        if cells.device.type == "cpu" or len(counts) * _COPIES > len(cells):
             counts.scatter_add_(0, cells, counts.new_ones(1).expand_as(cells))
         else:
             _add_in_copies(counts, cells, ignored)

@@ -26,8 +26,8 @@ __all__ = [
     "compile_model",
     "compiled_blocks",
     "inductor_problem",
+    "raised_recompile_limit",
     "read_compile",
-    "recompile_limit",
 ]
 
 _MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -114,7 +114,7 @@ def compile_model(
         warn(f"torch.compile: {problem}. The model is not compiled")
         return
     modules = compiled_blocks(model, how) if how.scope == "block" else [model]
-    limit = _recompile_limit(len({repr(module) for module in modules}))
+    limit = _limit_argument(len({repr(module) for module in modules}))
     by_class: dict[type[nn.Module], list[nn.Module]] = defaultdict(list)
     for module in modules:
         by_class[type(module)].append(module)
@@ -211,13 +211,13 @@ def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
     return call
 
 
-def _recompile_limit(kinds: int) -> Mapping[str, int]:
+def _limit_argument(kinds: int) -> Mapping[str, int]:
     """Return the recompile limit for blocks that share one code object, as keyword arguments of `torch.compile`."""
     return {"recompile_limit": kinds * _RECOMPILES} if kinds > 1 and _has_recompile_limit() else {}
 
 
 @contextmanager
-def recompile_limit(kinds: int) -> Iterator[None]:
+def raised_recompile_limit(kinds: int) -> Iterator[None]:
     """Raise torch's recompile limit inside the context, if this version of torch has only a process-wide limit."""
     if kinds == 1 or _has_recompile_limit():
         yield

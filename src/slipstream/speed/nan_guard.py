@@ -32,7 +32,7 @@ class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
     action: Literal["stop", "skip"] = "stop"
-    """`stop`: the run ends at the next log line; `skip`: the step does not change the weights."""
+    """`stop`: the run ends the next time it logs; `skip`: the step does not change the weights."""
     locate: bool = False
     """Whether to report the first module with a non-finite output; adds a few small kernels after every module."""
     max_skipped: int = 50
@@ -50,7 +50,7 @@ class NanGuardOptions:
 def read_nan_guard(value: Any) -> NanGuardOptions | None:
     """Read `nan_guard`: `'stop'`, `'skip'`, a dict, True (`'stop'`), None or False.
 
-    With None and False, a loss that is not finite still stops the run at the next log line.
+    With None and False, a loss that is not finite still stops the run the next time it logs.
 
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
@@ -235,30 +235,33 @@ def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) ->
 
 
 def _copies(tensors: list[Tensor]) -> list[Tensor]:
-    """Return copies of many small tensors, with one kernel per dtype."""
-    copies = [tensor.detach() for tensor in tensors]
-    for indices in _by_dtype(tensors):
-        flat = torch.cat([tensors[i].detach().reshape(-1) for i in indices])
-        pieces = flat.split([tensors[i].numel() for i in indices])
-        for i, piece in zip(indices, pieces, strict=True):
-            copies[i] = piece.view(tensors[i].shape)
-    return copies
+    """Return copies of many small tensors, with one kernel per dtype and device."""
+    copies: dict[int, Tensor] = {}
+    for same in _by_kind(tensors):
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        copies |= zip(map(id, same), _split(flat, same), strict=True)
+    return [copies[id(tensor)] for tensor in tensors]
 
 
 def _restore_unless(finite: Tensor, tensors: list[Tensor], before: list[Tensor]) -> None:
-    """Copy `before` back into many small tensors unless `finite`, with a few kernels per dtype."""
-    for indices in _by_dtype(tensors):
-        now, old = (torch.cat([values[i].reshape(-1) for i in indices]) for values in (tensors, before))
-        pieces = torch.where(finite, now, old).split([tensors[i].numel() for i in indices])
-        kept = [piece.view(tensors[i].shape) for i, piece in zip(indices, pieces, strict=True)]
-        torch._foreach_copy_([tensors[i] for i in indices], kept)
+    """Copy `before` back into many small tensors unless `finite`, with a few kernels per dtype and device."""
+    old = dict(zip(map(id, tensors), before, strict=True))
+    for same in _by_kind(tensors):
+        now = torch.cat([tensor.reshape(-1) for tensor in same])
+        then = torch.cat([old[id(tensor)].reshape(-1) for tensor in same])
+        torch._foreach_copy_(same, _split(torch.where(finite, now, then), same))
 
 
-def _by_dtype(tensors: list[Tensor]) -> Iterable[list[int]]:
-    """Return the indices of tensors that have the same dtype and device."""
-    groups: dict[Any, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        groups.setdefault((tensor.dtype, tensor.device), []).append(i)
+def _split(flat: Tensor, like: list[Tensor]) -> list[Tensor]:
+    pieces = flat.split([tensor.numel() for tensor in like])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, like, strict=True)]
+
+
+def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
+    """Group tensors by dtype and device."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     return groups.values()
 
 
@@ -347,13 +350,8 @@ class Locator:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for tensor in tensors:  # a data preprocessor gets tensors on the host
-            by_device.setdefault(tensor.device, []).append(tensor)
-        for same_device in by_device.values():
-            found = found | ~all_finite(
-                same_device
-            )  # a 0-dim tensor on the host is an argument of the kernel
+        for same in _by_kind(tensors):  # a data preprocessor gets tensors on the host
+            found = found | ~all_finite(same)  # a 0-dim tensor on the host is an argument of the kernel
         return found
 
     def report(self) -> str:

@@ -16,7 +16,7 @@ __all__ = ["CudaCapture", "RecordedCalls"]
 _WARM_UPS = (
     3  # torch recommends warm-up runs, which select kernels and allocate workspaces before the capture
 )
-_MAX_GRAPHS = 16  # each graph has its own memory
+_MAX_GRAPHS = 16  # each graph takes time to capture, and memory for its inputs and outputs
 
 
 class Capture(Protocol):
@@ -49,7 +49,11 @@ class CudaCapture:
         """Capture the function as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may call CUDA meanwhile, for example to pin memory.
-        with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+        # torch leaves its stream current if a capture fails, so the outer context restores the stream.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
             outputs = run()
         return outputs, graph.replay
 
@@ -78,7 +82,7 @@ class RecordedCalls:
         # as this one, run earlier at exit.
         release = self._graphs.clear
         atexit.register(release)
-        weakref.finalize(self, atexit.unregister, release)
+        weakref.finalize(self, atexit.unregister, release).atexit = False
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
         """Call `run(arguments)`, which must not wait for the device, or replay it."""
@@ -131,7 +135,8 @@ class _Graph:
 
     def __call__(self, arguments: Any) -> Any:
         given = _tensors(arguments)
-        torch._foreach_copy_(self._places, given)
+        if given:
+            torch._foreach_copy_(self._places, given)
         self._replay()
         if self._changed:
             torch._foreach_copy_([given[i] for i in self._changed], [self._places[i] for i in self._changed])

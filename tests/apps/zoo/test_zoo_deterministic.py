@@ -49,6 +49,11 @@ def test_pooling_equals_that_of_torch_and_its_gradient(size, bins, seed):
     assert not any("pool" in name for name in operators.seen)
 
 
+def test_pooling_without_a_batch_dimension():
+    x = torch.randn(3, 7, 9)
+    torch.testing.assert_close(AdaptiveAvgPool2d((2, 4))(x), F.adaptive_avg_pool2d(x, (2, 4)))
+
+
 def test_pooling_in_half_precision_is_computed_in_float32():
     x = torch.randn(2, 3, 7, 9).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

@@ -29,7 +29,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return (N, C, *output_size) for `x` of (N, C, H, W)."""
+        """Return (N, C, *output_size) for `x` of (N, C, H, W), or (C, *output_size) for (C, H, W)."""
         if not torch.are_deterministic_algorithms_enabled():
             return super().forward(x)
         size = (
@@ -37,19 +37,20 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
         )
         dtype = torch.promote_types(x.dtype, torch.float32)
         rows, columns = (
-            _means(length, bins or length, x.device, dtype)
-            for length, bins in zip(x.shape[2:], size, strict=True)
+            _members(length, bins or length, x.device, dtype)
+            for length, bins in zip(x.shape[-2:], size, strict=True)
         )
         with torch.autocast(x.device.type, enabled=False):
-            return (rows @ x.to(dtype) @ columns.T).to(x.dtype)
+            sums = rows @ x.to(dtype) @ columns.T  # of 0 and 1, which TF32 does not round
+            return (sums / (rows.sum(1)[:, None] * columns.sum(1))).to(x.dtype)
 
 
-def _means(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a matrix (bins, length) whose rows average the elements of the bins of adaptive pooling."""
+def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, and else 0."""
     index = torch.arange(bins, device=device)[:, None]
     position = torch.arange(length, device=device)
     inside = (position >= index * length // bins) & (position < -((index + 1) * -length // bins))
-    return inside.to(dtype) / inside.sum(1, keepdim=True)
+    return inside.to(dtype)
 
 
 class ConvBNReLU(nn.Module):
