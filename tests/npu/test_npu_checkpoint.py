@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from slipstream.checkpoint import plain
+
 TESTS = Path(__file__).parent.parent
 SCRIPT = """
 import json, sys
@@ -67,3 +69,10 @@ def test_checkpoint_contains_only_tensors_on_the_host(whole):
     ]
     assert len(tensors) > 20
     assert {tensor.device.type for tensor in tensors} == {"cpu"}
+
+
+def test_tied_weights_are_saved_once():
+    weight = torch.randn(4, 2, device="npu")
+    found = plain({"a": weight, "b": weight.detach(), "c": weight[1:]}, pytest.fail)
+    assert found["a"].data_ptr() == found["b"].data_ptr()
+    assert torch.equal(found["c"], found["a"][1:])

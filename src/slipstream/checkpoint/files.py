@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
@@ -124,15 +125,22 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     )
 
 
-def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") -> Any:
+def plain(
+    value: Any,
+    warn: Callable[[str], None],
+    where: str = "checkpoint",
+    copies: dict[Any, Tensor] | None = None,
+) -> Any:
     """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types.
 
-    Tensors that are not sharded are moved to the CPU, so that a machine without this device can load them.
+    Tensors that are not sharded are moved to the CPU, so that a machine without this device can load them. Equal views
+    of one storage (tied weights) remain equal views: `copies` contains those that were moved before.
     """
     if isinstance(value, torch.nn.Parameter):
         value = value.detach()
-    if isinstance(value, torch.Tensor):
-        return value if is_sharded(value) else value.cpu()
+    copies = {} if copies is None else copies
+    if isinstance(value, Tensor):
+        return value if is_sharded(value) else _on_cpu(value, copies)
     if value is None or type(value) in _PLAIN:
         return value
     # Instances of subclasses (NumPy's float64, IntEnum) would be pickled with their class.
@@ -147,10 +155,10 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
     if number:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
-        items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}")) for k, v in value.items())
+        items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}", copies)) for k, v in value.items())
         return {k: v for k, v in items if k is not _OMITTED and v is not _OMITTED}
     if isinstance(value, list | tuple | set | frozenset):
-        parts = [plain(v, warn, f"{where}[{i}]") for i, v in enumerate(value)]
+        parts = [plain(v, warn, f"{where}[{i}]", copies) for i, v in enumerate(value)]
         kept = [part for part in parts if part is not _OMITTED]
         return tuple(kept) if isinstance(value, tuple) else kept
     if isinstance(value, Path):
@@ -162,6 +170,21 @@ def plain(value: Any, warn: Callable[[str], None], where: str = "checkpoint") ->
         "string, list, dict, ...)"
     )
     return _OMITTED
+
+
+def _on_cpu(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
+    if tensor.device.type == "cpu":
+        return tensor
+    key = (
+        tensor.untyped_storage()._cdata,
+        tensor.dtype,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+    )
+    if key not in copies:
+        copies[key] = tensor.cpu()
+    return copies[key]
 
 
 _BASES: tuple[Any, ...] = (int, float, complex, bytes)
