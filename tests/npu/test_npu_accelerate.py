@@ -104,3 +104,65 @@ def test_lazy_parameters_are_created_on_the_device():
     step(batches()[1])
     assert before.device == torch.device("npu", 0)
     assert not torch.equal(before, model[0].weight)
+
+
+def test_attributes_of_parameters_and_the_dtype_of_state_are_kept():
+    model = nn.Linear(4, 2).bfloat16()
+    model.weight.no_decay = True
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.state[model.weight]["momentum_buffer"] = torch.full((2, 4), 1.001)
+    accelerate(model, optimizer, F.cross_entropy, speed={})
+    assert model.weight.device.type == "npu"
+    assert model.weight.no_decay
+    assert optimizer.state[model.weight]["momentum_buffer"].cpu().eq(1.001).all()
+
+
+def test_part_of_the_model_that_was_moved_after_the_optimizer_was_built_is_an_error():
+    model = net()
+    optimizer = sgd(model.parameters())
+    model[5].to("npu")
+    with pytest.raises(ModelError, match=r"of shape \(3, 8\) on cpu, which is not in the model"):
+        accelerate(model, optimizer, F.cross_entropy, speed={})
+
+
+@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
+def test_loss_module_is_moved_with_the_model(speed):
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    model, expected = net(), net()
+    step = accelerate(model, sgd(model.parameters()), nn.CrossEntropyLoss(weight), speed=speed)
+    optimizer = sgd(expected.parameters())
+    for inputs, targets in batches():
+        step((inputs.to("npu"), targets.to("npu")))
+        F.cross_entropy(expected(inputs), targets, weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal_on_the_host(model, expected.state_dict())
+
+
+def test_compiled_nadam():
+    def nadam(params):
+        return torch.optim.NAdam(params, lr=0.01, eps=1e-3)
+
+    model = net()
+    step = accelerate(model, nadam(model.parameters()), F.cross_entropy, speed=dict(compile=ONE_GRAPH))
+    for batch in batches():
+        step(batch)
+    assert step._step.uses_graph
+    assert_equal_on_the_host(model, by_hand(nadam, batches()), atol=1e-5)
+
+
+def test_batches_drawn_before_an_error_of_the_loader_are_returned():
+    def loader():
+        yield from batches()[:5]
+        raise OSError("broken")
+
+    found = []
+    with pytest.raises(OSError, match="broken"):
+        found.extend(inputs.cpu() for inputs, _ in feed(loader(), prefetch=2))
+    assert len(found) == 5
+
+
+def test_expanded_tensors_are_copied_ahead():
+    x = torch.randn(1, 4).expand(6, 4)
+    (found,) = feed([x], prefetch=2)
+    assert torch.equal(found.cpu(), x)

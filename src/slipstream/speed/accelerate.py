@@ -15,12 +15,20 @@ from torch.optim import Optimizer
 
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPERS
-from slipstream.speed.apply import add_parts, compiling, fuse_optim, plan_optim, prepare_model, switches
+from slipstream.speed.apply import (
+    add_parts,
+    compiling,
+    fuse_optim,
+    plan_optim,
+    prepare_model,
+    switches,
+    to_device,
+)
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.ema import EmaOptions
 from slipstream.speed.plan import SpeedPlan
@@ -50,14 +58,14 @@ def accelerate(
 ) -> TrainStep:
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
-    If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over it. The model is
-    moved to the accelerator in place; use the same object for validation and saving.
+    If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over its processes.
+    The model is moved to the accelerator in place; use the same object for validation and saving.
 
     Args:
         model: any module.
         optimizer: an optimizer of the model's parameters.
         loss_fn: `loss_fn(outputs, targets)` for batches `(inputs, targets)` or `(*inputs, targets)`. It returns a
-            scalar or a dict; the entries with `loss` in their name are summed.
+            scalar or a dict; the entries whose name contains `loss` are summed.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
         total_steps: number of batches in the whole training run. It is required for `ema` of type 'exp'; with
             `accumulate`, it allows the last window to be smaller.
@@ -84,18 +92,38 @@ def accelerate(
             plan.config_path("parallel"),
         )
     prepared = prepare_model(model, plan, device)
+    if isinstance(loss_fn, nn.Module):
+        to_device(loss_fn, device)
+    _check_devices(optimizer, model, device)
     _move_state(optimizer)
     return TrainStep(prepared, optimizer, loss_fn, plan, device, total_steps)
 
 
+def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
+    """Check that the optimizer has no parameters that were left behind when a part of the model was moved.
+
+    Raises:
+        ModelError: a parameter of the optimizer is on a different device than the model.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param.device.type != device.type:
+                raise ModelError(
+                    f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, which is not "
+                    f"in the model on {device}: a part of the model was moved after the optimizer was built. Build the "
+                    "optimizer after moving the model, or do not move it"
+                )
+
+
 def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to the devices of its parameters, if the model was moved after its steps."""
-    if any(
-        isinstance(value, Tensor) and value.ndim and value.device != param.device
-        for param, values in optimizer.state.items()
-        for value in values.values()
-    ):
-        optimizer.load_state_dict(optimizer.state_dict())
+    """Move the optimizer state to its parameters' devices.
+
+    This is needed if the model was moved after the optimizer had already taken steps.
+    """
+    for param, values in optimizer.state.items():
+        for name, value in values.items():
+            if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the host
+                values[name] = value.to(param.device)
 
 
 def _losses(

@@ -30,7 +30,7 @@ from slipstream.model.wrappers import MMFullyShardedDataParallel, device_ids
 from slipstream.optim import OptimWrapper, OptimWrapperDict
 from slipstream.registry import MODEL_WRAPPERS
 from slipstream.speed.activation_checkpointing import checkpoint_activations
-from slipstream.speed.compile import compiled_blocks, recompile_limit
+from slipstream.speed.compile import compiled_blocks, raised_recompile_limit
 from slipstream.speed.compile_cache import use_cache
 from slipstream.speed.compile_report import CompileReport
 from slipstream.speed.front_ends import is_plain_wrapper
@@ -49,6 +49,7 @@ __all__ = [
     "plan_optim",
     "prepare_model",
     "switches",
+    "to_device",
     "wrap_model",
 ]
 
@@ -61,10 +62,10 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     """
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
-        return _to_device(model, device)
+        return to_device(model, device)
     if plan.sync_bn and is_distributed():
         model = convert_sync_batchnorm(model)
-    model = _to_device(model, device)
+    model = to_device(model, device)
     if plan.precision is not None and plan.precision.name == "fp8":
         with _with_config_path(plan, "precision"):
             convert_to_fp8(model)
@@ -76,7 +77,7 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     return wrap_model(model, plan, device) if is_distributed() else model
 
 
-def _to_device(model: nn.Module, device: torch.device) -> nn.Module:
+def to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model in place, and keep its Parameter objects, which optimizers and tied modules refer to.
 
     `Module.to` replaces them on devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs.
@@ -95,6 +96,7 @@ def _to_device(model: nn.Module, device: torch.device) -> nn.Module:
             if is_lazy(param)
             else nn.Parameter(param.detach().to(device), param.requires_grad)
         )
+        vars(moved).update(vars(param))  # attributes that the user set, which would move with the old tensor
         try:
             torch.utils.swap_tensors(param, moved)
         except RuntimeError as error:
@@ -303,7 +305,7 @@ def compiling(plan: SpeedPlan, model: nn.Module, logger: logging.Logger | MMLogg
     report.start()
     logger.info("torch.compile: each compilation may take minutes")
     try:
-        with recompile_limit(kinds):
+        with raised_recompile_limit(kinds):
             yield
     finally:  # the report observes torch's compilations until the context ends
         summary = report.finish()

@@ -314,12 +314,16 @@ def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any
 def _move_counts(
     optimizer: Optimizer, sources: list[dict[str, Any]], params: list[Tensor], device: Any
 ) -> None:
-    """Move step counts to the device, where the graph can read them."""
+    """Move step counts and other numbers of a parameter to the device, where the graph can read them."""
     for source in sources:
         source["capturable"] = True
     for param in params:
-        if isinstance(step := optimizer.state[param].get("step"), Tensor):
-            optimizer.state[param]["step"] = step.to(device)
+        state = optimizer.state[param]
+        state |= {
+            key: value.to(device)
+            for key, value in state.items()
+            if isinstance(value, Tensor) and not value.ndim
+        }
 
 
 def _create_state(

@@ -139,12 +139,15 @@ def _pinned(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     with ThreadPoolExecutor(1, "slipstream-pin", set_device) as thread:
         pinning: Future[Any] | None = None
-        for batch in batches:
+        failures: list[Exception] = []
+        for batch in _until_failure(batches, failures):
             before, pinning = pinning, thread.submit(_pin, batch)
             if before is not None:
                 yield before.result()
         if pinning is not None:
             yield pinning.result()
+        if failures:
+            raise failures.pop()
 
 
 class _SideStream:
@@ -176,7 +179,14 @@ def _move(batch: Any, device: torch.device) -> Any:
 
 
 def _pin(batch: Any) -> Any:
-    return tree_map_only(Tensor, lambda tensor: tensor.pin_memory() if tensor.is_cpu else tensor, batch)
+    return tree_map_only(Tensor, _pin_tensor, batch)
+
+
+def _pin_tensor(tensor: Tensor) -> Tensor:
+    if not tensor.is_cpu:
+        return tensor
+    # torch cannot pin a tensor whose elements share memory, such as an expanded one.
+    return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
