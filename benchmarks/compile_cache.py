@@ -1,4 +1,4 @@
-"""Time until a compiled model has finished its first training step and validation, in the first and second start.
+"""Time until a compiled model has finished its first training step and validation on the first and on the second start.
 
 python benchmarks/compile_cache.py --rounds 3 --out benchmarks/results/compile_cache.md
 """

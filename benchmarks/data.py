@@ -10,13 +10,14 @@ thread:
 - slipstream: only the required crop is resized, once; colour transforms and normalisation then run on the batch. PNGs
   are decoded by Pillow or pywuffs, or read from the decode cache.
 
-Slipstream runs colour transforms and normalisation on the training device. It is measured twice: only the work of a
-data worker (`worker`), and with the device transforms on the same core (`all`), as on a machine without an
-accelerator. The other contenders have no device transforms. Contenders that are not installed are skipped.
+Slipstream runs colour transforms and normalisation on the training device. It is measured twice: once for only
+the work of a data worker (`worker`), and once including the device transforms on the same core (`all`), as on a
+machine without an accelerator. The other contenders have no device transforms. Contenders that are not installed are
+skipped.
 
-Speed is per second of CPU time, so other programs on the machine matter only through shared caches and
-hyper-threads. `time waiting` is the fraction of wall time in which other programs had the core. Files are in
-the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the
+Speed is per second of CPU time, so other programs on the machine affect the result only through shared
+caches and hyper-threads. `time waiting` is the fraction of wall time in which other programs had the core. Files are
+in the page cache, and the decode cache's checksums have already been verified. `added MB` is the increase in the
 process's private memory during the batches.
 """
 
@@ -260,7 +261,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--images", type=int, default=24, help="number of image pairs to draw")
+    parser.add_argument("--images", type=int, default=24, help="number of image pairs to generate")
     parser.add_argument("--batches", type=int, default=6, help="number of batches of 8 per measurement")
     parser.add_argument("--size", default="1024x2048", help="HxW of the images")
     parser.add_argument("--out", type=Path)

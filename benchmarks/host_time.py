@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-# jax reads this variable only once. torch also runs on one thread.
+# Set these before importing jax, which reads them only once. One thread, as for torch.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 

@@ -1,4 +1,4 @@
-"""The networks of five recipes with their losses, and with crops small enough for a CPU."""
+"""The networks of six recipes with their losses, and with crops small enough for a CPU."""
 
 from __future__ import annotations
 

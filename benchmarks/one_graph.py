@@ -1,4 +1,4 @@
-"""The training step as one graph, compared with a hand-written loop with and without `torch.compile`.
+"""The training step as one graph, compared with a hand-written loop, both with and without `torch.compile`.
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 

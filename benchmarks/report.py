@@ -17,7 +17,7 @@ import torch
 
 
 def circumstances(packages: Iterable[str] = ()) -> dict[str, Any]:
-    """Return the date, command and machine of this process. `load` is the number of other running processes."""
+    """Return the date, command and machine of this process. `load` is the 1-minute load average."""
     return {
         "command": shlex.join(["python", *sys.argv]),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,11 +1,12 @@
-"""Step times of 2 and 4 processes, compared with predictions from single-process step times and pings.
+"""Step times of 2 and 4 processes, compared with predictions from single-process times and microbenchmarks.
 
     python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
-distributed training. `slipstream.apps.scaling` makes the predictions from only the single process and the
-pings. The side-by-side steps, which do not communicate, show which errors come from the machine model and which from
-the communication model. The minimum over the rounds is used, because other programs can only increase the times.
+distributed training. `slipstream.apps.scaling` predicts the times using only the single-process step times and the
+microbenchmarks of collectives. The side-by-side steps, which do not communicate, show which errors come from the
+machine model and which from the communication model. The minimum over the rounds is used, because other programs can
+only increase the times.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
-"""Sizes of the pings in bytes, similar to the sizes of buckets and units."""
+"""Sizes in the collective microbenchmarks in bytes, similar to the sizes of buckets and units."""
 PROCESSES = (2, 4)
 CORES = len(os.sched_getaffinity(0))
 
@@ -143,10 +144,10 @@ def synchronized_seconds(function: Callable[[], Any]) -> float:
 
 
 def pings(rank: int, pair: Any) -> dict[str, Any]:
-    """Return the seconds taken by two-process collectives, by size, and by the smallest all-reduce of all processes.
+    """Return the duration in seconds of two-process collectives for each size, and of a minimal all-reduce.
 
-    The latter is measured between computations, as in training, where processes sleep, wake up and arrive at
-    different times.
+    The all-reduce runs over all processes. It is measured between computations, as in training, where processes
+    sleep, wake up and arrive at different times.
     """
     matrix, number = torch.ones(256, 256), torch.zeros(1)
 
@@ -208,7 +209,7 @@ def process(rank: int, processes: int, rounds: int, folder: str) -> None:
 
 
 def measure(rounds: int) -> dict[int, dict[str, Any]]:
-    """Return the pings and the step times of each round by number of processes."""
+    """Return the collective microbenchmarks and the step times of each round, by number of processes."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for processes in PROCESSES:
@@ -253,7 +254,7 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
 
 
 def seconds_per_byte(seconds: list[float]) -> float:
-    """Return the slope of the line through the smallest ping, fitted by relative least squares."""
+    """Return the slope of the line through the time of the smallest size, fitted by relative least squares."""
     start = seconds[0]
     above = [(size / t, (t - start) / t) for size, t in zip(SIZES, seconds, strict=True)][1:]
     return max(0.0, sum(x * y for x, y in above) / sum(x * x for x, _ in above))
@@ -325,8 +326,8 @@ def predicted(case: Case, strategy: str, cluster: Cluster, computing: float) -> 
 
 
 def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str:
-    header = ["ms per step", "processes", "alone", "side by side", "exposed", "predicted", "measured",
-              "error", "error, given 'side by side'"]  # fmt: skip
+    header = ["ms per step", "processes", "alone", "side by side", "exposed communication", "predicted",
+              "measured", "error", "error of the prediction from side-by-side times"]  # fmt: skip
     cells = [
         [
             f"{row['network']}, {row['strategy']}",
@@ -345,7 +346,7 @@ def summary(rows: list[dict[str, Any]], found: dict[int, dict[str, Any]]) -> str
         c = cluster_of(measured["pings"], processes)
         lines.append(
             f"- {processes} processes: median absolute error {median(errors):.0%}, largest {max(errors):.0%} "
-            f"(given 'side by side': {median(informed):.0%}, {max(informed):.0%}); "
+            f"(from side-by-side times: {median(informed):.0%}, {max(informed):.0%}); "
             f"alpha {c.intra.alpha * 1e6:.0f} us, beta {c.intra.beta * 1e9:.2f} s/GB, "
             f"launch {c.launch * 1e3:.2f} ms"
         )

@@ -247,7 +247,7 @@ def item_in_loss(scores, targets):
 
 CAPTURE = [
     Case("routing with `nonzero()` and `if len(rows)`", of(Routed), FALLS_BACK, line=HERE, fast=True),
-    Case("rows selected by a mask, and their number", of(Masked), FALLS_BACK, line=HERE),
+    Case("rows selected by a mask, and a use of their count", of(Masked), FALLS_BACK, line=HERE),
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
     Case("`int()` of a buffer as an index", of(Queue), fast=True),
     Case("an expanded buffer", of(Expanded)),
@@ -266,7 +266,7 @@ CAPTURE = [
     Case("an `autograd.Function` that counts its backward calls", of(OwnCounts), FALLS_BACK, line=HERE),
 ]
 CASES = CAPTURE
-HOLDS = {"What torch may not capture": CAPTURE}
+HOLDS = {"What torch might fail to capture": CAPTURE}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

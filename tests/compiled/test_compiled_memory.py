@@ -344,7 +344,13 @@ def drawing(module, loss=F.mse_loss):
 RANDOM = [
     Case("dropout and `torch.randn_like`", drawing(GlobalTorch), fast=True),
     Case("a `torch.Generator` in forward", drawing(OwnGenerator), FALLS_BACK, "Generator", HERE, fast=True),
-    Case("a `torch.Generator` that draws in place", drawing(InitOfGenerator), FALLS_BACK, "Generator", HERE),
+    Case(
+        "an in-place random operation with a `torch.Generator`",
+        drawing(InitOfGenerator),
+        FALLS_BACK,
+        "Generator",
+        HERE,
+    ),
     Case("a `torch.Generator` in the loss", generator_in_loss, FALLS_BACK, "Generator", HERE),
     Case("a NumPy `Generator` in forward", drawing(NumpyGenerator), FALLS_BACK, "rng|numpy|random", HERE),
     Case("`np.random` in forward", drawing(GlobalNumpy), FALLS_BACK, "numpy|np.random", HERE, fast=True),

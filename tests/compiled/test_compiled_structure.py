@@ -212,7 +212,7 @@ CASES = [
     Case("target keys in a different order", target_order),
     Case("an unused list in the batch whose length changes", unused_list, fast=True),
     Case(
-        "a second head from the middle of a window on",
+        "a second head that is used from the middle of an accumulation window onwards",
         branch("aaaaabbbbbbb"),
         speed={"accumulate": 2},
         fast=True,
@@ -233,7 +233,7 @@ CASES = [
         speed={"accumulate": 2},
     ),
     Case(
-        "a second head in windows of three",
+        "a second head in windows of three batches",
         branch("aaaaaaabaaba"),
         FALLS_BACK,
         "give no gradient",

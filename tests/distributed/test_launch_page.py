@@ -36,7 +36,7 @@ def test_python_blocks_train_in_two_processes(machine, folder):
 
 @pytest.mark.slow
 def test_messages_of_a_failing_rank_match_the_page(machines, folder):
-    raised, killed = [block.text for block in blocks() if "rank 0 stops" in block.text]
+    raised, killed = [block.text for block in blocks() if "rank 0 is stopping" in block.text]
     for how, expected in (("raise", raised), ("kill", killed)):
         # Without torchrun, because it would end rank 0 before rank 0 prints its message.
         start = "LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"

@@ -116,7 +116,8 @@ def test_exception_on_one_rank_ends_the_other_ranks_after_its_traceback(ended, r
     assert "ValueError: no\n" in raiser.err
     assert "src/slipstream" not in raiser.err
     assert other.err == (
-        f"slipstream: rank {1 - rank} stops at iteration {58 - rank}: rank {rank} failed at iteration {57 + rank}: "
+        f"slipstream: rank {1 - rank} is stopping at iteration {58 - rank}: "
+        f"rank {rank} failed at iteration {57 + rank}: "
         "ValueError: no such thing\n"
     )
 
@@ -127,7 +128,7 @@ def test_killed_rank_ends_the_other_ranks_within_seconds(ended, rank):
         assert end.status == (-signal.SIGKILL if other == rank else 1)
         assert end.seconds < 30
         line = (
-            f"slipstream: rank {other} stops at iteration {57 + other}: "
+            f"slipstream: rank {other} is stopping at iteration {57 + other}: "
             f"rank {rank} exited without reporting an error (killed?)\n"
         )
         assert end.err == ("" if other == rank else line)
@@ -138,7 +139,7 @@ def test_broken_connection_to_a_killed_rank_prints_no_second_error(ended):
     assert first.status == 1
     assert (
         first.err
-        == "slipstream: rank 0 stops at iteration 57: rank 1 exited without reporting an error (killed?)\n"
+        == "slipstream: rank 0 is stopping at iteration 57: rank 1 exited without reporting an error (killed?)\n"
     )
 
 
@@ -177,7 +178,8 @@ def test_announced_failure_reaches_the_other_ranks(ended):
     first, second = ended["announced"]
     assert (first.status, second.status) == (1, 3)
     assert (
-        first.err == "slipstream: rank 0 stops at iteration 57: rank 1 failed at iteration 58: bad option\n"
+        first.err
+        == "slipstream: rank 0 is stopping at iteration 57: rank 1 failed at iteration 58: bad option\n"
     )
 
 

@@ -104,8 +104,8 @@ REFUSED = {
         "SAM",
         None,
     ): "compile.scope: the step cannot be compiled as one graph: activation_checkpointing in a graph supports one "
-    "backward pass",
-    ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused kernel of SGD for sharded parameters",
+    "backward pass, but sam has two",
+    ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused SGD kernel for sharded parameters",
 }
 """Combinations that raise an error, the network (None: both), and the beginning of the message. `everything` leaves
 out the second option."""

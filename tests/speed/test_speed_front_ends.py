@@ -165,8 +165,8 @@ def test_parallel_and_model_wrapper_cfg_set_the_same_option(cfg, kind, wrapper):
         (dict(efficient_conv_bn_eval="[net]"), "^efficient_conv_bn_eval: .* not supported"),
         (dict(compile={"bakcend": "eager"}), "^compile.bakcend: .*'backend'"),
         (dict(parallel="fsdp"), "^parallel: must be one of .*; did you mean 'fsdp2'"),
-        (dict(parallel=2), "^parallel: must be a name or a dict"),
-        (dict(parallel=dict(shard_size=2)), "^parallel: must be a name or a dict"),
+        (dict(parallel=2), "^parallel: must be one of .* or a dict"),
+        (dict(parallel=dict(shard_size=2)), "^parallel: must be one of .* or a dict"),
         (dict(parallel="ddp", model_wrapper_cfg=dict(type="X")), "^model_wrapper_cfg: .*parallel='ddp'"),
         (dict(model_wrapper_cfg="ddp"), "^model_wrapper_cfg: must be a dict"),
         (

@@ -143,7 +143,7 @@ def test_class_without_fused_kernels_is_skipped_or_raises(kind):
 @pytest.mark.parametrize(
     ("param", "options", "reason"),
     [
-        (torch.zeros(2, device="meta"), {}, "torch has no fused kernel of Adam for meta"),
+        (torch.zeros(2, device="meta"), {}, "torch has no fused Adam kernel for meta"),
         (torch.zeros(2, dtype=torch.complex64), {}, "floating-point parameters only, not torch.complex64"),
         (torch.zeros(2), {"differentiable": True}, "cannot be differentiable"),
         (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
@@ -160,7 +160,7 @@ def test_sharded_parameters_are_fused_if_supported(monkeypatch):
     monkeypatch.setattr(kernels_module, "is_sharded", lambda tensor: True)
     assert fuse(make("AdamW", make_net()), None) is True
     assert fuse(make("SGD", make_net()), None) is False
-    with pytest.raises(ConfigError, match="no fused kernel of SGD for sharded parameters"):
+    with pytest.raises(ConfigError, match="no fused SGD kernel for sharded parameters"):
         fuse(make("SGD", make_net()), True)
 
 

@@ -130,7 +130,7 @@ class AutoScaleLrCfg(TypedDict, total=False):
 
 
 class RandomnessCfg(TypedDict, total=False):
-    """`slipstream.runner.environment.Randomness`."""
+    """Keys of `slipstream.runner.environment.Randomness`."""
 
     seed: int | None
     deterministic: bool
@@ -138,7 +138,7 @@ class RandomnessCfg(TypedDict, total=False):
 
 
 class EnvCfg(TypedDict, total=False):
-    """`slipstream.runner.environment.EnvOptions`."""
+    """Keys of `slipstream.runner.environment.EnvOptions`."""
 
     cudnn_benchmark: bool
     mp_cfg: dict[str, Any]
@@ -155,7 +155,7 @@ class _HookCfg(TypedDict, total=False):
 
 
 class CheckpointHookCfg(_HookCfg, total=False):
-    """`slipstream.hooks.CheckpointHook`."""
+    """Keys of `slipstream.hooks.CheckpointHook`."""
 
     by_epoch: bool | None
     save_optimizer: bool
@@ -173,7 +173,7 @@ class CheckpointHookCfg(_HookCfg, total=False):
 
 
 class LoggerHookCfg(_HookCfg, total=False):
-    """`slipstream.hooks.LoggerHook`."""
+    """Keys of `slipstream.hooks.LoggerHook`."""
 
     ignore_last: bool
     interval_exp_name: int

@@ -28,7 +28,7 @@ _Names: TypeAlias = list[str] | tuple[str, ...]
 
 
 class CompileCfg(TypedDict, total=False):
-    """`slipstream.speed.compile.CompileOptions`."""
+    """Keys of `slipstream.speed.compile.CompileOptions`."""
 
     backend: str | Callable[..., Any]
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
@@ -43,7 +43,7 @@ class CompileCfg(TypedDict, total=False):
 
 
 class EmaCfg(TypedDict, total=False):
-    """`slipstream.speed.ema.EmaOptions`."""
+    """Keys of `slipstream.speed.ema.EmaOptions`."""
 
     decay: float | None
     type: Literal["constant", "threshold", "exp", "swa"]
@@ -80,7 +80,7 @@ class DdpCfg(TypedDict, total=False):
 
 
 class ClipGradCfg(TypedDict, total=False):
-    """`slipstream.optim.GradClip`."""
+    """Keys of `slipstream.optim.GradClip`."""
 
     type: Literal["norm", "value"]
     max_norm: float | None
@@ -89,13 +89,13 @@ class ClipGradCfg(TypedDict, total=False):
 
 
 class GradientCentralizationCfg(TypedDict, total=False):
-    """`slipstream.speed.gradient_centralization.GradientCentralizationOptions`."""
+    """Keys of `slipstream.speed.gradient_centralization.GradientCentralizationOptions`."""
 
     conv_only: bool
 
 
 class AdaptiveClipCfg(TypedDict, total=False):
-    """`slipstream.speed.adaptive_clip.AdaptiveClipOptions`."""
+    """Keys of `slipstream.speed.adaptive_clip.AdaptiveClipOptions`."""
 
     clip_factor: float
     eps: float
@@ -103,14 +103,14 @@ class AdaptiveClipCfg(TypedDict, total=False):
 
 
 class LayerDecayCfg(TypedDict, total=False):
-    """`slipstream.speed.layer_decay.LayerDecayOptions`."""
+    """Keys of `slipstream.speed.layer_decay.LayerDecayOptions`."""
 
     decay: float
     layers: _Names | None
 
 
 class SamCfg(TypedDict, total=False):
-    """`slipstream.speed.sam.SamOptions`."""
+    """Keys of `slipstream.speed.sam.SamOptions`."""
 
     rho: float
     adaptive: bool
@@ -118,14 +118,14 @@ class SamCfg(TypedDict, total=False):
 
 
 class ActivationCheckpointingCfg(TypedDict, total=False):
-    """`slipstream.speed.activation_checkpointing.ActivationCheckpointingOptions`."""
+    """Keys of `slipstream.speed.activation_checkpointing.ActivationCheckpointingOptions`."""
 
     modules: _Names | None
     offload: bool
 
 
 class NanGuardCfg(TypedDict, total=False):
-    """`slipstream.speed.nan_guard.NanGuardOptions`."""
+    """Keys of `slipstream.speed.nan_guard.NanGuardOptions`."""
 
     action: Literal["stop", "skip"]
     locate: bool

@@ -151,7 +151,9 @@ class FailureDetector:
         with self._lock:
             if not self._reported:
                 self._reported = True
-                print(f"slipstream: rank {self.rank} stops{_progress()}: {self._failure}", file=sys.stderr)
+                print(
+                    f"slipstream: rank {self.rank} is stopping{_progress()}: {self._failure}", file=sys.stderr
+                )
 
     def leave(self) -> None:
         """End the thread and send "bye"; the peers then close their connections."""

@@ -1,4 +1,4 @@
-"""Rendezvous of all processes of a job; errors report the missing ranks and the wrong variables."""
+"""Rendezvous of all processes of a job; errors report missing ranks and wrongly set variables."""
 
 from __future__ import annotations
 

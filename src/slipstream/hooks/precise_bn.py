@@ -55,7 +55,7 @@ class PreciseBNHook(Hook):
         """Check that the hook supports the model and the training loop."""
         if not runner.by_epoch:
             raise self.wrong(
-                "counts epochs, but training is iteration-based; remove PreciseBNHook or train by epochs",
+                "counts epochs, but training is iteration-based; remove PreciseBNHook or use epoch-based training",
                 "interval",
             )
         model: Any = unwrap_model(runner.model)

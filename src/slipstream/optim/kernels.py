@@ -33,13 +33,13 @@ def why_not_fused(optimizer: Optimizer) -> str | None:
         return "fused kernels cannot be differentiable"
     for param in _parameters(optimizer):
         if not _runs_on(kernel, param.device):
-            return f"torch has no fused kernel of {name} for {param.device.type}"
+            return f"torch has no fused {name} kernel for {param.device.type}"
         if kernel == "_fused_adagrad_" and param.device.type == "cuda" and not _adagrad_runs_on_cuda():
-            return f"the fused kernel of {name} for cuda requires torch 2.12 or newer"
+            return f"the fused {name} kernel for cuda requires torch 2.12 or newer"
         if not param.is_floating_point():
             return f"fused kernels support floating-point parameters only, not {param.dtype}"
         if is_sharded(param) and kernel not in _ON_SHARDS:
-            return f"torch has no fused kernel of {name} for sharded parameters; only Adam and AdamW have one"
+            return f"torch has no fused {name} kernel for sharded parameters; only Adam and AdamW have one"
     return None
 
 

@@ -1,4 +1,4 @@
-"""Loops for training (by epochs or by iterations), validation and testing."""
+"""Loops for training (epoch-based or iteration-based), validation and testing."""
 
 from __future__ import annotations
 

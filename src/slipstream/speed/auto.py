@@ -118,7 +118,7 @@ def _precision(capabilities: Capabilities) -> Choice:
     if capabilities.tf32:
         return Choice("precision", "this device supports tf32", PrecisionOptions("tf32"))
     if capabilities.device == "cpu":
-        why = "bf16 is faster than float32 on few CPUs; measure precision='bf16'"
+        why = "bf16 is faster than float32 on only a few CPUs; measure precision='bf16'"
     else:
         why = f"no speedup from bf16 or tf32 is known for this {capabilities.device} device"
     return Choice("precision", why, on=False)

@@ -25,7 +25,8 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
     validation; it does not copy batches that already have the format.
 
     Args:
-        model: not wrapped yet, since DDP creates its buckets in the memory format of the weights.
+        model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of
+            the weights.
         weights: whether to convert the weights. Pass False for a model that is used with `fully_shard`, which requires
             contiguous weights; with channels_last batches, its convolutions still use this format.
     """

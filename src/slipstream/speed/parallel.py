@@ -41,7 +41,9 @@ def read_parallel(value: Any) -> ParallelOptions | None:
         return value
     how = {"type": value} if isinstance(value, str) else value
     if not isinstance(how, Mapping) or not isinstance(how.get("type"), str):
-        raise ConfigError(f"must be a name or a dict with a 'type' of {_KINDS}, not {value!r}", "parallel")
+        raise ConfigError(
+            f"must be one of {_KINDS} or a dict whose 'type' is one of them, not {value!r}", "parallel"
+        )
     kind, rest = how["type"], {key: value for key, value in how.items() if key != "type"}
     if kind not in _KINDS:
         raise ConfigError(f"must be one of {_KINDS}, not {kind!r}{did_you_mean(kind, _KINDS)}", "parallel")

@@ -26,8 +26,8 @@ class LRSchedule:
     epoch, W warm-up epochs, C cool-down epochs, initial rate i, s = b - W L and S = (max_epochs - W - C) L:
 
     - `PolyLRScheduler`: i (1 - s / S)^0.9
-    - `CosineLRScheduler`: i (r + (1 - r) (1 + cos(pi s / (S + 1))) / 2) with r = `cosine_final_lr_ratio`. A warm-up
-      by batches reduces s and S by its steps.
+    - `CosineLRScheduler`: i (r + (1 - r) (1 + cos(pi s / (S + 1))) / 2) with r = `cosine_final_lr_ratio`. A
+      batch-based warm-up reduces s and S by its number of steps.
     - `ExponentialLRScheduler`: i `lr_decay_factor`^(s / L)
     - `StepLRScheduler`: i `lr_decay_factor`^n, where n is the number of `lr_updates` not greater than the last
       completed epoch (counted from 0). `step_lr_update_freq` f sets them to ceil(f k), k = 1, 2, ..., between
@@ -35,10 +35,10 @@ class LRSchedule:
     - `FunctionLRScheduler`: `lr_schedule_function(initial_lr=i, epoch=b // L - W, iter=b % L, max_epoch=S / L,
       iters_per_epoch=L)`
 
-    `LinearEpochLRWarmup` increases the rate per epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch W.
-    `LinearBatchLRWarmup` increases it per batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
+    `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
+    W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
     batches. An initial rate of 0 stays 0. One behaviour differs from SuperGradients, where a cosine schedule after a
-    warm-up by batches rises again during the cool-down.
+    batch-based warm-up rises again during the cool-down.
 
     Raises:
         ConfigError, UnknownNameError: If a key is invalid, missing, or contradicts another key.
@@ -95,12 +95,12 @@ class LRSchedule:
 
     @property
     def warmup_epochs(self) -> int:
-        """Number of epochs of a warm-up by epochs."""
+        """Number of epochs in an epoch-based warm-up."""
         return self.lr_warmup_epochs if self.warmup_mode == "LinearEpochLRWarmup" else 0
 
     @property
     def warmup_batches(self) -> int:
-        """Number of batches of a warm-up by batches."""
+        """Number of batches in a batch-based warm-up."""
         return min(self.lr_warmup_steps, self.epoch_length)
 
     @property

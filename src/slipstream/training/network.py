@@ -1,4 +1,4 @@
-"""A network with its loss and training metrics, as a model for the Runner."""
+"""A model for the Runner that combines a network, its loss and its training metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Event simulation of one training step with a processor and a network that runs one collective at a time."""
+"""Event simulation of one training step, on a processor and a network that runs one collective at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Losses without device synchronisation, data-dependent shapes or NaN."""
+"""Losses that avoid device synchronisation, data-dependent shapes and NaN."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transforms of images with masks, with SuperGradients' names.
+"""Transforms of image-mask pairs, named as in SuperGradients.
 
 Each transform takes a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator, and
 returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly (with

@@ -1,4 +1,4 @@
-"""Transforms of images without masks, with torchvision's names.
+"""Transforms of images without masks, named as in torchvision.
 
 Transforms that move pixels take an image, uint8 (3, H, W), and the sample's generator, and return a new image.
 `ToTensor` and `Normalize` are not computed here: a dataset adds their parameters to the sample as `finish`, and

@@ -1,7 +1,8 @@
 """Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-Torch's own hooks are not used. The bfloat16 hook requires a CUDA build. The PowerSGD hook waits inside the callbacks of
-gloo's threads, which deadlocks with several buckets, and stores its state by bucket, which rules out checkpoints.
+Torch's own hooks are not used: its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside the
+callbacks of gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket,
+which rules out checkpoints.
 """
 
 from __future__ import annotations
