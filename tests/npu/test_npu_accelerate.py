@@ -8,7 +8,11 @@ from torch import nn
 
 from slipstream import accelerate, feed
 from slipstream.errors import ModelError
+from slipstream.model import ExponentialMovingAverage
 from slipstream.optim import npu
+from slipstream.step.average import AveragePart
+
+torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
 ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False, wait=True)
 
@@ -166,3 +170,19 @@ def test_expanded_tensors_are_copied_ahead():
     x = torch.randn(1, 4).expand(6, 4)
     (found,) = feed([x], prefetch=2)
     assert torch.equal(found.cpu(), x)
+
+
+def test_average_on_the_host_waits_once_per_update():
+    model = net().to("npu")
+    average = ExponentialMovingAverage(model, momentum=0.5, device="cpu")
+    part = AveragePart(average, model, lambda: 0)
+    part.before_batch()
+    with torch_npu.watching() as seen:
+        part.after_batch()
+    assert sum(seen.values()) == 1, seen
+    start = model[1].weight.detach().cpu().clone()
+    model[1].weight.data.add_(1)
+    part = AveragePart(average, model, lambda: 1)
+    part.before_batch()
+    part.after_batch()
+    torch.testing.assert_close(average.module[1].weight, start + 0.5)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import is_, methodcaller
@@ -19,6 +18,7 @@ from slipstream.dist import all_reduce_params
 from slipstream.dist.sharding import local, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.registry import MODELS
+from slipstream.step.average import copied_to
 
 __all__ = [
     "BaseAveragedModel",
@@ -108,7 +108,7 @@ class BaseAveragedModel(nn.Module):
             return
         average, current = self.pairs(model)
         if self.device is not None:
-            current = _copied_to(torch.device(self.device), current)
+            current = copied_to(torch.device(self.device), current)
         torch._foreach_lerp_(average, current, weight)
 
     @torch.no_grad()
@@ -205,14 +205,6 @@ class _Averaged:
     def tensors(self) -> list[Tensor]:
         """Return the current tensors."""
         return [*self.params, *(getattr(module, name) for module, name in self.buffers)]
-
-
-def _copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on a different device; the host waits once for all of them, and only if it is their destination."""
-    copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
-    if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
-        torch.accelerator.current_stream(source).synchronize()
-    return copies
 
 
 def _values(dicts: list[dict[str, Any]]) -> list[Any]:

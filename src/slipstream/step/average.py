@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from slipstream.step.numerics import Scalar, precise_dtype
 from slipstream.step.parts import StepPart
 
-__all__ = ["AveragePart", "update_count"]
+__all__ = ["AveragePart", "copied_to", "update_count"]
 
 
 class _Average(Protocol):
@@ -80,8 +80,8 @@ class AveragePart(StepPart):
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
         # With an interval, a graph would read and write the average even in steps that do not change it.
-        elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
-        self.on_host = on_host or average.interval > 1 or elsewhere
+        self._elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
+        self.on_host = on_host or average.interval > 1 or self._elsewhere
         self._counted = (0, 0)
 
     def is_due(self, batch: int) -> bool:
@@ -109,9 +109,18 @@ class AveragePart(StepPart):
                 average.copy_(torch.where(weight == 0, average, average.lerp(current.detach(), weight)))
         elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
-            currents = [c.to(a.device) for a, c in zip(averages, currents, strict=True)]
+            if self._elsewhere:
+                currents = copied_to(averages[0].device, currents)
             torch._foreach_lerp_(averages, currents, step_weight)
 
     def state(self) -> Mapping[str, Tensor]:
         """Return the averages."""
         return {f"average[{i}]": average for i, average in enumerate(self.average.pairs(self.model)[0])}
+
+
+def copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return copies on a different device; the host waits once for all of them, and only if it is their destination."""
+    copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
+    if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
+        torch.accelerator.current_stream(source).synchronize()
+    return copies
