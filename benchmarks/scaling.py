@@ -63,7 +63,7 @@ class Case:
     batch: int
     steps: int
     wrapped: Callable[[nn.Module], list[nn.Module]]
-    """Modules that FSDP2 gathers as a unit."""
+    """Modules that FSDP2 shards and gathers, each as one unit."""
 
 
 def mlp() -> nn.Module:
@@ -101,7 +101,9 @@ def strategies_of(network: str) -> list[str]:
 
 
 def trainer(case: Case, strategy: str, mesh: DeviceMesh) -> Callable[[], None]:
-    """Return a function that trains for `case.steps` steps, with all processes or in one without communication."""
+    """Return a function that trains for `case.steps` steps, either in all processes together or in a single process
+    without communication.
+    """
     alone = mesh.size() == 1
     torch.manual_seed(0)
     net: nn.Module = case.network().train()

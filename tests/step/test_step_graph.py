@@ -358,7 +358,7 @@ def test_guard_skips_a_nan_loss_without_gradient():
 
 
 def test_hook_added_after_the_capture_is_called_if_another_was_removed():
-    """Torch keeps the empty dict of a removed hook and uses it again."""
+    """Torch leaves an empty dict behind when a hook is removed, and uses it again."""
     make, data = partial(SGD, lr=0.05), batches()
 
     def run(step_of):

@@ -54,7 +54,7 @@ class CapturedStep:
     recorded: RecordedCalls | None = None
     """Replays direct calls as CUDA graphs."""
     logged_no_replay = False
-    """Whether the message that calls cannot be replayed has been logged."""
+    """Whether a message has been logged saying that the direct calls cannot be replayed."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class CapturedStep:
         self.last_compiled: Any = None
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
-        """The kinds of batches (whether they end a window) whose graph all processes have verified."""
+        """Kinds of batches whose graph all processes have verified: whether the batch ends an accumulation window."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """The kinds of batches (whether they end a window, their shapes) with a graph compiled in the background."""
+        """Keys of the batches whose graph was compiled in the background: whether the batch ends an accumulation
+        window, and its shapes, or whether these differ from those of the first batch."""
         self.only_compiles = False
         """Whether this process only compiles and must not run the compiled code."""
         self._hooked = is_hooked(optim.optimizer)
@@ -102,7 +103,8 @@ class CapturedStep:
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
-        # Graphs are captured only without such hooks. Torch keeps the empty dict of a removed hook.
+        # No graph is captured while parameters have hooks, so any hook is a change. Torch leaves an empty dict behind
+        # when a hook is removed.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:

@@ -69,10 +69,10 @@ class GraphStep:
     same way. The user's Python code therefore runs exactly as often as without compilation, and a failure before the
     end of the verification has no side effects.
 
-    `eager` also runs on batches whose shape differs from the first, until they are frequent enough for a graph with
-    dynamic shapes. All ranks take the same path in every step: if one rank cannot capture the step, all ranks run it
-    eagerly. With several ranks, every shape uses a graph, because the ranks' batches may differ in shape and all ranks
-    must take the same path.
+    `eager` also runs on batches whose shape differs from that of the first batch, until they are frequent enough for a
+    graph with dynamic shapes. All ranks take the same path in every step: if one rank cannot capture
+    the step, all ranks run it eagerly. With several ranks, every shape uses a graph, because the ranks' batches may
+    differ in shape and all ranks must take the same path.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
@@ -383,7 +383,7 @@ class GraphStep:
         """
         if self.background is None:
             return False
-        # One graph with dynamic shapes handles all batches whose shape differs from the first.
+        # One graph with dynamic shapes handles all batches whose shape differs from that of the first batch.
         of_shape = shapes(inputs) if self.dynamic is False and self.sync is None else [self._shapes.varies]
         kind = (ends, *of_shape)
         if kind in captured.kinds:

@@ -314,7 +314,7 @@ def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any
 def _move_counts(
     optimizer: Optimizer, sources: list[dict[str, Any]], params: list[Tensor], device: Any
 ) -> None:
-    """Move step counts and other numbers of a parameter to the device, where the graph can read them."""
+    """Move step counts and other scalar optimizer state to the device, where the graph can read them."""
     for source in sources:
         source["capturable"] = True
     for param in params:

@@ -31,7 +31,7 @@ _DATASETS = {
     "cityscapes_stdc_seg75": "CityscapesDataset",
     "street_scenes": "StreetScenes",
 }
-# Transform names in older recipes. The tensor conversion also divides by 255.
+# Transform names in older recipes. `SegToTensor` and `ToTensorSeg` also divide by 255, so they map to `SegStandardize`.
 _OLD_TRANSFORMS = {
     "ColorJitterSeg": "SegColorJitter",
     "CropImageAndMaskSeg": "SegCropImageAndMask",
