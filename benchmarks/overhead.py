@@ -131,7 +131,7 @@ _NOWHERE = Path(os.devnull).open("w")  # noqa: SIM115  # MMEngine's loggers use 
 
 
 def check_same_training(contenders: Contenders, network: str, kind: str) -> dict[str, float]:
-    """Train a few steps in a fixed order, and return the weight difference between each contender and the loop.
+    """Train each contender for a few steps on samples in a fixed order; return the weight differences from the loop.
 
     Raises:
         AssertionError: If losses or weights differ by more than rounding errors.

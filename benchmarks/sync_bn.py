@@ -1,4 +1,4 @@
-"""Speedup of SyncBN with one message per direction instead of two, in 2 gloo processes.
+"""Speedup of SyncBN with one message in each of the forward and backward passes instead of two, in 2 gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
@@ -74,8 +74,8 @@ def main() -> None:
         ["messages", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()]
     )
     text += (
-        f"\n\nWith one message per direction, a step takes {ratio:.2f} times as long as with two (median of the ratios "
-        "within each round)."
+        "\n\nWith one message in each of the forward and backward passes, a step takes "
+        f"{ratio:.2f} times as long as with two (median of the ratios within each round)."
     )
     print(text)
     if args.out:

@@ -142,7 +142,7 @@ _BUFFERS = {
     "a buffer that forward assigns": Assigned,
     "buffers that forward reads and then assigns": AssignedLate,
     "a buffer that a parent module assigns": AssignedInChild,
-    "a buffer whose data forward assigns": DataAssigned,
+    "a buffer whose `.data` forward assigns": DataAssigned,
     "a buffer that forward changes in place": InPlace,
 }
 BUFFERS = [Case(what, of(module), fast=module is Assigned) for what, module in _BUFFERS.items()]

@@ -36,7 +36,7 @@ class LayerDecayOptions:
     """`layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
 
     decay: float = 0.75
-    """Factor of the learning rate from one layer to the layer before it; in (0, 1]."""
+    """Factor by which the learning rate is multiplied from each layer to the layer before it, in (0, 1]."""
     layers: list[str] | None = None
     """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. The
     default is the outermost repeated blocks of the model."""

@@ -351,7 +351,7 @@ class Locator:
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
         for same in _by_kind(tensors):  # a data preprocessor gets tensors on the host
-            found = found | ~all_finite(same)  # a 0-dim tensor on the host is an argument of the kernel
+            found = found | ~all_finite(same)  # a 0-dim CPU tensor is passed to the kernel by value
         return found
 
     def report(self) -> str:

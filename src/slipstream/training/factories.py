@@ -18,11 +18,11 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
     The name is the last part of `_target_`. Nothing is imported.
 
     Args:
-        entry: A name, or a dict in one of the two forms.
+        entry: A name, `{Name: {arguments}}`, or `{_target_: path.to.Name, ...}`.
         config_path: Config path of the entry, for errors.
 
     Raises:
-        ConfigError: If `entry` has none of these forms.
+        ConfigError: If `entry` is in none of these forms.
     """
     if isinstance(entry, str):
         return entry, {}
