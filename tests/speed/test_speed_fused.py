@@ -180,7 +180,7 @@ def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch
     monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulates torch 2.11
     assert fuse(optimizer, None) is False
     with pytest.raises(
-        ConfigError, match=r"^fused: the fused kernel of Adagrad for cuda requires torch 2\.12"
+        ConfigError, match=r"^fused: the fused Adagrad kernel for cuda requires torch 2\.12"
     ):
         fuse(optimizer, True)
 
