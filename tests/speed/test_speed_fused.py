@@ -179,9 +179,7 @@ def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch
     assert kernels_module.why_not_fused(optimizer) is None
     monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulates torch 2.11
     assert fuse(optimizer, None) is False
-    with pytest.raises(
-        ConfigError, match=r"^fused: the fused Adagrad kernel for cuda requires torch 2\.12"
-    ):
+    with pytest.raises(ConfigError, match=r"^fused: the fused Adagrad kernel for cuda requires torch 2\.12"):
         fuse(optimizer, True)
 
 
