@@ -59,7 +59,7 @@ def accelerate(
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
     If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over its processes.
-    The model is moved to the accelerator in place; use the same object for validation and saving.
+    The model, and `loss_fn` if it is a module, are moved to the accelerator in place; use the same objects afterwards.
 
     Args:
         model: any module.
@@ -110,8 +110,8 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
             if param.device.type != device.type:
                 raise ModelError(
                     f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, which is not "
-                    f"in the model on {device}: a part of the model was moved after the optimizer was built. Build the "
-                    "optimizer after moving the model, or do not move it"
+                    f"in the model on {device}. If a part of the model was moved after the optimizer was built, build "
+                    f"the optimizer afterwards; if the parameter belongs to something else, move it to {device}"
                 )
 
 

@@ -281,3 +281,16 @@ def test_loop_over_feed_trains_as_loop_over_the_loader():
 def test_length_equals_the_length_of_the_loader():
     loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=4)
     assert len(slipstream.feed(loader)) == len(loader) == 3
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.eye(3).to_sparse(), torch.ones(1, 4).expand(3, 4), torch.ones(2, 3).T], ids=str
+)
+def test_tensors_of_all_layouts_are_pinned(tensor, monkeypatch):
+    """`pin_memory` copies strided tensors, which is impossible if elements share memory."""
+    monkeypatch.setattr(
+        torch.Tensor,
+        "pin_memory",
+        lambda t: t if t.is_sparse else torch.empty_strided(t.shape, t.stride()).copy_(t),
+    )
+    assert torch.equal(module._pin(tensor).to_dense(), tensor.to_dense())

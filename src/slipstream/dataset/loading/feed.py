@@ -185,8 +185,9 @@ def _pin(batch: Any) -> Any:
 def _pin_tensor(tensor: Tensor) -> Tensor:
     if not tensor.is_cpu:
         return tensor
-    # torch cannot pin a tensor whose elements share memory, such as an expanded one.
-    return (tensor.contiguous() if 0 in tensor.stride() else tensor).pin_memory()
+    # torch cannot pin an expanded tensor, whose elements share memory.
+    expanded = tensor.layout == torch.strided and 0 in tensor.stride()
+    return (tensor.contiguous() if expanded else tensor).pin_memory()
 
 
 def _resolve(device: torch.device | str | None) -> torch.device:
