@@ -208,7 +208,7 @@ class OptimWrapper:
 
     def zero_grad(self, **kwargs: Any) -> None:
         """Clear the gradients."""
-        if kwargs or self.keeps_gradients:
+        if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
         # Same as the optimizer's zero_grad, without the profiler record.
@@ -297,7 +297,7 @@ class OptimWrapper:
         return False
 
     @property
-    def keeps_gradients(self) -> bool:
+    def overrides_zero_grad(self) -> bool:
         """Whether the optimizer overrides `zero_grad`, and may set gradients to zero instead of None."""
         return getattr(self.optimizer.zero_grad, "__func__", None) is not Optimizer.zero_grad
 

@@ -71,7 +71,7 @@ class CapturedStep:
         self.parts = list(optim.parts)
         inside = updates_inside and can_trace(optim.optimizer)
         self.update = GraphUpdate(optim.optimizer, params) if inside else None
-        self.adds_gradients = optim.accumulative_counts > 1 or optim.keeps_gradients
+        self.adds_gradients = optim.accumulative_counts > 1 or optim.overrides_zero_grad
         """Whether the graph adds the gradients of a batch to `p.grad`."""
         self.keeps_gradients = self.adds_gradients or self.update is None
         """Whether the graph reads and writes `p.grad`."""

@@ -178,7 +178,7 @@ class GraphStep:
         ):
             return self.eager.train(inputs)  # only the autograd engine checks for NaN and calls these hooks
         if has_gradients(self.optim.parameters()):
-            if self.optim.accumulative_counts == 1 and not self.optim.keeps_gradients:
+            if self.optim.accumulative_counts == 1 and not self.optim.overrides_zero_grad:
                 return self.eager.train(inputs)  # this update includes gradients that the user has set
             self.optim.check_gradients()
         return self._train(inputs)

@@ -1,0 +1,42 @@
+"""`make gpu` works on a machine that lacks the optional libraries."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BLOCKER = """
+import sys
+
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {"hydra", "omegaconf", "pytorch_optimizer", "tomli_w", "mypy", "lightning"}:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+@pytest.mark.slow
+def test_gpu_tests_are_collected_without_optional_libraries(tmp_path, monkeypatch):
+    (tmp_path / "blocker.py").write_text(BLOCKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "blocker",
+        "-p",
+        "no:hydra_pytest",
+        "--collect-only",
+        "-m",
+        "gpu",
+    ]
+    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "test_on_gpu_graph.py" in done.stdout
