@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test matrix npu gpu wheels versions lint types format clean
+.PHONY: train test matrix npu faults gpu wheels versions lint types format clean
 
 train: $(VENV)/.installed
 	$(BIN)/slipstream train street_scenes_pp_lite_t
@@ -20,14 +20,24 @@ matrix: $(VENV)/.installed-dev
 npu: $(VENV)/.installed-dev
 	npu=$$($(BIN)/python tests/npu/simulated/build.py) && \
 	export PYTHONPATH=$$npu && $(BIN)/python -m pytest -n 2 --dist loadscope -rs tests/npu && \
-	out=$$(mktemp -d) && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
+	out=$$(mktemp -d) && trap 'rm -rf "$$out"' EXIT && PYTHON=$(BIN)/python TINY=1 OUT=$$out .ci/gpu
 
-# Run the GPU tests and benchmarks with the packages of $(PYTHON), without internet and in under nine minutes.
+# Try thousands of random faults and invalid inputs, which takes hours. COUNT and SEED change their number and choice.
+COUNT ?= 2000
+SEED ?= 0
+faults: $(VENV)/.installed-dev
+	export PYTHONPATH=tests && \
+	$(BIN)/python tests/faults/interruptions.py --count $(COUNT) --seed $(SEED) && \
+	$(BIN)/python tests/faults/fuzz_config.py --count $$((50 * $(COUNT))) --seed $(SEED) --jobs 2 && \
+	$(BIN)/python tests/faults/fuzz_files.py --count $$((50 * $(COUNT))) --seed $(SEED) --jobs 2 && \
+	$(BIN)/python tests/faults/fuzz_checkpoint.py --count $(COUNT) --seed $(SEED)
+
+# Run the GPU tests and benchmarks with the packages of $(PYTHON), without internet access and in under nine minutes.
 gpu:
 	PYTHON=$(PYTHON) .ci/gpu
 
-# Download the packages that a machine without internet needs for make gpu, besides torch, numpy, pyyaml, rich, pytest
-# and hypothesis.
+# Download the packages that make gpu requires on a machine without internet access, except torch, numpy, pyyaml, rich,
+# pytest and hypothesis.
 wheels:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir wheels \
 		antlr4-python3-runtime==4.9.3 hydra-core 'omegaconf<2.4' pytorch-optimizer tomli-w

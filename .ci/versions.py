@@ -3,9 +3,9 @@
     make versions
     make versions PAIRS="python3.12:2.12.0 python3.13:newest python3.11:2.13.0:lowest"
 
-A pair names an interpreter, a version of torch (or `newest`), and `lowest` for the lowest declared dependencies. Each
-pair gets a temporary virtual environment. pip reads its own environment variables, which can name an index of CPU
-builds of torch. A pair that cannot be installed is a row with the reason. The exit code is 1 only if tests fail.
+A pair consists of an interpreter, a version of torch (or `newest`), and optionally `lowest` for the lowest declared
+dependencies. Each pair is tested in a temporary virtual environment. pip's environment variables can select an index of
+CPU builds of torch. If a pair cannot be installed, its row contains the reason. The exit code is 1 only if tests fail.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def declared(project: Mapping[str, Any], extras: tuple[str, ...] = EXTRAS) -> It
 
 
 def requirements(project: Mapping[str, Any], pair: Pair) -> list[str]:
-    """Return what pip installs for a pair, except the package itself."""
+    """Return the requirements that pip installs for a pair, except the package itself."""
     found = list(declared(project))
     if pair.dependencies == "lowest":
         found = [each.replace(">=", "==") for each in found]
@@ -77,7 +77,7 @@ def requirements(project: Mapping[str, Any], pair: Pair) -> list[str]:
 
 
 def counts(report: str) -> tuple[int, int, int, str]:
-    """Return the numbers of passed, failed and skipped tests of a JUnit report, and the names of three failed tests."""
+    """Return the numbers of passed, failed and skipped tests in a JUnit report, and the first three failed tests."""
     cases = list(ElementTree.fromstring(report).iter("testcase"))
     failed = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -118,7 +118,7 @@ def measure(pair: Pair) -> Row:
 def _install(pair: Pair, python: Path) -> str | None:
     """Create the virtual environment of a pair; return the reason if this is not possible."""
     if shutil.which(pair.python) is None:
-        return f"{pair.python} is not on this machine"
+        return f"{pair.python} was not found"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pip = [python, "-m", "pip", "install", "--quiet"]
     for command in (

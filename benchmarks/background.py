@@ -3,7 +3,7 @@
 python benchmarks/background.py --out benchmarks/results/background.md
 
 For each network, with one thread per core and with one thread fewer, a fresh process starts with an empty cache
-and trains. While its step is being compiled, the compilation is repeatedly halted and continued (SIGSTOP, SIGCONT), so
+and trains. While its step is being compiled, the compilation is repeatedly paused and resumed (SIGSTOP, SIGCONT), so
 that both rates are measured at the same time. The run continues until the graph is used or `--limit` is reached.
 """
 
@@ -30,7 +30,7 @@ from torch import nn
 from slipstream.speed.accelerate import TrainStep, accelerate
 
 SLICE, PAIRS = 2.0, 8
-"""Seconds for which the compilation is halted or continued each time, and the number of repetitions."""
+"""Seconds for which the compilation is paused and resumed each time, and the number of repetitions."""
 AFTER = 200
 """Number of batches to time with the compiled graph."""
 
@@ -80,7 +80,7 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
     first = timed(step, batches[0])
     timed(step, batches[1])
     compiler = step._step.background
-    halted: list[float] = []
+    paused: list[float] = []
     running: list[float] = []
     ratios, pid = [], compiler._pid
     for _ in range(PAIRS):
@@ -91,16 +91,16 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
             beside = train_for(SLICE, step, batches)
             if not has_switched(step):
                 ratios.append(statistics.mean(beside) / statistics.mean(without))
-                halted += without
+                paused += without
                 running += beside
     times: list[float] = []
     while not has_switched(step) and perf_counter() - begun < limit:
         times.append(timed(step, batches[len(times) % len(batches)]))
     found = {
         "seconds of the first batch": first,
-        "ms, compilation halted": 1e3 * statistics.median(halted),
+        "ms, compilation paused": 1e3 * statistics.median(paused),
         "ms, compilation running": 1e3 * statistics.median(running),
-        "running over halted": statistics.median(ratios),
+        "running over paused": statistics.median(ratios),
         "all ratios": ratios,
     }
     if not has_switched(step):
@@ -109,7 +109,7 @@ def in_background(case: Case, limit: float) -> dict[str, Any]:
     return {
         **found,
         "seconds of compilation": compiler.seconds - SLICE * len(ratios),
-        "seconds of the batch that takes the code over": max(times),
+        "seconds of the batch that switches to the graph": max(times),
         "ms, one graph": 1e3 * statistics.median(after),
     }
 
@@ -153,10 +153,10 @@ def row(name: str, threads: int, found: dict[str, Any], waited: dict[str, Any] |
 
     return [
         f"{name}, {threads} thread{'s' * (threads > 1)}",
-        shown("ms, compilation halted", 2),
-        shown("running over halted", 2),
+        shown("ms, compilation paused", 2),
+        shown("running over paused", 2),
         shown("seconds of compilation", 0),
-        shown("seconds of the batch that takes the code over"),
+        shown("seconds of the batch that switches to the graph"),
         shown("ms, one graph", 2),
         shown("seconds to batch 8", 0, waited or {}),
     ]
@@ -193,7 +193,7 @@ def main() -> None:
     ]
     text = table(header, rows) + (
         f"\n\nA dash means that the graph was not compiled within {args.limit:.0f} s. Compilation runs with a nice "
-        "value of 12. With threads on every core it therefore gets 6 to 7 % of a core; with a free core it takes about "
+        "value of 12. With threads on every core it therefore gets 6 to 7% of a core; with a free core it takes about "
         "as much time as with wait=True."
     )
     print(text)

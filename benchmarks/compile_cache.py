@@ -83,7 +83,7 @@ def start(depth: int, how: CompileOptions | None) -> dict[str, Any]:
 
 
 def measure(depth: int, scope: str, rounds: int, threads: int) -> dict[str, list[dict[str, Any]]]:
-    """Measure each start in a fresh process, in turn. The first start of each round has an empty cache."""
+    """Measure each start in a fresh process, one after the other. The first start of each round has an empty cache."""
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
     for _ in range(rounds):
         with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +112,8 @@ def rows(scope: str, measured: dict[str, list[dict[str, Any]]]) -> list[list[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--depth", type=int, default=6, help="number of blocks of each width")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of each start")
+    parser.add_argument("--threads", type=int, default=2, help="number of torch threads")
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--start", choices=STARTS, help=argparse.SUPPRESS)
     parser.add_argument("--scope", choices=SCOPES, help=argparse.SUPPRESS)

@@ -7,10 +7,10 @@ thread:
 
 - PIL: each transform runs on the whole image with Pillow, as was typical of training code around 2020.
 - albumentations: the same transforms with albumentations on OpenCV, which resizes without antialiasing.
-- slipstream: only the required crop is resized, once; colour transforms and normalisation then run on the batch. PNGs
+- slipstream: only the required crop is resized, once; color transforms and normalization then run on the batch. PNGs
   are decoded by Pillow or pywuffs, or read from the decode cache.
 
-Slipstream runs colour transforms and normalisation on the training device. It is measured twice: once for only
+Slipstream runs color transforms and normalization on the training device. It is measured twice: once for only
 the work of a data worker (`worker`), and once including the device transforms on the same core (`all`), as on a
 machine without an accelerator. The other contenders have no device transforms. Contenders that are not installed are
 skipped.
@@ -185,7 +185,7 @@ def measure(name: str, root: Path, epoch: int, batches: int) -> dict[str, float]
     images, get = image_count(root), CONTENDERS[name](root)
     before, worker, rest = private_mb(), 0.0, 0.0
     for batch in range(batches + 1):
-        if batch == 1:  # the first batch includes one-time initialisation
+        if batch == 1:  # the first batch includes one-time initialization
             worker, rest, began, used = 0.0, 0.0, perf_counter(), process_time()
         start = process_time()
         samples = default_collate([get((batch * BATCH + i) % images, epoch) for i in range(BATCH)])
@@ -260,11 +260,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender")
     parser.add_argument("--images", type=int, default=24, help="number of image pairs to generate")
     parser.add_argument("--batches", type=int, default=6, help="number of batches of 8 per measurement")
     parser.add_argument("--size", default="1024x2048", help="HxW of the images")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--epoch", type=int, help=argparse.SUPPRESS)

@@ -30,7 +30,7 @@ KERNELS = ("loop", "foreach", "fused")
 
 
 def resnet18_shapes() -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the 62 parameters (11.7 million values)."""
+    """Yield the shapes of the 62 parameters of ResNet-18 (11.7 million values)."""
 
     def conv_bn(inputs: int, outputs: int, size: int) -> Iterator[tuple[int, ...]]:
         yield (outputs, inputs, size, size)
@@ -78,8 +78,13 @@ def measure(kind: str, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rounds", type=int, default=21, help="number of steps per contender")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/fused.md"))
+    parser.add_argument("--threads", type=int, default=1, help="number of torch threads")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("benchmarks/results/fused.md"),
+        help="Markdown file for the result; JSON is written next to it",
+    )
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     times = {kind: measure(kind, args.rounds) for kind in KINDS}

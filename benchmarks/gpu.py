@@ -66,13 +66,13 @@ PEAK_TFLOPS = {
 """Dense bf16 matrix products (V100: fp16) in 10^12 operations per second, from NVIDIA's data sheets."""
 LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "hipLaunch", "hipModuleLaunch", "hipGraphLaunch")
 SAME = ("device", "torch", "backend", "steps", "rounds", "crop", "batch size")
-"""Facts that must be equal to add to earlier results."""
+"""Fields that must be equal before new results are added to earlier ones."""
 TOO_LATE = "not measured (time limit)"
 Figures = dict[str, Any]
 
 
 class Device:
-    """Measurements on the device; NaN where the device does not support one."""
+    """Measurements on the device; NaN if the device does not support the measurement."""
 
     def __init__(self, name: str) -> None:
         self.device = torch.device(name)
@@ -133,7 +133,7 @@ def flops(setting: Setting) -> int:
 
 
 def create(make: Any, setting: Setting, device: Device, steps: int) -> tuple[Train, Figures]:
-    """Create a contender and measure everything but the time of its steps."""
+    """Create a contender and measure everything except the step time."""
     before, start, clock = device.free_memory(), perf_counter(), Clock(device.device)
     train = make(setting)
     first = float(train(1, clock))
@@ -159,7 +159,7 @@ def timed(train: Train, device: Device, steps: int) -> float:
 
 
 class Results:
-    """All figures, which are written after each measurement."""
+    """All measurements, which are written to the result files after each contender."""
 
     def __init__(self, out: Path | None, facts: dict[str, Any]) -> None:
         self.out, self.facts = out, facts
@@ -173,7 +173,7 @@ class Results:
                 self.networks = read["networks"]
 
     def own(self) -> Iterator[Figures]:
-        """Return the figures of Slipstream."""
+        """Yield the measurements of Slipstream's contenders."""
         for network in self.networks.values():
             yield from (found for name, found in network["contenders"].items() if "Slipstream" in name)
 
@@ -239,7 +239,7 @@ def describe(name: str, network: Figures) -> str:
     header += ["launches per step", "time / kernel time", "FLOPs utilization", "s for the first four steps"]
     errors = [f"- {contender}: {values['error']}" for contender, values in found.items() if "error" in values]
     guide = (
-        f"In SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]} %, without SyncBN"
+        f"In SuperGradients' guide, compilation reduces the time per epoch by {GUIDE[name]}%, without SyncBN"
         " and EMA."
     )
     return "\n\n".join([f"## {name}", table(header, rows), *(["\n".join(errors)] if errors else []), guide])
@@ -264,19 +264,40 @@ def _row(network: Figures, values: Figures, eager: float) -> list[str]:
     return ["–" if math.isnan(value) else format(value, form) for value, form in figures]
 
 
-def main() -> int:
+def check(args: argparse.Namespace) -> None:
+    """Exit with a message if an argument cannot be used."""
+    for name in ("steps", "rounds", "size", "batch_size"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            sys.exit(f"--{name.replace('_', '-')} must be at least 1, not {value}")
+    devices = usable_devices()
+    if args.device not in devices:
+        sys.exit(f"--device {args.device} is not available; choose one of {', '.join(devices)}")
+
+
+def usable_devices() -> list[str]:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return ["cpu"]
+    name = accelerator.type
+    return [name, *(f"{name}:{index}" for index in range(torch.accelerator.device_count())), "cpu"]
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--networks", nargs="*", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--device", default=accelerator.type if accelerator else "cpu")
+    parser.add_argument(
+        "--networks", nargs="*", default=list(SHAPES), choices=list(SHAPES), help="networks to train"
+    )
+    parser.add_argument("--device", default=usable_devices()[0], help="device to train on")
     parser.add_argument("--backend", default="inductor", help="compiler (default: inductor)")
     parser.add_argument("--steps", type=int, default=10, help="steps of each measurement")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each contender")
     parser.add_argument("--size", type=int, help="crop size (default: the recipe's)")
     parser.add_argument("--batch-size", type=int, help="batch size (default: the recipe's)")
     parser.add_argument("--minutes", type=float, default=8, help="do not start a contender after this time")
-    parser.add_argument("--out", type=Path, help="write Markdown and, beside it, JSON")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
+    check(args)
     start, device = perf_counter(), Device(args.device)
     facts = circumstances(["accelerate", "lightning"])
     facts |= {"device": device.name, "backend": args.backend, "steps": args.steps, "rounds": args.rounds}

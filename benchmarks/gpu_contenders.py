@@ -51,7 +51,7 @@ class Clock:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all contenders of a network share."""
+    """The settings shared by all contenders of a network."""
 
     case: Case
     device: torch.device
@@ -69,7 +69,7 @@ class Setting:
 
 
 Train = Callable[[int, Clock], Tensor]
-"""Trains for a number of steps between `clock.start` and `clock.stop` and returns the last loss."""
+"""A function that trains for a number of steps between `clock.start` and `clock.stop` and returns the last loss."""
 
 
 def each_step(setting: Setting, step: Step) -> Train:
@@ -99,7 +99,7 @@ def loop(setting: Setting, compiled: bool = False, fused: bool = False) -> Train
 
 
 def cuda_graph_loop(setting: Setting) -> Train:
-    """Return the loop recorded as one CUDA graph, as described in PyTorch's notes on CUDA graphs."""
+    """Return the loop captured as one CUDA graph, as described in PyTorch's notes on CUDA graphs."""
     net, optimizer = setting.network(fused=True)
     static = [tensor.clone() for tensor in setting.batches[0]]
 

@@ -2,8 +2,8 @@
 
     python benchmarks/host_time.py --rounds 9 --out benchmarks/results/host_time.md
 
-All contenders run interleaved in one process, which is bound to one core, because jax dispatches work to its own
-threads. Ratios are computed within a round. jax is optional (`pip install jax`, part of the `bench` extra). If it is
+All contenders run interleaved in one process, which is bound to one core, because JAX dispatches work to its own
+threads. Ratios are computed within a round. JAX is optional (`pip install jax`, part of the `bench` extra). If it is
 missing, the result says so.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 if hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-# Set these before importing jax, which reads them only once. One thread, as for torch.
+# Set these before importing jax, which reads them only once. JAX then uses one thread, as torch does.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -116,7 +116,7 @@ def measure(case: Case, rounds: int, seconds: float) -> dict[str, list[tuple[flo
     """Return the wall and CPU time per step in microseconds for each contender and round.
 
     Raises:
-        AssertionError: If the losses of the first steps differ by more than rounding errors.
+        AssertionError: if the losses of the first steps differ by more than rounding errors.
     """
     data: dict[str, list[Any]] = dict.fromkeys(CONTENDERS, batches(case))
     if JAX:
@@ -166,7 +166,7 @@ def describe(cases: dict[str, dict[str, list[tuple[float, float]]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="measurements of each contender")
     parser.add_argument("--seconds", type=float, default=0.3, help="seconds per contender and round")
     parser.add_argument("--out", help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
@@ -180,7 +180,7 @@ def main() -> None:
     text += "\n\nEach cell shows the median wall time per step (minimum to maximum), then the median CPU time. Ratios "
     text += "compare wall times and are medians of the ratios within each round."
     if not JAX:
-        text += " jax was not installed."
+        text += " JAX was not installed."
     print(f"\n{text}")
     if args.out:
         from pathlib import Path

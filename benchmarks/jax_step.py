@@ -1,4 +1,4 @@
-"""The training step of a small torch network, reimplemented with `jax.jit` and initialised with the same weights."""
+"""The training step of a small torch network, reimplemented with `jax.jit` and initialized with the same weights."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Params = list[dict[str, Any]]
 
 
 def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[tuple[Any, Any]], Any]:
-    """Return `step(batch) -> loss` (a jax array): cross-entropy, backward, and SGD or AdamW, with donated buffers."""
+    """Return `step(batch) -> loss` (a JAX array): cross-entropy, backward, and SGD or AdamW, with donated buffers."""
     params = [_arrays(dict(layer.named_parameters())) for layer in net]
     buffers = [_arrays({k: v for k, v in layer.named_buffers() if v.is_floating_point()}) for layer in net]
     update = _adamw(optimizer) if isinstance(optimizer, torch.optim.AdamW) else _sgd(optimizer)
@@ -48,7 +48,7 @@ def jax_step(net: nn.Sequential, optimizer: torch.optim.Optimizer) -> Callable[[
 
 
 def to_jax(tensor: Tensor) -> Any:
-    """Return a copy of the tensor as a jax array."""
+    """Return a copy of the tensor as a JAX array."""
     return jnp.asarray(np.array(tensor.detach().numpy()))
 
 

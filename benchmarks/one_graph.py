@@ -1,12 +1,13 @@
-"""The training step as one graph, compared with a hand-written loop, both with and without `torch.compile`.
+"""The training step as one graph, compared with hand-written loops.
 
     python benchmarks/one_graph.py --rounds 7 --out benchmarks/results/one_graph.md
 
-There are three parts: tiny networks in one process, the same networks in two gloo processes, and the recipes' networks
-with their losses and small crops, which are also compared with a channels_last loop. Contenders run interleaved in
-rotating order, and ratios are computed within a round. Before timing, the losses of the first steps must equal the
-loop's, except for channels_last, where dropout draws its random numbers in a different order. On a shared
-machine, use `--clock cpu --threads 1` to measure the CPU time of this process.
+There are three parts: (1) tiny networks in one process and (2) in two gloo processes, both compared with an eager loop
+and with `torch.compile(model)`; (3) the recipes' networks with their losses and small crops, compared with an eager
+loop and a channels_last loop. Contenders run interleaved in rotating order, and ratios are computed within a round.
+Before timing, the losses of the first steps must equal the loop's, except for channels_last, where dropout draws its
+random numbers in a different order. On a shared machine, use `--clock cpu --threads 1` to measure the CPU time of this
+process.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ def measure(
         step = steps[name] = CONTENDERS[name](case)
         losses = torch.stack([step(batch) for batch in batches[:CHECKED]])
         expected = losses if expected is None else expected
-        if "channels_last" not in name:  # there dropout draws its random numbers in a different order
+        # With channels_last, dropout draws its random numbers in a different order.
+        if "channels_last" not in name:
             torch.testing.assert_close(
                 losses, expected, rtol=case.tolerance, atol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
@@ -177,7 +179,7 @@ def describe(cases: dict[str, dict[str, list[float]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=7, help="measurements of each contender")
     parser.add_argument("--seconds", type=float, default=0.5, help="seconds per contender and round")
     parser.add_argument("--threads", type=int, default=2, help="torch threads of the single process")
     parser.add_argument(
@@ -186,7 +188,12 @@ def main() -> None:
         default="wall",
         help="clock for the single process; cpu: CPU time of the process",
     )
-    parser.add_argument("--networks", nargs="*", default=[*TINY, *(n for n in RECIPES if n != "ddrnet_23")])
+    parser.add_argument(
+        "--networks",
+        nargs="*",
+        default=[*TINY, *(n for n in RECIPES if n != "ddrnet_23")],
+        help="networks to train",
+    )
     parser.add_argument(
         "--crop", type=int, default=64, help="size of the square crops of the recipes' networks"
     )

@@ -134,7 +134,7 @@ def check_same_training(contenders: Contenders, network: str, kind: str) -> dict
     """Train each contender for a few steps on samples in a fixed order; return the weight differences from the loop.
 
     Raises:
-        AssertionError: If losses or weights differ by more than rounding errors.
+        AssertionError: if losses or weights differ by more than rounding errors.
     """
     outcomes = {}
     for name, contender in contenders.items():
@@ -165,7 +165,7 @@ def check_same_weights(contenders: Contenders, network: str, kind: str) -> dict[
     The losses are not compared, because they cannot be read inside a graph.
 
     Raises:
-        AssertionError: If weights differ by more than rounding errors.
+        AssertionError: if weights differ by more than rounding errors.
     """
     weights = {}
     for name, contender in contenders.items():
@@ -198,7 +198,7 @@ def measure(
 def summary(times: dict[str, list[float]]) -> str:
     """Return the table for a case, and the number of rounds in which Slipstream meets each goal.
 
-    The goals are that Slipstream beats Accelerate, and that it stays within `GOAL_MS` of the loop.
+    The goals are that Slipstream is faster than Accelerate, and at most `GOAL_MS` slower than the loop.
     """
     above = {
         name: [a - b for a, b in zip(values, times["loop"], strict=True)] for name, values in times.items()

@@ -1,6 +1,6 @@
 """Step times of 2 and 4 processes, compared with predictions from single-process times and microbenchmarks.
 
-    python benchmarks/scaling.py --rounds 4 --out benchmarks/results/scaling.md --document docs/scaling.md
+    python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md --document docs/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
 distributed training. `slipstream.apps.scaling` predicts the times using only the single-process step times and the
@@ -51,7 +51,7 @@ from slipstream.model import sync_batchnorm
 from slipstream.model.sync_batchnorm import convert_sync_batchnorm
 
 SIZES = [2**16, 2**18, 2**20, 2**22, 2**24]
-"""Sizes in the collective microbenchmarks in bytes, similar to the sizes of buckets and units."""
+"""Sizes, in bytes, of the collective microbenchmarks, similar to the sizes of buckets and units."""
 PROCESSES = (2, 4)
 CORES = len(os.sched_getaffinity(0))
 
@@ -238,7 +238,7 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
     beta = slopes["all_reduce"]
     gather, scatter = (max(0.0, slopes[name] - beta / 2) for name in ("all_gather", "reduce_scatter"))
     alpha = least["all_reduce"][0] / 2
-    # Use the median, because the minimum of the difference between two times would be too small.
+    # Use the median, because the minimum of the difference between two times is too small.
     smallest, hops = median(ping["smallest"] for ping in pings_of_rounds), 2 * (processes - 1)
     alpha = min(alpha, smallest / hops)  # the smallest all-reduce consists only of its hops and its launch
     return Cluster(
@@ -246,7 +246,8 @@ def cluster_of(pings_of_rounds: list[dict[str, Any]], processes: int) -> Cluster
         gpus_per_node=processes,
         intra=Link(alpha, share * beta),
         inter=Link(alpha, share * beta),
-        flops=100e9,  # this and the next line set only the proportions of the blocks, because the step is measured
+        # This and the next line only determine how the measured step time is divided among the blocks.
+        flops=100e9,
         memory_bandwidth=10e9,
         memory=1e12,
         launch=smallest - hops * alpha,
@@ -364,7 +365,7 @@ def main() -> None:
     parser.add_argument(
         "--document",
         type=Path,
-        help="insert the table between the `<!-- measured -->` and `<!-- end -->` markers in this page",
+        help="replace the text between the `<!-- measured -->` and `<!-- end -->` markers in this page with the table",
     )
     args = parser.parse_args()
     if args.rounds < 2:

@@ -1,9 +1,9 @@
-"""Speedup of SyncBN with one message in each of the forward and backward passes instead of two, in 2 gloo processes.
+"""Step time of SyncBN with one or two collectives in each of the forward and backward passes, in 2 gloo processes.
 
     python benchmarks/sync_bn.py --rounds 15 --out benchmarks/results/sync_bn.md
 
-Both variants run in turn in the same processes on the same network of 30 1x1 convolutions, each followed by a SyncBN,
-where communication dominates.
+Both variants run in turn in the same processes, on a network of thirty 1x1 convolutions, each followed by a SyncBN
+layer, so communication dominates.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def process(rank: int, rounds: int, folder: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--rounds", type=int, default=15, help="number of measurements of each variant")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
@@ -71,15 +71,15 @@ def main() -> None:
     two, one = times.values()
     ratio = median(b / a for a, b in zip(two, one, strict=True))
     text = table(
-        ["messages", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()]
+        ["collectives", "ms per step (median)"], [(way, f"{median(t):.1f}") for way, t in times.items()]
     )
     text += (
-        "\n\nWith one message in each of the forward and backward passes, a step takes "
+        "\n\nWith one collective in each of the forward and backward passes, a step takes "
         f"{ratio:.2f} times as long as with two (median of the ratios within each round)."
     )
     print(text)
     if args.out:
-        write_result(args.out, "SyncBN with one and with two messages", facts, text, times)
+        write_result(args.out, "SyncBN with one and with two collectives", facts, text, times)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python examples/accelerate.py [--compile]
     torchrun --nproc-per-node 2 examples/accelerate.py [--compile]
 
-The lines marked with # <- are specific to Slipstream. The others are an ordinary loop. In a few seconds on a CPU, the
+The lines marked with # <- are specific to Slipstream; the others are an ordinary loop. In a few seconds on a CPU, the
 network learns to count the bright squares in small synthetic images.
 """
 

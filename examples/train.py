@@ -1,9 +1,9 @@
-"""Train a ResNet-18 on Fashion-MNIST to more than 90 % test accuracy in two epochs on a CPU.
+"""Train a ResNet-18 on Fashion-MNIST to more than 90% test accuracy in two epochs on a CPU.
 
     python examples/train.py [--data FOLDER | --download] [--launcher none|pytorch|slurm|mpi]
 
-The data are read from the Debian package dataset-fashion-mnist or from a folder with the four IDX files. With
---download, they are downloaded if necessary, and their checksums are verified.
+The data is read from the Debian package dataset-fashion-mnist or from a folder with the four IDX files. With
+--download, missing files are downloaded, and their checksums are verified.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The accelerator of the tests marked `gpu`: a CUDA device, or another one such as the simulated NPU (`make npu`)."""
+"""The accelerator of the tests marked `gpu`: a CUDA device, or a device such as the simulated NPU (`make npu`)."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +7,9 @@ import pytest
 import torch
 
 DEVICE = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-"""The CPU if there is no accelerator; the tests marked `gpu` are then skipped."""
+"""The CPU if there is no accelerator. In this case, the tests marked `gpu` are skipped."""
 BACKEND = "aot_eager" if DEVICE.type == "npu" else "inductor"
-"""A compiler that supports the device: inductor has no code generator for the simulated NPU."""
+"""A compiler backend that supports the device. Inductor has no code generator for the simulated NPU."""
 IS_CUDA = DEVICE.type == "cuda"
 cuda_only = pytest.mark.skipif(not IS_CUDA, reason="requires a CUDA device")
 
@@ -24,7 +24,7 @@ def no_waiting() -> Iterator[None]:
         finally:
             torch.cuda.set_sync_debug_mode("default")
     else:
-        torch_npu = pytest.importorskip("torch_npu", reason="this device does not report that the host waits")
+        torch_npu = pytest.importorskip("torch_npu", reason="this device does not report host waits")
         with torch_npu.watching((*torch_npu.HOST_READS, "host_to_device_blocking")) as seen:
             yield
         assert not seen, seen

@@ -1,22 +1,30 @@
-"""Common setup of all tests: one thread per process, and global torch settings that are restored."""
+"""Common setup of all tests: one thread per process, and restored global torch settings."""
 
 import os
+import signal
 import tempfile
 from collections.abc import Iterator
 
-# Test processes run in parallel, so several threads per process would oversubscribe the cores. This is set before
-# torch is imported and inherited by child processes.
+# Test processes run in parallel, so several threads per process would oversubscribe the cores. The variable is set
+# before torch is imported, and child processes inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-# Tests neither use the user's cache of compiled code nor share a cache with another test run.
+# Tests do not use the user's cache of compiled code and do not share a cache with another test run.
 os.environ.setdefault("SLIPSTREAM_CACHE", tempfile.mkdtemp(prefix="slipstream-tests-"))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _handle_interrupts() -> None:
+    """Handle SIGINT even if the tests were started in the background, where shells ignore it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @pytest.fixture(autouse=True)
-def _quiet_torch() -> Iterator[None]:
+def _restore_torch_settings() -> Iterator[None]:
     """Restore the global settings that a Runner may change, except seeds."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     benchmark = torch.backends.cudnn.benchmark

@@ -15,7 +15,7 @@ from slipstream.model import BaseModel
 from slipstream.registry import DATASETS, HOOKS, MODELS
 
 FOLDER = str(Path(__file__).parent)
-"""Folder to add to the PYTHONPATH of the processes."""
+"""Folder to add to the processes' PYTHONPATH."""
 
 CONFIG = """\
 custom_imports: {imports: [faulty_fixtures]}
@@ -48,8 +48,8 @@ class Line(BaseModel):
 
 
 @HOOKS.register_module()
-class Stumble(Hook):
-    """A hook that fails or hangs on rank 1 at the start of an epoch, unless the job was restarted."""
+class FailOnRank1(Hook):
+    """A hook that fails or waits on rank 1 at the start of an epoch, except in a restarted job."""
 
     def __init__(self, how, epoch=1):
         self.how, self.epoch = how, epoch
@@ -57,7 +57,14 @@ class Stumble(Hook):
     def before_train_epoch(self, runner):
         restarted = any(int(os.environ.get(f"{n}_RESTART_COUNT", 0)) for n in ("TORCHELASTIC", "SLURM"))
         if runner.epoch == self.epoch and runner.rank == 1 and not restarted:
+            self._wait_for_last_checkpoint(runner)
             getattr(self, self.how)()
+
+    def _wait_for_last_checkpoint(self, runner):
+        """Wait until rank 0 has written the checkpoint of the last epoch in the background."""
+        last = Path(runner.work_dir) / "last_checkpoint"
+        while runner.epoch and not (last.exists() and last.read_text().endswith(f"epoch_{runner.epoch}.pth")):
+            time.sleep(0.01)
 
     def error(self):
         raise DataError("sample 3 is broken")
@@ -73,4 +80,4 @@ class Stumble(Hook):
 
     def wait(self):
         print("waiting", flush=True)
-        time.sleep(300)
+        time.sleep(10)

@@ -71,11 +71,11 @@ def by_hand(
     model=None,
     data=None,
 ):
-    """Train with a plain loop; return losses, weights and the average.
+    """Train with a plain loop. Return losses, weights and the average.
 
     Args:
         gradients: `gradients(model, params, loss_of)` returns the gradients of a batch.
-        change: `change(params, grads)` returns the clipped gradients of an accumulation window.
+        change: `change(params, grads)` returns the modified gradients of an accumulation window.
         groups: `groups(model, optimizer)` modifies the optimizer's groups, one per parameter.
         together: accumulate, clip and average with the options of `TOGETHER`.
     """
@@ -119,7 +119,7 @@ def _mean(states):
 
 
 def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **options):
-    """Train with `accelerate`; return the same values as `by_hand`."""
+    """Train with `accelerate`. Return the same values as `by_hand`."""
     torch._dynamo.reset()
     model = Net() if model is None else model
     options = dict(options, compile=HOW[how], **(TOGETHER if together else {}))
@@ -130,7 +130,7 @@ def trained(how, make_optimizer=sgd, together=False, model=None, data=None, **op
 
 
 def run(folder, how, together=False, model=None, optimizer=None, hooks=(), **options):
-    """Train with a Runner; return the same values as `by_hand`, and the Runner."""
+    """Train with a Runner. Return the same values as `by_hand`, and the Runner."""
     torch._dynamo.reset()
     x, y = map(torch.cat, zip(*batches(), strict=True))
     runner = Runner(

@@ -1,7 +1,7 @@
 """Ports for distributed tests that no other test or connection uses.
 
-The operating system may assign a free port to a connection before the test's job listens on it, but only ports from
-32768 on. Slipstream uses 20000 to 29999 under Slurm and MPI.
+The operating system may assign a free port to a connection before the test's job listens on it, but it assigns only
+ports from 32768 on. Slipstream uses 20000 to 29999 under Slurm and MPI.
 """
 
 import itertools
@@ -21,7 +21,7 @@ def _is_free(port):
     with socket.socket() as sock:
         sock.setsockopt(
             socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
-        )  # as torch does, to reuse ports in TIME_WAIT
+        )  # torch also sets this option, to reuse ports in TIME_WAIT
         try:
             sock.bind(("", port))
         except OSError:

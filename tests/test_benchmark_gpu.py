@@ -35,7 +35,7 @@ def fails_later(setting):
 
     def train(steps, clock):
         calls.append(steps)
-        if len(calls) == 5:  # the second round
+        if len(calls) == 5:  # in the second round
             raise RuntimeError("late\nwith details")
         return works(setting)(steps, clock)
 
@@ -79,7 +79,23 @@ def test_results_with_the_same_settings_are_kept(tmp_path, key, kept):
 
 
 @pytest.mark.parametrize("content", ['{"a":', "[1]"])
-def test_damaged_results_are_an_error(tmp_path, content):
+def test_damaged_results_raise_an_error(tmp_path, content):
     (tmp_path / "out.json").write_text(content)
     with pytest.raises(SystemExit, match=r"out\.json cannot be read"):
         gpu.Results(tmp_path / "out.md", FACTS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps", "0"], "--steps must be at least 1, not 0"),
+        (["--batch-size", "-1"], "--batch-size must be at least 1, not -1"),
+        (["--device", "gpu"], "--device gpu is not available; choose one of .*cpu$"),
+        (["--device", "cuda:99"], "--device cuda:99 is not available; choose one of .*cpu$"),
+    ],
+)
+def test_unusable_arguments_are_an_error_on_one_line(monkeypatch, arguments, message):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", *arguments])
+    with pytest.raises(SystemExit, match=f"^{message}") as exit_:
+        gpu.main()
+    assert "\n" not in str(exit_.value)

@@ -14,7 +14,7 @@ def test_quotas_of_the_cgroup_and_its_parents_apply(monkeypatch, tmp_path):
     assert cores._quotas() == [1.5]
 
 
-def test_without_cgroups_there_are_no_quotas(monkeypatch, tmp_path):
+def test_machine_without_cgroups_has_no_quotas(monkeypatch, tmp_path):
     monkeypatch.setattr(cores, "Path", lambda path: tmp_path / path.lstrip("/"))
     assert cores._quotas() == []
 

@@ -1,4 +1,4 @@
-"""Optional packages: training without them, and error messages that name the missing one."""
+"""Optional packages: training without them, and error messages that name the missing package."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_installed_packages_are_found_without_importing_them():
     assert not is_installed("no_such_package")
 
 
-def test_a_runner_trains_without_optional_packages(tmp_path):
+def test_runner_trains_without_optional_packages(tmp_path):
     done = run(
         """
 import torch
@@ -80,7 +80,7 @@ Runner(
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "epoch_1.pth").exists()
     assert (
-        "No TensorBoard files are written; to enable them: pip install 'slipstream[tensorboard]'"
+        "TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'"
         in done.stderr + done.stdout
     )
 

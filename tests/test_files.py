@@ -1,6 +1,9 @@
+import os
+from pathlib import Path
+
 import pytest
 
-from slipstream.files import replacing
+from slipstream.files import remove_temporary_files, replacing
 
 
 def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
@@ -9,7 +12,7 @@ def test_old_file_is_kept_until_the_new_one_is_complete(tmp_path):
     with replacing(path) as temporary:
         temporary.write_text("new")
         assert path.read_text() == "old"
-        assert temporary.parent == tmp_path  # the same file system, as a rename requires
+        assert temporary.parent == tmp_path  # on the same file system, as a rename requires
     assert path.read_text() == "new"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -41,3 +44,21 @@ def test_two_writers_of_one_file_do_not_conflict(tmp_path):
         second.write_text("second")
     assert path.read_text() == "first"  # this block ended last
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_only_temporary_files_of_this_module_are_removed(tmp_path):
+    temporary = tmp_path / ".epoch_1.pth.0123abcd.tmp"
+    others = [tmp_path / name for name in (".notes.tmp", "epoch_1.pth.0123abcd.tmp", ".a.0123ABCD.tmp")]
+    for path in (temporary, *others):
+        path.write_text("")
+    (tmp_path / ".folder.0123abcd.tmp").mkdir()
+    remove_temporary_files(tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([*others, tmp_path / ".folder.0123abcd.tmp"])
+
+
+def test_renamed_file_and_its_folder_are_synced_in_this_order(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append(str(Path(f"/proc/self/fd/{file}").readlink())))
+    with replacing(tmp_path / "a.txt") as temporary:
+        temporary.write_text("new")
+    assert calls == [str(temporary), str(tmp_path)]

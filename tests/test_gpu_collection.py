@@ -1,4 +1,4 @@
-"""`make gpu` works on a machine that lacks the optional libraries."""
+"""`make gpu` works on a machine without the optional libraries."""
 
 import subprocess
 import sys

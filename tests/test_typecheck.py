@@ -1,13 +1,30 @@
 """Type checks of option values against annotations."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, Optional
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.typecheck import describe, matches
+from slipstream.errors import ConfigError
+from slipstream.typecheck import (
+    AllOrPositiveInt,
+    NonNegative,
+    NonNegativeInt,
+    Number,
+    Positive,
+    PositiveInt,
+    Probability,
+    check,
+    check_finite,
+    check_optimizer_options,
+    describe,
+    matches,
+)
 
 
 @pytest.mark.parametrize(
@@ -27,15 +44,24 @@ from slipstream.typecheck import describe, matches
         ({"a": 1}, dict[str, Any]),
         (None, None),
         (None, int | None),
-        (3, Optional[int]),  # noqa: UP045  (the other spelling is what is tested)
+        (3, Optional[int]),  # noqa: UP045  (this spelling is under test)
         ("a", Literal["a", "b"]),
         ("b", Literal["a"] | str),
         (object(), Any),
-        ("anything", Sequence[int]),  # not a plain type, so any value is accepted
+        ([1, 2], Sequence[int]),
+        (range(3), Sequence[int]),  # elements are only checked in lists and tuples
+        ({}, Mapping[str, int]),
+        (Path("a"), str | Path),
+        (math.inf, Number),
+        (0, NonNegative),
+        (10**400, float),
+        (-1, AllOrPositiveInt),
+        (1, Probability),
+        ({1}, set),  # not one of the types that are checked, so any value is accepted
         (len, Callable[..., Any]),
     ],
 )
-def test_matching_values(value, annotation):
+def test_matching_values_are_accepted(value, annotation):
     assert matches(value, annotation)
 
 
@@ -64,9 +90,30 @@ def test_matching_values(value, annotation):
         (0, None),
         ("c", Literal["a", "b"]),
         ([], int | str | None),
+        (math.nan, float),
+        (math.inf, float),
+        (math.nan, Number),
+        (True, Number),
+        (math.inf, Positive),
+        (0, Positive),
+        (-0.5, NonNegative),
+        (math.nan, NonNegative),
+        (0, PositiveInt),
+        (1.0, PositiveInt),
+        (True, PositiveInt),
+        (-1, NonNegativeInt),
+        (-2, AllOrPositiveInt),
+        (1.5, Probability),
+        ([1, math.nan], list[float]),
+        ("abc", Sequence[str]),
+        ({"a": 1}, Sequence[Any]),
+        ([1, "2"], Sequence[int]),
+        ([1], Mapping[str, int]),
+        (3, str | Path),
+        (3, Callable[..., Any]),
     ],
 )
-def test_values_that_do_not_match(value, annotation):
+def test_mismatched_values_are_rejected(value, annotation):
     assert not matches(value, annotation)
 
 
@@ -74,7 +121,7 @@ PLAIN = st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st
 
 
 @given(PLAIN, st.sampled_from([int, str, bool, float, list]), st.sampled_from([int, str, None, list]))
-def test_union_matches_values_of_any_member(value, one, other):
+def test_union_accepts_values_of_any_member(value, one, other):
     assert matches(value, one | other) == (matches(value, one) or matches(value, other))
 
 
@@ -83,12 +130,60 @@ def test_union_matches_values_of_any_member(value, one, other):
     [
         (int, "int"),
         (str | None, "str or None"),
-        (Optional[float], "float or None"),  # noqa: UP045
+        (Optional[float], "finite float or None"),  # noqa: UP045
         (Literal["a", "b"], "'a' or 'b'"),
         (list[str | None], "list[str or None]"),
         (tuple[int, ...], "tuple[int, ...]"),
         (Literal["torch"] | bool | None, "'torch' or bool or None"),
+        (PositiveInt | None, "int of at least 1 or None"),
+        (list[Probability], "list[float between 0 and 1]"),
+        (Annotated[str | None, "not a rule"], "str or None"),
+        (Mapping[str, Any] | Sequence[int], "dict or list[int]"),
+        (Callable[..., Any], "a function"),
     ],
 )
 def test_describe_formats_annotations(annotation, words):
     assert describe(annotation) == words
+
+
+def test_check_error_contains_the_path_and_part_of_the_value():
+    with pytest.raises(ConfigError) as caught:
+        check("x" * 1000, PositiveInt, "train_cfg.max_epochs")
+    text = str(caught.value)
+    assert text.startswith("train_cfg.max_epochs: must be int of at least 1, not 'xxx")
+    assert len(text) < 300
+
+
+def test_numbers_that_are_not_finite_are_found_at_any_depth():
+    check_finite({"a": [1.0, {"b": (2, "nan", None)}]})
+    with pytest.raises(ConfigError, match=r"^a\[1\]\.b\[0\]: must be a finite number, not inf"):
+        check_finite({"a": [1.0, {"b": (math.inf,)}]})
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"lr": math.nan}, "lr"),
+        ({"lr": -1}, "lr"),
+        ({"lr": "0.1"}, "lr"),
+        ({"lr": True}, "lr"),
+        ({"lr": [0.1]}, "lr"),
+        ({"weight_decay": -0.1}, "weight_decay"),
+        ({"momentum": math.inf}, "momentum"),
+        ({"betas": (0.9, "0.99")}, "betas"),
+        ({"betas": [0.9, math.nan]}, "betas[1]"),
+        ({"eps": [None, -1e-3]}, "eps"),
+        ({"alpha": math.nan}, "alpha"),
+    ],
+)
+def test_invalid_optimizer_options_raise(options, path):
+    with pytest.raises(ConfigError) as caught:
+        check_optimizer_options(options, "optimizer")
+    assert caught.value.path == f"optimizer.{path}"
+
+
+def test_optimizer_options_may_be_tensors_and_none():
+    tensor = torch.tensor(0.1)
+    check_optimizer_options(
+        {"params": [tensor], "lr": tensor, "eps": (None, 1e-3), "betas": (0.9, 0.99), "t_total": -1}
+    )

@@ -1,4 +1,4 @@
-"""The script behind `make versions`: requirements of a pair, counts of a report, and the table."""
+"""The script behind `make versions`: requirements of a pair, counts in a report, and the table."""
 
 import importlib.util
 import sys
@@ -47,7 +47,7 @@ def test_lowest_versions_are_those_that_the_project_declares():
     ]
 
 
-def test_newest_versions_are_chosen_by_pip():
+def test_pip_selects_the_newest_versions():
     found = versions.requirements(PROJECT, Pair("python3.13"))
     assert found[:3] == ["torch", "numpy>=1.26", "pillow>=10.3"]
 
@@ -101,7 +101,7 @@ def test_missing_interpreter_or_wheel_is_a_row_and_not_a_failure(page, monkeypat
     monkeypatch.setattr(versions.shutil, "which", lambda name: None if name == "python9" else name)
     assert versions.main(["python9", "python3.12", "python3.11:9"]) == 0
     assert "| python9 | newest | newest | - | - | - |" in page.read_text()
-    assert "not installed: python9 is not on this machine |" in page.read_text()
+    assert "not installed: python9 was not found |" in page.read_text()
     assert "not installed: python3.12: command not found |" in page.read_text()
     assert "not installed: No matching distribution found for torch==9 at (address) |" in page.read_text()
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from slipstream.config import Config as Config
     from slipstream.dataset.loading.feed import feed as feed
+    from slipstream.preemption import Preemption as Preemption
     from slipstream.runner import Runner as Runner
     from slipstream.speed.accelerate import accelerate as accelerate
     from slipstream.training.trainer import Trainer as Trainer
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Config": "slipstream.config",
+    "Preemption": "slipstream.preemption",
     "Runner": "slipstream.runner",
     "Trainer": "slipstream.training.trainer",
     "accelerate": "slipstream.speed.accelerate",
@@ -26,10 +28,10 @@ _MODULES = {
 }
 _PACKAGES = (
     "apps", "checkpoint", "config", "dataset", "dist", "errors", "evaluator", "hooks", "logging", "model", "optim",
-    "recipes", "registry", "runner", "speed", "step", "training", "visualization",
+    "preemption", "recipes", "registry", "runner", "speed", "step", "training", "visualization",
 )  # fmt: skip
 
-__all__ = ["Config", "Runner", "Trainer", "__version__", "accelerate", "feed"]
+__all__ = ["Config", "Preemption", "Runner", "Trainer", "__version__", "accelerate", "feed"]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,6 +15,7 @@ __all__ = [
     "CheckpointError",
     "ConfigError",
     "DataError",
+    "DataLoaderError",
     "DistributedError",
     "LossError",
     "MissingPackageError",
@@ -34,11 +35,15 @@ class SlipstreamError(Exception):
         # torch re-raises a data loader worker's exception with the worker's full traceback as the message.
         name, text = type(self).__name__, str(args[0]) if args else ""
         if text.startswith(f"Caught {name} in "):
-            self.args = (re.split(rf"^(?:\S+\.)?{name}: ", text, flags=re.MULTILINE)[-1].strip(),)
+            lines = re.split(rf"^(?:\S+\.)?{name}: ", text, flags=re.MULTILINE)[-1].strip().splitlines()
+            # The traceback ends with the notes, which this package writes in parentheses.
+            while len(lines) > 1 and lines[-1].startswith("(") and lines[-1].endswith(")"):
+                self.add_note(lines.pop())
+            self.args = ("\n".join(lines),)
             self.__cause__ = Exception(text)
 
     def __str__(self) -> str:
-        # KeyError.__str__ would return the repr of the message.
+        # KeyError.__str__ returns the repr of the message.
         return " ".join(str(arg) for arg in self.args)
 
 
@@ -85,12 +90,16 @@ class CheckpointError(SlipstreamError, RuntimeError):
     """A checkpoint cannot be read or written, or belongs to a different model."""
 
 
+class DataLoaderError(SlipstreamError, RuntimeError):
+    """A worker process of a data loader died, timed out, or ran out of shared memory."""
+
+
 class DistributedError(SlipstreamError, RuntimeError):
     """The process group cannot be set up or used."""
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
     """Return `"; did you mean 'x'?"` for the candidate closest to `name`, or an empty string if none is close."""
-    by_lower = {c.lower(): c for c in candidates}
-    close = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.5)
+    by_lower = {str(c).lower(): c for c in candidates}
+    close = difflib.get_close_matches(str(name).lower(), by_lower, n=1, cutoff=0.5)
     return f"; did you mean '{by_lower[close[0]]}'?" if close else ""

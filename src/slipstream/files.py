@@ -1,21 +1,45 @@
-"""Atomic file writes."""
+"""Atomic file writes, and checks of file names."""
 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["replacing"]
+from slipstream.errors import ConfigError
+
+__all__ = ["check_name", "remove_temporary_files", "replacing", "sync_folder"]
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
+
+
+def check_name(name: str, key: str, folder: str = "the work_dir") -> str:
+    """Return `name`, a path relative to a folder, if it names a file inside the folder.
+
+    Links are not resolved, because the user created them.
+
+    Args:
+        name: the relative path; it may contain subfolders.
+        key: config path of the name, for the error.
+        folder: description of the folder, for the error.
+
+    Raises:
+        ConfigError: the path is empty, absolute, or leads out of the folder.
+    """
+    outside = Path(name).is_absolute() or Path(os.path.normpath(name)).parts[:1] == ("..",)
+    if not name or "\0" in str(name) or outside:
+        raise ConfigError(f"must be the name of a file inside {folder}, without '..', not {name!r}", key)
+    return name
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename the file written there to `path` if the block succeeds.
 
-    Readers of `path` see either the old file or the complete new one.
+    Readers of `path` see either the old file or the complete new one, even after a power failure.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
@@ -23,5 +47,27 @@ def replacing(path: Path) -> Iterator[Path]:
         with temporary.open("rb+") as file:
             os.fsync(file.fileno())
         temporary.replace(path)
+        sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Write the folder's list of files to disk, so that a power failure does not revert a rename in it."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_temporary_files(folder: Path) -> None:
+    """Remove the temporary files that processes left in `folder` when they were killed in `replacing`.
+
+    The caller must ensure that no other process writes to this folder.
+    """
+    for path in folder.glob(".*.tmp"):
+        if path.is_file() and _TEMPORARY.fullmatch(path.name):
+            path.unlink(missing_ok=True)

@@ -41,19 +41,20 @@ def _main(argv: list[str]) -> int:
     with extra("recipes"):
         from hydra._internal.utils import get_args_parser
 
-    args = get_args_parser().parse_args(argv)
+    trust = "--trust" in argv  # Hydra does not know this option
+    args = get_args_parser().parse_args([word for word in argv if word != "--trust"])
     folder = args.config_dir or args.config_path
     if args.config_name is None and not args.hydra_help:
         raise ConfigError("no recipe given; add --config-name=NAME ('slipstream recipes' lists all recipes)")
     if not _hydra_options(args):
-        return _train(args.config_name, args.overrides, folder)
+        return _train(args.config_name, args.overrides, folder, trust)
     path = find_recipe(args.config_name or "variable_setup", folder)
     if path.suffix != ".yaml":
         raise ConfigError(
             f"Hydra only reads .yaml files, not {path}; run `slipstream train {path}` instead",
             "--config-name",
         )
-    _run_hydra(args, path, folder)
+    _run_hydra(args, path, folder, trust)
     return 0
 
 
@@ -67,14 +68,17 @@ def _hydra_options(args: argparse.Namespace) -> list[str]:
     return [*options, "--resolve"] if options and args.resolve else options
 
 
-def _train(name: str, overrides: Sequence[str], folder: str | None, work_dir: Path | None = None) -> int:
+def _train(
+    name: str, overrides: Sequence[str], folder: str | None, trust: bool, work_dir: Path | None = None
+) -> int:
     from slipstream.cli.main import main as command
 
     options = {"--config-dir": folder, "--work-dir": work_dir}
-    return command(["train", name, *overrides, *(f"{k}={v}" for k, v in options.items() if v is not None)])
+    words = [f"{key}={value}" for key, value in options.items() if value is not None]
+    return command(["train", name, *overrides, *words, *(["--trust"] if trust else [])])
 
 
-def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None:
+def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None, trust: bool) -> None:
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -84,15 +88,14 @@ def _run_hydra(args: argparse.Namespace, path: Path, folder: str | None) -> None
 
     def job(_: DictConfig) -> None:
         run = HydraConfig.get()
-        status = _train(
-            args.config_name, list(run.overrides.task), folder, Path(run.sweep.dir) / str(run.job.num)
-        )
+        work_dir = Path(run.sweep.dir) / str(run.job.num)
+        status = _train(args.config_name, list(run.overrides.task), folder, trust, work_dir)
         if status in (1, 2):
             raise SlipstreamError(f"run {run.job.num} failed; see the error above")  # the other runs continue
         if status:
             sys.exit(status)
 
-    words = hydra_overrides(path, args.overrides, folder)
+    words = hydra_overrides(path, args.overrides, folder, trust)
     register_resolvers()
     # hydra.main reads its arguments only from sys.argv.
     before, sys.argv = sys.argv, [sys.argv[0], *_hydra_options(args), *words]

@@ -2,22 +2,113 @@
 
 from __future__ import annotations
 
+import math
 import types
 import typing
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
 
-__all__ = ["describe", "matches"]
+from slipstream.errors import ConfigError
+
+__all__ = [
+    "AllOrPositiveInt",
+    "NonNegative",
+    "NonNegativeInt",
+    "Number",
+    "Positive",
+    "PositiveInt",
+    "Probability",
+    "Rule",
+    "check",
+    "check_finite",
+    "check_optimizer_options",
+    "describe",
+    "is_number",
+    "matches",
+    "shown",
+]
 
 _PLAIN = (bool, int, float, str, dict, list, tuple)
+_ABSTRACT = {Mapping: "dict", Sequence: "list", Callable: "a function"}
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A condition on a value of the annotated type, as metadata of `Annotated`."""
+
+    accepts: Callable[[Any], bool]
+    text: str
+    """The condition in an error message, after the type: `of at least 1`."""
+
+
+PositiveInt = Annotated[int, Rule(lambda value: value >= 1, "of at least 1")]
+NonNegativeInt = Annotated[int, Rule(lambda value: value >= 0, "of at least 0")]
+AllOrPositiveInt = Annotated[int, Rule(lambda value: value == -1 or value >= 1, "of at least 1, or -1")]
+Positive = Annotated[float, Rule(lambda value: 0 < value < math.inf, "above 0")]
+NonNegative = Annotated[float, Rule(lambda value: 0 <= value < math.inf, "of at least 0")]
+Probability = Annotated[float, Rule(lambda value: 0 <= value <= 1, "between 0 and 1")]
+Number = Annotated[float, Rule(lambda value: value == value, "that may be infinite")]
+"""A float that may be infinite; `float` alone only matches finite numbers."""
+
+
+_OPTIMIZER_LIMITS: Mapping[str, Any] = {
+    "lr": NonNegative,
+    "weight_decay": NonNegative,
+    "eps": NonNegative,
+    "momentum": Probability,
+    "betas": Probability,
+}
+
+
+def check(value: Any, annotation: Any, path: str) -> None:
+    """Raise a `ConfigError` at `path` unless `value` matches `annotation`."""
+    if not matches(value, annotation):
+        raise ConfigError(f"must be {describe(annotation)}, not {shown(value)}", path)
+
+
+def check_finite(value: Any, path: str = "") -> None:
+    """Raise a `ConfigError` if nested dicts and lists contain NaN or infinity; the error names the key."""
+    if isinstance(value, float) and not is_number(value):
+        raise ConfigError(f"must be a finite number, not {value!r}", path)
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            check_finite(item, f"{path}.{key}" if path else str(key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            check_finite(item, f"{path}[{index}]")
+
+
+def check_optimizer_options(options: Mapping[Any, Any], path: str = "") -> None:
+    """Raise a `ConfigError` for a value that no optimizer supports as option of the optimizer or of a group."""
+    prefix = f"{path}." if path else ""
+    check_finite({f"{prefix}{key}": value for key, value in options.items() if key != "params"})
+    for key, limit in _OPTIMIZER_LIMITS.items():
+        value: Any = options.get(key)
+        several = isinstance(value, list | tuple) and key in ("eps", "betas")
+        for number in value if several else [value]:
+            number_like = number is None or is_number(number) or hasattr(number, "item")  # a tensor
+            if not number_like or (is_number(number) and not matches(number, limit)):
+                raise ConfigError(f"must be {describe(limit)}, not {shown(value)}", f"{prefix}{key}")
+
+
+def is_number(value: Any) -> bool:
+    """Return whether `value` is a finite int or float, but not a bool."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def matches(value: Any, annotation: Any) -> bool:
-    """Return whether `value` matches `annotation`; annotations other than plain types accept any value.
+    """Return whether `value` matches `annotation`; annotations other than those below accept any value.
 
-    An int matches `float`. A bool matches neither `int` nor `float`. Lists and tuples are interchangeable, because
-    YAML and JSON have no tuples. Elements of lists, tuples and dicts are also checked.
+    An int matches `float`. A bool matches neither `int` nor `float`, and NaN and infinity do not match `float`. Lists
+    and tuples are interchangeable, because YAML and JSON have no tuples. Elements of lists, tuples and dicts are also
+    checked. `Annotated` adds a `Rule`. `Mapping`, `Callable` and `Path` are checked without their contents; `Sequence`
+    matches any value with items, except strings and dicts.
     """
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        return _obeys(value, args[0], [rule for rule in args[1:] if isinstance(rule, Rule)])
     if origin in (typing.Union, types.UnionType):
         return any(matches(value, arg) for arg in args)
     if origin is typing.Literal:
@@ -25,18 +116,34 @@ def matches(value: Any, annotation: Any) -> bool:
     if annotation is None or annotation is type(None):
         return value is None
     plain = origin or annotation
-    if plain not in _PLAIN:
-        return True
-    if plain in (int, float):
-        allowed = (int,) if plain is int else (int, float)
-        return isinstance(value, allowed) and not isinstance(value, bool)
+    if plain is float:
+        return is_number(value)
+    if plain is int:
+        return isinstance(value, int) and not isinstance(value, bool)
     if plain in (list, tuple):
         return isinstance(value, list | tuple) and _elements_match(value, plain, args)
     if plain is dict and args:
         return isinstance(value, dict) and all(
             matches(key, args[0]) and matches(item, args[1]) for key, item in value.items()
         )
-    return isinstance(value, plain)
+    if plain is Sequence:
+        return _is_sequence(value) and (
+            not isinstance(value, list | tuple) or _elements_match(value, list, args)
+        )
+    if plain in (*_PLAIN, Mapping, Path):
+        return isinstance(value, plain)
+    return callable(value) if plain is Callable else True
+
+
+def _obeys(value: Any, kind: Any, rules: Sequence[Rule]) -> bool:
+    number = kind is float and isinstance(value, int | float) and not isinstance(value, bool)
+    return (number or matches(value, kind)) and all(rule.accepts(value) for rule in rules)
+
+
+def _is_sequence(value: Any) -> bool:
+    return (
+        hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, str | Mapping)
+    )
 
 
 def _elements_match(values: Any, kind: type, args: tuple[Any, ...]) -> bool:
@@ -47,14 +154,26 @@ def _elements_match(values: Any, kind: type, args: tuple[Any, ...]) -> bool:
 
 def describe(annotation: Any) -> str:
     """Return the annotation as text for an error message: `int`, `str or None`, `'a' or 'b'`, `list[int]`."""
-    origin = typing.get_origin(annotation)
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        rules = [rule.text for rule in args[1:] if isinstance(rule, Rule)]
+        return " ".join([args[0].__name__ if rules else describe(args[0]), *rules])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(describe(arg) for arg in typing.get_args(annotation))
+        return " or ".join(describe(arg) for arg in args)
     if origin is typing.Literal:
-        return " or ".join(repr(arg) for arg in typing.get_args(annotation))
-    if annotation is type(None):
+        return " or ".join(repr(arg) for arg in args)
+    if annotation is type(None) or annotation is None:
         return "None"
-    name = getattr(annotation, "__name__", str(annotation))
-    if origin in _PLAIN:
-        return f"{name}[{', '.join('...' if arg is ... else describe(arg) for arg in typing.get_args(annotation))}]"
+    if annotation is float:
+        return "finite float"
+    plain = origin or annotation
+    name = str(_ABSTRACT.get(plain) or getattr(plain, "__name__", annotation))
+    if origin in (*_PLAIN, Sequence):
+        return f"{name}[{', '.join('...' if arg is ... else describe(arg) for arg in args)}]"
     return name
+
+
+def shown(value: Any) -> str:
+    """Return the start of `value`'s representation, for an error message."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -26,7 +26,7 @@ class Level(enum.IntEnum):
     HIGH = 3
 
 
-class Colour(str, enum.Enum):  # noqa: UP042  (older code has these, and str() of them differs)
+class Color(str, enum.Enum):  # noqa: UP042  (older code uses such classes, and their str() differs)
     RED = "red"
 
 
@@ -53,7 +53,7 @@ def round_trip(value, tmp_path):
         (np.str_("a"), "a"),  # a subclass of str
         (np.complex128(1 + 2j), 1 + 2j),
         (Level.HIGH, 3),
-        (Colour.RED, "red"),
+        (Color.RED, "red"),
         (True, True),
         (None, None),
         (b"\x00\xff", b"\x00\xff"),
@@ -120,7 +120,7 @@ def test_optimizer_state_round_trips(tmp_path):
     assert torch.equal(other.state[model.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
 
 
-def test_values_that_are_not_plain_are_omitted_with_a_warning(tmp_path):
+def test_unsupported_values_are_omitted_with_a_warning(tmp_path):
     warnings = []
     content = {
         "meta": {"keep": 1, "made_by": Custom(), "when": [1, Custom(), 3]},
@@ -293,8 +293,8 @@ def test_remove_checkpoint_removes_files_and_sharded_folders(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["..", ".", "", "data", "../other.sharded", "../a.pth", "{}/other.sharded"])
-def test_remove_checkpoint_only_removes_checkpoints_in_the_folder(tmp_path, name):
-    """A resumed run removes the old checkpoints that are listed in the loaded checkpoint."""
+def test_remove_checkpoint_only_removes_checkpoints_in_its_folder(tmp_path, name):
+    """A resumed run removes the old checkpoints listed in the loaded checkpoint."""
     work_dir = tmp_path / "run"
     for folder in (work_dir / "data", tmp_path / "other.sharded"):
         folder.mkdir(parents=True)

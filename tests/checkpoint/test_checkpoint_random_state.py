@@ -8,14 +8,14 @@ from slipstream.checkpoint import get_random_state, load_checkpoint, save_checkp
 
 
 @pytest.fixture(autouse=True)
-def _put_back():
+def _restore_random_state():
     state = get_random_state()
     yield
     set_random_state(state)
 
 
 def draws():
-    # Normal numbers are drawn in pairs; each generator stores the second number.
+    # Normal numbers are drawn in pairs. Each generator stores the second number of the pair.
     return [
         random.random(), random.gauss(0, 1), np.random.normal(), np.random.randint(100),
         torch.rand(3).tolist(), torch.randn(1).item(),
@@ -23,13 +23,13 @@ def draws():
 
 
 @pytest.mark.parametrize("before", [0, 1, 700])
-def test_random_state_restored_from_a_file_gives_the_same_numbers(tmp_path, before):
+def test_random_state_restored_from_a_file_draws_the_same_numbers(tmp_path, before):
     random.seed(1)
     np.random.seed(2)
     torch.manual_seed(3)
     for _ in range(before):
         draws()
-    random.gauss(0, 1)  # stores the second number of the pair
+    random.gauss(0, 1)  # makes each generator store the second number
     np.random.normal()
     save_checkpoint({"state": get_random_state()}, tmp_path / "a.pth", pytest.fail)
     wanted = [draws() for _ in range(3)]

@@ -10,7 +10,7 @@ def model(classes=3):
     return nn.ModuleDict({"body": nn.Linear(2, 4), "head": nn.Linear(4, classes)})
 
 
-def test_matching_weights_are_loaded_in_place_without_report():
+def test_matching_weights_are_loaded_in_place_without_a_report():
     source, target = model(), model()
     places = [p.data_ptr() for p in target.parameters()]
     assert load_weights(target, source.state_dict(), strict=True) == []
@@ -41,7 +41,7 @@ def test_non_strict_loading_reports_mismatches():
     assert torch.equal(target["head"].bias, bias)
 
 
-def test_strict_error_names_tensor_and_both_shapes():
+def test_strict_error_names_the_tensor_and_both_shapes():
     with pytest.raises(
         CheckpointError,
         match=r"a\.pth .*head\.weight is \(5, 4\) in the checkpoint and \(3, 4\) in the model",
@@ -49,7 +49,7 @@ def test_strict_error_names_tensor_and_both_shapes():
         load_weights(model(), model(5).state_dict(), True, "a.pth")
 
 
-def test_non_strict_loading_skips_a_head_with_another_class_count():
+def test_non_strict_loading_skips_a_head_with_a_different_class_count():
     target, source = model(), model(5)
     head = target["head"].weight.clone()
     (line,) = load_weights(target, source.state_dict(), strict=False)
@@ -64,7 +64,7 @@ def test_non_strict_loading_fails_if_most_shapes_differ():
         load_weights(model(), state, strict=False)
 
 
-def test_value_that_is_not_a_tensor_is_an_error():
+def test_non_tensor_value_raises_an_error():
     state = {**model().state_dict(), "head.bias": [0.0, 0.0, 0.0]}
     with pytest.raises(CheckpointError, match=r"head\.bias is a list in the checkpoint"):
         load_weights(model(), state, strict=False)

@@ -20,9 +20,9 @@ from slipstream.errors import SlipstreamError
 
 STEPS = 12
 TOLERANCE = dict(rtol=1e-9, atol=1e-12)
-"""In float64: one rounding error is 1e-16, and 12 steps of a small network amplify it."""
+"""Tolerance in float64. A rounding error is 1e-16, and 12 steps of a small network amplify it."""
 IN_FLOAT32 = dict(rtol=1e-6, atol=1e-8)
-"""For optimizers of torch that compute step sizes in float32 when compiled."""
+"""Tolerance for torch optimizers that compute step sizes in float32 when compiled."""
 COMPILE = dict(backend="aot_eager", cache=False)
 DECAY = 0.9
 EMA = dict(decay=DECAY, type="constant")
@@ -32,25 +32,25 @@ ONE_GRAPH, FALLS_BACK, REFUSED = "one graph", "falls back", "raises an error"
 
 @dataclass
 class Training:
-    """Model, optimizer, loss and batches; a case builds them twice with the same seed."""
+    """Model, optimizer, loss and batches. A case builds them twice with the same seed."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     loss: Callable[[Any, Any], torch.Tensor] = F.mse_loss
     batches: list[Any] = field(default_factory=lambda: batches())
     before: dict[int, Callable[["Training"], Any]] = field(default_factory=dict)
-    """Functions to call before a step, by its number (from 1)."""
+    """Functions to call before a step, by step number (from 1)."""
     after: Callable[[], Any] = lambda: None
-    """Called after each step, for example to step a scheduler."""
+    """Function to call after each step, for example to step a scheduler."""
     observe: Callable[[], Any] = lambda: None
-    """Returns other values that must be equal at the end."""
+    """Function that returns other values that must be equal at the end."""
     end: Callable[[], Any] = lambda: None
-    """Restores global state."""
+    """Function that restores global state."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training run, and the expected behaviour of its compiled step.
+    """A training run, and the expected behavior of its compiled step.
 
     Args:
         what: name of the case in the test id and in docs/matrix.md.
@@ -78,7 +78,7 @@ class Case:
 
 
 def params_of(cases, fast_only=False):
-    """Return the cases as parameters of a test."""
+    """Return the cases as test parameters."""
     marks = {(False, False): [pytest.mark.matrix], (False, True): [pytest.mark.slow]}
     return [
         pytest.param(
@@ -107,7 +107,7 @@ def batches(count=STEPS, size=6, features=4, outputs=3, number=7):
 
 
 def net():
-    """Return a small network with BatchNorm, without a bias before it, whose gradient would be a rounding error."""
+    """Return a small network with BatchNorm, without a preceding bias, whose gradient would be a rounding error."""
     return nn.Sequential(nn.Linear(4, 8, bias=False), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
@@ -129,11 +129,11 @@ class Base(nn.Module):
         return self.last(self.change(torch.tanh(self.first(x))))
 
 
-# ---- both training runs -----------------------------------------------------------------------------------
+# ---- training runs ----------------------------------------------------------------------------------------
 
 
 def by_hand(training, window=1, decay=None):
-    """Train with a plain loop; return the values to compare."""
+    """Train with a plain loop. Return the values to compare."""
     seed(1)
     losses, average = [], None
     for number, (*inputs, targets) in enumerate(training.batches, 1):
@@ -161,7 +161,7 @@ def _averaged(average, model, decay):
 
 
 def by_step(training, **speed):
-    """Train with `accelerate`; return the values to compare, the compiled scope at the end, and the warnings."""
+    """Train with `accelerate`. Return the values to compare, the compiled scope at the end, and the warnings."""
     with warnings_of_slipstream() as said:
         step = accelerate(training.model, training.optimizer, training.loss, speed=speed)
         seed(1)
@@ -180,7 +180,7 @@ def by_step(training, **speed):
 
 
 def compiled_scope(step):
-    """Return the scope that is compiled now: "step", "model", "block" or None."""
+    """Return the currently compiled scope: "step", "model", "block" or None."""
     return step.compiled_scope
 
 
@@ -197,7 +197,7 @@ def _result(training, losses, average):
 @contextmanager
 def warnings_of_slipstream():
     """Collect the warnings of the logger "slipstream" inside the context."""
-    gc.collect()  # a step of another test that is deleted inside would log its report
+    gc.collect()  # delete the steps of other tests first, because they log a report when deleted
     said = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())
@@ -226,28 +226,30 @@ def check_refused(case, **speed):
 
 
 def check(case):
-    """Check that the compiled step matches the plain loop, and that it is compiled as expected."""
+    """Check that the compiled step matches the plain loop and that its compilation is as expected."""
     speed = {"compile": COMPILE, **case.speed}
     if case.expect == REFUSED:
         check_refused(case, **speed)
         return
     found, scope, warnings = _ended(by_step, case, **speed)
     assert_equal(found, _ended(by_hand, case, **_of_loop(speed)), case.tolerance)
-    assert "compiler bug" not in " ".join(warnings), f"reported a compiler bug: {warnings}"
+    assert "compiler bug" not in " ".join(warnings), f"a compiler bug was reported: {warnings}"
     assert "slipstream/step/" not in " ".join(warnings), (
-        f"names a line of Slipstream instead of the user's: {warnings}"
+        f"a warning names a line of Slipstream instead of the user's line: {warnings}"
     )
     if case.expect == ONE_GRAPH:
-        assert (scope, warnings) == ("step", []), f"not one graph, but {scope}: {warnings}"
+        assert (scope, warnings) == ("step", []), (
+            f"the step is not one graph, but has scope {scope}: {warnings}"
+        )
         return
-    assert scope != "step", "it does not fall back"
-    assert len(warnings) == case.warnings, f"{len(warnings)} warnings: {warnings}"
-    assert re.search(case.cause, warnings[0], re.IGNORECASE), f"cause {case.cause} not in {warnings}"
-    assert case.line in warnings[0], f"line of {case.line} not in {warnings}"
+    assert scope != "step", "the step did not fall back"
+    assert len(warnings) == case.warnings, f"wrong number of warnings, {len(warnings)}: {warnings}"
+    assert re.search(case.cause, warnings[0], re.IGNORECASE), f"the cause {case.cause} is not in {warnings}"
+    assert case.line in warnings[0], f"the line in {case.line} is not in {warnings}"
 
 
 def _ended(train, case, **options):
-    """Build the case's training, and train it."""
+    """Build the case's training and run it."""
     seed()
     training = case.make()
     try:
@@ -263,7 +265,7 @@ def assert_equal(found, expected, tolerance):
 
 
 def _close(found, expected, tolerance, what):
-    """Compare numbers in nested dicts and lists; None equals None."""
+    """Compare numbers in nested dicts and lists. None equals only None."""
     if isinstance(expected, dict):
         assert found.keys() == expected.keys(), what
         for name in expected:

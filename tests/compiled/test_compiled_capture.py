@@ -31,7 +31,7 @@ HERE = Path(__file__).name
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training run with this network class. Its `calls` must be equal at the end."""
+    """Return a builder of a run with this network class that also compares its `calls` at the end."""
 
     def make():
         model = module()
@@ -41,7 +41,7 @@ def of(module, loss=F.mse_loss):
 
 
 class Routed(Base):
-    """A network that sends rows to one of two experts; an expert without rows is not called."""
+    """A network that routes rows to one of two experts. An expert without rows is not called."""
 
     def __init__(self):
         super().__init__()
@@ -57,7 +57,7 @@ class Routed(Base):
 
 
 class Masked(Base):
-    """A network that selects a variable number of rows by a mask."""
+    """A network that selects a variable number of rows with a mask."""
 
     def change(self, x):
         rows = x[x[:, 0] > 0]
@@ -65,14 +65,14 @@ class Masked(Base):
 
 
 class Branches(Base):
-    """A network that branches on a value."""
+    """A network that branches on a tensor value."""
 
     def change(self, x):
         return x * 0.5 if x.sum() > 0 else x
 
 
 class Queue(Base):
-    """A ring buffer of past activations, whose position is a buffer that is read as an int."""
+    """A ring buffer of past activations, whose position is a buffer read as an int."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ class ExpandedAssigned(Expanded):
 
 
 class Overlapping(Base):
-    """Two buffers that are views of one tensor."""
+    """Two buffers that are views of the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -171,7 +171,7 @@ class CallsNumpy(Item):
 
 
 class CallsExtension(Item):
-    """A network that calls numpy's linear algebra in a way that torch cannot trace."""
+    """A network that calls NumPy's linear algebra on lists, which torch cannot trace."""
 
     def change(self, x):
         self.calls += 1
@@ -191,7 +191,7 @@ class _Halved(torch.autograd.Function):
 
 
 class _ByNumpy(torch.autograd.Function):
-    """A function that computes its forward and backward pass in numpy."""
+    """A function that computes its forward and backward pass in NumPy."""
 
     @staticmethod
     def forward(ctx, x):
@@ -204,7 +204,7 @@ class _ByNumpy(torch.autograd.Function):
 
 
 class _Counts(torch.autograd.Function):
-    """A function that counts its backward calls in Python, and scales the gradient by the count."""
+    """A function that counts its backward calls in Python and scales the gradient by the count."""
 
     done = 0
 
@@ -247,13 +247,13 @@ def item_in_loss(scores, targets):
 
 CAPTURE = [
     Case("routing with `nonzero()` and `if len(rows)`", of(Routed), FALLS_BACK, line=HERE, fast=True),
-    Case("rows selected by a mask, and a use of their count", of(Masked), FALLS_BACK, line=HERE),
+    Case("the number of rows selected by a mask", of(Masked), FALLS_BACK, line=HERE),
     Case("a branch on a value", of(Branches), FALLS_BACK, line=HERE),
     Case("`int()` of a buffer as an index", of(Queue), fast=True),
     Case("an expanded buffer", of(Expanded)),
     Case("an expanded buffer that forward replaces", of(ExpandedAssigned)),
     Case("buffers that share memory", of(Overlapping)),
-    Case("an uninitialised `LazyLinear`", of(Lazy)),
+    Case("an uninitialized `LazyLinear`", of(Lazy)),
     Case("`.item()` in forward", of(Item), fast=True),
     Case("`.item()` in the loss", of(Base, item_in_loss)),
     Case("`print()` of a value", of(Prints), FALLS_BACK, line=HERE),
@@ -266,7 +266,7 @@ CAPTURE = [
     Case("an `autograd.Function` that counts its backward calls", of(OwnCounts), FALLS_BACK, line=HERE),
 ]
 CASES = CAPTURE
-HOLDS = {"What torch might fail to capture": CAPTURE}
+GROUPS = {"Code that torch may not capture": CAPTURE}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
@@ -279,11 +279,11 @@ def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
-# ---- a forward that raises --------------------------------------------------------------------------------
+# ---- errors in forward ------------------------------------------------------------------------------------
 
 
 class BadBatchError(ValueError):
-    """An exception of the user."""
+    """A user-defined exception."""
 
 
 class ByShape(Base):
@@ -296,7 +296,7 @@ class ByShape(Base):
 
 
 class ByValue(Base):
-    """A network that raises for values that are not finite."""
+    """A network that raises for non-finite values."""
 
     def forward(self, x):
         if not torch.isfinite(x).all():
@@ -305,7 +305,7 @@ class ByValue(Base):
 
 
 class ByLoss(Base):
-    """The loss raises for targets above 50."""
+    """A network whose loss raises for targets above 50."""
 
     @staticmethod
     def loss(scores, targets):
@@ -321,7 +321,7 @@ def _bad(kind, x, y):
 
 
 def _train_on(step, data):
-    """Train with a loop that skips invalid batches; return the losses and the types of errors."""
+    """Train with a loop that skips invalid batches. Return the losses and the error types."""
     losses, errors = [], []
     for batch in data:
         try:
@@ -366,7 +366,7 @@ def test_user_exception_is_raised_and_training_continues(kind, at, speed):
     torch.testing.assert_close(found[1][::2], found[0][::2], **TOLERANCE)
 
 
-def test_user_error_at_step_1_does_not_disable_the_compiled_step():
+def test_user_error_in_step_1_does_not_disable_the_compiled_step():
     data = batches(STEPS)
     data[0] = _bad(ByShape, *data[0])
     model = ByShape()

@@ -28,7 +28,7 @@ def load(scaler):
 
 @pytest.mark.parametrize("change", [grow, grow_faster, load])
 @pytest.mark.parametrize("how", HOW)
-def test_changed_settings_of_the_loss_scale_apply(how, change):
+def test_changed_loss_scale_settings_take_effect(how, change):
     def scales(step, scaler):
         scaler.load_state_dict(scaler.state_dict() | {"scale": 256.0, "growth_interval": 5})
         found = []
@@ -65,7 +65,8 @@ def test_changed_settings_of_the_loss_scale_apply(how, change):
 @pytest.mark.parametrize("how", HOW)
 def test_anomaly_mode_raises_for_nan_in_backward(how):
     model = Base()
-    model.change = lambda x: torch.where(x > 0, x.sqrt(), x)  # NaN in the backward of a negative number
+    # The gradient of sqrt is NaN for a negative number, although `where` discards the value.
+    model.change = lambda x: torch.where(x > 0, x.sqrt(), x)
     step = accelerate(model, sgd(model), F.mse_loss, speed=HOW[how])
     ones = [(torch.ones_like(x) * 5, y) for x, y in batches()]
     with torch.no_grad():
@@ -82,7 +83,7 @@ def test_anomaly_mode_raises_for_nan_in_backward(how):
 
 @pytest.mark.parametrize("first", [1, 2, 5])
 @pytest.mark.parametrize("how", HOW)
-def test_inputs_get_gradients_from_the_batch_that_requires_them(how, first):
+def test_inputs_have_gradients_once_a_batch_requires_them(how, first):
     def gradients(step):
         found = []
         for number, (x, y) in enumerate(batches(), 1):
@@ -145,14 +146,14 @@ def test_average_follows_a_replaced_layer(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_average_of_a_layer_with_another_shape_raises(how):
+def test_average_of_a_layer_with_a_different_shape_raises(how):
     model = Base()
     optimizer = sgd(model)
     step = accelerate(model, optimizer, F.mse_loss, speed=dict(HOW[how], ema=EMA))
     step(batches()[0])
     model.last = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 3)).double()
     optimizer.param_groups[0]["params"] = list(model.parameters())
-    with pytest.raises(ModelError, match="replace layers before the average is created"):
+    with pytest.raises(ModelError, match="replace layers before creating the average"):
         step(batches()[1])
 
 
@@ -170,4 +171,4 @@ def test_warning_without_a_line_does_not_refer_to_one(caplog):
         if "Only the model is compiled" in record.getMessage()
     ]
     assert len(messages) == 1
-    assert ("line named above" in messages[0]) == (", at " in messages[0])
+    assert ("Fix this line" in messages[0]) == (", at " in messages[0])

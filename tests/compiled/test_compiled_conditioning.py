@@ -1,4 +1,4 @@
-"""Ill-conditioned networks must pass the verification, and compiler bugs must be detected."""
+"""Ill-conditioned networks must pass verification, and compiler bugs must be detected."""
 
 import copy
 import warnings
@@ -39,8 +39,8 @@ HERE = Path(__file__).name
 def assert_as_close_as_eager(make, **speed):
     """Train with a plain loop in float64 and float32, and compiled in float32.
 
-    Rounding errors grow from step to step, so there is no fixed tolerance for float32. The difference between the
-    compiled losses and those in float64 may be ten times that of the eager losses, which are also rounded.
+    Rounding errors grow from step to step, so float32 has no fixed tolerance. The error of the compiled losses
+    relative to float64 can be up to ten times that of the eager float32 losses.
     """
 
     def trained(dtype):
@@ -51,7 +51,7 @@ def assert_as_close_as_eager(make, **speed):
     seed()
     found, scope, said = by_step(make(torch.float32), **speed)
     off, allowed = (found["losses"].double() - exact).abs(), (rounded - exact).abs().cummax(0).values
-    assert (off <= 10 * allowed + 1e-5 * exact.abs()).all(), f"{off} off, of {allowed} in float32"
+    assert (off <= 10 * allowed + 1e-5 * exact.abs()).all(), f"error {off} exceeds {allowed} in float32"
     assert "compiler bug" not in " ".join(said), said
     assert (scope, said) == ("step", [])
 
@@ -105,7 +105,7 @@ def stdc1(dtype):
 
 
 @pytest.mark.slow
-def test_stdc1_with_inductor_passes_the_verification():
+def test_stdc1_with_inductor_passes_verification():
     assert_as_close_as_eager(stdc1, compile=dict(cache=False, wait=True))
 
 
@@ -117,7 +117,7 @@ def plain():
 
 
 def normed(norm, **options):
-    """Return a builder of a network whose first layer has a computed weight."""
+    """Return a builder of a run with a network whose first layer has a computed weight."""
 
     def make():
         model = plain()
@@ -137,7 +137,7 @@ def tied():
 
 
 def pruned(at=0, undone=0):
-    """Prune half of the weights of the first layer before step `at`; before step `undone`, make it permanent."""
+    """Prune half of the first layer's weights before step `at`, and make the pruning permanent before step `undone`."""
     model = plain()
     optimizer = sgd(model)
 
@@ -163,7 +163,7 @@ def pruned_more():
 
 
 class Copied(nn.Module):
-    """A network that copies its layer in forward and calls the copy, so the parameters are new objects at each step."""
+    """A network that copies its layer in forward and calls the copy, so each step has new parameter objects."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ class Copied(nn.Module):
 
 
 class Momentum(nn.Module):
-    """A second network that forward updates with the weights of the first."""
+    """A network and a copy. The forward method moves the copy's weights towards the network's weights."""
 
     def __init__(self):
         super().__init__()
@@ -215,7 +215,7 @@ COMPUTED = [
     Case("a second network that forward updates", of(Momentum)),
     Case("a layer that forward copies", of(Copied), FALLS_BACK, line=HERE),
 ]
-HOLDS = {"Computed weights": COMPUTED}
+GROUPS = {"Computed weights": COMPUTED}
 
 
 @pytest.mark.parametrize("case", params_of(COMPUTED, fast_only=True))
@@ -293,7 +293,7 @@ def upsampled(dtype=torch.float64, steps=8, size=16):
 @pytest.mark.matrix
 @pytest.mark.parametrize("what", DEFECTS)
 def test_compiler_bug_is_detected(what):
-    """The backend computes one backward formula wrongly; training must not use it."""
+    """The backend computes one backward formula incorrectly, and training must not use it."""
     operator, wrong = DEFECTS[what]
     wrongly = aot_autograd(fw_compiler=nop, decompositions={operator.default: wrong})
     seed()
@@ -308,7 +308,7 @@ def test_compiler_bug_is_detected(what):
 
 @pytest.mark.slow
 def test_interpolation_with_inductor_matches_eager():
-    """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate; the losses must be correct."""
+    """With torch 2.13 on a CPU, inductor can lose the gradient of F.interpolate. The losses must be correct."""
     seed()
     expected = by_hand(upsampled(torch.float32, 4, 64))
     seed()

@@ -1,4 +1,4 @@
-"""Cost of a compiled step: graphs for settings that change at each step, and released memory."""
+"""The cost of a compiled step: graphs for settings that change at each step, and released memory."""
 
 import gc
 import weakref
@@ -32,7 +32,7 @@ from torch.optim import lr_scheduler
 from slipstream import accelerate
 
 MOST_GRAPHS = 4
-"""One graph, a second one when a number first changes, and one as a margin."""
+"""One graph, a second one when a number first changes, and a third one as a margin."""
 
 
 class Counting:
@@ -54,7 +54,7 @@ class Counting:
         return run
 
 
-# ---- settings that change in each step --------------------------------------------------------------------
+# ---- settings that change at each step --------------------------------------------------------------------
 
 
 def one_cycle(kind, **options):
@@ -65,7 +65,7 @@ def one_cycle(kind, **options):
 
 
 def scheduled(name, change, kind, **options):
-    """A setting of the optimizer that changes after each step."""
+    """Return a training run with an optimizer setting that changes after each step."""
     model = net()
     optimizer = kind(model.parameters(), **options)
     group = optimizer.param_groups[0]
@@ -93,7 +93,7 @@ def dropout_rates():
 
 
 class Counted(Base):
-    """A float that forward increments and divides by."""
+    """A float that forward increments and uses as a divisor."""
 
     def __init__(self):
         super().__init__()
@@ -176,7 +176,7 @@ SCHEDULES = [
     Case("a float attribute of the loss that the loop sets", weighted_loss),
     Case("the momentum of BatchNorm", batch_norm_momentum, FALLS_BACK, "a new graph"),
 ]
-HOLDS = {"Settings that change at each step": SCHEDULES}
+GROUPS = {"Settings that change at each step": SCHEDULES}
 
 
 @pytest.mark.parametrize("case", params_of(SCHEDULES, fast_only=True))
@@ -200,11 +200,11 @@ def test_setting_that_changes_at_each_step_needs_few_graphs(case):
         return
     assert scope == "step", warnings
     assert warnings == []
-    assert counting.runs >= STEPS - MOST_GRAPHS, f"graphs ran in {counting.runs} steps of {STEPS}"
+    assert counting.runs >= STEPS - MOST_GRAPHS, f"graphs ran in only {counting.runs} of {STEPS} steps"
 
 
 def test_forward_runs_in_python_only_during_capture():
-    """The forward runs in Python only in the first steps; its counter continues."""
+    """The forward method runs in Python only in the first steps, and its counter continues afterwards."""
     seen = []
 
     class Seen(Base):
@@ -230,7 +230,7 @@ def test_forward_runs_in_python_only_during_capture():
 
 
 def _train(model=None, close=True, steps=3, **speed):
-    """Train, close the step, and return weak references to its objects."""
+    """Train, close the step and return weak references to its objects."""
     model = net() if model is None else model
     optimizer, loss, counting = optim.AdamW(model.parameters()), Weighted(), Counting()
     step = accelerate(
@@ -260,7 +260,7 @@ def test_closed_step_is_released():
 
 
 def test_closed_step_releases_compiled_code():
-    """Torch keeps the code of a compiled function until torch._dynamo.reset(), or reset_code() of the function."""
+    """PyTorch keeps a compiled function's code until torch._dynamo.reset() or reset_code() is called."""
     assert _alive(_train(), code=True) == []
 
 
@@ -296,8 +296,8 @@ def test_step_that_fell_back_is_released():
 
 
 @pytest.mark.matrix
-def test_many_consecutive_steps_stay_compiled():
-    """Torch counts graphs per code object; the ninth step must not fall back because of the first eight."""
+def test_many_consecutive_steps_remain_compiled():
+    """PyTorch counts graphs per code object. The ninth step must not fall back because of the first eight."""
     for number in range(10):
         seed(number)
         hand = by_hand(Training(model := net(), sgd(model)))

@@ -1,4 +1,4 @@
-"""Hooks, and changes between two steps, which a graph could ignore."""
+"""Hooks, and changes between two steps, that a graph could miss."""
 
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ HERE = Path(__file__).name
 
 
 def changed(change, at=1, undo=None, make=sgd, module=net):
-    """Return a builder that calls `change(training)` before a step, and optionally reverts it before step 9."""
+    """Return a builder of a run that calls `change(training, seen)` before step `at`, and `undo` before step 9."""
 
     def build():
         model = module()
@@ -40,11 +40,11 @@ def removed(handle):
     handle.remove()
 
 
-# ---- hooks of parameters ----------------------------------------------------------------------------------
+# ---- parameter hooks --------------------------------------------------------------------------------------
 
 
 def halves(training, seen):
-    """Halve the gradient of the first weight."""
+    """Halve the first weight's gradient."""
     return training.model[0].weight.register_hook(lambda grad: grad * 0.5)
 
 
@@ -64,10 +64,10 @@ def clips_after(training, seen):
 
 
 def prehook_of_accumulation(training, seen):
-    """Halve the gradient at its node of the autograd graph."""
+    """Halve the gradient at its node in the autograd graph."""
     weight = training.model[3].weight
     node = weight.view_as(weight).grad_fn.next_functions[0][0]
-    training.node = node  # keeps the hook alive
+    training.node = node  # keep the hook alive
     return node.register_prehook(lambda grads: (grads[0] * 0.5,))
 
 
@@ -113,7 +113,7 @@ GRADIENT_HOOKS = [
         ("from the start to step 9", 0, removed),
     )
     if (hook in (halves, clips_after, module_backward) or undo is None)
-    # Torch does not report the hooks of such a node, so a hook that is added after the verification is not detected.
+    # PyTorch does not report the hooks of this node, so a hook added after the verification is not detected.
     and (hook is not prehook_of_accumulation or at == 0)
 ]
 
@@ -127,7 +127,7 @@ class HookInside(Base):
 
 
 class HookOnOutput(nn.Sequential):
-    """A hook that stores the gradient of the output."""
+    """A hook that stores the output's gradient."""
 
     def forward(self, x):
         x = super().forward(x)
@@ -190,7 +190,7 @@ def global_forward(training, seen):
 
 
 def shrinks_before(training, seen):
-    """Shrink gradients before the optimizer's step."""
+    """Shrink gradients before the optimizer step."""
 
     def hook(optimizer, args, kwargs):
         seen.append(1)
@@ -201,7 +201,7 @@ def shrinks_before(training, seen):
 
 
 def rounds_after(training, seen):
-    """Change weights after the optimizer's step."""
+    """Change weights after the optimizer step."""
 
     def hook(optimizer, args, kwargs):
         for param in optimizer.param_groups[0]["params"]:
@@ -225,7 +225,7 @@ def global_after(training, seen):
 
 
 def patched_step(training, seen):
-    """Replace the optimizer's step by one that also counts and shrinks."""
+    """Replace the optimizer's step with a version that also counts and shrinks."""
     optimizer, original = training.optimizer, training.optimizer.step
 
     def step(closure=None):
@@ -262,7 +262,7 @@ OTHER_HOOKS = [
 
 
 CASES = [*GRADIENT_HOOKS, *INSIDE, *OTHER_HOOKS]
-HOLDS = {"Gradient hooks": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
+GROUPS = {"Gradient hooks": GRADIENT_HOOKS, "Hooks inside a step": INSIDE, "Other hooks": OTHER_HOOKS}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

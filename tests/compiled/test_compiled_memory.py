@@ -1,4 +1,4 @@
-"""Python state between steps: attributes, lists, counters, hidden states, and random number generators."""
+"""Python state between steps: attributes, lists, counters, hidden states and random number generators."""
 
 import random
 from pathlib import Path
@@ -27,7 +27,7 @@ HERE = Path(__file__).name
 
 
 def of(module, *observed, loss=F.mse_loss):
-    """Return a builder of a training run with this network class that compares these attributes at the end."""
+    """Return a builder of a run with this network class that compares these attributes at the end."""
 
     def make():
         model = module()
@@ -81,7 +81,7 @@ class InDict(Base):
 
 
 class Growing(Base):
-    """A network that appends the mean of each step to a list that it reads."""
+    """A network that appends the mean of each step to a list and reads the list."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class Unused(Base):
 
 
 class Every(Base):
-    """A network that branches on an int that is incremented; every third step differs."""
+    """A network that branches on an incremented int. Every third step uses the other branch."""
 
     def __init__(self):
         super().__init__()
@@ -189,7 +189,7 @@ class Recurrent(nn.Module):
 
 
 class DetachesLater(Recurrent):
-    """A network that keeps the state with its graph, and detaches it in the next step."""
+    """A network that keeps the state with its graph and detaches it in the next step."""
 
     def forward(self, x):
         self.hidden = self.cell(x, self.hidden.detach())
@@ -197,7 +197,7 @@ class DetachesLater(Recurrent):
 
 
 class InBuffer(nn.Module):
-    """A network that keeps hidden and cell state of an LSTM in buffers that it overwrites."""
+    """A network that keeps an LSTM's hidden and cell state in buffers that it overwrites."""
 
     def __init__(self):
         super().__init__()
@@ -237,8 +237,8 @@ TBPTT = [
 
 
 @pytest.mark.parametrize("speed", [{}, dict(compile=COMPILE)], ids=["eager", "compiled"])
-def test_hidden_state_that_is_never_detached_raises(speed):
-    """In step 2, torch raises an error because the graph of step 1 is freed; the step must raise the same error."""
+def test_hidden_state_that_is_not_detached_raises(speed):
+    """In step 2, torch raises an error because step 1's graph has been freed. The step must raise the same error."""
 
     def make():
         seed()
@@ -264,7 +264,7 @@ class OwnGenerator(Base):
 
 
 class InitOfGenerator(OwnGenerator):
-    """A network that draws with another function of torch, in place."""
+    """A network that draws in place with `Tensor.normal_`."""
 
     def change(self, x):
         return x + torch.empty_like(x).normal_(generator=self.generator)
@@ -329,7 +329,7 @@ def generator_in_loss():
 
 
 def next_numbers():
-    """Return numbers that the generators draw after training; they must match a plain loop."""
+    """Return the next numbers of the generators after training, which must match a plain loop."""
     return [float(np.random.rand()), random.random(), float(torch.rand((), dtype=torch.float64))]
 
 
@@ -362,7 +362,7 @@ RANDOM = [
 ]
 
 CASES = [*ATTRIBUTES, *TBPTT, *RANDOM]
-HOLDS = {"Module attributes": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
+GROUPS = {"Module attributes": ATTRIBUTES, "Hidden states": TBPTT, "Random numbers": RANDOM}
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))

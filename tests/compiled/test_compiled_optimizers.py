@@ -51,7 +51,7 @@ OPTIMIZERS = {
     "Adadelta": dict(lr=1.0),
     "Adamax": dict(lr=0.01),
     "ASGD": dict(lr=0.05),
-    "ASGD that averages from step 4 on": dict(lr=0.05, t0=4, lambd=0.01),
+    "ASGD with averaging from step 4 on": dict(lr=0.05, t0=4, lambd=0.01),
     "Rprop": dict(lr=0.01),
     "Adafactor": dict(lr=0.05),
 }
@@ -64,7 +64,7 @@ def by_name(name):
 
 
 def muon():
-    """Muon for matrices; the other parameters are not trained."""
+    """Muon for matrices. The other parameters are not trained."""
     model = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Tanh(), nn.Linear(8, 3, bias=False)).double()
     return Training(model, optim.Muon(model.parameters(), lr=0.05))
 
@@ -79,7 +79,7 @@ def lbfgs():
     return Training(model, optim.LBFGS(model.parameters()))
 
 
-class Words(nn.Module):
+class SignEmbedding(nn.Module):
     """A network that embeds the sign of each input."""
 
     def __init__(self):
@@ -112,7 +112,7 @@ ALL = [
 ]
 NOT_HERE = [
     Case("LBFGS", lbfgs, REFUSED, "LBFGS", remark="requires a closure", fast=True),
-    Case("SparseAdam", partial(sparse_adam, Words), FALLS_BACK, "sparse gradients"),
+    Case("SparseAdam", partial(sparse_adam, SignEmbedding), FALLS_BACK, "sparse gradients"),
 ]
 
 
@@ -136,7 +136,7 @@ def tensor_lr(scheduler, kind, **options):
 
 
 def changed_lr(how, kind=optim.SGD):
-    """Change the tensor in place, or replace it by a new tensor or by a float."""
+    """Change the tensor in place, or replace it with a new tensor or a float."""
     model = net()
     optimizer = kind(model.parameters(), lr=torch.tensor(0.02, dtype=torch.float64))
     group = optimizer.param_groups[0]
@@ -157,7 +157,7 @@ def float_then_tensor():
 
 
 def tensor_for_one_batch(kind, key, value, other):
-    """A setting is a tensor (or holds tensors) in batch 5, and the same float as before in all other batches."""
+    """A setting is a tensor (or contains tensors) in batch 5, and the same float as before in all other batches."""
     model = net()
     optimizer = kind(model.parameters(), **{"lr": 0.02, key: value})
     group = optimizer.param_groups[0]
@@ -211,7 +211,7 @@ LEARNING_RATES = [
 ]
 
 
-# ---- mid-run ----------------------------------------------------------------------------------------------
+# ---- changes during training ------------------------------------------------------------------------------
 
 
 def adamw(model):
@@ -219,7 +219,7 @@ def adamw(model):
 
 
 def between(*changes, make=adamw, module=net):
-    """Return a builder that makes these changes before steps 5, 7 and 9."""
+    """Return a builder of a run that makes these changes before steps 5, 7 and 9."""
 
     def build():
         model = module()
@@ -278,7 +278,7 @@ def transpose_data(training):
 
 
 def add_group(training):
-    training.model[3].weight.grad = None  # the plain loop has accumulated all steps there
+    training.model[3].weight.grad = None  # by then, the plain loop has accumulated the gradients of all steps
     training.optimizer.add_param_group({"params": [training.model[3].weight], "lr": 0.01})
 
 
@@ -366,10 +366,10 @@ MID_RUN = [
 
 
 CASES = [*ALL, *LEARNING_RATES, *MID_RUN]
-HOLDS = {
+GROUPS = {
     "Optimizers of `torch.optim`": [*ALL, *NOT_HERE],
     "Tensor learning rates and betas": LEARNING_RATES,
-    "Mid-run changes": MID_RUN,
+    "Changes during training": MID_RUN,
 }
 
 

@@ -1,4 +1,4 @@
-"""Tensors that the loop replaces between steps, and objects in batches; a compiled step must not use old tensors."""
+"""Tensors that the loop replaces between steps, and objects in batches. A compiled step must not use old tensors."""
 
 import copy
 from functools import partial
@@ -48,7 +48,7 @@ class Normed(Base):
 
 
 class Sample:
-    """The inputs of a batch in an object that is not a pytree."""
+    """The inputs of a batch in a class that is not registered as a pytree."""
 
     def __init__(self, x):
         self.x = x
@@ -98,7 +98,7 @@ def teacher():
 
 
 def moved():
-    """Like `model.cpu(); model.cuda()`: parameters keep their identity, buffers are new tensors."""
+    """Like `model.cpu(); model.cuda()`: parameters keep their identity, and buffers become new tensors."""
     model = Normed()
     return Training(model, sgd(model), before={6: lambda training: training.model.float().double()})
 
@@ -147,8 +147,8 @@ def other_groups():
     return Training(model, two_groups(model), before={6: replace, 7: set_rate})
 
 
-def number(make):
-    """A 0-dim parameter."""
+def scalar_parameter(make):
+    """Train a 0-dim parameter."""
     model = Base()
     model.factor = nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     model.change = lambda x: x * model.factor
@@ -156,7 +156,7 @@ def number(make):
 
 
 def methods(replace):
-    """A method of the class is replaced after the fifth step, and again after the ninth."""
+    """A method of the class is replaced after the fifth step and again after the ninth."""
 
     class Block(Base):
         def change(self, x):
@@ -179,7 +179,7 @@ def replaced_forward(block, net, factor):
 
 
 def replaced_helper(block, net, factor):
-    net.change = lambda self, x: x * factor  # overrides the method of the base class
+    net.change = lambda self, x: x * factor  # override the base class's method
 
 
 def replaced_property(block, net, factor):
@@ -267,12 +267,12 @@ REPLACED = [
     Case("parameter groups that are replaced", other_groups),
     Case(
         "a 0-dim float64 parameter",
-        partial(number, torch.optim.Rprop),
+        partial(scalar_parameter, torch.optim.Rprop),
         FALLS_BACK,
         "0-dim tensor",
     ),
 ]
-HOLDS = {"What the loop replaces": REPLACED}
+GROUPS = {"Objects replaced between steps, and unusual inputs": REPLACED}
 
 
 @pytest.mark.parametrize("case", params_of(REPLACED, fast_only=True))
@@ -286,8 +286,8 @@ def test_compiled_step_matches_a_plain_loop(case):
 
 
 @pytest.mark.parametrize("at", [2, 5])
-def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
-    """Under a dispatch mode, torch.compile calls the function itself before it fails."""
+def test_model_trains_once_on_the_batch_if_dynamo_skips_the_step(at):
+    """Under a `TorchDispatchMode`, torch.compile runs the function eagerly and then raises an error."""
     model = Base()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=COMPILE))
     seed(1)
@@ -306,7 +306,7 @@ def test_batch_is_trained_once_if_dynamo_skips_the_step(at):
 
 
 class Raises(Base):
-    """A network that increments a buffer, and then raises."""
+    """A network that increments a buffer and then raises an error."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ class Part:
     def by_hand(self):
         """Return a plain step, which clears its optimizer's gradients before its own backward pass.
 
-        Within an accumulation window, it keeps only the gradients of its own batches.
+        Within an accumulation window, it keeps only its own batches' gradients.
         """
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         kept, done = [None] * len(params), 0
@@ -52,7 +52,7 @@ class Part:
 
 
 def compare(make, train, speed):
-    """Train with a plain loop and with `accelerate`; losses and states of all models must be equal."""
+    """Train with a plain loop and with `accelerate`. Losses and states of all models must be equal."""
     found = []
     for by_hand in (True, False):
         torch._dynamo.reset()
@@ -81,7 +81,7 @@ def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
         nn.Linear(3, 8, bias=not normed), *middle, nn.Tanh(), nn.Linear(8, 1)
     ).double()
 
-    def deceive(fake, targets):
+    def generator_loss(fake, targets):
         if frozen:
             discriminator.requires_grad_(False)
         value = F.softplus(-discriminator(fake)).mean()
@@ -89,17 +89,17 @@ def gan(normed=False, kind=SGD, windows=(1, 1), frozen=False, **options):
             discriminator.requires_grad_(True)
         return value
 
-    def tell(scores, real):
+    def discriminator_loss(scores, real):
         return F.binary_cross_entropy_with_logits(scores, real)
 
     return [
-        Part(generator, kind(generator.parameters(), **options), deceive, windows[0]),
-        Part(discriminator, kind(discriminator.parameters(), **options), tell, windows[1]),
+        Part(generator, kind(generator.parameters(), **options), generator_loss, windows[0]),
+        Part(discriminator, kind(discriminator.parameters(), **options), discriminator_loss, windows[1]),
     ]
 
 
-def in_turn(parts, steps, first=0):
-    """Train generator and discriminator on each batch; the fake images have no gradient."""
+def train_both(parts, steps, first=0):
+    """Train generator and discriminator on each batch. The fake images have no gradient."""
     losses = []
     for x, y in batches(STEPS):
         for number in (first, 1 - first):
@@ -113,7 +113,7 @@ def in_turn(parts, steps, first=0):
     return losses
 
 
-def seldom(parts, steps):
+def train_generator_on_every_third(parts, steps):
     """Train the generator only on each third batch."""
     losses = []
     for number, (x, y) in enumerate(batches(STEPS)):
@@ -127,15 +127,15 @@ def seldom(parts, steps):
 
 
 GANS = {
-    "SGD": (gan, in_turn),
-    "Adam": (partial(gan, kind=Adam, lr=0.02, betas=(0.5, 0.9)), in_turn),
-    "BatchNorm in the discriminator": (partial(gan, normed=True), in_turn),
-    "discriminator first": (gan, partial(in_turn, first=1)),
-    "generator on each third batch": (gan, seldom),
-    "discriminator frozen by the loss": (partial(gan, frozen=True), in_turn),
-    "accumulation in both": (partial(gan, windows=(2, 2)), in_turn),
-    "accumulation in the discriminator": (partial(gan, windows=(1, 2)), in_turn),
-    "accumulation in the generator": (partial(gan, windows=(2, 1)), in_turn),
+    "SGD": (gan, train_both),
+    "Adam": (partial(gan, kind=Adam, lr=0.02, betas=(0.5, 0.9)), train_both),
+    "BatchNorm in the discriminator": (partial(gan, normed=True), train_both),
+    "discriminator first": (gan, partial(train_both, first=1)),
+    "generator on every third batch": (gan, train_generator_on_every_third),
+    "discriminator frozen by the loss": (partial(gan, frozen=True), train_both),
+    "accumulation in both": (partial(gan, windows=(2, 2)), train_both),
+    "accumulation in the discriminator": (partial(gan, windows=(1, 2)), train_both),
+    "accumulation in the generator": (partial(gan, windows=(2, 1)), train_both),
 }
 
 
@@ -160,7 +160,7 @@ def test_gan_with_two_steps_matches_a_plain_loop(make, train, speed):
 # ---- one model, several optimizers ------------------------------------------------------------------------
 
 
-def over_the_same(first, second, windows=(1, 1)):
+def two_optimizers(first, second, windows=(1, 1)):
     """Return two parts of one model, with two optimizers for all its parameters."""
     model = net()
     return [
@@ -199,16 +199,18 @@ def both(parts, steps):
 
 _SGD, _ADAM = partial(SGD, lr=0.05, momentum=0.9), partial(AdamW, lr=0.02)
 SHARED = {
-    "SGD and AdamW over all in turn": (partial(over_the_same, _SGD, _ADAM), alternating),
-    "SGD, and after six batches AdamW": (partial(over_the_same, _SGD, _ADAM), one_then_other),
-    "two SGDs over all, on each batch": (partial(over_the_same, _SGD, _SGD), both),
-    "a half of the model each": (halves, both),
+    "alternating SGD and AdamW over all parameters": (partial(two_optimizers, _SGD, _ADAM), alternating),
+    "SGD, then AdamW after six batches": (partial(two_optimizers, _SGD, _ADAM), one_then_other),
+    "two SGDs over all parameters, on each batch": (partial(two_optimizers, _SGD, _SGD), both),
+    "one half of the model each": (halves, both),
     "models that share a trunk": (shared_trunk, both),
-    "models that share a trunk, in turn": (shared_trunk, alternating),
+    "models that share a trunk, alternating": (shared_trunk, alternating),
 }
 
 
-@pytest.mark.parametrize(("make", "train", "speed"), _with_speeds(SHARED, fast=["a half of the model each"]))
+@pytest.mark.parametrize(
+    ("make", "train", "speed"), _with_speeds(SHARED, fast=["one half of the model each"])
+)
 def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
     compare(make, train, speed)
 
@@ -216,8 +218,8 @@ def test_steps_that_share_parameters_match_plain_loops(make, train, speed):
 @pytest.mark.parametrize("windows", [(2, 2), (2, 1)])
 @pytest.mark.parametrize("speed", SPEEDS.values(), ids=SPEEDS)
 def test_step_raises_for_gradients_that_another_step_accumulates(speed, windows):
-    """Both would accumulate in p.grad: one step would use the sum, the other no gradient."""
-    parts = over_the_same(_SGD, _ADAM, windows)
+    """Both steps would accumulate in p.grad: one step would use the sum, and the other no gradient."""
+    parts = two_optimizers(_SGD, _ADAM, windows)
     steps = [
         accelerate(part.model, part.optimizer, part.loss, speed=speed | dict(accumulate=part.window))
         for part in parts

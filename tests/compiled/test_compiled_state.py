@@ -1,4 +1,4 @@
-"""State other than parameters that a step changes: of optimizers, buffers, batches and losses."""
+"""State other than parameters that a step changes: state of optimizers, buffers, batches and losses."""
 
 from functools import partial
 
@@ -54,7 +54,7 @@ def lookahead():
 
 
 class CountingSGD(torch.optim.SGD):
-    """An optimizer that counts its steps in an attribute that the learning rate depends on."""
+    """An optimizer whose learning rate depends on an attribute that counts its steps."""
 
     done = 0
 
@@ -95,7 +95,7 @@ class Assigned(Buffered):
 
 
 class AssignedLate(Buffered):
-    """A network that reads the buffer before it is assigned, and assigns an integer one."""
+    """A network that reads a buffer before assigning it, and assigns an integer buffer."""
 
     def change(self, x):
         x = x * (1 + self.mean)
@@ -104,7 +104,7 @@ class AssignedLate(Buffered):
 
 
 class AssignedInChild(Base):
-    """A child's buffer is assigned from outside the child."""
+    """A parent module assigns a child's buffer."""
 
     def __init__(self):
         super().__init__()
@@ -129,7 +129,7 @@ class InPlace(Buffered):
 
 
 def of(module, loss=F.mse_loss):
-    """Return a builder of a training run with this network class and SGD."""
+    """Return a builder of a run with this network class and SGD."""
 
     def make():
         model = module()
@@ -329,7 +329,7 @@ LOSSES = [
 ]
 
 CASES = [*OPTIMIZERS, *BUFFERS, *AVERAGED, *BATCHES, *LOSSES]
-HOLDS = {
+GROUPS = {
     "Optimizers of pytorch_optimizer, and custom optimizers": OPTIMIZERS,
     "Buffers": BUFFERS,
     "Buffers and averages": AVERAGED,

@@ -1,4 +1,4 @@
-"""Changes that Dynamo's guards do not report: structure of batches, branches, optimizer steps."""
+"""Changes that Dynamo's guards do not report: structure of batches, branches and optimizer steps."""
 
 import copy
 import functools
@@ -156,7 +156,7 @@ def class_step_replaced():
 
 
 class Recompute(torch.autograd.Function):
-    """A reentrant checkpoint: its backward computes the layer again, and calls backward itself."""
+    """A custom reentrant checkpoint. Its backward computes the layer again and calls backward itself."""
 
     @staticmethod
     def forward(ctx, layer, x):
@@ -221,7 +221,7 @@ CASES = [
         "a second head in the first batch of each window",
         branch("aaaaaabababa"),
         FALLS_BACK,
-        "give no gradient",
+        "receive a gradient",
         speed={"accumulate": 2},
         fast=True,
     ),
@@ -229,14 +229,14 @@ CASES = [
         "a second head in individual batches of a window",
         branch("aaaaaaabaaab"),
         FALLS_BACK,
-        "give no gradient",
+        "receive a gradient",
         speed={"accumulate": 2},
     ),
     Case(
         "a second head in windows of three batches",
         branch("aaaaaaabaaba"),
         FALLS_BACK,
-        "give no gradient",
+        "receive a gradient",
         speed={"accumulate": 3},
     ),
     Case("momentum set to 0 and back", momentum_changes({6: 0.0, 9: 0.9}), fast=True),
@@ -258,16 +258,16 @@ CASES = [
 ]
 
 
-HOLDS = {"Batch structure, branches and optimizer steps": CASES}
+GROUPS = {"Batch structure, branches and optimizer steps": CASES}
 
 
 @pytest.mark.parametrize("case", params_of(CASES))
-def test_compiled_step_matches_plain_loop(case):
+def test_compiled_step_matches_a_plain_loop(case):
     check(case)
 
 
 @pytest.mark.parametrize("case", params_of(CASES, fast_only=True))
-def test_eager_step_matches_plain_loop(case):
+def test_eager_step_matches_a_plain_loop(case):
     check_plain(case)
 
 
@@ -301,7 +301,7 @@ def test_hooks_of_saved_tensors_are_called(first, compile):
 
 
 @pytest.mark.parametrize("compile", [None, COMPILE])
-def test_an_input_that_requires_a_gradient_gets_one(compile):
+def test_input_that_requires_a_gradient_receives_one(compile):
     seed()
     model = Base()
     step = accelerate(model, sgd(model), F.mse_loss, speed=dict(compile=compile) if compile else {})

@@ -1,4 +1,4 @@
-"""Writing configurations: loading the text gives an equal configuration."""
+"""Dumped configurations: loading the text returns an equal configuration."""
 
 import enum
 import sys
@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 SUFFIXES = [".py", ".yaml", ".json", ".toml"]
 
-# Reserved words, and names that Python source would normalise or that it uses itself.
+# Reserved words, and names that Python source would normalize or that it uses itself.
 tricky = st.sampled_from(
     ["my-key", "ﬁ", "dict", "float", "globals", "class", "é", "a b", "1e-3", "null", "", "on"]
 )
@@ -48,7 +48,7 @@ def listed(value):
 
 
 def typed(value):
-    """Return `value` with its types, to distinguish 1, 1.0 and True, and lists and tuples."""
+    """Return `value` with its types, to distinguish 1 from 1.0 and True, and lists from tuples."""
     if isinstance(value, dict):
         return {k: typed(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -88,12 +88,12 @@ def test_dump_writes_a_file_in_the_format_of_its_suffix(tmp_path, suffix):
     assert Config.fromfile(path) == cfg
 
 
-def test_dump_without_a_file_uses_the_format_it_was_loaded_from():
+def test_dump_without_a_file_uses_the_format_of_the_loaded_file():
     assert Config({"a": 1}).dump() == "a = 1\n"
     assert Config({"a": 1}, filename="x.yml").dump() == "a: 1\n"
 
 
-def test_strings_that_look_like_numbers_stay_strings_in_yaml():
+def test_strings_that_look_like_numbers_remain_strings_in_yaml():
     assert reloaded({"a": "1e-3", "b": 1e-3, "c": 1e22}, ".yaml") == {"a": "1e-3", "b": 1e-3, "c": 1e22}
 
 
@@ -116,7 +116,7 @@ def test_missing_toml_package_error_names_the_extra(monkeypatch):
         reloaded({"a": 1}, ".toml")
 
 
-def test_unknown_suffix_is_an_error(tmp_path):
+def test_unknown_suffix_raises_an_error(tmp_path):
     with pytest.raises(ConfigError, match=r"written as .*not '\.jsn'; did you mean '\.json'"):
         Config({"a": 1}).dump(tmp_path / "x.jsn")
 

@@ -37,7 +37,7 @@ def test_assignment_through_attributes_and_items(cfg):
     }
 
 
-def test_mapping_methods(cfg):
+def test_mapping_methods_work_as_for_a_dict(cfg):
     assert list(cfg) == list(cfg.keys()) == ["model", "lr"]
     assert len(cfg) == 2
     assert "lr" in cfg
@@ -54,7 +54,7 @@ def test_mapping_methods(cfg):
         cfg["nope"]
 
 
-def test_missing_attribute_names_the_nearest_key(cfg):
+def test_missing_attribute_error_names_the_nearest_key(cfg):
     with pytest.raises(AttributeError, match="'modle'; did you mean 'model'"):
         _ = cfg.modle
     with pytest.raises(AttributeError, match="'stage'; did you mean 'stages'"):
@@ -124,7 +124,7 @@ def test_config_dict_operators_and_setdefault_keep_the_type():
     assert ConfigDict([("x", {"y": 1})], z={"w": 2}).z.w == 2
 
 
-def test_key_with_the_name_of_a_method_is_read_as_an_item():
+def test_key_with_a_method_name_is_accessible_as_an_item():
     d = ConfigDict(items=3)
     assert d["items"] == 3
     assert dict(d.items()) == {"items": 3}

@@ -14,7 +14,7 @@ leaves = st.integers(0, 5) | st.lists(st.integers(0, 5), max_size=2)
 
 
 def layers(depth=2):
-    """Layers that can be merged: `a` is always a dict, `b` and `c` are always leaves."""
+    """Return layers that can be merged: `a` is always a dict, and `b` and `c` are always leaves."""
     optional = {"b": leaves, "c": leaves}
     if depth:
         optional["a"] = layers(depth - 1)
@@ -38,7 +38,7 @@ def test_empty_layer_is_neutral_and_merging_is_idempotent(a):
 
 
 @given(layers(), layers())
-def test_every_leaf_comes_from_the_upper_layer_or_else_from_the_lower(a, b):
+def test_every_leaf_comes_from_the_upper_layer_if_present(a, b):
     merged = leaf_paths(merge(a, b))
     lower, upper = leaf_paths(a), leaf_paths(b)
     for path, value in merged.items():
@@ -60,7 +60,7 @@ def test_inputs_do_not_change(a, b):
 
 
 @given(layers(), layers())
-def test_delete_replaces_at_its_level_only(a, b):
+def test_delete_replaces_only_at_its_level(a, b):
     assert merge({"k": a, "l": a}, {"k": {"_delete_": True, **b}}) == {"k": b, "l": a}
     assert merge(a, {"_delete_": True, **b}) == b
 

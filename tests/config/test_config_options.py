@@ -41,7 +41,7 @@ def test_values_become_fields():
     assert made == Speed(accumulate=4, blocks=("a",), ema=Ema(decay=1))
 
 
-def test_instances_are_returned_and_none_gives_defaults():
+def test_instances_are_returned_and_none_returns_defaults():
     made = Speed(accumulate=2)
     assert options(Speed, made, "speed") is made
     assert options(Speed, None, "speed") == Speed()
@@ -66,12 +66,12 @@ def test_instances_are_returned_and_none_gives_defaults():
         ([1], r"^speed: must be a dict with the fields of Speed, not \[1\]$"),
     ],
 )
-def test_errors_of_wrong_values_name_path_type_and_value(values, message):
+def test_wrong_value_error_names_path_type_and_value(values, message):
     with pytest.raises(ConfigError, match=message):
         options(Speed, values, "speed")
 
 
-def test_error_of_unknown_key_names_path_and_nearest_key():
+def test_unknown_key_error_names_path_and_nearest_key():
     with pytest.raises(
         UnknownNameError, match=r"^speed\.acumulate: no such option; did you mean 'accumulate'\?$"
     ):
@@ -80,8 +80,8 @@ def test_error_of_unknown_key_names_path_and_nearest_key():
         options(Speed, {"ema": {"deacy": 1}}, "speed")
 
 
-def test_missing_field_is_named():
-    with pytest.raises(ConfigError, match=r"^part\.name: must be str, but the key is missing$"):
+def test_missing_field_error_names_the_field():
+    with pytest.raises(ConfigError, match=r"^part\.name: the required key is missing; it must be str$"):
         options(Required, {}, "part")
     assert options(Required, {"name": "x"}, "") == Required("x")
     with pytest.raises(ConfigError, match=r"^name: must be str, not 3$"):

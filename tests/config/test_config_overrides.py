@@ -1,4 +1,4 @@
-"""Overrides: parsing, merging and checking."""
+"""Overrides: parsing, merging and validation."""
 
 import argparse
 import contextlib
@@ -59,7 +59,7 @@ from slipstream.errors import ConfigError, UnknownNameError
         ("12:30", "12:30"),
     ],
 )
-def test_values_are_typed(text, value):
+def test_values_are_parsed_with_their_types(text, value):
     key, found = parse_override(f"a.b={text}")
     assert key == "a.b"
     assert found == value
@@ -69,13 +69,13 @@ def test_values_are_typed(text, value):
 @pytest.mark.parametrize(
     "text", ["[1", "[1, 2", "{a: 1", "{a}", "(1]", "'x", "'x' y", "[,]", "[f(x)]", r'"\q"', "{a: }"]
 )
-def test_unreadable_value_is_an_error_that_names_the_key(text):
+def test_unreadable_value_error_names_the_key(text):
     with pytest.raises(ConfigError, match=r"^a\.b: cannot parse .*put quotes"):
         parse_override(f"a.b={text}")
 
 
 @pytest.mark.parametrize("text", ["a", "=1", "a..b=1", ".a=1", "a.=1", ""])
-def test_override_without_a_key_is_an_error(text):
+def test_override_without_a_key_raises_an_error(text):
     with pytest.raises(ConfigError, match="an override must be key=value"):
         parse_override(text)
 
@@ -86,7 +86,7 @@ def test_too_many_nested_brackets_raise_an_error():
 
 
 @given(st.text())
-def test_any_text_gives_a_value_or_a_config_error(text):
+def test_any_text_is_parsed_or_raises_a_config_error(text):
     with contextlib.suppress(ConfigError):
         assert parse_override(f"a={text}")[0] == "a"
 
@@ -102,7 +102,7 @@ trees = st.recursive(
 
 
 def flow(value):
-    """Return `value` in flow syntax (reference implementation)."""
+    """Return `value` in YAML flow syntax (reference implementation)."""
     if isinstance(value, str):
         return "'" + value.replace("'", "''") + "'"
     if isinstance(value, list):
@@ -240,12 +240,12 @@ def test_override_error_names_the_nearest_key(cfg, text, message):
     assert cfg.to_dict() == before
 
 
-def test_override_into_a_value_is_an_error(cfg):
+def test_override_into_a_value_raises_an_error(cfg):
     with pytest.raises(ConfigError, match=r"^train_cfg\.max_epochs\.x: 'train_cfg\.max_epochs' in .* is 10"):
         cfg.override(["train_cfg.max_epochs.x=1"])
 
 
-def test_override_without_a_near_key_suggests_nothing():
+def test_override_without_a_near_key_has_no_suggestion():
     with pytest.raises(UnknownNameError) as caught:
         Config({"a": 1}).override(["zzzzzz=1"])
     assert "did you mean" not in str(caught.value)
@@ -253,7 +253,7 @@ def test_override_without_a_near_key_suggests_nothing():
         Config().override(["a=1"])
 
 
-def test_later_overrides_see_earlier_ones(cfg):
+def test_later_overrides_use_earlier_ones(cfg):
     cfg.override(["plain.a={z: 1}", "plain.a.z=2"])
     assert cfg.plain.a == {"b": 1, "z": 2}
 

@@ -76,7 +76,7 @@ def test_training_is_bit_identical_with_and_without_the_cache(root, tmp_path, wo
     assert torch.equal(trained(root, tmp_path / "cache", workers), plain)
 
 
-def test_files_are_decoded_once_across_data_sets(root, tmp_path, monkeypatch):
+def test_files_are_decoded_once_across_datasets(root, tmp_path, monkeypatch):
     first = [make(root, tmp_path / "cache")[SampleIndex(i, 0, 5)] for i in range(6)]
     again = make(root, tmp_path / "cache")
     monkeypatch.setattr(again, "load", must_not_load)
@@ -87,7 +87,7 @@ def test_files_are_decoded_once_across_data_sets(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["img", "ann"])
-def test_a_changed_file_is_decoded_again(root, tmp_path, kind):
+def test_changed_file_is_decoded_again(root, tmp_path, kind):
     before = make(root, tmp_path / "cache")[1]
     array = np.full((36, 48, 3) if kind == "img" else (36, 48), 2, np.uint8)
     Image.fromarray(array).save(root / kind / "1.png")

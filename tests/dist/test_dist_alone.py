@@ -1,4 +1,4 @@
-"""Every function works without a process group and behaves as if there were one process."""
+"""Without a process group, every function behaves as with one process."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from slipstream.errors import DistributedError
 
 
 def test_single_process_is_the_main_process(monkeypatch):
-    monkeypatch.setenv("LOCAL_RANK", "3")  # set by a launcher, but no process group exists
+    monkeypatch.setenv("LOCAL_RANK", "3")  # a launcher sets it, but no process group exists
     assert dist.get_dist_info() == (0, 1)
     assert dist.get_local_rank() == 0
     assert dist.is_main_process()
@@ -60,7 +60,7 @@ def test_announce_failure_without_failure_detection_does_nothing():
     assert dist.announce_failure("alone") is None
 
 
-def test_master_only_runs_on_rank_0_only_and_keeps_the_function_name(monkeypatch):
+def test_master_only_runs_only_on_rank_0_and_keeps_the_function_name(monkeypatch):
     @dist.master_only
     def answer(x):
         return x + 1

@@ -46,11 +46,11 @@ def test_cast_data_device_writes_into_out_and_returns_it():
 
 
 @pytest.mark.parametrize("out", [{}, {"b": torch.ones(1)}, [torch.ones(1)], {"a": 1}, {"a": [torch.ones(1)]}])
-def test_out_with_another_structure_raises(out):
+def test_out_with_a_different_structure_raises(out):
     with pytest.raises(DataError, match="`out` must have"):
         cast_data_device({"a": torch.ones(1)}, CPU, out)
 
 
-def test_cast_data_device_rejects_objects_that_are_not_tensors():
+def test_cast_data_device_rejects_other_types():
     with pytest.raises(DataError, match="not str"):
         cast_data_device(["x"], CPU)

@@ -7,11 +7,11 @@ from slipstream.dist.failure_detection import FailureDetector, _is_consequence, 
 
 @pytest.fixture
 def address(monkeypatch):
-    """Address at which the failure detector of rank 0 listens."""
+    """Return the address on which rank 0's failure detector listens."""
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr("slipstream.dist.failure_detection.dist.get_world_size", lambda: 2)
     listener, hosts = _listen()
-    assert hosts == ["127.0.0.1"], "a job on one machine must listen on the loopback address only"
+    assert hosts == ["127.0.0.1"], "a job on one machine must listen only on the loopback address"
     address = listener.getsockname()
     detector = FailureDetector(0, "secret", listener)
     yield address
@@ -35,7 +35,7 @@ def test_invalid_first_message_closes_only_that_connection(address, hello):
         assert rank.recv(100) == b""
 
 
-def test_messages_may_arrive_in_several_packets(address):
+def test_messages_can_arrive_in_several_packets(address):
     with send(address, b"sec") as rank:
         rank.sendall(b"ret 1")
         rank.sendall(b"\nbye\n")

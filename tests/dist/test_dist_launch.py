@@ -67,10 +67,12 @@ def test_init_dist_exports_the_variables_that_torch_reads(joined):
     assert joined["detection_started"]
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     assert [os.environ[name] for name in names] == ["2", "0", "4", "10.0.0.1", "29500"]
-    assert "LOCAL_WORLD_SIZE" not in os.environ, "the launcher did not set the local world size"
+    assert "LOCAL_WORLD_SIZE" not in os.environ, (
+        "the local world size is unknown if the launcher did not set it"
+    )
 
 
-def test_init_method_of_the_user_is_passed_to_torch(joined):
+def test_custom_init_method_is_passed_to_torch(joined):
     init_dist("mpi", init_method="tcp://10.0.0.1:7")
     assert "here" not in joined
     assert joined["init_method"] == "tcp://10.0.0.1:7"
@@ -112,8 +114,8 @@ def test_each_accelerator_uses_its_backend_and_gloo(joined, devices, kind, reque
 @pytest.mark.parametrize(
     ("local_rank", "count", "mask", "backend", "index"),
     [
-        (1, 2, "0,3", None, 1),  # the second visible device, the fourth of the machine
-        (3, 1, "3", None, 0),  # srun --gpus-per-task=1: each task sees one device
+        (1, 2, "0,3", None, 1),  # the second visible device is the fourth device of the machine
+        (3, 1, "3", None, 0),  # srun --gpus-per-task=1: each task has one visible device
         (3, 2, None, "gloo", 1),  # with gloo, processes can share a device
     ],
 )
@@ -130,7 +132,7 @@ def test_local_rank_selects_among_the_visible_devices(
 
 @pytest.mark.parametrize(("count", "mask"), [(2, "0,3"), (1, None)])
 @pytest.mark.parametrize("backend", [None, "nccl"])
-def test_more_processes_than_devices_raise_with_the_counts(
+def test_more_processes_than_devices_raise_an_error_with_the_counts(
     joined, devices, monkeypatch, backend, count, mask
 ):
     devices("cuda", count)
@@ -166,7 +168,7 @@ def test_group_with_two_backends_returns_the_accelerator_backend(devices, monkey
     ("config", "device"),
     [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl,cpu:gloo", "cpu"), ("cuda:nccl", "cuda:1")],
 )
-def test_flags_for_the_host_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypatch, config, device):
+def test_host_flags_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypatch, config, device):
     monkeypatch.setattr(info.dist, "get_backend_config", lambda group: config)
     monkeypatch.setattr(info, "get_comm_device", lambda group: torch.device("cuda:1"))
     assert info.flag_device() == torch.device(device)
@@ -178,6 +180,7 @@ def test_flags_for_the_host_use_the_cpu_if_the_group_has_a_cpu_backend(monkeypat
         (dict(timout=3), "dist_cfg has no option 'timout'; did you mean 'timeout'"),
         (dict(timeout="abc"), "dist_cfg.timeout must be a positive number of seconds, not 'abc'"),
         (dict(timeout=-1), "dist_cfg.timeout must be a positive number of seconds, not -1"),
+        (dict(timeout=float("nan")), "dist_cfg.timeout must be a positive number of seconds, not nan"),
         (dict(init_timeout=0), "dist_cfg.init_timeout must be a positive number of seconds, not 0"),
         (dict(backend="gloop"), "dist_cfg.backend: unknown backend 'gloop'; did you mean 'gloo'"),
         (dict(backend="cpu:gloo,cuda:ncl"), "unknown backend 'ncl'; did you mean 'nccl'"),

@@ -22,8 +22,8 @@ MVAPICH = {
 }
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_FD": "8"}
 
-# Environments of tasks in Slurm 22.05, reduced to the variables that are read here. The expected port is
-# 20000 + (8 * job + step) % 10000.
+# Environments of tasks in Slurm 22.05, reduced to the variables that Slipstream reads. The expected port is 20000 + (8
+# * job + step) % 10000.
 SBATCH_SRUN = {  # sbatch -N3 --ntasks-per-node=2, srun
     "SLURM_JOB_ID": "3",
     "SLURM_STEP_ID": "0",
@@ -96,7 +96,7 @@ OLD_SLURM = {  # without the variables of the step
     "SLURM_NTASKS": "4",
     "SLURM_NODELIST": "gpu[07-08]",
 }
-BATCH_SCRIPT = {  # the job of SBATCH_SRUN, outside of any step
+BATCH_SCRIPT = {  # the job of SBATCH_SRUN, outside any step
     "SLURM_JOB_ID": "3",
     "SLURM_PROCID": "0",
     "SLURM_LOCALID": "0",
@@ -138,7 +138,7 @@ def _no_scontrol(monkeypatch):
         ("mpi", MVAPICH, None, Placement(1, 1, 2, "127.0.0.1", "29500", 2)),
         ("mpi", HYDRA, None, Placement(1, 1, 2, "127.0.0.1", "29500", 2)),
         ("mpi", {**HYDRA, "MASTER_ADDR": "h"}, None, Placement(1, 1, 2, "h", "29500", 2)),
-        # Variables of another launcher are ignored.
+        # Variables of other launchers are ignored.
         ("mpi", {**TORCHRUN, **HYDRA, "MASTER_PORT": "1"}, None, Placement(1, 1, 2, "node0", "1", 2)),
     ],
 )
@@ -178,7 +178,7 @@ def test_slurm_job_without_srun_raises(environ):
         placement("slurm", environ)
 
 
-def test_missing_master_addr_on_several_machines_raises_with_the_remedy():
+def test_error_for_missing_master_addr_on_several_machines_suggests_a_remedy():
     with pytest.raises(
         DistributedError, match=r"OMPI_COMM_WORLD_LOCAL_SIZE=2 of 4 .*mpirun -x MASTER_ADDR="
     ) as info:
@@ -221,7 +221,7 @@ def test_unknown_launcher_raises_with_the_nearest_name():
         placement("slrum", {})
 
 
-def test_jobs_and_steps_on_one_node_get_different_ports():
+def test_jobs_and_steps_on_one_node_have_different_ports():
     def port(job, step):
         return int(
             placement(
@@ -235,7 +235,7 @@ def test_jobs_and_steps_on_one_node_get_different_ports():
     assert max(ports) < 30000
 
 
-def test_open_mpi_jobs_get_different_ports_that_are_equal_on_all_ranks():
+def test_open_mpi_jobs_have_different_ports_that_are_equal_on_all_ranks():
     def port(**more):
         return placement("mpi", {**OPEN_MPI, **more}).master_port
 

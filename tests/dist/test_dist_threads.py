@@ -10,11 +10,11 @@ import pytest
 
 from slipstream.dist.threads import wait_for_gloo_threads
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only glibc aborts")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="requires glibc")
 
 
 def as_gloo(function, *args):
-    """Start a thread with the name of gloo's threads, and return it after it has started."""
+    """Start a thread with the name of gloo's threads. Return it once it runs."""
     started = threading.Event()
 
     def run():
@@ -32,7 +32,7 @@ def as_gloo(function, *args):
 
 
 def compute(done):
-    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # releases the GIL, like gloo
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # hashing releases the GIL, as gloo does
     done.append(time.monotonic())
 
 

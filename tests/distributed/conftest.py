@@ -1,4 +1,4 @@
-"""Machines for the tests of launchers: this machine, two machines built from namespaces, and a Slurm cluster."""
+"""Machines for launcher tests: this machine, two machines built from namespaces, and a Slurm cluster."""
 
 import contextlib
 import os
@@ -9,17 +9,17 @@ from cluster.machines import ROOT, NoMachines, environment, this_machine, two_ma
 from cluster.slurm import PROGRAMS, slurm
 
 
-def need(packages, *programs):
-    """Skip if programs are missing, except in continuous integration, which installs them."""
+def require_programs(packages, *programs):
+    """Skip the test if programs are missing. In continuous integration, which installs them, fail instead."""
     path = environment()["PATH"]
     if missing := [program for program in programs if shutil.which(program, path=path) is None]:
         how = pytest.fail if os.environ.get("SLIPSTREAM_CI") else pytest.skip
-        how(f"needs {', '.join(missing)}: apt-get install --no-install-recommends {packages}")
+        how(f"requires {', '.join(missing)}: apt-get install --no-install-recommends {packages}")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """An empty folder with access to the examples; its checkpoints are removed after the test."""
+    """An empty folder with access to the examples. Its checkpoints are removed after the test."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     yield tmp_path
     for work_dir in ("work_dirs", "work_dir", "faulty"):
@@ -28,19 +28,19 @@ def folder(tmp_path):
 
 @pytest.fixture(scope="module")
 def machines(tmp_path_factory):
-    """Two machines with a separate network, by their names n1 and n2."""
-    need("iproute2 util-linux", "ip", "unshare", "nsenter")
+    """Two machines with separate networks, by their names n1 and n2."""
+    require_programs("iproute2 util-linux", "ip", "unshare", "nsenter")
     with contextlib.ExitStack() as stack:
         try:
             both = stack.enter_context(two_machines(tmp_path_factory.mktemp("machines")))
-        except NoMachines as error:  # rights cannot be installed
+        except NoMachines as error:  # missing rights skip the test, even in continuous integration
             pytest.skip(str(error))
         yield both
 
 
 @pytest.fixture(scope="module")
 def machine(request):
-    """One machine: with a separate network if possible, otherwise this machine."""
+    """One machine, with a separate network if possible. Otherwise, this machine."""
     try:
         yield request.getfixturevalue("machines")["n1"]
     except pytest.skip.Exception:
@@ -50,13 +50,13 @@ def machine(request):
 @pytest.fixture(scope="module")
 def cluster(machines, tmp_path_factory):
     """The machine that submits jobs to a Slurm cluster of n1 and n2."""
-    need("munge slurmctld slurmd slurm-client", *PROGRAMS)
+    require_programs("munge slurmctld slurmd slurm-client", *PROGRAMS)
     with slurm(machines, tmp_path_factory.mktemp("slurm")) as login:
         yield login
 
 
 @pytest.fixture(scope="module")
 def mpi_machine(machines):
-    """A machine whose environment lets Open MPI and MPICH run as root with fewer cores than processes."""
-    need("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
+    """A machine whose environment lets Open MPI and MPICH run as root and with fewer cores than processes."""
+    require_programs("openmpi-bin mpich", "mpirun", "mpiexec.hydra")
     return machines["n1"]

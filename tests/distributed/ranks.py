@@ -1,6 +1,6 @@
-"""Run scripts as the ranks of many jobs at once: one process imports torch and forks all ranks.
+"""Run scripts as the ranks of many concurrent jobs: one process imports torch and forks all ranks.
 
-Each rank ends like any other program, at the end of its script, so that its exit hooks run.
+Each rank ends like any other program, at the end of its script, so its exit hooks run.
 """
 
 import gc
@@ -19,16 +19,16 @@ LAUNCHERS = ("SLURM_", "OMPI_", "PMI", "MV2_", "MPI_", "TORCHELASTIC_", "LOCAL_W
 
 @dataclass
 class Ended:
-    status: int  # the exit status, or minus the signal that killed the rank
+    status: int  # exit status, or minus the signal that killed the rank
     out: str
     err: str
     moment: float
-    seconds: float  # since the end of the first rank of the job
+    seconds: float  # seconds since the first rank of the job ended
 
 
 def job(script, world=2, **environ):
-    """Return the description of a job of `world` ranks. A variable may be a list with one value per rank."""
-    from ports import free_port  # not available when this file runs as a program
+    """Return the description of a job with `world` ranks. A variable may be a list with one value per rank."""
+    from ports import free_port  # not importable when this file runs as a program
 
     port = environ.pop("MASTER_PORT", None) or free_port()
     ranks = []
@@ -42,7 +42,7 @@ def job(script, world=2, **environ):
 
 
 def run_jobs(jobs, folder, timeout=60):
-    """Run all jobs {name: job} at once; return {name: [Ended of rank 0, ...]}. Kill them after the timeout."""
+    """Run all jobs {name: job} concurrently. Return {name: [Ended of rank 0, ...]}. Kill them after the timeout."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     command = [sys.executable, __file__, str(folder), str(timeout)]
     subprocess.run(command, env=clean, input=json.dumps(jobs), text=True, check=True, timeout=timeout + 60)
@@ -56,7 +56,7 @@ def run_jobs(jobs, folder, timeout=60):
     return answers
 
 
-def _become(name, rank, environ, folder):
+def _run_rank(name, rank, environ, folder):
     """Run one rank in this forked process."""
     os.environ.update(environ)
     for kind, number in (("out", 1), ("err", 2)):
@@ -83,13 +83,13 @@ def _wait(children, jobs, timeout):
 
 
 def _start(jobs, folder):
-    """Fork every rank; return {pid: (name, rank)} in this process, and a script to run in each child."""
+    """Fork every rank. Return {pid: (name, rank)} in this process, and a script to run in each child."""
     children = {}
     for name, (script, ranks) in jobs.items():
         for rank, environ in enumerate(ranks):
             pid = os.fork()
             if pid == 0:
-                _become(name, rank, environ, folder)
+                _run_rank(name, rank, environ, folder)
                 return None, script
             children[pid] = name, rank
     return children, None
@@ -98,10 +98,10 @@ def _start(jobs, folder):
 if __name__ == "__main__":
     import torch
 
-    import slipstream.dist  # noqa: F401  so that it is imported once
+    import slipstream.dist  # noqa: F401  import it only once, before the fork
 
     torch.set_num_threads(1)
-    gc.freeze()  # otherwise each rank scans all objects of torch at exit
+    gc.freeze()  # otherwise, each rank scans all torch objects at exit
     folder, timeout, jobs = Path(sys.argv[1]), float(sys.argv[2]), json.load(sys.stdin)
     children, script = _start(jobs, folder)
     if script is not None:

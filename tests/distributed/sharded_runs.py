@@ -1,4 +1,4 @@
-"""Small runs of a model with blocks, whose sizes do not divide evenly, on any number of processes."""
+"""Small runs on any number of processes, for a model with blocks whose sizes do not divide evenly."""
 
 import torch
 from torch import nn
@@ -113,7 +113,7 @@ def make(folder, parallel=None, epochs=4, optim=SGD, ema=False, model=None, **ch
 
 
 def train(folder, *args, **kwargs):
-    """Train and return losses, gradient norms, validation errors, weights and optimizer state."""
+    """Train. Return losses, gradient norms, validation errors, weights and optimizer state."""
     runner = make(folder, *args, **kwargs)
     runner.train()
     record = next(hook for hook in runner.hooks if isinstance(hook, Record))
@@ -128,7 +128,7 @@ def train(folder, *args, **kwargs):
 
 
 def assert_same(left, right, rtol=0.0, atol=0.0, steps=None):
-    """Compare two runs; compare only the last losses, norms and validations, as many as `left` has."""
+    """Compare two runs. Of losses, norms and validations, compare only the last ones, as many as `left` contains."""
     assert isinstance(left, dict), left
     assert isinstance(right, dict), right
     if steps is not None:

@@ -1,12 +1,12 @@
 """Commands of docs/distributed.md for Open MPI's mpirun and MPICH's mpiexec."""
 
 import pytest
-from cluster.evidence import STUMBLE, ended_by_rank_1, trained
+from cluster.evidence import FAILING, ended_by_rank_1, trained
 from cluster.page import commands
 
 pytestmark = pytest.mark.slow
 
-# Open MPI 4 and 5 require options to run as root and with two processes on one core.
+# Open MPI 4 and 5 require options to run as root, and to run two processes on one core.
 AS_HERE = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -18,7 +18,7 @@ AS_HERE = {
 
 
 @pytest.mark.parametrize("command", commands("MPI"), ids=lambda text: text.split()[0])
-def test_command_of_the_page_trains_in_two_processes(mpi_machine, folder, command):
+def test_documented_command_trains_in_two_processes(mpi_machine, folder, command):
     mpi_machine.run(command, folder, **AS_HERE).succeeded()
     trained(folder, processes=2, steps=20)
 
@@ -26,5 +26,5 @@ def test_command_of_the_page_trains_in_two_processes(mpi_machine, folder, comman
 @pytest.mark.parametrize("starter", ["mpirun -np 2", "mpiexec.hydra -n 2"], ids=["mpirun", "mpiexec.hydra"])
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
 def test_failing_rank_ends_the_job(mpi_machine, folder, starter, how, others):
-    run = mpi_machine.run(f"{starter} python {STUMBLE} mpi {how} {others}", folder, **AS_HERE)
+    run = mpi_machine.run(f"{starter} python {FAILING} mpi {how} {others}", folder, **AS_HERE)
     ended_by_rank_1(run, how)

@@ -1,23 +1,23 @@
 """Commands of docs/distributed.md for torchrun, torch.distributed.launch and `slipstream train --nproc`."""
 
 import pytest
-from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
+from cluster.evidence import FAILING, ended_by_rank_1, trained, words
 from cluster.page import blocks, commands
 
 pytestmark = pytest.mark.slow
 
-# Two processes: 1280 images in batches of 32, or 32 scenes in batches of 4.
+# Two processes train on 1280 images in batches of 32, or on 32 scenes in batches of 4.
 STEPS = {"examples/distributed_training.py": 20, "street_scenes_pp_lite_t": 4}
 
 
 @pytest.mark.parametrize("command", commands("One machine"), ids=lambda text: " ".join(text.split()[:2]))
-def test_command_of_the_page_trains_in_two_processes(machine, folder, command):
+def test_documented_command_trains_in_two_processes(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=next(steps for what, steps in STEPS.items() if what in command))
 
 
 @pytest.mark.parametrize("command", commands("Sharding"))
-def test_sharded_training_of_the_page_writes_one_checkpoint_file(machine, folder, command):
+def test_documented_sharded_training_writes_one_checkpoint_file(machine, folder, command):
     machine.run(command, folder).succeeded()
     trained(folder, processes=2, steps=4)
     assert (folder / "work_dirs/street_scenes_pp_lite_t/epoch_1.pth").is_file()
@@ -25,16 +25,16 @@ def test_sharded_training_of_the_page_writes_one_checkpoint_file(machine, folder
 
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
 def test_failing_rank_ends_the_job_under_torchrun(machine, folder, how, others):
-    run = machine.run(f"torchrun --nproc-per-node=2 {STUMBLE} pytorch {how} {others}", folder)
+    run = machine.run(f"torchrun --nproc-per-node=2 {FAILING} pytorch {how} {others}", folder)
     ended_by_rank_1(run, how)
 
 
-def test_different_world_sizes_raise_the_error_of_the_page(machines, folder):
+def test_different_world_sizes_raise_the_documented_error(machines, folder):
     start = "LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
     (message,) = [block.text.strip() for block in blocks() if "must have the same" in block.text]
     run = machines["n1"].run(
-        f"RANK=0 WORLD_SIZE=2 {start} {STUMBLE} pytorch raise busy & first=$!\n"
-        f"RANK=1 WORLD_SIZE=3 {start} {STUMBLE} pytorch raise busy || echo second: $?\n"
+        f"RANK=0 WORLD_SIZE=2 {start} {FAILING} pytorch raise busy & first=$!\n"
+        f"RANK=1 WORLD_SIZE=3 {start} {FAILING} pytorch raise busy || echo second: $?\n"
         "wait $first || { echo first: $?; exit 1; }",
         folder,
     )

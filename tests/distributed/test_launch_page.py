@@ -1,9 +1,9 @@
-"""The page on distributed training runs as it is printed."""
+"""The commands and code of docs/distributed.md run as printed."""
 
 from pathlib import Path
 
 import pytest
-from cluster.evidence import STUMBLE, words
+from cluster.evidence import FAILING, words
 from cluster.machines import ROOT
 from cluster.page import blocks
 
@@ -14,7 +14,7 @@ TESTED = {  # test files that run the shell blocks of each section
     "Slurm": "test_launch_slurm.py",
     "MPI": "test_launch_mpi.py",
 }
-SNIPPETS = STUMBLE.with_name("page_snippets.py")
+SNIPPETS = FAILING.with_name("page_snippets.py")
 
 
 def test_every_shell_block_is_tested():
@@ -38,10 +38,10 @@ def test_python_blocks_train_in_two_processes(machine, folder):
 def test_messages_of_a_failing_rank_match_the_page(machines, folder):
     raised, killed = [block.text for block in blocks() if "rank 0 is stopping" in block.text]
     for how, expected in (("raise", raised), ("kill", killed)):
-        # Without torchrun, because it would end rank 0 before rank 0 prints its message.
+        # torchrun is not used, because it ends rank 0 before rank 0 prints its message.
         start = "LOCAL_RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python"
         run = machines["n1"].run(
-            f"RANK=1 {start} {STUMBLE} pytorch {how} away & RANK=0 {start} {STUMBLE} pytorch {how} away; wait",
+            f"RANK=1 {start} {FAILING} pytorch {how} away & RANK=0 {start} {FAILING} pytorch {how} away; wait",
             folder,
         )
         for line in expected.splitlines():

@@ -1,7 +1,7 @@
 """srun, sbatch and `slipstream submit` on a Slurm cluster of two machines."""
 
 import pytest
-from cluster.evidence import STUMBLE, ended_by_rank_1, trained, words
+from cluster.evidence import FAILING, ended_by_rank_1, trained, words
 from cluster.page import commands
 
 pytestmark = pytest.mark.slow
@@ -10,7 +10,7 @@ SRUN, SUBMIT, BATCH = commands("Slurm")
 EXAMPLE = "python examples/distributed_training.py --launcher slurm --batches 2"
 
 
-def test_srun_command_of_the_page_trains_on_both_machines(cluster, folder):
+def test_documented_srun_command_trains_on_both_machines(cluster, folder):
     cluster.run(SRUN, folder).succeeded()
     trained(folder, processes=4, steps=10)
 
@@ -40,5 +40,5 @@ def test_printed_batch_file_can_be_submitted(cluster, folder):
 
 @pytest.mark.parametrize(("how", "others"), [("raise", "busy"), ("kill", "away")])
 def test_failing_rank_ends_the_job_under_srun(cluster, folder, how, others):
-    run = cluster.run(f"srun -N2 --ntasks-per-node=1 python {STUMBLE} slurm {how} {others}", folder)
+    run = cluster.run(f"srun -N2 --ntasks-per-node=1 python {FAILING} slurm {how} {others}", folder)
     ended_by_rank_1(run, how)

@@ -1,4 +1,4 @@
-"""`slipstream submit` with a job that is requeued during training, and a job that fails."""
+"""`slipstream submit` with a job that is requeued during training, and with a job that fails."""
 
 import shlex
 import time
@@ -14,12 +14,13 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def submit(cluster, folder):
-    """Submit a training run that fails on rank 1; return the id and the log of the job."""
+    """Return a function that submits a run in which rank 1 fails or waits, and returns the job's id and log."""
     (folder / "line.yaml").write_text(CONFIG)
 
     def submit(how, work_dir):
-        hook = shlex.quote(f"custom_hooks=[{{type: Stumble, how: {how}, epoch: 2}}]")
-        command = f"slipstream submit line.yaml {hook} --nodes 2 --requeue --time 10 --work-dir {shlex.quote(work_dir)}"
+        hook = shlex.quote(f"custom_hooks=[{{type: FailOnRank1, how: {how}, epoch: 2}}]")
+        options = f"--trust --nodes 2 --requeue --time 10 --work-dir {shlex.quote(work_dir)}"
+        command = f"slipstream submit line.yaml {hook} {options}"
         said = words(cluster.run(command, folder, PYTHONPATH=FOLDER).succeeded())
         job = said.split("Submitted job ")[1].split(",")[0]
         return job, folder / work_dir / f"slurm-{job}.log"
@@ -38,13 +39,14 @@ def wait_for(text, log, within=60):
 def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder):
     job, log = submit("wait", "50% of it's $x")
     wait_for("waiting", log)
-    # Slurm sends this signal two minutes before the limit.
+    # Slurm sends this signal two minutes before the time limit.
     cluster.run(f"scancel --batch --signal=USR1 {job}", folder).succeeded()
-    wait_for("DUE TO JOB REQUEUE", log)
-    whole = "slipstream train line.yaml --nproc 2 --work-dir whole"
+    wait_for("the state after iteration 5 is saved", log)
+    whole = "slipstream train line.yaml --trust --nproc 2 --work-dir whole"
     cluster.run(whole, folder, PYTHONPATH=FOLDER).succeeded()
     wait_for("Done: ", log, within=200)
-    assert "Resumed at epoch 2, iteration 4" in log.read_text()
+    # Rank 1 waited at the start of epoch 3. Both ranks received USR1 and stopped after one more step.
+    assert "Resumed at epoch 2, iteration 5" in log.read_text()
     resumed, uninterrupted = (
         torch.load(path / "epoch_3.pth", weights_only=True)["state_dict"]
         for path in (log.parent, folder / "whole")
@@ -53,7 +55,7 @@ def test_job_at_its_time_limit_is_requeued_and_completes(submit, cluster, folder
     assert all(torch.equal(resumed[name], uninterrupted[name]) for name in resumed)
 
 
-def test_job_with_a_failing_training_fails(submit, cluster, folder):
+def test_job_fails_if_its_training_fails(submit, cluster, folder):
     job, log = submit("error", "failing")
     wait_for("sample 3 is broken", log)
     show = f"scontrol show job {job} | grep JobState"

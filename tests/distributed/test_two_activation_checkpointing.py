@@ -1,4 +1,4 @@
-"""Activation checkpointing in two processes: SyncBN sends nothing twice; DDP and FSDP2 results do not change."""
+"""Activation checkpointing in two processes: SyncBN runs no collective twice, and results do not change."""
 
 import copy
 
@@ -32,7 +32,7 @@ class SyncNet(nn.Module):
 
 
 def sync_steps(model, backend=None):
-    """Return losses and state after steps on the summed gradient, and the number of eager all-reduces."""
+    """Return the losses and state after steps on the summed gradient, and the number of eager all-reduces."""
     params, sent = list(model.parameters()), []
     generator = torch.Generator().manual_seed(get_rank())
 
@@ -41,7 +41,7 @@ def sync_steps(model, backend=None):
         return loss.detach(), torch.autograd.grad(loss, params)
 
     reduce = sync_batchnorm._all_reduce
-    if backend is None:  # for a graph, the operations in it are counted
+    if backend is None:  # for a graph, count the operations in it
         sync_batchnorm._all_reduce = lambda x: sent.append(1) or reduce(x)
     losses = []
     try:
@@ -145,7 +145,7 @@ def answers(tmp_path_factory):
     return run_in_two(functions, tmp_path_factory.mktemp("checkpointing"))
 
 
-def test_sync_bn_counts_each_batch_once_and_sends_nothing_twice(answers):
+def test_sync_bn_counts_each_batch_once_and_sends_each_message_once(answers):
     for answer in answers["sync_bn"]:
         assert not isinstance(answer, str), answer
         blocks, ((kept, sent), *recomputed) = answer
@@ -157,17 +157,17 @@ def test_sync_bn_counts_each_batch_once_and_sends_nothing_twice(answers):
 
 
 @pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
-def test_sync_bn_in_the_graph_of_a_step_sends_nothing_twice(answers):
+def test_sync_bn_in_a_step_graph_sends_each_message_once(answers):
     for answer in answers["sync_bn_in_one_graph"]:
         assert not isinstance(answer, str), answer
         ((messages, recomputed),), kept, result = answer
-        assert messages == 2 * 2  # one for each BatchNorm, forward and backward
+        assert messages == 2 * 2  # one forward and one backward message for each BatchNorm
         assert recomputed
         torch.testing.assert_close(result, kept, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("way", [function.__name__ for function in TRAININGS])
-def test_weights_are_equal_with_activation_checkpointing(answers, way):
+def test_activation_checkpointing_does_not_change_weights(answers, way):
     for answer in answers[way]:
         assert not isinstance(answer, str), answer
         kept, recomputed = answer

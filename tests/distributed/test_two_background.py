@@ -10,11 +10,11 @@ from slipstream.speed.accelerate import accelerate
 
 GRAPH = dict(scope="step", backend="aot_eager", cache=False)
 ASKED = (2, 5)
-"""Number of polls of each rank before its graph is ready."""
+"""Number of polls on each rank before its graph is ready."""
 
 
 class After:
-    """Replacement of a compiling process; it is done after this number of polls."""
+    """A mock of the background compiler that finishes after `asked` polls."""
 
     seconds = 0.0
 
@@ -54,7 +54,7 @@ def test_both_ranks_switch_when_the_slower_rank_has_its_graph(tmp_path):
     assert not [answer for answer in answers if isinstance(answer, str)], answers
     (weights, first), (others, second) = answers
     assert first == second
-    # One batch finds the trained parameters, one starts the compilation, five poll, one verifies.
+    # One batch determines the trained parameters, one starts the compilation, five poll, and the next verifies.
     assert first.index(True) == 7
     expected, _ = train(0)
     torch.testing.assert_close(weights, expected, rtol=1e-9, atol=1e-12)

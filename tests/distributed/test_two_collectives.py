@@ -8,7 +8,7 @@ from slipstream.errors import DistributedError
 
 def info(folder):
     dist.init_dist("pytorch", timeout=30)
-    dist.init_dist("pytorch")  # a second call changes nothing
+    dist.init_dist("pytorch")  # the second call has no effect
     return dist.get_dist_info(), dist.get_local_rank(), dist.get_backend(), dist.is_main_process()
 
 
@@ -31,7 +31,7 @@ DTYPES = [torch.int16, torch.int32, torch.int64, torch.uint8, torch.float16, tor
 
 
 def dtypes(folder):
-    """Run every op on every dtype, on strided views of tensors."""
+    """Run every op on every dtype and on strided views of tensors."""
     answers = {}
     for dtype in DTYPES:
         for op in ("sum", "mean", "max", "min", "product"):
@@ -68,7 +68,7 @@ def dicts_and_params(folder):
     rank = dist.get_rank()
     first = torch.tensor([[1.0, 2.0]]) * (1 + rank)
     data = {"b": torch.tensor(7 + rank), "a": first, "c": torch.full((3,), 2.0 + rank)}
-    data = data if rank == 0 else dict(reversed(data.items()))  # the order of the keys does not matter
+    data = data if rank == 0 else dict(reversed(data.items()))  # the ranks use different key orders
     dist.all_reduce_dict(data, "mean")
     reduced = {key: (str(value.dtype), value.tolist()) for key, value in sorted(data.items())}
     answers = []
@@ -126,7 +126,7 @@ def groups(folder):
         dist.get_local_size()
     except DistributedError as error:
         size = str(error)
-    dist.init_local_group(dist.get_rank(), 1)  # as if each process ran on a separate machine
+    dist.init_local_group(dist.get_rank(), 1)  # simulate one machine per process
     local = dist.get_local_group()
     data = torch.ones(1)
     dist.all_reduce(data, group=local)
@@ -151,7 +151,7 @@ def gather(folder):
 
 def collect(folder):
     rank = dist.get_rank()
-    even = dist.collect_results([[0, 2, 4], [1, 3, 0]][rank], 5)  # sample 0 was repeated
+    even = dist.collect_results([[0, 2, 4], [1, 3, 0]][rank], 5)  # sample 0 is repeated as padding
     uneven = dist.collect_results([["a", "c", "e"], ["b", "d"]][rank], 5)
     return even, uneven, dist.collect_results([], 0)
 
@@ -216,7 +216,7 @@ def test_bools_large_integers_scalars_empty_tensors_and_parameters_are_reduced(a
         "min": [True, False, False],
         "product": [True, False, False],
     }
-    assert large == [2**60 + 1, -(2**60) - 1], "rounded toward zero, and exact where float32 is not"
+    assert large == [2**60 + 1, -(2**60) - 1], "integer means must be exact and rounded toward zero"
     assert (full, scalar, weight) == ([201], 4.0, [1.0, 1.0])
     assert answers["special_cases"][0] == answers["special_cases"][1]
 
@@ -246,7 +246,7 @@ def test_tensors_are_gathered_in_rank_order_with_their_dtype_and_shape(answers):
     assert answers["gathered"][1] == ([(part, part) for part in parts] + [empty], [0, 1])
 
 
-def test_different_calls_or_shapes_raise_on_every_rank(answers):
+def test_mismatched_calls_or_shapes_raise_on_every_rank(answers):
     first, second = answers["unequal"]
     assert {**first, "another": ""} == {**second, "another": ""}
     for name, text in first.items():
@@ -259,7 +259,7 @@ def test_different_calls_or_shapes_raise_on_every_rank(answers):
     assert "broadcast" in first["another"]
 
 
-def test_each_machine_has_its_own_local_group(answers):
+def test_each_machine_has_a_separate_local_group(answers):
     for missing, size, alone, same, _ in answers["groups"]:
         assert "call init_local_group" in missing
         assert "LOCAL_WORLD_SIZE is not set" in size
@@ -287,5 +287,5 @@ def test_random_seed_is_the_same_on_every_rank(answers):
     assert first == second
 
 
-def test_master_only_runs_on_rank_0_only(answers):
+def test_master_only_runs_only_on_rank_0(answers):
     assert answers["master"] == ["done", None]

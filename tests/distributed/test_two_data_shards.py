@@ -81,7 +81,7 @@ def answers(tmp_path_factory):
     return run_in_two([ready_loader, own_step, own_step_inside_plain_ddp], tmp_path_factory.mktemp("shards"))
 
 
-def test_weights_stay_equal_with_an_overridden_train_step(answers):
+def test_ranks_have_equal_weights_with_an_overridden_train_step(answers):
     first, second = answers["own_step"]
     assert isinstance(first, list), first
     assert first == second

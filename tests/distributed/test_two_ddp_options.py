@@ -1,4 +1,4 @@
-"""Options of DDP in two processes: number and content of messages, and correct results."""
+"""DDP options in two processes: number and content of messages, and correct results."""
 
 import contextlib
 
@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from two_processes import run_in_two
-from two_trainings import Labelled, LossOfEachStep, SteppedNet, train
+from two_trainings import Labeled, LossOfEachStep, SteppedNet, train
 
-from slipstream.dist import get_rank
+from slipstream.dist import get_rank, own_or_mean
 from slipstream.model import BaseModel, MMDistributedDataParallel, MMSeparateDistributedDataParallel
 
 ACCUMULATED = dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=4)
@@ -18,7 +18,7 @@ BF16 = dict(ACCUMULATED, type="AmpOptimWrapper", dtype="bfloat16")
 
 
 class Parts(BaseModel):
-    """A model that trains two children itself, so each child is wrapped separately."""
+    """A model that trains its two children itself, so each child is wrapped separately."""
 
     def __init__(self):
         super().__init__()
@@ -37,7 +37,7 @@ class Parts(BaseModel):
 
 
 class Counter:
-    """Count the gradient syncs of every wrapped module, and average gradients like DDP."""
+    """Count the gradient syncs of every wrapped module, with a communication hook that averages gradients like DDP."""
 
     def __init__(self):
         self.syncs = {}
@@ -45,7 +45,9 @@ class Counter:
     def __call__(self, runner):
         model = runner.model
         if isinstance(model, MMSeparateDistributedDataParallel):
-            model.module.wrapper = lambda: model  # a train_step disables the sync of all children
+            model.module.wrapper = lambda: (
+                model
+            )  # train_step uses the wrapper to disable the sync of all children
         for name, module in model.named_modules():
             if isinstance(module, DistributedDataParallel):
                 module.register_comm_hook(name, self.count)
@@ -110,14 +112,14 @@ def views(folder):
     ):
         pairs.append([weights(f"{index}{v}", gradient_as_bucket_view=v, **options) for v in (True, False)])
     model = MMDistributedDataParallel(SteppedNet())
-    model(*Labelled()[:4], mode="loss")["loss"].backward()
+    model(*Labeled()[:4], mode="loss")["loss"].backward()
     buckets = {p.grad.untyped_storage().data_ptr() for p in model.parameters()}
     return pairs, len(buckets)
 
 
 @contextlib.contextmanager
 def wire():
-    """Record the dtype and size of every all-reduce from Python."""
+    """Record the dtype and size of every all-reduce called from Python."""
     seen, original = [], torch.distributed.all_reduce
 
     def all_reduce(tensor, *args, **kwargs):
@@ -134,7 +136,7 @@ def wire():
 def gradients(hook, model=None, steps=1, size=16):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Tanh(), nn.Linear(32, 20)) if model is None else model
-    # With small buckets, several are in flight at once, and DDP rebuilds them after the first step.
+    # With small buckets, several are in flight concurrently, and DDP rebuilds them after the first step.
     model = MMDistributedDataParallel(model, comm_hook=hook, bucket_cap_mb=0.002)
     generator = torch.Generator().manual_seed(get_rank())
     for _ in range(steps):
@@ -151,7 +153,7 @@ def compressed(folder):
         with wire() as seen:
             answers[kind] = gradients(kind, steps=2)[0]
         answers[f"{kind} wire"] = seen
-    # The mean of two gradients of one sample each has rank 2.
+    # The mean of two single-sample gradients has rank 2.
     answers["rank 2"] = gradients(None, steps=4, size=1)[0]
     with wire() as seen:
         low = dict(type="powersgd", rank=2, start_step=0)
@@ -159,13 +161,18 @@ def compressed(folder):
     answers["powersgd wire"] = sum(size for _, size in seen)
     _, model = gradients(dict(type="powersgd", rank=1, start_step=1), steps=5)
     saved = model.comm_hook.state_dict()
-    own = sum(error.abs().sum().item() for error in model.comm_hook.errors.values())
-    answers["saved"] = saved["errors"], own
-    # The next gradients are equal with the errors of each rank and with their mean.
-    other = MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
-    other.comm_hook.load_state_dict(saved)
+    answers["saved"] = saved["errors"], dict(model.comm_hook.errors)
+    errors = [saved["errors"]]
+    torch.distributed.broadcast_object_list(errors)  # a resumed run reads them from the file
+    # The saved errors result in the same next gradients, and so does their mean, as after a change of the world size.
+    same, mean = (
+        MMDistributedDataParallel(model.module, comm_hook=dict(type="powersgd", rank=1, start_step=1))
+        for _ in range(2)
+    )
+    same.comm_hook.load_state_dict({**saved, "errors": errors[0]})
+    mean.comm_hook.load_state_dict({**saved, "errors": [own_or_mean(errors[0], 0, 1)] * 2})
     results = []
-    for wrapped in (other, model):
+    for wrapped in (same, mean, model):
         wrapped.zero_grad()
         generator = torch.Generator().manual_seed(9 + get_rank())
         wrapped(torch.randn(16, 24, generator=generator)).square().mean().backward()
@@ -187,7 +194,7 @@ def trained(folder):
 
 
 def powersgd_resumed(folder):
-    """Train for four epochs, and resume after two epochs with and without the state of PowerSGD."""
+    """Train for four epochs, and resume after two epochs with and without the PowerSGD state."""
     hook = dict(type="powersgd", rank=1, start_step=2)
     options = dict(
         max_epochs=4,
@@ -248,20 +255,20 @@ def test_gradients_are_synced_in_every_step_without_accumulation(answers):
 
 def test_static_graph_syncs_in_the_first_backward(answers):
     for answer in both(answers, "counted"):
-        # In the first window torch must sync the first backward; other windows sync once.
+        # In the first window, torch must sync the first backward. Other windows sync once.
         assert set(answer["static"][0].values()) == {4}
         assert_close(answer["static"][1], answer["plain"][1])
 
 
 @pytest.mark.parametrize(("name", "model"), [("plain", SteppedNet), ("parts", Parts)])
-def test_accumulation_on_two_processes_equals_one(answers, tmp_path, name, model):
+def test_accumulation_in_two_processes_matches_one_process(answers, tmp_path, name, model):
     alone = state(train(tmp_path, 1, model(), optim_wrapper=ACCUMULATED))
     first, second = (answer[name][1] for answer in both(answers, "counted"))
     assert_close(first, second, 0)
     assert_close(first, alone)
 
 
-def test_accumulation_in_bfloat16_equals_one_process_within_its_precision(answers, tmp_path):
+def test_accumulation_in_bfloat16_matches_one_process_within_its_precision(answers, tmp_path):
     alone = state(train(tmp_path, 1, optim_wrapper=BF16))
     first, second = (answer["amp"][1] for answer in both(answers, "counted"))
     assert_close(first, second, 0)
@@ -284,7 +291,7 @@ def test_half_precision_hook_sends_half_precision_gradients(answers, kind, dtype
         assert sum(sizes) == 2 * sum(g.numel() for g in answer["exact"])
         for exact, rounded in zip(answer["exact"], answer[kind], strict=True):
             assert rounded.dtype == torch.float32
-            # The gradient of each rank and the sum are rounded once.
+            # The gradient of each rank and their sum are each rounded once.
             assert (exact - rounded).abs().max() <= 2 * torch.finfo(dtype).eps * exact.abs().max()
             assert not torch.equal(exact, rounded)
 
@@ -294,23 +301,26 @@ def test_powersgd_sends_factors_and_is_exact_for_its_rank(answers):
     assert all(map(torch.equal, first["powersgd"], second["powersgd"]))
     for exact, low in zip(first["rank 2"], first["powersgd"], strict=True):
         torch.testing.assert_close(low, exact, rtol=1e-3, atol=1e-5)
-    # Four steps of two factors of two columns for (32, 24) and (20, 32), and the biases 32 and 20.
+    # Four steps with two factors of two columns for (32, 24) and (20, 32), and the biases of 32 and 20.
     assert first["powersgd wire"] == 4 * (2 * (32 + 24) + 2 * (20 + 32) + 32 + 20)
     assert first["powersgd wire"] < 4 * sum(g.numel() for g in first["exact"]) / 4
 
 
-def test_saved_errors_of_powersgd_are_the_mean_over_ranks(answers):
+def test_powersgd_errors_of_each_rank_are_saved(answers):
     first, second = both(answers, "compressed")
-    assert first["saved"][1] != second["saved"][1]  # errors differ between ranks
-    assert first["saved"][0].keys() == {"0.weight", "2.weight"}
-    for name, error in first["saved"][0].items():
-        assert torch.equal(error, second["saved"][0][name])
-    for from_mean, from_own in (answer["resumed"] for answer in (first, second)):
-        for one, other in zip(from_mean, from_own, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+    (saved, own), (nothing, other) = first["saved"], second["saved"]
+    assert nothing == []  # rank 0 writes the file
+    for errors, expected in zip(saved, (own, other), strict=True):
+        assert errors.keys() == expected.keys() == {"0.weight", "2.weight"}
+        assert all(torch.equal(errors[name], expected[name]) for name in errors)
+    assert not torch.equal(own["0.weight"], other["0.weight"])
+    for restored, from_mean, continued in (answer["resumed"] for answer in (first, second)):
+        for one, mean, two in zip(restored, from_mean, continued, strict=True):
+            assert torch.equal(one, two)
+            torch.testing.assert_close(mean, two, rtol=1e-4, atol=1e-6)
 
 
-def test_resumed_run_restores_the_state_of_powersgd(answers):
+def test_resumed_run_restores_the_powersgd_state(answers):
     for whole, again, anew, remembered in both(answers, "powersgd_resumed"):
         assert remembered[""]["step"] == 10
         assert_close(again, whole)

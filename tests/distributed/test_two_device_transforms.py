@@ -1,4 +1,4 @@
-"""Two processes with device transforms on half of each batch equal one process."""
+"""Two processes with device transforms on half of each batch match one process."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The average of two processes equals that of one process with the whole batch."""
+"""The average of two processes matches one process with the whole batch."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ class OtherStep:
         return self.step(batch)
 
 
-class TakeTheStep(Hook):
+class UseOtherStep(Hook):
     priority = "VERY_HIGH"
 
     def before_train(self, runner):
@@ -31,7 +31,7 @@ class TakeTheStep(Hook):
 
 
 def averaged(folder, parallel=None, world=2, hook=SCHEDULED, hooks=(), norm=False, **changes):
-    """Train; return weights, average, losses and validation errors."""
+    """Train. Return weights, average, losses and validation errors."""
     record = Record()
     changes.setdefault("cfg", dict(parallel=parallel))
     runner = make(
@@ -68,15 +68,15 @@ def swa(folder, world=2):
 
 
 def ddp_after_step(folder):
-    return averaged(folder, "ddp", hooks=[TakeTheStep()])
+    return averaged(folder, "ddp", hooks=[UseOtherStep()])
 
 
 def fsdp_after_step(folder):
-    return averaged(folder, FSDP, hooks=[TakeTheStep()])
+    return averaged(folder, FSDP, hooks=[UseOtherStep()])
 
 
 def resumed(folder):
-    """Run one training without interruption and one with a resume; BatchNorm statistics differ between ranks."""
+    """Train once without interruption and once with a resume. BatchNorm statistics differ between ranks."""
     found = []
     for parallel, iteration in (("ddp", 8), (FSDP, 8), ("ddp", 7)):
         own = folder / f"{'ddp' if parallel == 'ddp' else 'fsdp'}{iteration}"
@@ -95,19 +95,19 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", [ddp, fsdp, swa])
-def test_average_of_two_processes_equals_one_process(answers, tmp_path, function):
+def test_average_of_two_processes_matches_one_process(answers, tmp_path, function):
     one = function(tmp_path, world=1)
     for two in answers[function.__name__]:
         assert_same(two, one, rtol=1e-4, atol=1e-6)
         own, average = two["weights"]["own"], two["weights"]["average"]
         for name in own:
             assert not torch.allclose(own[name], average[f"module.{name}"], atol=1e-5), (
-                f"{name} is the model's"
+                f"{name} equals the model's weight"
             )
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_average_in_the_step_equals_average_in_the_hook(answers, kind):
+def test_average_in_the_step_matches_average_in_the_hook(answers, kind):
     for plain, other in zip(answers[kind], answers[f"{kind}_after_step"], strict=True):
         assert_same(other, plain)
         assert (plain["in_step"], other["in_step"]) == (True, False)
@@ -118,7 +118,8 @@ def test_resumed_run_has_the_same_weights_and_average(answers):
         assert isinstance(found, list), found
         # BatchNorm makes the gradient of stem.bias zero, so the bias consists of rounding errors (1e-9), which depend
         # on the processor. All other weights are larger than 1e-4, so 1e-9 is at most 1e-5 of them.
-        # After a resume within a window, DDP sums gradients in a different order, so rounding differs everywhere.
+        # After a resume within a window, DDP sums gradients in a different order, so all values have different rounding
+        # errors.
         tolerances = (dict(atol=1e-9), dict(atol=1e-9), dict(rtol=1e-4, atol=1e-7))
         for (whole, rest), tolerance in zip(found, tolerances, strict=True):
             assert 0 < len(rest["losses"]) < len(whole["losses"])

@@ -1,11 +1,12 @@
-"""Two processes with SyncBN and half the batch each give the same numbers as one process with the whole batch.
+"""Two processes with SyncBN and half the batch each match one process with the whole batch.
 
-In float64, the results agree at each of 20 steps far beyond float32's precision, so only rounding differs. In float32,
-rounding alone changes some runs. PP-LiteSeg's global pooling leaves BatchNorm one value per image, so even one process
-differs from its own float64 run by 1e-2 after 20 steps. In a ResNet, a ReLU whose input changes its sign by rounding
-causes a difference of 1e-5 or more at common learning rates. If nothing amplifies rounding errors (in a smaller
-network, or with small steps), float32 agrees to 1e-6. For the same reason, the float64 run of PP-LiteSeg has a moderate
-learning rate: at 0.02, rounding errors grow to 4e-8 within 16 steps and then move the input of a ReLU across zero.
+In float64, the results agree at each of 20 steps far beyond float32's precision, so only rounding differs. In
+float32, rounding alone changes some runs. PP-LiteSeg's global pooling leaves BatchNorm one value per image, so even
+one process differs from its own float64 run by 1e-2 after 20 steps. In a ResNet, a ReLU input whose sign changes
+through rounding causes a difference of 1e-5 or more at common learning rates. If nothing amplifies rounding errors
+(in a smaller network, or with small steps), float32 agrees to 1e-6. For the same reason, the float64 run of
+PP-LiteSeg has a moderate learning rate: at 0.02, rounding errors grow to 4e-8 within 16 steps and then change the
+sign of a ReLU input.
 """
 
 from itertools import pairwise
@@ -29,7 +30,7 @@ CLASSES = 4
 
 
 class Pictures(Dataset):
-    """Random images with a label per image, or per pixel; the first `ignored` rows are ignored."""
+    """Random images with a label per image or per pixel. The labels of the first `ignored` rows are ignored."""
 
     metainfo = dict(classes=tuple("abcd"))  # noqa: RUF012
 
@@ -171,7 +172,7 @@ def both(answers, name):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_losses_and_weights_equal_one_process(answers, tmp_path, case):
+def test_losses_and_weights_match_one_process(answers, tmp_path, case):
     losses, weights = run(tmp_path, 1, case)
     tolerance = CASES[case][-1]
     assert len(losses) == 20
@@ -186,7 +187,7 @@ def test_losses_and_weights_equal_one_process(answers, tmp_path, case):
 
 
 @pytest.mark.parametrize("which", [0, 1], ids=["Accuracy", "IoUMetric"])
-def test_metrics_of_an_uneven_dataset_equal_one_process_exactly(answers, tmp_path, which):
+def test_metrics_of_an_uneven_dataset_match_one_process_exactly(answers, tmp_path, which):
     alone = measure(tmp_path, 1, bool(which))
     assert alone
     for answer in both(answers, "metrics"):
@@ -194,7 +195,7 @@ def test_metrics_of_an_uneven_dataset_equal_one_process_exactly(answers, tmp_pat
 
 
 def test_ranks_with_different_numbers_of_valid_pixels_have_equal_weight(answers):
-    """The loss is the mean of the means of the ranks, so pixels of a rank with fewer pixels have more weight."""
+    """The loss is the mean of the ranks' means, so a pixel has more weight on a rank with fewer valid pixels."""
     first, second = both(answers, "unequal_ignored")
     assert first[0] == second[0]
     torch.manual_seed(0)
@@ -220,6 +221,6 @@ def test_ranks_with_different_numbers_of_valid_pixels_have_equal_weight(answers)
 
 
 def first_batch():
-    """Return the indices of the first step; each rank processes every second index."""
+    """Return the indices of the first step. Each of two ranks processes every second index."""
     sampler = DefaultSampler(Pictures(), shuffle=True, seed=3)
     return [int(index) for _, index in zip(range(8), sampler, strict=False)]

@@ -37,11 +37,11 @@ print([child.exitcode for child in children])
 """
 
 STOPPED = """
-neighbours = dist.all_gather_object(os.getpid())
+neighbors = dist.all_gather_object(os.getpid())
 if rank == 0:
-    os.kill(neighbours[1], signal.SIGSTOP)
+    os.kill(neighbors[1], signal.SIGSTOP)
     time.sleep(2)
-    os.kill(neighbours[1], signal.SIGCONT)
+    os.kill(neighbors[1], signal.SIGCONT)
 dist.barrier()
 """
 
@@ -74,7 +74,7 @@ print(dist.all_gather_object(rank))
 
 
 def asleep(text, rank):
-    """Return a script whose rank `rank` runs `text` while the other ranks sleep outside of a collective."""
+    """Return a script in which rank `rank` runs `text` while the other ranks sleep outside a collective."""
     return f"{JOIN}\nif rank == {rank}:\n    {text}\nelse:\n    time.sleep(60)\n"
 
 
@@ -109,7 +109,7 @@ def ended(tmp_path_factory):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_exception_on_one_rank_ends_the_other_ranks_after_its_traceback(ended, rank):
+def test_exception_prints_a_traceback_and_stops_the_other_ranks(ended, rank):
     raiser, other = (ended[f"raise{rank}"][r] for r in (rank, 1 - rank))
     assert (raiser.status, other.status) == (1, 1)
     assert "Traceback" in raiser.err
@@ -123,7 +123,7 @@ def test_exception_on_one_rank_ends_the_other_ranks_after_its_traceback(ended, r
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_killed_rank_ends_the_other_ranks_within_seconds(ended, rank):
+def test_killed_rank_stops_the_other_ranks_within_seconds(ended, rank):
     for other, end in enumerate(ended[f"kill{rank}"]):
         assert end.status == (-signal.SIGKILL if other == rank else 1)
         assert end.seconds < 30
@@ -149,14 +149,14 @@ def test_all_ranks_that_fail_independently_print_their_errors(ended):
         assert f"ValueError: error of rank {rank}\n" in end.err
 
 
-def test_killed_rank_is_detected_although_its_forked_child_lives(ended):
+def test_killed_rank_is_detected_although_its_forked_child_is_alive(ended):
     first, second = ended["forked"]
     assert (first.status, second.status) == (1, -signal.SIGKILL)
-    assert first.seconds < 15, "the forked process slept for 20 s"
+    assert first.seconds < 15, "the failure must be detected before the forked process ends after 20 s"
 
 
 @pytest.mark.parametrize("late", [0, 1])
-def test_ranks_that_exit_normally_at_different_times_print_nothing(ended, late):
+def test_normal_exits_at_different_times_print_nothing(ended, late):
     ends = [(end.status, end.out, end.err) for end in ended[f"apart{late}"]]
     assert ends[late] == (0, "late\n", "")
     assert ends[1 - late] == (0, "", "")
@@ -166,7 +166,7 @@ def test_process_group_can_be_destroyed_and_created_again(ended):
     assert [(end.status, end.out, end.err) for end in ended["again"]] == [(0, "[0, 1]\n", "")] * 2
 
 
-def test_caught_exception_ends_no_rank(ended):
+def test_caught_exception_does_not_stop_any_rank(ended):
     assert [(end.status, end.out, end.err) for end in ended["caught"]] == [(0, "2.0\n", "")] * 2
 
 

@@ -1,4 +1,4 @@
-"""Training of a sharded model equals one process with the whole batch."""
+"""Training of a sharded model matches one process with the whole batch."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ def sync_bn(folder, world=2):
 
 
 def overflow(folder):
-    """Make one gradient infinite on rank 0 only; return the change of the weights and the loss scale."""
+    """Make one gradient infinite on rank 0 only. Return the change of the weights and the loss scale."""
     runner = make(folder, FSDP, world=2)
     runner._build_training()
     before = [p.detach().full_tensor() for p in runner.model.parameters()]
@@ -73,7 +73,7 @@ def lower_precision(folder):
 def shards(folder):
     torch.manual_seed(torch.distributed.get_rank())
     model = Net()
-    own = model.stem.weight.detach().clone()  # random, different on each rank
+    own = model.stem.weight.detach().clone()  # random values, different on each rank
     runner = make(folder, FSDP, world=2, model=model)
     blocks = [name for name, module in runner.model.named_modules() if hasattr(module, "unshard")]
     sizes = {name: p.to_local().shape[0] for name, p in model.named_parameters()}
@@ -108,7 +108,7 @@ def optimizer_of_whole_weights(folder):
     return found
 
 
-def mistakes(folder):
+def invalid_options(folder):
     found = []
     for parallel in (dict(FSDP, wrap=["Blok"]), dict(FSDP, shard_size=3), dict(type="hsdp")):
         try:
@@ -121,7 +121,7 @@ def mistakes(folder):
 FUNCTIONS = [
     sgd, adamw_with_average, accumulated, clipped_by_value, autocast, sync_bn, overflow, compiled,
     lower_precision, shards, own_train_step, optimizer_of_whole_weights,
-    mistakes,
+    invalid_options,
 ]  # fmt: skip
 
 
@@ -131,14 +131,14 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("function", [sgd, adamw_with_average, accumulated, clipped_by_value, sync_bn])
-def test_losses_norms_validations_and_weights_equal_one_process(answers, function, tmp_path):
+def test_losses_norms_validation_results_and_weights_match_one_process(answers, function, tmp_path):
     first, second = answers[function.__name__]
     assert_same(first, second, steps=20)
     assert first["kind"] == "MMFullyShardedDataParallel"
     assert_same(first, function(tmp_path, world=1), rtol=1e-6, atol=1e-6, steps=20)
 
 
-def test_autocast_equals_ddp(answers):
+def test_autocast_matches_ddp(answers):
     assert isinstance(answers["autocast"][0], list), answers["autocast"][0]
     sharded, replicated = answers["autocast"][0]
     assert_same(sharded, replicated, rtol=1e-3, atol=1e-3, steps=20)
@@ -148,7 +148,7 @@ def test_overflow_on_one_rank_skips_the_step_on_all_ranks(answers):
     assert answers["overflow"] == [(0.0, 4.0)] * 2
 
 
-def test_compiled_sharded_model_equals_eager(answers):
+def test_compiled_sharded_model_matches_eager(answers):
     assert_same(answers["compiled"][0], answers["sgd"][0], rtol=1e-6, atol=1e-6)
 
 
@@ -162,7 +162,7 @@ def test_param_dtype_applies_to_forward_but_not_to_shards_and_batchnorm(answers)
         torch.testing.assert_close(losses, exact, rtol=0.05, atol=0.03)
 
 
-def test_wrapped_blocks_are_units_and_ranks_store_their_rows_only(answers):
+def test_wrapped_blocks_are_units_and_ranks_store_only_their_rows(answers):
     assert not isinstance(answers["shards"][0], str), answers["shards"][0]
     rows = []
     for blocks, sizes, needs_all, *_ in answers["shards"]:
@@ -172,7 +172,7 @@ def test_wrapped_blocks_are_units_and_ranks_store_their_rows_only(answers):
     assert rows == [(3, 1), (2, 0)]
 
 
-def test_weights_of_rank_0_are_broadcast(answers):
+def test_rank_0_broadcasts_its_weights(answers):
     (*_, own, shared), (*_, others, shared_too) = answers["shards"]
     assert not torch.equal(own, others)
     assert torch.equal(shared, own)
@@ -189,7 +189,7 @@ def test_launcher_with_one_process_shards_over_one_process(tmp_path):
     assert answer["kind"] == "MMFullyShardedDataParallel"
 
 
-def test_model_with_its_own_train_step_raises(answers):
+def test_model_with_an_overridden_train_step_raises(answers):
     for answer in answers["own_train_step"]:
         assert "overrides train_step" in answer
 
@@ -201,8 +201,8 @@ def test_optimizer_built_before_sharding_raises(answers):
             assert message.startswith("optim_wrapper: the optimizer was created before the model was sharded")
 
 
-def test_invalid_options_raise_with_the_remedy(answers):
-    for found in answers["mistakes"]:
+def test_errors_for_invalid_options_suggest_a_remedy(answers):
+    for found in answers["invalid_options"]:
         assert len(found) == 3, found
         assert "no module of the class 'Blok'; did you mean 'Block'?" in found[0]
         assert found[1].startswith(

@@ -26,7 +26,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.body = nn.Sequential(
             nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 1)
-        )  # one row: rank 1 has an empty shard
+        )  # a single row, so rank 1 has an empty shard
 
     def forward(self, x, extra):
         loss = self.body(x).square().mean()

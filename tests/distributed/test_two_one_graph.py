@@ -1,4 +1,4 @@
-"""The compiled step in two processes: results of one process, and the same path on both ranks."""
+"""The compiled step in two processes matches one process, and both ranks take the same path."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class Net(nn.Module):
 
 
 def batches(count=STEPS, size=BATCH):
-    """Return batches of this rank: every second sample of two processes."""
+    """Return this rank's batches: every second sample of two processes."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(count, size, 3, 6, 6, generator=generator, dtype=torch.float64)
     y = torch.randint(0, 4, (count, size), generator=generator)
@@ -48,7 +48,7 @@ def averaged(losses):
 
 
 def train(compile=EAGER, data=None, model=None, **options):
-    """Train in float64; return losses of the whole batch, weights, averages and the kind of step."""
+    """Train in float64. Return the whole batch's losses, the weights, the averages and the kind of step."""
     model = (model or Net()).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     step = accelerate(model, optimizer, F.cross_entropy, dict(options, compile=compile))
@@ -97,7 +97,7 @@ def ragged(folder):
     return [train(how, data) for how in (EAGER, None)]
 
 
-class OneCannot:
+class FailsOnRank1:
     """A backend that fails on rank 1, from its graph number `count` on."""
 
     def __init__(self, count):
@@ -112,13 +112,13 @@ class OneCannot:
 
 
 def one_cannot_capture(folder):
-    return train(dict(backend=OneCannot(0)))
+    return train(dict(backend=FailsOnRank1(0)))
 
 
 def one_cannot_capture_later(folder):
     """Train with a compilation failure on rank 1 when the batch size changes."""
     data = [(x[:3], y[:3]) if i >= 10 else (x, y) for i, (x, y) in enumerate(batches())]
-    return [train(how, data) for how in (dict(backend=OneCannot(1)), None)]
+    return [train(how, data) for how in (dict(backend=FailsOnRank1(1)), None)]
 
 
 def one_computes_wrongly(folder):
@@ -201,7 +201,7 @@ def assert_same(one, other, rtol=1e-9, atol=1e-10):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=atol)
 
 
-def test_one_graph_equals_one_process_with_every_option(answers):
+def test_one_graph_matches_one_process_with_every_option(answers):
     alone = train(**OPTIONS)
     assert len(alone[0].unique()) == STEPS
     for answer in both(answers, "whole"):
@@ -211,14 +211,14 @@ def test_one_graph_equals_one_process_with_every_option(answers):
 
 
 @pytest.mark.parametrize("name", ["plain", "tiny_buckets"])
-def test_one_graph_equals_ddp_for_every_bucket_size(answers, name):
+def test_one_graph_matches_ddp_for_every_bucket_size(answers, name):
     for found, expected in zip(both(answers, name), both(answers, "eager"), strict=True):
         assert found[3][:2] == ("GraphStep", False)
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("name", ["in_bfloat16", "ragged", "zero"])
-def test_one_graph_equals_ddp(answers, name):
+def test_one_graph_matches_ddp(answers, name):
     for found, expected in both(answers, name):
         assert found[3][:2] == ("GraphStep", False)
         assert expected[3][0] == "EagerStep"

@@ -23,7 +23,7 @@ SCALED = dict(
 )
 
 
-# ---- every option at once ------------------------------------------------------------------------------
+# ---- all options combined ------------------------------------------------------------------------------
 
 
 def all_options(folder, parallel=FSDP, world=2, **precision):
@@ -95,7 +95,7 @@ def zero_of_shards(folder):
         return str(error)
 
 
-# ---- a model with its own train_step ------------------------------------------------------------------
+# ---- a model with an overridden train_step ------------------------------------------------------------
 
 
 class Gan(BaseModel):
@@ -170,7 +170,7 @@ def scaled(folder):
 # ---- SyncBN and checkpoints with different ranks ------------------------------------------------------
 
 
-def an_empty_batch(folder):
+def empty_batch(folder):
     """Normalize five samples on rank 0 and none on rank 1."""
     torch.manual_seed(0)
     x = torch.randn(5, 3, dtype=torch.float64)
@@ -185,7 +185,7 @@ def an_empty_batch(folder):
     return y.shape, mine.grad, reference.grad, state
 
 
-def a_file_that_rank_0_cannot_write(folder):
+def unwritable_file(folder):
     runner = make(folder, world=2)
     runner.train()
     if torch.distributed.get_rank() == 0:
@@ -198,7 +198,7 @@ def a_file_that_rank_0_cannot_write(folder):
 
 FUNCTIONS = [
     sharded, replicated, in_bfloat16, resumed, group_options, infinity_norm, stopped_early, zero_of_shards, gan,
-    gan_whose_gradients_are_halved, scaled, an_empty_batch, a_file_that_rank_0_cannot_write,
+    gan_whose_gradients_are_halved, scaled, empty_batch, unwritable_file,
 ]  # fmt: skip
 
 
@@ -215,43 +215,43 @@ def of_both(answers, function):
 
 
 @pytest.mark.parametrize("function", [sharded, replicated])
-def test_all_options_combined_equal_one_process(answers, function, tmp_path):
+def test_all_options_combined_match_one_process(answers, function, tmp_path):
     first, second = of_both(answers, function)
     assert_same(first, second, steps=20)
     assert_same(first, all_options(tmp_path, None, world=1), rtol=1e-5, atol=1e-6, steps=20)
 
 
-def test_sharded_model_equals_replicated_model_in_bfloat16(answers):
+def test_sharded_model_matches_replicated_model_in_bfloat16(answers):
     shards, copies = of_both(answers, in_bfloat16)[0]
     assert_same(shards, copies, rtol=1e-3, atol=1e-3, steps=20)
 
 
 def test_run_with_all_options_resumes_within_epoch_and_window(answers):
     (losses, errors, weights), (rest, later, ends) = of_both(answers, resumed)[0]
-    # Gradients of the window are summed over the ranks before saving, which adds one rounding.
+    # The window's gradients are summed over the ranks before saving, which adds a rounding error.
     torch.testing.assert_close(rest, losses[7:], rtol=1e-5, atol=0)
     assert later == pytest.approx(errors[-len(later) :], rel=1e-5)
     torch.testing.assert_close(ends, weights, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", [group_options, infinity_norm])
-def test_group_options_and_infinity_norms_of_shards_equal_one_process(answers, function, tmp_path):
+def test_group_options_and_infinity_norms_of_shards_match_one_process(answers, function, tmp_path):
     first, second = of_both(answers, function)
     assert_same(first, second, steps=20)
     assert_same(first, function(tmp_path, world=1), rtol=1e-5, atol=1e-5, steps=20)
 
 
-def test_early_stopping_and_the_best_checkpoint_work_on_shards(answers):
+def test_early_stopping_and_the_best_checkpoint_work_with_shards(answers):
     first, second = of_both(answers, stopped_early)
     assert first == second == (3, ["best_error_epoch_3.sharded", "epoch_3.sharded"])
 
 
-def test_zero_on_a_sharded_model_raises_with_the_remedy(answers):
+def test_error_for_zero_on_a_sharded_model_suggests_a_remedy(answers):
     for answer in answers["zero_of_shards"]:
         assert "FSDP already shards the optimizer state; use 'AdamW' instead" in answer
 
 
-def test_gan_with_averages_accumulation_and_sync_bn_equals_one_process(answers, tmp_path):
+def test_gan_with_averages_accumulation_and_sync_bn_matches_one_process(answers, tmp_path):
     first, second = of_both(answers, gan)
     assert_same(first, second, steps=20)
     assert_same(first, gan(tmp_path, world=1), rtol=1e-4, atol=1e-5, steps=20)
@@ -272,7 +272,7 @@ def test_communication_hooks_work_with_loss_scale_and_accumulation(answers):
 
 
 def test_sync_bn_supports_a_rank_without_samples(answers):
-    (shape, gradient, expected, state), (none, empty, _, _) = of_both(answers, an_empty_batch)
+    (shape, gradient, expected, state), (none, empty, _, _) = of_both(answers, empty_batch)
     assert (tuple(shape), tuple(none), tuple(empty.shape)) == ((5, 3), (0, 3), (0, 3))
     torch.testing.assert_close(gradient, expected)
     for own, reference in state.values():
@@ -280,6 +280,6 @@ def test_sync_bn_supports_a_rank_without_samples(answers):
 
 
 def test_checkpoint_write_failure_raises_on_every_rank(answers):
-    for message, left in of_both(answers, a_file_that_rank_0_cannot_write):
+    for message, left in of_both(answers, unwritable_file):
         assert "taken.pth cannot be written: " in message
         assert left == []

@@ -1,4 +1,4 @@
-"""Options implemented as step parts: two processes equal one process with the whole batch."""
+"""Options implemented as step parts: two processes match one process with the whole batch."""
 
 import pytest
 import torch
@@ -42,7 +42,7 @@ def compiled(folder):
 
 
 def sharded(folder, name="all"):
-    """Train with a Runner, using FSDP2 with several processes; each block is a unit."""
+    """Train with a Runner and, in several processes, with FSDP2. Each block is a unit."""
     x, y = map(torch.cat, zip(*batches(), strict=True))
     options = {key: value for key, value in OPTIONS[name].items() if key not in ("sync_bn", "ema")}
     several = get_world_size() > 1
@@ -93,7 +93,7 @@ def assert_equal(found, expected):
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_two_processes_equal_one_process(answers, name):
+def test_two_processes_match_one_process(answers, name):
     alone = train(OPTIONS[name], None)
     for answer in answers["eager"]:
         assert not isinstance(answer, str), answer
@@ -101,7 +101,7 @@ def test_two_processes_equal_one_process(answers, name):
 
 
 @pytest.mark.parametrize("name", ["around", "all"])
-def test_compiled_step_in_two_processes_equals_one_process(answers, name):
+def test_compiled_step_in_two_processes_matches_one_process(answers, name):
     alone = train(OPTIONS[name], None)
     for answer in answers["compiled"]:
         assert not isinstance(answer, str), answer
@@ -111,7 +111,7 @@ def test_compiled_step_in_two_processes_equals_one_process(answers, name):
 @pytest.mark.parametrize(
     ("function", "name"), [(sharded_around, "around"), (sharded_sam, "adaptive"), (sharded, "all")]
 )
-def test_sharded_model_in_two_processes_equals_one_process(answers, function, name, tmp_path):
+def test_sharded_model_in_two_processes_matches_one_process(answers, function, name, tmp_path):
     alone = sharded(tmp_path, name)
     for answer in answers[function.__name__]:
         assert not isinstance(answer, str), answer

@@ -1,4 +1,4 @@
-"""Precise BatchNorm statistics and the mean of the best epochs in two processes equal those of one."""
+"""Precise BatchNorm statistics and the mean of the best epochs in two processes match one process."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ STILL = dict(optimizer=dict(type="SGD", lr=0.0))
 
 
 class OwnStatistics(Hook):
-    """Store the statistics of this rank after each epoch, before they are averaged over the ranks."""
+    """Store this rank's statistics after each epoch, before they are averaged over the ranks."""
 
     priority = "LOW"
 
@@ -27,7 +27,7 @@ class OwnStatistics(Hook):
 
 
 def precise(folder, world, samples=20, optim=STILL, **cfg):
-    """Train two epochs; return the statistics after each epoch, and the samples that they include."""
+    """Train two epochs. Return the statistics after each epoch, and the samples that they include."""
     record, hook = OwnStatistics(), dict(type="PreciseBNHook", num_samples=samples)
     model = Net(norm=True)
     make(
@@ -40,7 +40,7 @@ def plain(folder, world=2):
     return precise(folder, world, parallel="ddp" if world > 1 else None)
 
 
-def a_share(folder, world=2):
+def few_samples(folder, world=2):
     return precise(folder, world, samples=8)
 
 
@@ -53,7 +53,7 @@ def sharded(folder, world=2):
 
 
 def averaged(folder, world, parallel=None):
-    """Train three epochs; return the mean of the best two, its metric, and the weights at the end."""
+    """Train three epochs. Return the mean of the best two, its metric, and the final weights."""
     hook = dict(type="AverageBestHook", metric="error", count=2)
     cfg = dict(parallel=parallel, sync_bn=world > 1)
     runner = make(folder, world=world, model=Net(norm=True), cfg=cfg, custom_hooks=[hook], epochs=3)
@@ -80,12 +80,12 @@ def averaged_fsdp(folder, world=2):
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory):
-    functions = [plain, a_share, synced, sharded, averaged_ddp, averaged_fsdp]
+    functions = [plain, few_samples, synced, sharded, averaged_ddp, averaged_fsdp]
     return run_in_two(functions, tmp_path_factory.mktemp("two"))
 
 
-@pytest.mark.parametrize("function", [plain, a_share, synced, sharded])
-def test_statistics_of_two_processes_equal_one_process(answers, tmp_path, function):
+@pytest.mark.parametrize("function", [plain, few_samples, synced, sharded])
+def test_statistics_of_two_processes_match_one_process(answers, tmp_path, function):
     one = function(tmp_path, world=1)
     for two in answers[function.__name__]:
         assert isinstance(two, list), two

@@ -1,4 +1,4 @@
-"""Learning rates by prefix with the LR schedule of a recipe: two processes equal one, also compiled."""
+"""Learning rates by prefix with a recipe's LR schedule: two processes match one process, eager and compiled."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("name", "step"), [("eager", "EagerStep"), ("compiled", "GraphStep")])
-def test_learning_rates_by_prefix_in_two_processes_equal_one_process(answers, name, step):
+def test_learning_rates_by_prefix_in_two_processes_match_one_process(answers, name, step):
     (weights, initial, rates, _), of_ranks = answers
     for answer in of_ranks[name]:
         assert not isinstance(answer, str), answer

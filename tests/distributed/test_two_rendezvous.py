@@ -39,7 +39,7 @@ def joins(world, launcher="pytorch", seconds=4, **environ):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]  # the owner listens and never responds
+        port = taken.getsockname()[1]  # the owner of the port listens but does not respond
         jobs = {
             "slurm": joins(4, "slurm", 30, **SLURM),
             "mpi": joins(2, "mpi", 30, **MPI, MASTER_ADDR=""),
@@ -86,10 +86,10 @@ def test_every_connected_rank_reports_the_missing_ranks_and_the_world_size_varia
         ("elsewhere", "MASTER_ADDR=no-such-host.invalid"),
         ("taken", "is in use on this machine"),
         ("silent", "is in use by a program that does not respond"),
-        ("beyond", "RANK=2 is not below WORLD_SIZE=2"),
+        ("beyond", "RANK=2 must be less than WORLD_SIZE=2"),
     ],
 )
-def test_rendezvous_error_contains_the_wrong_variable(ended, name, message):
+def test_rendezvous_error_names_the_wrong_variable(ended, name, message):
     (end,) = ended[name]
     line = last_line(end)
     assert line.startswith("DistributedError: ")

@@ -1,8 +1,10 @@
-"""Resuming of sharded runs with any number of processes; bitwise equal with the same number."""
+"""Resuming sharded runs with any number of processes. With the same number, results are bitwise equal."""
 
+import io
 import os
 import pickle
 import shutil
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 from sharded_runs import ACCUMULATED, ADAMW, FSDP, HSDP, assert_same, make, train
 from two_processes import run_in_two
 
-from slipstream.checkpoint import consolidate, find_latest_checkpoint, load_checkpoint
+from slipstream.checkpoint import consolidate, find_latest_checkpoint, load_checkpoint, verify_checkpoint
 from slipstream.errors import CheckpointError, NonFiniteLossError
 
 SAVE = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1)), optim=ADAMW, ema=True)
@@ -54,7 +56,7 @@ def files(folder):
     make(folder / "one", FSDP, world=2, epochs=1, default_hooks=dict(checkpoint=hook)).train()
     latest = find_latest_checkpoint(folder)
     again = make(folder, FSDP, world=2, default_hooks=dict(checkpoint=None), resume=True)
-    again.val()  # loads the weights only, with strict=True
+    again.val()  # load only the weights, with strict=True
     hub = runner.message_hub
     names = [sorted(path.name for path in where.iterdir()) for where in (folder, folder / "one")]
     return names[0], latest.name, hub.get_info("best_ckpt/error"), names[1]
@@ -135,7 +137,7 @@ def test_accumulated_gradients_are_restored(answers):
     assert_same(rest, whole, rtol=2e-6, atol=1e-6, steps=5)
 
 
-def test_four_hsdp_processes_equal_one_and_resume_from_the_shards_of_two(answers, alone):
+def test_four_hsdp_processes_match_one_and_resume_from_the_shards_of_two(answers, alone):
     assert not isinstance(answers["hybrid"][0], str), answers["hybrid"][0]
     whole, from_two = answers["hybrid"][0]
     assert_same(whole, alone, rtol=2e-6, atol=1e-6, steps=20)
@@ -149,7 +151,7 @@ def flat(value, place=""):
 
 
 @pytest.mark.parametrize("name", ["uninterrupted", "hybrid"])
-def test_consolidated_checkpoint_equals_that_of_one_process(answers, folder, tmp_path, name):
+def test_consolidated_checkpoint_matches_one_process(answers, folder, tmp_path, name):
     consolidate(folder / name / "epoch_2.sharded", tmp_path / "whole.pth")
     whole = load_checkpoint(tmp_path / "whole.pth")
     ordinary = load_checkpoint(folder / "alone" / "epoch_2.pth")
@@ -186,7 +188,7 @@ def test_folder_write_failure_raises_on_every_rank(answers):
         assert "cannot be written" in answer
 
 
-# ---- loading of untrusted checkpoints -----------------------------------------------------------------
+# ---- untrusted checkpoints ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -199,7 +201,7 @@ class Bomb:
         return os.mkdir, (str(Path(os.environ["BOMB"])),)
 
 
-def test_pickled_index_of_torch_is_not_opened(copy, tmp_path, monkeypatch):
+def test_pickled_torch_index_is_not_opened(copy, tmp_path, monkeypatch):
     monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
     (copy / ".metadata").write_bytes(pickle.dumps(Bomb()))
     assert "stem.weight" in load_checkpoint(copy)["state_dict"]
@@ -219,7 +221,7 @@ def test_pickled_objects_in_shards_raise(copy, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def test_index_with_a_file_of_another_folder_raises(copy):
+def test_index_with_a_file_outside_the_checkpoint_raises(copy):
     content = torch.load(copy / "plain.pth", weights_only=True)
     next(iter(content["index"].values()))["parts"] = [([0, 0], [5, 3], "../elsewhere", 0, 1)]
     torch.save(content, copy / "plain.pth")
@@ -227,9 +229,39 @@ def test_index_with_a_file_of_another_folder_raises(copy):
         load_checkpoint(copy)
 
 
-def test_missing_shard_raises_with_the_checkpoint(copy):
+def test_missing_shard_error_names_the_checkpoint(copy):
     next(copy.glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"copy\.sharded is incomplete or damaged"):
+        load_checkpoint(copy)
+
+
+def test_flipped_bits_in_shards_raise(copy):
+    content = torch.load(copy / "plain.pth", weights_only=True)
+    (_, _, name, start, length), *_ = content["index"][next(iter(content["index"]))]["parts"]
+    shard = copy / name
+    good = shard.read_bytes()
+    with zipfile.ZipFile(io.BytesIO(good[start : start + length])) as archive:
+        entry = next(info for info in archive.infolist() if info.filename.endswith("data/0"))
+        offset = start + good[start : start + length].index(archive.read(entry))
+    damaged = bytearray(good)
+    damaged[offset] ^= 1
+    shard.write_bytes(damaged)
+    with pytest.raises(CheckpointError, match=r"the checksum of .*data/0 does not match"):
+        load_checkpoint(copy)
+    with pytest.raises(CheckpointError, match=rf"{name} is damaged"):
+        verify_checkpoint(copy)
+    verify_checkpoint(copy, part=1, of=10**6)  # a different part
+
+
+@pytest.mark.parametrize("parts", ["none", "twice", "beyond"])
+def test_shards_that_do_not_fill_a_tensor_raise(copy, parts):
+    content = torch.load(copy / "plain.pth", weights_only=True)
+    entry = next(entry for entry in content["index"].values() if len(entry["parts"]) == 2)
+    first, second = entry["parts"]
+    beyond = ([first[0][0] + 1, *first[0][1:]], *first[1:])
+    entry["parts"] = {"none": [], "twice": [first, first], "beyond": [beyond, second]}[parts]
+    torch.save(content, copy / "plain.pth")
+    with pytest.raises(CheckpointError, match="do not fill its shape"):
         load_checkpoint(copy)
 
 

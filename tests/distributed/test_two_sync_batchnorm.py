@@ -1,4 +1,4 @@
-"""SyncBN in two gloo processes equals one process with the whole batch."""
+"""SyncBN in two gloo processes matches one process with the whole batch."""
 
 import copy
 
@@ -10,7 +10,7 @@ from two_processes import run_in_two
 from slipstream.dist import get_rank, init_dist
 from slipstream.model import convert_sync_batchnorm, sync_batchnorm
 
-SHARDS = (slice(0, 5), slice(5, 8))  # the batch sizes of the ranks differ
+SHARDS = (slice(0, 5), slice(5, 8))  # batch sizes differ between ranks
 
 
 def network():
@@ -32,11 +32,11 @@ def batches():
 
 
 def train(model, data, mine, world):
-    """Run twenty steps of SGD on the mean square of all outputs; return losses and state."""
+    """Run twenty SGD steps on a weighted loss of all outputs. Return losses and state."""
     losses = []
     weights = torch.linspace(-1, 1, 6, dtype=torch.float64)
     for batch in data:
-        # The loss is a sum divided by the whole batch, so the gradients of the ranks add up to those of one process.
+        # The loss is a sum divided by the whole batch size, so the ranks' gradients add up to those of one process.
         loss = (model(batch[mine]) * weights).tanh().sum() / len(batch)
         gradients = torch.autograd.grad(loss, list(model.parameters()))
         if world > 1:
@@ -58,7 +58,7 @@ def eager(folder):
 
 
 def eager_on_many(folder):
-    """Use two messages, as with many ranks."""
+    """Use two collectives, as with many ranks."""
     most, sync_batchnorm._ONE_MESSAGE = sync_batchnorm._ONE_MESSAGE, 1
     try:
         return eager(folder)
@@ -83,7 +83,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("way", ["eager", "eager_on_many"])
-def test_two_processes_equal_one_process_at_every_step(answers, way):
+def test_two_processes_match_one_process_at_every_step(answers, way):
     losses, state = train(network(), batches(), slice(0, 8), 1)
     for answer in answers[way]:
         assert not isinstance(answer, str), answer
@@ -93,7 +93,7 @@ def test_two_processes_equal_one_process_at_every_step(answers, way):
             torch.testing.assert_close(answer[1][name], value, rtol=1e-8, atol=1e-10)
 
 
-def test_sync_bn_compiles_without_graph_break_to_equal_gradients(answers):
+def test_compiled_sync_bn_has_no_graph_breaks_and_matches_eager_gradients(answers):
     for answer in answers["fullgraph"]:
         assert not isinstance(answer, str), answer
         difference, size = answer

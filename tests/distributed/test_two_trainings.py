@@ -52,7 +52,7 @@ class Custom(DistributedDataParallel):
 
 
 def train(folder, world, net=None, cfg=None, **options):
-    """Train with BATCH samples per step over all processes; return the weights and the Runner."""
+    """Train with BATCH samples per step over all processes. Return the weights and the Runner."""
     parts = dict(
         train_dataloader=dict(
             dataset=Samples(20), batch_size=BATCH // world, sampler=dict(type="DefaultSampler", shuffle=True)
@@ -62,7 +62,7 @@ def train(folder, world, net=None, cfg=None, **options):
         default_hooks=dict(checkpoint=None),
         launcher="pytorch" if world > 1 else "none",
         randomness=dict(seed=3),
-        env_cfg=dict(dist_cfg=dict(backend="nccl", timeout=30)),  # as in MMEngine's configurations
+        env_cfg=dict(dist_cfg=dict(backend="nccl", timeout=30)),  # as in MMEngine configs
         log_level="ERROR",
         cfg=cfg,
     )
@@ -72,7 +72,7 @@ def train(folder, world, net=None, cfg=None, **options):
 
 
 def no_cuda(folder):
-    """Disable functions that require a GPU, for this and the following functions."""
+    """Disable functions that require a GPU, for this function and all later ones in the process."""
 
     def refusal(name):
         def refuse(*args, **kwargs):
@@ -80,7 +80,7 @@ def no_cuda(folder):
 
         return refuse
 
-    # One function each, because torch.compile stores them in a table without duplicates.
+    # torch.compile stores these functions in a table without duplicates, so each name requires a separate function.
     for name in ("set_device", "current_device", "synchronize", "get_rng_state", "_lazy_init"):
         setattr(torch.cuda, name, refusal(name))
 
@@ -136,7 +136,7 @@ class Answering(Net):
 
 
 def own_statistics(folder):
-    """Validate during the training, and validate the written checkpoint."""
+    """Validate during training, and validate the written checkpoint."""
     val = dict(
         val_dataloader=dict(dataset=Samples(), batch_size=3), val_cfg=dict(), val_evaluator=dict(type=Output)
     )
@@ -167,17 +167,17 @@ def same(left, right, tolerance=1e-6):
         )
 
 
-def test_two_processes_equal_one_process(answers, tmp_path):
+def test_two_processes_match_one_process(answers, tmp_path):
     alone = train(tmp_path, 1)[0]
     (first, wrapped, broadcasts), (second, *_) = answers["plain"]
     assert wrapped
     assert not broadcasts
     same(first, second, 0)
     same(first, alone)
-    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "the weights must change"
+    assert not torch.equal(first["net.0.weight"], Net().net[0].weight), "training must change the weights"
 
 
-def test_two_processes_with_accumulation_and_clipping_equal_one_process(answers, tmp_path):
+def test_two_processes_with_accumulation_and_clipping_match_one_process(answers, tmp_path):
     optim = dict(
         optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=2, clip_grad=dict(max_norm=0.5)
     )
@@ -186,7 +186,7 @@ def test_two_processes_with_accumulation_and_clipping_equal_one_process(answers,
     same(answers["accumulated"][0], alone)
 
 
-def test_user_subclass_of_ddp_gives_the_same_weights(answers):
+def test_user_subclass_of_ddp_trains_the_same_weights(answers):
     assert not isinstance(answers["custom_wrapper"][0], str), answers["custom_wrapper"][0]
     weights, name, broadcasts = answers["custom_wrapper"][0]
     assert name == "Custom"

@@ -1,4 +1,4 @@
-"""Ranks with different numbers of batches end together, and evaluation counts no sample twice."""
+"""Ranks with different numbers of batches finish together, and evaluation counts each sample once."""
 
 import time
 
@@ -10,6 +10,7 @@ from two_processes import run_in_two
 
 from slipstream.dataset.loading.lockstep import until_all_end
 from slipstream.dist import all_reduce, get_rank
+from slipstream.errors import DataError
 from slipstream.evaluator import BaseMetric
 from slipstream.hooks import Hook
 from slipstream.model import BaseModel, MMDistributedDataParallel
@@ -27,7 +28,7 @@ class Net(BaseModel):
 
 
 class Stream(IterableDataset):
-    """3 batches of 2 on rank 0, 5 on rank 1."""
+    """3 batches of 2 samples on rank 0, 5 on rank 1."""
 
     def __iter__(self):
         yield from ({"x": x} for x in torch.ones(6 + 4 * get_rank(), 3))
@@ -101,6 +102,27 @@ def own_batches(folder):
     return train(folder, loader, dict(by_epoch=True, max_epochs=3), param_scheduler=schedule)
 
 
+class EndsEarly(UnequalBatches):
+    """Claims 4 batches; rank 1 yields 2."""
+
+    def __iter__(self):
+        return iter([[0, 1]] * (4 - 2 * get_rank()))
+
+    def __len__(self):
+        return 4
+
+
+def short_epoch(folder):
+    loader = dict(dataset=Samples(), batch_sampler=EndsEarly())
+    answers = []
+    for cfg in (dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max_iters=9)):
+        try:
+            train(folder, loader, cfg)
+        except DataError as error:
+            answers.append(str(error))
+    return answers
+
+
 class Sums(BaseMetric):
     def process(self, data_batch, data_samples):
         self.results += data_samples.tolist()
@@ -109,7 +131,7 @@ class Sums(BaseMetric):
         return {"count": len(results), "sum": sum(results)}
 
 
-class Together(MMDistributedDataParallel):
+class CollectiveForward(MMDistributedDataParallel):
     """A model whose forward is collective, like a sharded model."""
 
     forward_needs_all_ranks = True
@@ -130,29 +152,31 @@ def evaluate(folder, dataset):
         val_evaluator=Sums(),
         launcher="pytorch",
         log_level="ERROR",
-        cfg=dict(model_wrapper_cfg=dict(type=Together)),
+        cfg=dict(model_wrapper_cfg=dict(type=CollectiveForward)),
     )
     return runner.val()
 
 
-def in_company(folder):
+def evaluate_together(folder):
     return [evaluate(folder, Samples(size)) for size in (1, 2, 9)]
 
 
-def nothing_to_give(folder):
+def no_data(folder):
     class Nothing(IterableDataset):
         def __iter__(self):
             return iter(torch.ones(2 * get_rank(), 3))
 
+    loader = DataLoader(Nothing())
     try:
-        for _ in until_all_end(DataLoader(Nothing())):
+        for _ in until_all_end(loader, loader):
             break
     except Exception as error:
         return str(error)
 
 
-def test_streams_of_different_length_end_together_with_equal_weights(tmp_path):
-    answers = run_in_two([by_iterations, by_epochs, own_batches, in_company, nothing_to_give], tmp_path)
+def test_streams_of_different_lengths_end_together_with_equal_weights(tmp_path):
+    functions = [by_iterations, by_epochs, own_batches, short_epoch, evaluate_together, no_data]
+    answers = run_in_two(functions, tmp_path)
     for name, steps in (("by_iterations", 7), ("by_epochs", 6), ("own_batches", 6)):
         for answer in answers[name]:
             assert not isinstance(answer, str), answer
@@ -160,9 +184,12 @@ def test_streams_of_different_length_end_together_with_equal_weights(tmp_path):
         assert (first, second) == (steps, steps), name
         assert lrs == other_lrs
         assert torch.equal(weights, other), name
+    for first, second in answers["short_epoch"]:
+        assert first.startswith("train_dataloader ended after 2 of 4 batches")
+        assert second == first
     one = {"count": 1, "sum": 0.0}
-    assert answers["in_company"] == [[one, {"count": 2, "sum": 1.0}, {"count": 9, "sum": 36.0}]] * 2
-    assert "rank 0 has no data to evaluate" in answers["nothing_to_give"][0]
+    assert answers["evaluate_together"] == [[one, {"count": 2, "sum": 1.0}, {"count": 9, "sum": 36.0}]] * 2
+    assert "rank 0 has no data to evaluate" in answers["no_data"][0]
 
 
 class Slow(Samples):

@@ -1,4 +1,4 @@
-"""ZeRO-1 in two processes gives the weights and the saved state of the plain optimizer."""
+"""Training with ZeRO-1 in two processes gives the same weights and saved state as the plain optimizer."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ def resumed(folder):
 
 
 def with_loss_scaler(folder):
-    """Train with a large initial scale, so some steps overflow; both ranks must skip the same steps."""
+    """Train with a large initial scale, so some steps overflow. Both ranks must skip the same steps."""
     answers = []
     for optimizer in (ADAMW, ZERO):
         amp = dict(type="AmpOptimWrapper", dtype="float16", loss_scale=dict(init_scale=2.0**40))
@@ -113,7 +113,7 @@ def assert_close(one, other):
         torch.testing.assert_close(value, other[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_groups_schedulers_and_clipping_equal_the_plain_optimizer(answers):
+def test_groups_schedulers_and_clipping_match_the_plain_optimizer(answers):
     start = SteppedNet().state_dict()
     for answer in both(answers, "everything"):
         assert_equal(answer["zero"], answer["plain"])
@@ -126,7 +126,7 @@ def test_inner_optimizer_uses_the_scheduled_learning_rate(answers):
     for answer in both(answers, "everything"):
         assert answer["zero lr"] == answer["plain lr"]
         assert len(set(answer["zero lr"])) == 2
-        # A step copies the learning rates before the scheduler changes them, so the scheduler is one step ahead.
+        # A step copies the learning rates before the scheduler changes them, so the inner rates are one step behind.
         assert all(
             inner > outer > 0 for inner, outer in zip(answer["inner lr"], answer["zero lr"], strict=True)
         )
@@ -139,7 +139,7 @@ def test_each_rank_stores_about_half_of_the_state_without_overlap(answers):
     assert max(first, second) <= 0.55 * whole
 
 
-def test_checkpoint_equals_that_of_the_plain_optimizer(answers):
+def test_checkpoint_matches_the_plain_optimizer(answers):
     both(answers, "everything")
     zero, plain = (
         load_checkpoint(answers[1] / "everything" / name / "epoch_4.pth")["optimizer"]
@@ -156,7 +156,7 @@ def test_checkpoint_equals_that_of_the_plain_optimizer(answers):
 def test_resumed_run_is_bitwise_equal(answers):
     for whole, (again, plain, _) in zip(both(answers, "everything"), both(answers, "resumed"), strict=True):
         assert_equal(again, whole["zero"])
-        assert_equal(plain, whole["zero"])  # also with the plain optimizer
+        assert_equal(plain, whole["zero"])  # the run resumed with the plain optimizer is also equal
 
 
 def test_run_resumes_with_one_process_and_the_plain_optimizer_or_zero(answers, tmp_path):

@@ -30,9 +30,9 @@ def _child(rank, port, folder, functions, world):
 
 
 def run_in_two(functions, folder, timeout=60, world=2):
-    """Call every function(folder / name) in turn in both processes; return {name: [answer of 0, of 1]}.
+    """Call every function(folder / name), one after another, in both processes. Return {name: [answer of 0, of 1]}.
 
-    With another value of `world`, there are that many processes and answers.
+    `world` sets the number of processes and answers.
     """
     ranks = range(world)
     context = torch.multiprocessing.get_context("spawn")
@@ -50,5 +50,5 @@ def run_in_two(functions, folder, timeout=60, world=2):
             child.join()
     parts = [folder / f"{rank}.pkl" for rank in ranks]
     answers = [pickle.loads(part.read_bytes()) if part.exists() else {} for part in parts]
-    nothing = "no answer: the other process failed, or both waited for too long"
+    nothing = "no answer: the other process failed, or both timed out"
     return {f.__name__: [answer.get(f.__name__, nothing) for answer in answers] for f in functions}

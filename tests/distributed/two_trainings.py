@@ -1,4 +1,4 @@
-"""A small training run with the Runner, in one process or in one of two."""
+"""A small training run with the Runner, in one process or in one of two processes."""
 
 import torch
 import torch.nn.functional as F
@@ -10,8 +10,8 @@ from slipstream.model import BaseModel
 from slipstream.runner import Runner
 
 
-class Labelled(Dataset):
-    """Points in eight dimensions in three classes."""
+class Labeled(Dataset):
+    """Points in eight dimensions with labels of three classes."""
 
     def __init__(self, size=40):
         generator = torch.Generator().manual_seed(0)
@@ -52,9 +52,9 @@ class LossOfEachStep(Hook):
 
 
 def train(folder, world, model=None, dataset=None, batch=8, max_epochs=2, prepare=None, **options):
-    """Call `prepare(runner)` and train with `batch` samples per step over all processes; return the Runner."""
+    """Call `prepare(runner)` and train with `batch` samples per step over all processes. Return the Runner."""
     loader = dict(
-        dataset=Labelled() if dataset is None else dataset,
+        dataset=Labeled() if dataset is None else dataset,
         batch_size=batch // world,
         sampler=dict(type="DefaultSampler", shuffle=True),
         collate_fn=dict(type="default_collate"),

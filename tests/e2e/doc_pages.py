@@ -1,4 +1,4 @@
-"""The pages of the documentation, and the fenced blocks in them."""
+"""The pages of the documentation and their fenced blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 IN_ORDER = "<!-- python: in order -->"
-"""On a page whose Python blocks share one namespace."""
+"""Comment on a page whose Python blocks share one namespace."""
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _COMMENT = re.compile(r"<!--\s*((?:(?!-->).)*?)\s*-->\n\Z", re.DOTALL)
@@ -33,17 +33,17 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        """Whether the block can run, which is the case unless a comment says otherwise."""
+        """Whether the block can run. It can, unless the comment before it says "not run"."""
         return not self.comment.startswith("not run")
 
 
 def text_of(page: str) -> str:
-    """Return the text of a page, given by its path from the root folder."""
+    """Return a page's text, given its path from the root folder."""
     return (ROOT / page).read_text(encoding="utf-8")
 
 
 def blocks(language: str | None = None, page: str | None = None) -> list[Block]:
-    """Return the fenced blocks of all pages, or of one, in one language or in all."""
+    """Return the fenced blocks of all pages or of one page, in all languages or in one language."""
     found = []
     for path in PAGES:
         name = path.relative_to(ROOT).as_posix()

@@ -68,7 +68,7 @@ def pixels(folder, kind, count=7):
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_stats_equal_numpy_counts(folder, capsys, workers):
+def test_stats_match_numpy_counts(folder, capsys, workers):
     found = json.loads(ran(capsys, "stats", "recipe.yaml", "--json", "--workers", workers))
     assert found["faults"] == []
     train, val = found["data"]
@@ -87,7 +87,7 @@ def test_stats_equal_numpy_counts(folder, capsys, workers):
     assert all(seconds > 0 for seconds in train["seconds"].values())
 
 
-def test_table_lists_sizes_and_warns_of_classes_without_pixels(folder, capsys):
+def test_table_lists_sizes_and_warns_about_classes_without_pixels(folder, capsys):
     write(folder / "data/img/0.png", np.zeros((8, 9, 3)))
     write(folder / "data/ann/0.png", np.zeros((8, 9)))
     printed = ran(capsys, "stats", "recipe.yaml", "--split", "train", "--workers", "1")
@@ -96,7 +96,7 @@ def test_table_lists_sizes_and_warns_of_classes_without_pixels(folder, capsys):
     assert "val_dataloader" not in printed
 
 
-def test_broken_files_are_listed_and_other_files_counted(folder, capsys):
+def test_broken_files_are_listed_and_other_files_are_counted(folder, capsys):
     (folder / "data/img/1.png").write_bytes(b"no picture")
     (folder / "data/ann/1.png").write_bytes(b"")
     write(folder / "data/ann/3.png", np.zeros((5, 5)))
@@ -122,15 +122,15 @@ def test_broken_files_are_listed_and_other_files_counted(folder, capsys):
 
 def test_classification_dataset_has_statistics(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "labelled_data.py").write_text(
+    (tmp_path / "labeled_data.py").write_text(
         "import torch\n"
-        "class Labelled(torch.utils.data.Dataset):\n"
+        "class Labeled(torch.utils.data.Dataset):\n"
         "    metainfo = {'classes': ('a', 'b')}\n"
         "    def __len__(self): return 4\n"
         "    def __getitem__(self, i): return torch.full((1, 3, 5), 10 * i, dtype=torch.uint8), i % 2\n"
     )
     (tmp_path / "run.py").write_text(
-        "from labelled_data import Labelled\nmodel = {}\ntrain_dataloader = dict(dataset=dict(type=Labelled))\n"
+        "from labeled_data import Labeled\nmodel = {}\ntrain_dataloader = dict(dataset=dict(type=Labeled))\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     (found,) = json.loads(ran(capsys, "stats", "run.py", "--json"))["data"]
@@ -178,7 +178,7 @@ def test_samples_that_cannot_be_cached_are_listed(folder, capsys):
 
 
 @pytest.mark.parametrize("more", [[], ["--prune"]])
-def test_broken_links_are_listed_and_other_samples_cached(folder, capsys, more):
+def test_broken_links_are_listed_and_other_samples_are_cached(folder, capsys, more):
     for i in (1, 4):
         (folder / f"data/img/{i}.png").unlink()
         (folder / f"data/img/{i}.png").symlink_to("nowhere.png")
@@ -260,7 +260,7 @@ class Recorder(BaseModel):
 
 
 def network_inputs(epoch):
-    """Return the inputs (N, H, W, C) and targets (N, H, W) of an epoch of a real training."""
+    """Return the inputs (N, H, W, C) and targets (N, H, W) of one training epoch."""
     model = Recorder()
     cfg = Config.fromfile("recipe.yaml")
     Runner(
@@ -272,7 +272,7 @@ def network_inputs(epoch):
         randomness=cfg.randomness,
         visualizer=dict(type="Visualizer", vis_backends=[]),
     ).train()
-    batches = model.seen[-2:]  # two batches of three samples, out of seven samples
+    batches = model.seen[-2:]  # two batches of three from seven samples
     return [np.concatenate(part) for part in zip(*batches, strict=True)]
 
 
@@ -293,7 +293,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("action", ["stats", "cache", "show"])
-def test_iterable_dataset_raises_one_line_error(folder, capsys, monkeypatch, action):
+def test_iterable_dataset_raises_a_one_line_error(folder, capsys, monkeypatch, action):
     DATASETS.get("ConcatDataset")
     monkeypatch.setitem(DATASETS.module_dict, "Stream", Stream)
     (folder / "stream.yaml").write_text(

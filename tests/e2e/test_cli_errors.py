@@ -1,4 +1,4 @@
-"""Invalid command line arguments: one line with config path and suggestion, and exit status 2."""
+"""Invalid command line arguments exit with status 2 and print one line with config path and suggestion."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ RECIPE = "street_scenes_pp_lite_t"
         ),
         (["train", RECIPE, "train_dataloader.batch_size=x"], ["train_dataloader.batch_size", "'x'"]),
         (["train", RECIPE, "val_evaluator.type=IoUMetrik"], ["val_evaluator", "did you mean 'IoUMetric'"]),
-        (["train", RECIPE, "randomness.seed=x"], ["randomness.seed", "int or None", "'x'"]),
+        (["train", RECIPE, "randomness.seed=x"], ["randomness.seed", "or None", "'x'"]),
         (
             ["train", RECIPE, "model.network.type=pp_lite_x_seg"],
             ["model.network", "did you mean 'pp_lite_t_seg'"],
@@ -52,12 +52,12 @@ RECIPE = "street_scenes_pp_lite_t"
         ),
     ],
 )
-def test_invalid_argument_raises_one_line_error_with_suggestion(
+def test_invalid_argument_raises_a_one_line_error_with_suggestion(
     arguments, expected, tmp_path, monkeypatch, capfd
 ):
-    """Runs in this process, because the imports of a new process take seconds."""
+    """The command runs in this process, because the imports of a new process take seconds."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` sets it permanently
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # otherwise, `main` would set it permanently
     try:
         status = main(arguments)
     except SystemExit as ended:
@@ -150,20 +150,20 @@ def test_consolidate_writes_one_file(slipstream, run, tmp_path):
     assert torch.load(tmp_path / "other.pth", weights_only=True)["meta"]["epoch"] == 3
 
 
-def test_consolidate_of_an_unsharded_checkpoint_raises_one_line_error(slipstream, tmp_path):
+def test_consolidate_of_an_unsharded_checkpoint_raises_a_one_line_error(slipstream, tmp_path):
     torch.save({}, tmp_path / "epoch_3.pth")
     done = slipstream("consolidate", "epoch_3.pth", status=1)
     assert "epoch_3.pth is not a sharded checkpoint" in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
 
 
-def test_override_after_resume_is_not_a_checkpoint():
+def test_override_after_resume_is_not_parsed_as_a_checkpoint():
     args = parse(["train", "street_scenes_pp_lite_t", "--resume", "train_cfg.max_epochs=2", "a=1"])
     assert args.resume is True
     assert sorted(args.overrides) == ["a=1", "train_cfg.max_epochs=2"]
 
 
-def test_broken_image_in_a_worker_raises_one_line_error(slipstream, tmp_path):
+def test_broken_image_in_a_worker_raises_a_one_line_error(slipstream, tmp_path):
     write_street_folder(tmp_path / "data", train=2, val=1, size=(64, 128))
     broken = next((tmp_path / "data/leftImg8bit/train").rglob("*.png"))
     broken.write_bytes(broken.read_bytes()[:500])

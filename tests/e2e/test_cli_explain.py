@@ -81,7 +81,7 @@ def test_options_without_effect_and_machine_limits_are_listed(capsys, monkeypatc
         (["sped=auto"], "did you mean 'speed'"),
     ],
 )
-def test_invalid_plan_raises_one_line_error_with_status_2(capsys, arguments, expected, monkeypatch):
+def test_invalid_plan_raises_a_one_line_error_with_status_2(capsys, arguments, expected, monkeypatch):
     monkeypatch.setattr("slipstream.runner.planning.device_type", lambda: "cpu")
     assert main(["explain", RECIPE, *arguments]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()

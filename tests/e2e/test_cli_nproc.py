@@ -20,8 +20,8 @@ from slipstream.cores import cores
 pytestmark = pytest.mark.slow  # each test starts several processes
 
 
-def stumble(how, epoch=1):
-    return f"custom_hooks=[{{type: Stumble, how: {how}, epoch: {epoch}}}]"
+def failing_hook(how, epoch=1):
+    return f"custom_hooks=[{{type: FailOnRank1, how: {how}, epoch: {epoch}}}]"
 
 
 @pytest.fixture(autouse=True)
@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     (folder / "line.yaml").write_text(CONFIG)
     environ = dict(os.environ, PYTHONPATH=FOLDER)
     environ.pop("OMP_NUM_THREADS")
-    arguments = ["train", "line.yaml", "--nproc", "2", "experiment_name=costs-$local_rank"]
+    arguments = ["train", "line.yaml", "--trust", "--nproc", "2", "experiment_name=costs-$local_rank"]
     command = [sys.executable, "-m", "slipstream", *arguments]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def same(left, right):
     assert all(torch.equal(left[name], right[name]) for name in left)
 
 
-def test_two_processes_print_the_output_of_one(trained):
+def test_two_processes_print_the_output_of_one_process(trained):
     done, _ = trained
     assert "world_size 2" in done.stdout
     assert done.stdout.count("Done: ") == 1
@@ -78,28 +78,30 @@ def test_arguments_are_passed_to_the_processes_unchanged(trained):
         ["train", "r", "--work-dir=-odd dir", "--resume"],
         ["train", "r", "a=[1, 2]", "--resume=x.pth", "--launcher=slurm"],
         ["val", "r", "a='1'", "--checkpoint=x.pth"],
+        ["train", "r", "--trust"],
     ],
 )
-def test_rebuilt_arguments_parse_equally(arguments):
+def test_rebuilt_arguments_are_parsed_to_the_same_values(arguments):
     args = parse(arguments)
     assert parse(command_args(args)) == args
 
 
-def test_overrides_may_follow_an_option():
+def test_overrides_are_accepted_after_an_option():
     assert parse(["train", "r", "a=1", "--nproc", "2", "b=2"]).overrides == ["a=1", "b=2"]
 
 
 @pytest.mark.parametrize("epoch", [0, 2])
-def test_restarted_run_ignores_old_checkpoints_and_ends_like_an_uninterrupted_one(
+def test_restarted_run_ignores_old_checkpoints_and_matches_an_uninterrupted_one(
     slipstream, trained, tmp_path, epoch
 ):
     shutil.copytree(trained[1], tmp_path / "again")
     last = tmp_path / "again/epoch_3.pth"
-    last.unlink()  # compare only checkpoints of this run
+    last.unlink()  # compare only this run's checkpoints
     arguments = [
         "train",
         "line.yaml",
-        stumble("kill", epoch),
+        "--trust",
+        failing_hook("kill", epoch),
         "--nproc=2",
         "--max-restarts=1",
         "--work-dir=again",
@@ -121,7 +123,7 @@ def test_restarted_run_ignores_old_checkpoints_and_ends_like_an_uninterrupted_on
 )
 def test_first_failed_process_ends_the_command_and_is_reported(slipstream, how, status, first, last):
     began = time.monotonic()
-    done = slipstream("train", "line.yaml", stumble(how), "--nproc", "2", status=status)
+    done = slipstream("train", "line.yaml", "--trust", failing_hook(how), "--nproc", "2", status=status)
     lines = done.stderr.strip().splitlines()
     assert lines[0].startswith(first), done.stderr
     assert last in lines[-1]
@@ -131,7 +133,7 @@ def test_first_failed_process_ends_the_command_and_is_reported(slipstream, how, 
 
 
 def test_invalid_configuration_prints_one_line_and_exits_with_status_2(slipstream):
-    done = slipstream("train", "line.yaml", "model.type=Lime", "--nproc", "2", status=2)
+    done = slipstream("train", "line.yaml", "--trust", "model.type=Lime", "--nproc", "2", status=2)
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
     assert "did you mean 'Line'" in done.stderr
 
@@ -155,10 +157,10 @@ def _alive(pid):
         return False
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(("number", "status"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGKILL", -9)])
+@pytest.mark.skipif(sys.platform != "linux", reason="requires /proc")
+@pytest.mark.parametrize(("number", "status"), [("SIGINT", 75), ("SIGTERM", 75), ("SIGKILL", -9)])
 def test_signal_terminates_all_processes(tmp_path, number, status):
-    arguments = ["train", "line.yaml", stumble("wait"), "--nproc", "2"]
+    arguments = ["train", "line.yaml", "--trust", failing_hook("wait"), "--nproc", "2"]
     with subprocess.Popen(
         [sys.executable, "-m", "slipstream", *arguments],
         cwd=tmp_path,
@@ -178,6 +180,8 @@ def test_signal_terminates_all_processes(tmp_path, number, status):
             process.kill()
     end = time.monotonic() + 30
     while alive := [pid for pid in children if _alive(pid)]:
-        assert time.monotonic() < end, f"{alive} of {children} were left behind"
+        assert time.monotonic() < end, f"{alive} of the processes {children} still run"
         time.sleep(0.05)
-    assert len(said) == (status > 0), said
+    saved = Path(tmp_path, "work_dirs", "line", "preempted.pth")
+    assert saved.is_file() == (status == 75)
+    assert all(not line or " received: training will stop" in line for line in said), said

@@ -1,4 +1,4 @@
-"""The command `slipstream plan-scale`, and its output in docs/scaling.md."""
+"""The command `slipstream plan-scale` and its output in docs/scaling.md."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def test_model_that_fits_on_no_gpu_is_reported(capsys):
         (["segformer_1bx"], ["did you mean 'segformer_1b'"]),
         (["nowhere.yaml"], ["nowhere.yaml"]),
         (["--gpus", "8,x"], ["--gpus", "'x'"]),
-        (["--gpus", "12"], ["12 GPUs", "nodes of 8"]),
+        (["--gpus", "12"], ["number of GPUs (12)", "GPUs per node (8)"]),
         (["--gpu", "h10"], ["unknown gpu 'h10'", "did you mean 'h100'"]),
         (["--network", "ib40"], ["unknown network 'ib40'", "did you mean 'ib400'"]),
         (["--size", "512"], ["--size", "'512'", "512x1024"]),
@@ -67,7 +67,7 @@ def test_model_that_fits_on_no_gpu_is_reported(capsys):
         (["MultiHeadCrossEntropy"], ["MultiHeadCrossEntropy", "does not accept"]),
     ],
 )
-def test_invalid_argument_raises_one_line_error(capsys, arguments, expected):
+def test_invalid_argument_raises_a_one_line_error(capsys, arguments, expected):
     try:
         status = main(["plan-scale", *arguments])
     except SystemExit as exit:
@@ -84,7 +84,7 @@ def consoles(root):
     return re.findall(r"```console\n\$ slipstream (plan-scale[^\n]*)\n(.*?)```", text, re.DOTALL)
 
 
-def test_predictions_in_the_document_equal_the_output(root, capsys):
+def test_documented_predictions_match_the_output(root, capsys):
     shown = consoles(root)
     assert len(shown) >= 3
     for arguments, expected in shown:
@@ -93,7 +93,7 @@ def test_predictions_in_the_document_equal_the_output(root, capsys):
         assert [line.rstrip() for line in printed.splitlines()] == expected.splitlines(), arguments
 
 
-def test_measured_table_in_the_document_equals_the_results(root):
+def test_documented_measurements_match_the_results(root):
     document = (root / "docs" / "scaling.md").read_text(encoding="utf-8")
     results = (root / "benchmarks" / "results" / "scaling.md").read_text(encoding="utf-8")
     measured = re.findall(r"^\| .* \|$", results, re.MULTILINE)

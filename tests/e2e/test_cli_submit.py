@@ -28,7 +28,7 @@ def command(text):
 
 @pytest.fixture
 def sbatch(tmp_path, monkeypatch):
-    """Return a function that replaces sbatch by a script. Without a script, sbatch does not exist."""
+    """Return a function that replaces sbatch with a script. Without a script, sbatch does not exist."""
     (tmp_path / "bin").mkdir()
 
     def replace(script):
@@ -39,7 +39,7 @@ def sbatch(tmp_path, monkeypatch):
     return replace
 
 
-def test_each_gpu_has_a_process_and_each_option_a_line():
+def test_each_gpu_has_a_process_and_each_option_has_a_line():
     arguments = (
         "--nodes 2 --gpus-per-node 8 --partition mm_dev --time 4:00:00 --account me --qos high --mem 64G"
     )
@@ -59,7 +59,7 @@ def test_tasks_per_node_sets_the_processes_without_gpus():
     assert found["ntasks-per-node"] == "3"
     assert not any(name.startswith("gpu") for name in found)
     assert "--cpus-per-task=2" in command(text("--cpus-per-task", "2")), (
-        "srun does not inherit it from the job"
+        "srun does not inherit this option from the job"
     )
 
 
@@ -85,10 +85,13 @@ def test_requeue_happens_before_the_time_limit():
     again, once = text("--requeue"), text()
     assert "requeue" in options(again)
     assert options(again)["signal"].startswith("B:USR1@")
-    assert "trap 'scontrol requeue" in again
+    assert "trap stop USR1" in again
+    assert 'scontrol requeue "$SLURM_JOB_ID"' in again
     assert "requeue" not in options(once)
     assert "trap" not in once
-    assert {options(file)["open-mode"] for file in (again, once)} == {"append"}, "Slurm may requeue by itself"
+    assert {options(file)["open-mode"] for file in (again, once)} == {"append"}, (
+        "Slurm can requeue a job without --requeue"
+    )
 
 
 def test_other_options_are_passed_to_sbatch_unchanged():

@@ -26,7 +26,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Run the recipe of `make train` at small size."""
+    """Run the `make train` recipe at a small size."""
     from slipstream.cli.main import main
 
     folder = tmp_path_factory.mktemp("run")
@@ -72,7 +72,7 @@ def test_val_prints_the_metrics_of_the_last_validation(trained, capsys):
     assert f"mIoU {logged['mIoU']:.4f}" in last
 
 
-def test_resume_of_a_complete_run_changes_no_checkpoint(trained):
+def test_resuming_a_complete_run_does_not_change_checkpoints(trained):
     from slipstream.cli.main import main
 
     before = (trained / "epoch_2.pth").read_bytes()
@@ -80,7 +80,7 @@ def test_resume_of_a_complete_run_changes_no_checkpoint(trained):
     assert (trained / "epoch_2.pth").read_bytes() == before
 
 
-def test_predict_writes_coloured_masks_at_image_size(trained, slipstream, tmp_path):
+def test_predict_writes_color_masks_at_image_size(trained, slipstream, tmp_path):
     from slipstream.apps.street_scenes import draw_street_scene
     from slipstream.dataset import CITYSCAPES_PALETTE
 
@@ -89,9 +89,9 @@ def test_predict_writes_coloured_masks_at_image_size(trained, slipstream, tmp_pa
     done = slipstream("predict", "street.png", "--checkpoint", str(trained / "epoch_2.pth"), "--out", "masks")
     assert "street_mask.png" in done.stdout
     with Image.open(tmp_path / "masks" / "street_mask.png") as mask:
-        colours = {tuple(c) for c in np.asarray(mask).reshape(-1, 3).tolist()}
+        colors = {tuple(c) for c in np.asarray(mask).reshape(-1, 3).tolist()}
         assert mask.size == (160, 96)
-    assert colours <= {tuple(c) for c in CITYSCAPES_PALETTE}
+    assert colors <= {tuple(c) for c in CITYSCAPES_PALETTE}
     assert (tmp_path / "masks" / "street_overlay.png").is_file()
 
 
@@ -130,7 +130,7 @@ def test_predict_rejects_images_with_equal_output_files(trained, capsys):
     arguments = ["predict", "one/street.png", "two/street.png", "--checkpoint", str(trained / "epoch_2.pth")]
     assert main(arguments) == 1
     error = capsys.readouterr().err
-    assert "one/street.png and two/street.png would overwrite each other" in error
+    assert "one/street.png and two/street.png have the same output files" in error
 
 
 def test_predict_reports_an_invalid_output_folder(trained, capsys):
@@ -139,6 +139,27 @@ def test_predict_reports_an_invalid_output_folder(trained, capsys):
     file = str(trained / "epoch_2.pth")
     assert main(["predict", "street.png", "--checkpoint", file, "--out", file]) == 2
     assert capsys.readouterr().err.startswith("slipstream: error: --out: cannot create the folder")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("meta", [1]), ("dataset_meta", 3), ("palette", "red"), ("palette", [[1, 2]]), ("state_dict", None)],
+)
+def test_predict_names_an_invalid_entry_of_the_checkpoint(trained, tmp_path, capsys, key, value):
+    from slipstream.cli.main import main
+
+    content = torch.load(trained / "epoch_2.pth", weights_only=True)
+    place = {"palette": content["meta"]["dataset_meta"], "dataset_meta": content["meta"]}.get(key, content)
+    place[key] = value
+    torch.save(content, tmp_path / "changed.pth")
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    out = str(tmp_path / "masks")
+    assert main(
+        ["predict", str(tmp_path / "a.png"), "--checkpoint", str(tmp_path / "changed.pth"), "--out", out]
+    )
+    error = capsys.readouterr().err
+    assert f"{key}'" in error or f"{key}[" in error
+    assert "Traceback" not in error
 
 
 def test_predict_reports_the_name_of_a_broken_image(trained, slipstream, tmp_path):

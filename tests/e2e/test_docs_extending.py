@@ -1,4 +1,4 @@
-"""The page on extending shows the current module of an option, and its table lists the whole protocol."""
+"""The page on extending shows an option's current module, and its table lists the whole protocol."""
 
 import re
 from pathlib import Path

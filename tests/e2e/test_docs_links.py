@@ -1,4 +1,4 @@
-"""Every relative link and every anchor in the README and in docs/ has an existing target."""
+"""Every relative link and anchor in the README and in docs/ has an existing target."""
 
 import re
 import unicodedata
@@ -11,7 +11,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 
 def without_code(text: str) -> str:
-    """Return a page without fenced blocks and inline code, in which brackets are not links."""
+    """Return a page without fenced blocks and inline code, where brackets are not links."""
     return re.sub(r"`[^`\n]*`", "``", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL))
 
 
@@ -48,7 +48,9 @@ def test_index_links_to_every_page():
     index = ROOT / "docs/README.md"
     linked = {(index.parent / link).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))}
     pages = {page for page in PAGES if page.is_relative_to(ROOT / "docs")}
-    folders = {ROOT / "docs" / folder for folder in ("options", "recipes")}  # have their own indexes
+    folders = {
+        ROOT / "docs" / folder for folder in ("options", "recipes")
+    }  # these folders have separate indexes
     assert (
         pages - {index} - {page for page in pages if page.parent in folders and page.name != "README.md"}
         <= linked

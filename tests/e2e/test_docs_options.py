@@ -1,4 +1,4 @@
-"""The pages on options match the code: their lines are valid, and their tables and outputs are current."""
+"""The pages on options match the code: their settings are valid, and their tables and outputs are current."""
 
 import re
 import shlex
@@ -19,20 +19,20 @@ INDEX = (DOCS / "options/README.md").read_text(encoding="utf-8")
 PAGES = {page.stem: page.read_text(encoding="utf-8") for page in sorted((DOCS / "options").glob("[!R]*.md"))}
 VOCABULARIES = ("`speed=`", "MMEngine", "SuperGradients")
 HEADINGS = ("## What it does", "## When to use it", "## What it costs", "## Works with")
-LONGEST = {"compile": 185}  # maximum number of lines; 60 for all other pages
+LONGEST = {"compile": 185}  # maximum number of lines (other pages: 60)
 INDEXED = dict(re.findall(r"^\| \[\w+\]\((\w+)\.md\) \| (.*?) \|", INDEX, re.MULTILINE))
-SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # read by the Trainer itself
+SUPERGRADIENTS = {"optimizer", "optimizer_params"}  # only the Trainer reads these
 
 
 def table(text: str, heading: str) -> list[list[str]]:
-    """Return the cells of the rows of the first table below a heading."""
+    """Return the cells of the first table below a heading, by rows."""
     section = text.split(f"## {heading}\n", 1)[1]
     rows = re.search(r"^\|.*\|\n\|[-|]+\|\n((?:\|.*\|\n)+)", section, re.MULTILINE)[1]
     return [[cell.strip() for cell in row.strip("|").split(" | ")] for row in rows.splitlines()]
 
 
 def lines(page: str) -> list[tuple[str, str]]:
-    """Return the vocabulary and the text of each line in the table at the top of a page."""
+    """Return the vocabulary and the text of each setting in the table at the top of a page."""
     rows = re.findall(r"^\| (`speed=`|MMEngine|SuperGradients) \| (.*) \|$", PAGES[page], re.MULTILINE)
     assert tuple(vocabulary for vocabulary, _ in rows) == VOCABULARIES, page
     return [(vocabulary, code) for vocabulary, cell in rows for code in re.findall(r"`([^`]+)`", cell)]
@@ -59,16 +59,18 @@ def test_pages_are_short_and_have_the_same_sections(page):
     assert places == sorted(places)
     assert re.match(r"# .+\n\n.+\n\n\| front end \| setting \|\n", text)
     assert len(text.splitlines()) <= LONGEST.get(page, 60)
-    assert "../matrix.md" in text or page == "npu"  # optimizers by name are not an option of a plan
+    assert (
+        "../matrix.md" in text or page == "npu"
+    )  # the optimizers that the NPU page lists are not plan options
 
 
 @pytest.mark.parametrize(("page", "vocabulary", "code"), LINES)
-def test_line_of_each_vocabulary_sets_an_option_of_its_page(page, vocabulary, code):
+def test_setting_of_each_vocabulary_sets_an_option_of_its_page(page, vocabulary, code):
     settings = read_settings(code)
     plan = SpeedPlan.read(**settings)
     own = set(re.findall(r"`(\w+)`", INDEXED[page]))
     if page == "cuda_graph":
-        own.add("compile")  # its mode also enables it
+        own.add("compile")  # compile's mode also enables CUDA graphs
     if vocabulary == "`speed=`":
         assert set(settings) == {"speed"}
         assert plan.auto or own & set(plan.sources)
@@ -95,11 +97,11 @@ def test_each_inline_snippet_is_valid():
         SpeedPlan.read(**read_settings(code))
 
 
-def test_errors_are_listed_as_raised():
+def test_documented_errors_match_the_code():
     assert table(INDEX, "What raises an error") == [[f"`{r.option}`", r.message] for r in REFUSED]
 
 
-def test_options_without_effect_are_listed_as_logged():
+def test_documented_options_without_effect_match_the_code():
     assert table(INDEX, "What has no effect") == [[f"`{option}`", why] for option, _, why in IDLE]
 
 

@@ -1,8 +1,8 @@
 """Every Python block of the README and of docs/ runs as printed.
 
 The blocks of a page run in one process, each in a separate namespace. On a page with the comment
-`<!-- python: in order -->`, they run in order in one namespace. `<!-- not run: REASON -->` directly before the fence
-excludes a block.
+`<!-- python: in order -->`, they share one namespace. `<!-- not run: REASON -->` directly before the fence excludes a
+block.
 """
 
 import functools
@@ -18,8 +18,8 @@ import pytest
 from doc_pages import IN_ORDER, ROOT, Block, blocks, text_of
 
 BLOCKS = [block for block in blocks("python") if not block.page.startswith("docs/zh/")]
-"""Blocks of the English pages. Those of the Chinese pages are the same."""
-SECONDS = 300  # limit for all blocks of a page
+"""Blocks of the English pages. The blocks of the Chinese pages are the same."""
+SECONDS = 300  # time limit in seconds for all blocks of a page
 DRIVER = """
 import json, sys, traceback
 job = json.load(open(sys.argv[1]))
@@ -43,11 +43,11 @@ import torch
 seen = []
 torch.nn.modules.module.register_module_forward_pre_hook(lambda _, args: seen.append(args[0]))
 """
-"""Records what the networks of a page get as input."""
+"""Code that records the inputs of a page's networks."""
 BEFORE = {"docs/data.md": RECORD_IMAGES}
 """Code that runs before each block of a page."""
 ENVIRONMENT = {"docs/from_mmengine.md": {"TORCH_COMPILE_DISABLE": "1"}}
-"""Variables of a page's process: inductor would take a minute, and tests/compiled tests what it makes."""
+"""Environment variables of a page's process. Compilation is disabled because Inductor takes about a minute."""
 AFTER = {
     "docs/own_loop.md": "assert step.average.steps == 4\nassert log['loss'].ndim == 0\n",
     "docs/extending.md": """
@@ -65,7 +65,7 @@ assert log["loss"].isfinite()
     "docs/trainer.md": """
 from pathlib import Path
 validated, tested = history[-1]["IoU"], trainer.test(test_loader=data)["IoU"]
-assert validated > 0.8, "a network that guesses has 0.33"
+assert validated > 0.8, "random predictions have an IoU of 0.33"
 assert abs(tested - validated) < 1e-6
 files = {path.name for path in Path("checkpoints/my_experiment").iterdir()}
 assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.png"} <= files
@@ -74,12 +74,12 @@ assert {"ckpt_latest.pth", "ckpt_best.pth", "average_model.pth", "lr_schedule.pn
 assert {"precision", "compile", "ema", "channels_last"} <= set(runner.speed.sources), runner.speed.sources
 """,
 }
-"""Code that runs after the last block of a page, in its namespace, and checks what the page promises."""
+"""Code that runs after the last block of a page, in its namespace, and checks the page's claims."""
 
 
 @functools.cache
 def errors(page: str) -> dict[str, str]:
-    """Run the blocks of a page; return the traceback of each block by its id, or '' if it succeeded."""
+    """Run the blocks of a page. Return each block's traceback by its id, or '' if it succeeded."""
     chosen = [block for block in BLOCKS if block.page == page and block.runs]
     with tempfile.TemporaryDirectory(prefix="slipstream-docs-") as folder:
         job, results = Path(folder, "job.json"), Path(folder, "results.jsonl")
@@ -117,11 +117,11 @@ def errors(page: str) -> dict[str, str]:
 @pytest.mark.parametrize("block", BLOCKS, ids=str)
 def test_every_python_block_runs(block: Block):
     if not block.runs:
-        assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment must give a reason"
+        assert re.fullmatch(r"not run: \S.{7,}", block.comment), f"{block}: the comment must contain a reason"
         compile(block.text, str(block), "exec")
         return
     ran = errors(block.page)
-    assert str(block) in ran, f"{block} was not reached"
+    assert str(block) in ran, f"{block} did not run"
     assert not ran[str(block)], ran[str(block)]
 
 

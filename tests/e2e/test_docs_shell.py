@@ -1,4 +1,4 @@
-"""The shell commands and diffs on the pages: all are parsed, and the cheap ones also run."""
+"""The shell commands and diffs on the pages. All commands are parsed, and the cheap ones also run."""
 
 import re
 import shlex
@@ -15,7 +15,7 @@ from slipstream.cli.configure import load_config
 from slipstream.cli.parser import parse
 
 RUN = ("README.md", "docs/start.md", "docs/performance.md")
-"""Pages whose commands run here; tests/distributed runs those of docs/distributed.md."""
+"""Pages whose commands run here. tests/distributed runs the commands of docs/distributed.md."""
 ALL = [(block, line) for block in blocks("bash") if block.runs for line in commands(block)]
 COMMANDS = list(dict.fromkeys(line for block, line in ALL if block.page in RUN))
 PARSED = list(
@@ -85,7 +85,7 @@ def test_both_sides_of_the_diff_run(run, diff):
         assert own in diff
 
 
-def test_custom_loop_changes_in_five_lines():
+def test_custom_loop_requires_five_changed_lines():
     assert sum(line.startswith("+") for line in DIFFS[0].splitlines()) == 5
 
 
@@ -136,7 +136,7 @@ def test_each_command_runs(command, photos, run, slipstream):
         assert {"train": "slipstream train street_scenes_pp_lite_t", "test": "-m pytest"}[words[1]] in planned
     elif words[:2] == ["python", "examples/train.py"]:
         if not FASHION.is_dir():
-            pytest.skip("needs Debian's dataset-fashion-mnist")
+            pytest.skip("requires Debian's dataset-fashion-mnist")
         run(str(ROOT / words[1]), "--batches", "2", "--epochs", "1", cwd=photos)
     elif words[:2] == ["python", "benchmarks/overhead.py"]:
         run(
@@ -166,7 +166,7 @@ def test_each_command_runs(command, photos, run, slipstream):
         assert words[0] == "slipstream"
         images = [str(p.relative_to(photos)) for word in words if "*" in word for p in photos.glob(word)]
         words = [word for word in words[1:] if "*" not in word] + images
-        # The exit status of doctor is 1 here because it reports a single thread.
+        # doctor exits with status 1 here because it reports the use of a single thread.
         slipstream(*words, *small(words), cwd=photos, status=None if words == ["doctor"] else 0)
 
 

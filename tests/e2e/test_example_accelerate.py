@@ -1,4 +1,4 @@
-"""The example with a custom loop trains, compiled or not, in one process or two."""
+"""The example with a custom loop trains with and without compilation, in one process and in two."""
 
 import re
 

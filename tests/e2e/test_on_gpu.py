@@ -1,4 +1,4 @@
-"""Runs on an accelerator with options enabled and without synchronisation between log intervals."""
+"""Runs on an accelerator with options enabled and without synchronization between log intervals."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ class ForbidWaiting(Hook):
     def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         if batch_idx == 1:
             self.context.__enter__()
-        elif batch_idx == 14:  # the end of the epoch is logged after step 15
+        elif batch_idx == 14:  # the epoch's log line follows step 15
             self.context.__exit__(None, None, None)
 
 
@@ -76,13 +76,13 @@ def _exact_float32(monkeypatch):
 
 
 @pytest.mark.parametrize("optim", [{}, dict(type="AmpOptimWrapper", dtype="bfloat16")])
-def test_no_synchronisation_between_log_intervals(tmp_path, optim):
+def test_no_synchronization_between_log_intervals(tmp_path, optim):
     run(tmp_path, [ForbidWaiting()], max_epochs=1, **optim)
 
 
 @pytest.mark.parametrize("options", [dict(dtype="float16", loss_scale=1024.0), dict(dtype="bfloat16")])
-def test_mixed_precision_stays_close_to_full_precision(tmp_path, options):
-    """The loss scale is one with which no step of float16 is skipped."""
+def test_mixed_precision_is_close_to_full_precision(tmp_path, options):
+    """With this loss scale, no float16 step is skipped."""
     full = run(tmp_path / "full").model.state_dict()
     mixed = run(tmp_path / "mixed", type="AmpOptimWrapper", **options).model.state_dict()
     for name, value in full.items():
@@ -91,7 +91,7 @@ def test_mixed_precision_stays_close_to_full_precision(tmp_path, options):
         )
 
 
-def test_compiled_equals_eager(tmp_path):
+def test_compiled_training_matches_eager(tmp_path):
     eager = run(tmp_path / "eager").model.state_dict()
     runner = run(tmp_path / "compiled", cfg=dict(compile=dict(backend=BACKEND)))
     assert runner.step.uses_graph

@@ -1,4 +1,4 @@
-"""On an accelerator: batches are complete and prefetched, bad steps are skipped, and nothing synchronises."""
+"""On an accelerator, batches are complete and prefetched, bad steps are skipped, and nothing synchronizes."""
 
 import math
 from contextlib import nullcontext
@@ -18,7 +18,7 @@ from slipstream.step import EagerStep
 
 pytestmark = pytest.mark.gpu
 SLOW = 2048 if IS_CUDA else 64
-"""Size of matrices whose product takes longer than a copy of a batch."""
+"""Size of square matrices whose product takes longer than the copy of a batch."""
 
 
 def images(count=24):
@@ -37,13 +37,13 @@ def test_batches_are_complete_while_slow_steps_run(pin_memory, prefetch):
         assert pixels.dtype == torch.uint8
         for _ in range(10):
             slow = (slow @ slow).tanh()
-        # The batch is read late, so a copy that reused its memory too early would have changed it.
+        # The batch is read late, so a copy that reused its memory too early would change it.
         sums.append(torch.stack([pixels.long().sum(), labels.sum()]))
     expected = [torch.stack([x.long().sum(), y.sum()]) for x, y in DataLoader(images(), batch_size=2)]
     assert torch.equal(torch.stack(sums).cpu(), torch.stack(expected))
 
 
-def test_host_never_synchronises_and_memory_is_bounded():
+def test_host_does_not_synchronize_and_memory_is_bounded():
     loader = DataLoader(images(48), batch_size=4, pin_memory=True)
     batches = DeviceFeed(loader, prefetch=2)
     slow = torch.randn(SLOW, SLOW, device=DEVICE)
@@ -71,7 +71,7 @@ class Net(nn.Module):
     "options",
     [dict(fused=True), dict(foreach=True, capturable=True), dict(foreach=False, capturable=True)],
 )
-def test_bad_steps_have_no_effect_and_do_not_synchronise(options):
+def test_bad_steps_have_no_effect_and_do_not_synchronize(options):
     def train(kinds, guarded):
         net = Net().to(DEVICE)
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, **options)
@@ -98,7 +98,7 @@ def test_bad_steps_have_no_effect_and_do_not_synchronise(options):
             assert torch.equal(state[number][name], value), (number, name)
 
 
-def test_locator_does_not_synchronise():
+def test_locator_does_not_synchronize():
     net = Net().to(DEVICE)
     locator = Locator(net)
     x = torch.full((4, 8), math.nan, device=DEVICE)
@@ -110,7 +110,7 @@ def test_locator_does_not_synchronise():
 @cuda_only
 def test_tf32_changes_matrix_products_in_its_context():
     if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("needs compute capability 8.0")
+        pytest.skip("requires compute capability 8.0")
     x = torch.randn(512, 512, device="cuda")
     exact = x @ x
     with tf32():

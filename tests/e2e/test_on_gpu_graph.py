@@ -1,4 +1,4 @@
-"""The step graph on an accelerator: equal to the eager step with each option, and without synchronisation."""
+"""The step graph on an accelerator matches the eager step with each option, and does not synchronize."""
 
 from functools import partial
 
@@ -83,11 +83,11 @@ def test_step_graph_trains_like_the_eager_step(case):
     step = graph[2]._step
     assert type(step) is GraphStep
     assert step._fallback is None
-    assert (step._step.recorded is not None) == replays
+    assert (step._step.cuda_graphs is not None) == replays
     assert_agree(graph, eager, *((0.05, 0.02) if case in ROUGH else ()))
 
 
-def test_device_step_counts_equal_host_step_counts():
+def test_results_with_device_step_counts_match_those_with_host_step_counts():
     make = partial(AdamW, lr=1e-3)
     assert_agree(train(STEP, make, norm=_groups), train(None, make, norm=_groups))
 
@@ -99,7 +99,7 @@ def _groups(channels):
 @cuda_only
 def test_reduce_overhead_uses_a_cuda_graph_for_the_whole_step():
     graph = train(dict(scope="step", mode="reduce-overhead"))
-    assert graph[2]._step._step.recorded is not None
+    assert graph[2]._step._step.cuda_graphs is not None
     assert_agree(graph, train(None))
 
 
@@ -111,20 +111,23 @@ def test_sync_batchnorm_in_one_process_is_captured():
 
 @pytest.mark.parametrize("cuda_graph", [False, only_replayed])
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
-def test_steps_do_not_synchronise_with_the_device(cuda_graph, precision):
+def test_steps_do_not_synchronize_with_the_device(cuda_graph, precision):
     options = dict(cuda_graph=cuda_graph, precision=precision, ema=EMA, clip_grad=dict(max_norm=0.5))
     data = batches(16)
     _, model, step = train(STEP, data=data[:8], **options)
     assert step._step.uses_graph
     with no_waiting():
         for number, batch in enumerate(data[8:]):
-            step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # as a schedule does
+            step.optim.param_groups[0]["lr"] = 0.05 / (1 + number)  # simulate an LR schedule
             step(batch)
     assert torch.isfinite(model[0].weight).all()
 
 
 def test_failed_verification_leaves_a_working_optimizer():
-    """AdamW's step counts move to the device for the graph, and are restored with their flag."""
+    """AdamW's step counts move to the device for the graph.
+
+    After a failed verification, they and the `capturable` flag are restored.
+    """
     model = net(_groups).to(DEVICE)
     optimizer = AdamW(model.parameters(), lr=1e-3)
     for x, y in batches(2):

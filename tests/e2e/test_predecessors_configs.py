@@ -43,7 +43,7 @@ class ResNet18(BaseModel):
 
 
 class Accuracy(BaseMetric):
-    """The tutorial's metric. Predictions are the tuple returned by forward."""
+    """The tutorial's metric. Predictions are the tuple that forward returns."""
 
     def process(self, data_batch, data_samples):
         score, gt = data_samples
@@ -69,7 +69,7 @@ def test_mixed_precision_example_runs_unchanged(tmp_path, train_dataloader_cfg):
     )
     runner.train()
     assert runner.iter == 9
-    assert runner.optim_wrapper.loss_scaler is None  # bfloat16 on the CPU requires none
+    assert runner.optim_wrapper.loss_scaler is None  # bfloat16 on the CPU requires no loss scale
     assert (tmp_path / "epoch_3.pth").is_file()
 
 

@@ -99,8 +99,8 @@ def test_val_and_predict_use_the_written_checkpoints(cityscapes, capsys):
     run("train", "cityscapes_regseg48", *arguments)
     run("val", "cityscapes_regseg48", *arguments)
     assert re.search(r"IoU 0\.\d+", capsys.readouterr().out)
-    misspelt = "training_params.valid_metrics_list=[{IoU: {num_clases: 20}}]"
-    assert main(["val", "cityscapes_regseg48", *arguments, misspelt]) == 2
+    misspelled = "training_params.valid_metrics_list=[{IoU: {num_clases: 20}}]"
+    assert main(["val", "cityscapes_regseg48", *arguments, misspelled]) == 2
     assert "error: training_params.valid_metrics_list[0]: " in capsys.readouterr().err
     photo = next(cityscapes.glob("leftImg8bit/val/*/*.png"))
     run("predict", str(photo), "--out", "masks")
@@ -130,7 +130,7 @@ def test_pretrained_weights_of_a_recipe_are_validated_without_training(capsys):
     assert "no checkpoint found in" in capsys.readouterr().err
 
 
-def test_run_resumes_where_it_ended(cityscapes, capsys):
+def test_run_resumes_from_its_last_checkpoint(cityscapes, capsys):
     arguments = ["experiment_name=run", f"data_root_dir={cityscapes}", *FEW, *SMALL_CROPS]
     run("train", "cityscapes_regseg48", *arguments)
     run("train", "cityscapes_regseg48", *arguments, "epochs=2", "resume=True")
@@ -151,7 +151,7 @@ def test_each_recipe_builds_its_network_and_loss(recipe, architecture):
 
 @pytest.mark.parametrize("name", [name for name in recipes() if name.startswith("street_scenes")])
 def test_street_scenes_recipes_require_no_data(name):
-    if name == "street_scenes_pp_lite_t":  # in the Runner's syntax
+    if name == "street_scenes_pp_lite_t":  # this recipe uses the Runner's syntax
         sizes = [f"{split}_dataloader.dataset.size=[64,128]" for split in ("train", "val")]
         lengths = ["train_dataloader.dataset.length=4", "val_dataloader.dataset.length=2"]
         run(
@@ -274,7 +274,7 @@ def test_recipe_for_several_gpus_starts_a_process_per_gpu(found, started, monkey
         (["arch_params.num_classes=18"], ["18", "19"]),
     ],
 )
-def test_invalid_argument_raises_one_line_error_with_config_path(arguments, expected, cityscapes, capsys):
+def test_invalid_argument_raises_a_one_line_error_with_config_path(arguments, expected, cityscapes, capsys):
     data = [] if any("data_root" in word for word in arguments) else [f"data_root_dir={cityscapes}"]
     assert main(["train", "cityscapes_regseg48", *data, *FEW, *SMALL_CROPS, *arguments]) in (1, 2)
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("slipstream: error")]

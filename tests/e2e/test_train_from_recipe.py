@@ -36,7 +36,7 @@ def test_recipe_trains_without_hydra_output_folders(from_recipe, tmp_path):
     assert not any(".hydra" in name or "multirun" in name for name in written)
 
 
-def test_config_dir_may_contain_recipes_and_groups(from_recipe, tmp_path):
+def test_config_dir_can_contain_recipes_and_groups(from_recipe, tmp_path):
     folder = tmp_path / "mine"
     (folder / "training_hyperparams").mkdir(parents=True)
     (folder / "training_hyperparams/quick.yaml").write_text(

@@ -1,4 +1,4 @@
-"""Examples of SuperGradients' guide to faster training run unchanged except for the package name."""
+"""Examples from SuperGradients' guide to faster training run unchanged except for the package name."""
 
 import re
 import textwrap
@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from slipstream import Trainer
 from slipstream.model import unwrap_model
 
-# The guide omits these ("..."). Another compiler is used, which is seconds faster.
+# The guide omits these values ("..."). A different compiler backend saves several seconds.
 OTHERS = dict(
     max_epochs=1,
     initial_lr=0.1,
@@ -91,7 +91,7 @@ def test_yaml_example_runs_unchanged(tmp_path, parts, yaml_text):
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_mode_of_the_guide_is_passed_to_the_compiler(tmp_path, parts, mode):
+def test_compile_mode_from_the_guide_is_passed_to_the_compiler(tmp_path, parts, mode):
     params = dict(torch_compile=True, torch_compile_mode=mode, **OTHERS)
     trainer = Trainer("experiment_name", tmp_path)
     trainer.train(training_params=params, **parts)

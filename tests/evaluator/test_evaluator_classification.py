@@ -43,24 +43,24 @@ def test_top_1_and_5_agree_with_torchmetrics():
         assert got[f"accuracy/top{k}"] == pytest.approx(100 * peer(scores, targets).item(), rel=1e-5)
 
 
-def test_class_ids_equal_scores_and_samples_have_equal_weight():
+def test_class_ids_and_scores_are_combined_with_equal_weight_per_sample():
     metric = Accuracy(prefix="val")
     metric.process(None, (torch.tensor([1, 2, 3]), torch.tensor([1, 2, 0])))
     metric.process(None, (torch.eye(4)[[2]], torch.tensor([0])))
     assert metric.evaluate(4) == {"val/top1": 50.0}
 
 
-def test_lists_of_samples_are_counted():
+def test_uint8_targets_are_accepted():
     assert _evaluate(torch.eye(3), torch.tensor([0, 1, 2], dtype=torch.uint8), topk=1) == {
         "accuracy/top1": 100.0
     }
 
 
-def test_no_samples_give_nan():
+def test_accuracy_of_zero_samples_is_nan():
     assert math.isnan(Accuracy().evaluate(0)["accuracy/top1"])
 
 
-def test_invalid_targets_raise_an_error_with_their_number():
+def test_invalid_targets_raise_an_error_with_their_count():
     metric = Accuracy()
     metric.process(None, (torch.eye(3), torch.tensor([0, 3, -1])))
     with pytest.raises(DataError, match="2 of 3 targets are not classes"):
@@ -79,7 +79,16 @@ def test_invalid_targets_raise_an_error_with_their_number():
         (torch.zeros(3, 4), torch.zeros(3), 1),
         (torch.zeros(3, 4), torch.tensor(0), 1),
     ],
-    ids=["other N", "one-hot", "maps", "float ids", "ids for top 5", "k > classes", "float targets", "0-dim"],
+    ids=[
+        "different N",
+        "one-hot",
+        "maps",
+        "float ids",
+        "ids for top 5",
+        "k > classes",
+        "float targets",
+        "0-dim",
+    ],
 )
 def test_mismatched_tensors_raise_errors(preds, targets, topk):
     metric = Accuracy(topk=topk)
@@ -106,7 +115,7 @@ def test_process_does_not_synchronize_with_the_device():
 
 
 @pytest.mark.gpu
-def test_device_counts_equal_cpu_without_synchronization():
+def test_device_counts_match_cpu_without_synchronization():
     scores, targets = torch.randn(64, 10), torch.randint(0, 10, (64,))
     metric = Accuracy(topk=(1, 5))
     on_device = scores.to(DEVICE), targets.to(DEVICE)

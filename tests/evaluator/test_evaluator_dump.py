@@ -17,7 +17,7 @@ def _dump(path, *batches, size=1000):
     return torch.load(path, weights_only=True)
 
 
-def test_batches_are_split_into_samples_and_limited_to_the_data_set(tmp_path):
+def test_batches_are_split_into_samples_and_limited_to_the_dataset(tmp_path):
     first = {"preds": torch.arange(6).view(2, 3), "targets": torch.tensor([1, 2])}
     second = {"preds": torch.arange(6, 12).view(2, 3), "targets": torch.tensor([3, 4])}
     loaded = _dump(tmp_path / "new" / "out.pt", first, second, size=3)
@@ -25,7 +25,7 @@ def test_batches_are_split_into_samples_and_limited_to_the_data_set(tmp_path):
     assert torch.equal(loaded[2]["preds"], torch.tensor([6, 7, 8]))
 
 
-def test_offline_evaluation_equals_online_evaluation(tmp_path):
+def test_offline_evaluation_matches_online_evaluation(tmp_path):
     scores, targets = torch.randn(6, 4), torch.randint(0, 4, (6,))
     evaluator = Evaluator([Accuracy(), DumpResults(tmp_path / "out.pt")])
     evaluator.process((scores, targets))

@@ -64,7 +64,7 @@ def test_evaluator_and_metrics_are_registered():
     assert METRICS.get("DumpResults") is not None
 
 
-def test_dataset_meta_reaches_every_metric():
+def test_dataset_meta_is_passed_to_every_metric():
     evaluator = Evaluator([Seen(), Seen(prefix="x")])
     assert evaluator.dataset_meta is None
     evaluator.dataset_meta = {"classes": ("a",)}
@@ -90,7 +90,7 @@ def test_duplicate_metric_names_raise_an_error():
     assert set(evaluator.evaluate(4)) == {"accuracy/top1", "second/top1"}
 
 
-def test_error_of_unknown_metric_names_the_nearest_name_and_path():
+def test_unknown_metric_error_names_the_nearest_name_and_path():
     with pytest.raises(UnknownNameError, match=r"metrics\[1\].*did you mean 'IoUMetric'"):
         EVALUATOR.build({"type": "Evaluator", "metrics": [{"type": "Accuracy"}, {"type": "IouMetrik"}]})
 

@@ -12,7 +12,7 @@ from slipstream.evaluator import metric as metric_module
 
 
 class TutorialAccuracy(BaseMetric):
-    """The metric of MMEngine's tutorial "15 minutes to get started"."""
+    """The metric from MMEngine's tutorial "15 minutes to get started"."""
 
     def process(self, data_batch, data_samples):
         score, gt = data_samples
@@ -45,7 +45,7 @@ def test_tutorial_metric_returns_a_float():
     assert type(value["accuracy"]) is float
 
 
-def test_results_beyond_the_size_of_the_data_set_are_dropped():
+def test_results_beyond_the_dataset_size_are_dropped():
     metric = Keep()
     metric.process(None, [1, 2, 3, 1])
     assert metric.evaluate(3) == {"kept/sum": 6, "kept/count": 3}

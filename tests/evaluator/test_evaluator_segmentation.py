@@ -56,7 +56,7 @@ def _maps(draw):
     seed = draw(st.integers(0, 2**16))
     rng = np.random.default_rng(seed)
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=3, max_size=3)))
-    used = draw(st.integers(1, classes))  # the others are absent
+    used = draw(st.integers(1, classes))  # the other classes are absent
     targets = rng.integers(0, used, shape)
     targets[rng.random(shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))] = 255
     return classes, rng.integers(0, used, shape), targets
@@ -64,7 +64,7 @@ def _maps(draw):
 
 @settings(max_examples=60, deadline=None)
 @given(_maps(), st.sampled_from([torch.uint8, torch.int32, torch.int64]))
-def test_metrics_equal_the_reference(maps, dtype):
+def test_metrics_match_the_reference(maps, dtype):
     classes, preds, targets = maps
     got = _evaluate(
         torch.from_numpy(preds),
@@ -119,7 +119,7 @@ def test_scores_are_reduced_by_argmax():
     assert _evaluate(scores, targets, num_classes=3) == _evaluate(scores.argmax(1), targets, num_classes=3)
 
 
-def test_classes_and_ignore_index_come_from_the_data_set():
+def test_classes_and_ignore_index_come_from_the_dataset():
     metric = IoUMetric(per_class=True)
     metric.dataset_meta = {"classes": ("road", "sky"), "ignore_index": 9}
     metric.process(None, (torch.tensor([[[0, 1, 1]]]), torch.tensor([[[0, 0, 9]]])))
@@ -127,14 +127,14 @@ def test_classes_and_ignore_index_come_from_the_data_set():
     assert (got["IoU/road"], got["IoU/sky"]) == (50.0, 0.0)
 
 
-def test_ignore_index_argument_overrides_the_data_set():
+def test_ignore_index_argument_overrides_the_dataset():
     metric = IoUMetric(ignore_index=0, prefix="val")
     metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": 255}
     metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[0, 1]]])))
     assert metric.evaluate(1)["val/aAcc"] == 100.0
 
 
-def test_ignore_index_none_of_the_data_set_counts_255():
+def test_dataset_ignore_index_none_counts_255():
     metric = IoUMetric()
     metric.dataset_meta = {"classes": ("a", "b"), "ignore_index": None}
     metric.process(None, (torch.tensor([[[1, 1]]]), torch.tensor([[[255, 1]]])))
@@ -149,7 +149,7 @@ def test_labels_out_of_range_raise_an_error():
         metric.evaluate(1)
 
 
-def test_ignored_pixels_may_have_any_prediction():
+def test_ignored_pixels_can_have_any_prediction():
     got = _evaluate(torch.tensor([[[0, 77]]]), torch.tensor([[[0, 255]]]), num_classes=2)
     assert got["aAcc"] == 100.0
 
@@ -164,7 +164,7 @@ def test_counts_start_at_zero_after_an_error_and_after_an_evaluation():
         assert metric.evaluate(1)["aAcc"] == 100.0 * label
 
 
-def test_no_batches_or_no_labels_give_nan():
+def test_no_batches_or_no_labels_return_nan():
     assert all(math.isnan(v) for v in IoUMetric(num_classes=2).evaluate(0).values())
     nothing = _evaluate(torch.zeros(1, 1, 2).long(), torch.full((1, 1, 2), 255), num_classes=2)
     assert all(math.isnan(v) for v in nothing.values())
@@ -178,7 +178,7 @@ def test_no_batches_or_no_labels_give_nan():
         (torch.zeros(1, 4, 4), torch.zeros(1, 4, 4).long()),
         (torch.zeros(1, 4, 4).long(), torch.zeros(1, 4, 4)),
     ],
-    ids=["other size", "other number of classes", "float ids", "float targets"],
+    ids=["different size", "different number of classes", "float ids", "float targets"],
 )
 def test_mismatched_maps_raise_errors(preds, targets):
     with pytest.raises(DataError, match="IoUMetric"):
@@ -190,12 +190,12 @@ def test_unknown_number_of_classes_raises_an_error():
         _evaluate(torch.zeros(1, 2, 2).long(), torch.zeros(1, 2, 2).long())
 
 
-def test_error_of_unknown_metric_name_names_the_nearest():
+def test_unknown_metric_name_error_names_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'mIoU'"):
         IoUMetric(iou_metrics=("miou",))
 
 
-def test_inference_mode_batches_can_be_evaluated_outside_of_it():
+def test_inference_mode_batches_can_be_evaluated_in_normal_mode():
     metric = IoUMetric(num_classes=2)
     maps = torch.zeros(1, 2, 2).long()
     with torch.inference_mode():
@@ -212,7 +212,7 @@ def test_process_does_not_synchronize_with_the_device():
         for _ in range(3):
             metric.process(None, batch)
     names = {event.key for event in profile.key_averages()}
-    assert "aten::scatter_add_" in names  # the profiler recorded the operation
+    assert "aten::scatter_add_" in names  # check that the profiler records the operation
     assert not names & {"aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::bincount"}
 
 
@@ -223,7 +223,7 @@ def test_process_runs_on_the_meta_device():
 
 
 @pytest.mark.parametrize("pixels", [0, 1, 63, 64, 65, 4095])
-def test_counts_in_copies_equal_bincount(pixels):
+def test_counts_in_copies_match_bincount(pixels):
     cells = torch.randint(0, 12, (pixels,))
     counts = torch.arange(12)
     _add_in_copies(counts, cells, padding_bin=9)
@@ -231,7 +231,7 @@ def test_counts_in_copies_equal_bincount(pixels):
 
 
 @pytest.mark.gpu
-def test_device_counts_equal_cpu_without_synchronization():
+def test_device_counts_match_cpu_without_synchronization():
     preds, targets = torch.randint(0, 7, (2, 3, 65, 63))
     targets[:, :5] = 255
     metric = IoUMetric(num_classes=7)

@@ -95,7 +95,7 @@ def test_lists_of_dicts_are_passed_unchanged():
     assert got == [(boxes, boxes), (boxes, boxes)]
 
 
-def test_inference_mode_batches_can_be_evaluated_outside_of_it():
+def test_inference_mode_batches_can_be_evaluated_in_normal_mode():
     metric = TorchMetric(_accuracy())
     for _ in range(2):
         with torch.inference_mode():
@@ -113,12 +113,12 @@ def test_inference_mode_batches_can_be_evaluated_outside_of_it():
         (None, "an object of type NoneType"),
     ],
 )
-def test_other_predictions_raise_an_error(data_samples, words):
+def test_unsupported_predictions_raise_an_error(data_samples, words):
     metric = TorchMetric(_accuracy())
     with pytest.raises(DataError, match=f"MulticlassAccuracy got {words}; .*'preds' and 'targets'"):
         metric.process(None, data_samples)
 
 
-def test_other_objects_raise_an_error():
+def test_unsupported_objects_raise_an_error():
     with pytest.raises(ConfigError, match="got Linear"):
         TorchMetric(torch.nn.Linear(1, 1))

@@ -37,7 +37,7 @@ def average(steps, momentum):
 
 
 def scheduled(steps, decay_of):
-    """Return the reference EMA with the decay `decay_of(s, total)` at update s; the first update copies."""
+    """Return the reference EMA with the decay `decay_of(s, total)` at update s. The first update copies the weights."""
     mean = {name: value.double() for name, value in steps[0].items()}
     for number, step in enumerate(steps[1:], start=2):
         decay = decay_of(number, len(steps))

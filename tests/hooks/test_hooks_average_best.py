@@ -6,7 +6,7 @@ import pytest
 import torch
 from ema_runs import SCHEDULED, History, average_of
 
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks import Hook
 from slipstream.runner import Runner
 from tiny_runs import (
@@ -59,10 +59,7 @@ def snapshots(folder):
 
 
 def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **changes):
-    """Train one epoch per value, except the last value, which is the metric of the average.
-
-    Return the Runner and the history.
-    """
+    """Train one epoch per value except the last, which is the average's metric. Return the Runner and the history."""
     options = {key: changes.pop(key) for key in ("rule", "filename") if key in changes}
     hook = dict(type="AverageBestHook", metric=name, count=count, **options)
     history = History()
@@ -79,7 +76,7 @@ def averaged(folder, values, count=3, hooks=(), name="acc", epochs=None, **chang
 
 
 def mean(states):
-    """Return the mean in double precision; tensors that are not floating point come from the first state."""
+    """Return the mean in double precision. Tensors that are not floating-point are copied from the first state."""
     first = states[0]
     return {
         name: sum(state[name].double() for state in states).div(len(states)).to(value.dtype)
@@ -99,7 +96,7 @@ def test_average_is_the_mean_weights_of_the_best_epochs(tmp_path):
     found = written(tmp_path)
     assert found["meta"]["averaged"] == ["epoch_4.pth", "epoch_2.pth", "epoch_3.pth"]
     assert_same(found["state_dict"], mean(best))
-    assert found["state_dict"]["norm.num_batches_tracked"] == 8, "as in the best epoch"
+    assert found["state_dict"]["norm.num_batches_tracked"] == 8, "the count must be that of the best epoch"
     assert [path.name for path in snapshots(tmp_path)] == ["epoch_2.pth", "epoch_3.pth", "epoch_4.pth"]
     assert_same(weights(runner), history.steps[-1])
 
@@ -115,7 +112,7 @@ def test_average_is_validated_once_and_not_counted_as_an_epoch(tmp_path):
     assert runner.model.training
 
 
-def test_lower_loss_is_better_and_the_earlier_of_equal_epochs_is_kept(tmp_path):
+def test_lower_loss_is_better_and_the_first_of_equal_epochs_is_kept(tmp_path):
     averaged(tmp_path / "a", [0.4, 0.1, 0.1, 0.2, 0.0], count=1, name="loss")
     assert written(tmp_path / "a")["meta"]["averaged"] == ["epoch_2.pth"]
     averaged(tmp_path / "b", [0.4, 0.1, 0.3, 0.0], count=2, name="loss", rule="greater", filename="mean.pth")
@@ -125,6 +122,14 @@ def test_lower_loss_is_better_and_the_earlier_of_equal_epochs_is_kept(tmp_path):
 def test_epoch_with_non_finite_metric_is_not_averaged(tmp_path):
     averaged(tmp_path, [float("nan"), 0.2, float("inf"), 0.1, 0.0])
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_4.pth"]
+
+
+@pytest.mark.parametrize("rule", ["greater", "less"])
+def test_nan_among_many_epochs_does_not_change_the_ranking(tmp_path, rule):
+    nan = float("nan")
+    averaged(tmp_path, [nan, 0.3, nan, 0.1, 0.2, nan], name="x", rule=rule, count=2)
+    best = ["epoch_2.pth", "epoch_5.pth"] if rule == "greater" else ["epoch_4.pth", "epoch_5.pth"]
+    assert written(tmp_path)["meta"]["averaged"] == best
 
 
 def test_snapshot_is_written_only_once(tmp_path):
@@ -165,7 +170,7 @@ def test_resumed_run_averages_the_same_epochs(tmp_path, epoch):
     averaged(tmp_path / "a", [*values, 0.0])
     with pytest.raises(KeyboardInterrupt):
         averaged(tmp_path / "b", values, hooks=[Stop(epoch, kill=True)], epochs=5)
-    # The last validation was not saved, so it is repeated.
+    # The last validation was not saved, so it runs again.
     averaged(tmp_path / "b", [*values[epoch - 1 :], 0.0], epochs=5, resume=True)
     one, other = written(tmp_path / "a"), written(tmp_path / "b")
     assert (
@@ -189,6 +194,26 @@ def test_missing_snapshot_is_excluded_with_a_warning(tmp_path, capsys):
     assert written(tmp_path)["meta"]["averaged"] == ["epoch_2.pth", "epoch_3.pth"]
 
 
+@pytest.mark.parametrize("change", ["rows", "missing", "no weights"])
+def test_changed_snapshot_is_named(tmp_path, change):
+    class Change(Hook):
+        priority = "LOWEST"
+
+        def after_train_epoch(self, runner):
+            if runner.epoch == 2:
+                path = snapshots(tmp_path)[0]
+                content = torch.load(path, weights_only=True)
+                state = content["state_dict"]
+                if change == "rows":
+                    state["first.weight"] = torch.zeros(2, 2)
+                elif change == "missing":
+                    del state["first.weight"]
+                torch.save({} if change == "no weights" else content, path)
+
+    with pytest.raises(CheckpointError, match=r"\.pth: 'state_dict\."):
+        averaged(tmp_path, [0.1, 0.2, 0.3, 0.4], hooks=[Change()])
+
+
 def test_average_file_works_with_load_from(tmp_path):
     averaged(tmp_path / "a", [0.8, 0.7, 0.0])
     source = tmp_path / "a" / "average_model.pth"
@@ -199,10 +224,10 @@ def test_average_file_works_with_load_from(tmp_path):
     assert_same(weights(runner), written(tmp_path / "a")["state_dict"])
 
 
-# ---- bad input ----------------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------------
 
 
-def test_no_validation_means_no_average_and_a_warning(tmp_path, capsys):
+def test_run_without_a_finite_metric_has_no_average_and_warns(tmp_path, capsys):
     hook = dict(type="AverageBestHook", metric="acc")
     run(tmp_path, custom_hooks=[hook], log_level="WARNING")
     assert "no validation run returned a finite 'acc'" in "".join(capsys.readouterr())
@@ -214,7 +239,7 @@ def test_no_validation_means_no_average_and_a_warning(tmp_path, capsys):
     [
         (dict(metric="score"), r"^custom_hooks\[0\]\.rule: .*metric's name 'score'"),
         (dict(metric="acc", rule="more"), r"^custom_hooks\[0\]\.rule: must be 'greater' or 'less'"),
-        (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be at least 1"),
+        (dict(metric="acc", count=0), r"^custom_hooks\[0\]\.count: must be int of at least 1"),
     ],
 )
 def test_invalid_options_are_rejected(tmp_path, options, message):

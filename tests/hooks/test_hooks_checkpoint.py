@@ -1,4 +1,4 @@
-"""CheckpointHook: regular, kept and best checkpoints."""
+"""CheckpointHook: regular, additional and best checkpoints."""
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def test_filename_tmpl_without_number_overwrites_one_file(tmp_path):
     runner = trained(tmp_path, interval=2, filename_tmpl="ckpt_latest.pth")
     assert files(tmp_path) == {"ckpt_latest.pth"}
     assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == 5
-    assert runner.message_hub.get_info("kept_ckpts") == ["ckpt_latest.pth"]
+    assert runner.message_hub.get_info("kept_ckpts/ckpt_latest.pth") == ["ckpt_latest.pth"]
     again = run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=5))
     assert_same(weights(runner), weights(again))
 
@@ -124,7 +124,7 @@ def test_best_checkpoint_follows_the_inferred_or_configured_rule(tmp_path, name,
     assert torch.load(tmp_path / expected, weights_only=True)["meta"]["epoch"] == best
 
 
-def test_each_metric_has_its_own_best_checkpoint(tmp_path):
+def test_each_metric_has_a_separate_best_checkpoint(tmp_path):
     metrics = [Scripted([0.1, 0.2, 0.3]), Scripted([0.1, 0.2, 0.3], "loss")]
     hook = dict(type="CheckpointHook", save_best=["acc", "loss"])
     cfg = dict(by_epoch=True, max_epochs=3)
@@ -132,9 +132,35 @@ def test_each_metric_has_its_own_best_checkpoint(tmp_path):
     assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_3.pth", "best_loss_epoch_1.pth"}
 
 
-def test_non_finite_metric_is_never_the_best(tmp_path):
+def test_non_finite_metric_is_not_the_best(tmp_path):
     trained(tmp_path, [float("nan"), 0.2, float("inf")], interval=-1, save_best="acc", epochs=3)
     assert files(tmp_path) == {"epoch_3.pth", "best_acc_epoch_2.pth"}
+
+
+@pytest.mark.parametrize("rule", ["greater", "less"])
+@pytest.mark.parametrize("nan", [float("nan"), torch.tensor(float("nan"))], ids=["float", "tensor"])
+def test_nan_is_never_the_best_at_first_later_or_after_a_resume(tmp_path, rule, nan):
+    better = [nan, 0.3, nan, 0.4 if rule == "greater" else 0.2]
+    hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="x", rule=rule, interval=1))
+
+    def train(values, epochs, **changes):
+        cfg = dict(by_epoch=True, max_epochs=epochs)
+        return run(
+            tmp_path, train_cfg=cfg, default_hooks=hooks, **validation(Scripted(values, "x")), **changes
+        )
+
+    train(better[:3], 3)
+    assert "best_x_epoch_2.pth" in files(tmp_path)
+    # The last checkpoint was written before the last validation, which is repeated.
+    runner = train([nan, better[3], nan], 5, resume=True)
+    assert {file for file in files(tmp_path) if "best" in file} == {"best_x_epoch_4.pth"}
+    assert runner.message_hub.get_info("best_score/x") == better[3]
+
+
+def test_run_whose_metric_is_always_nan_has_no_best_checkpoint(tmp_path):
+    runner = trained(tmp_path, [float("nan")] * 3, interval=-1, save_best="acc", epochs=3)
+    assert files(tmp_path) == {"epoch_3.pth"}
+    assert runner.message_hub.get_info("best_score/acc") is None
 
 
 def test_best_checkpoint_of_an_iteration_based_run_is_named_by_iteration(tmp_path):
@@ -189,10 +215,10 @@ def test_best_score_is_restored_after_a_kill_around_validation(tmp_path, epoch, 
     assert torch.load(tmp_path / "ckpt_latest.pth", weights_only=True)["meta"]["epoch"] == epoch
     runner = killed(tmp_path, values[epoch - 1 : 4], epochs=4, resume=True)
     assert files(tmp_path) == {"ckpt_latest.pth", "ckpt_best.pth"}
-    assert best(tmp_path) == (2, 0.9), "a worse epoch after the resume does not replace it"
+    assert best(tmp_path) == (2, 0.9), "a worse epoch after the resume must not replace it"
     assert runner.message_hub.get_info("best_score/acc") == 0.9
     killed(tmp_path, values[3:], resume=True)
-    assert best(tmp_path) == (5, 0.95), "a better one does"
+    assert best(tmp_path) == (5, 0.95), "a better epoch must replace it"
 
 
 def killed(folder, values, hooks=(), epochs=5, **changes):
@@ -210,15 +236,15 @@ def killed(folder, values, hooks=(), epochs=5, **changes):
 def test_after_new_best_is_called_after_the_checkpoint_is_written(tmp_path):
     calls = []
 
-    class Told(Hook):
+    class RecordsNewBest(Hook):
         def after_new_best(self, runner, metrics):
             calls.append((metrics["acc"], best(tmp_path)))
 
-    killed(tmp_path, [0.3, 0.2, 0.9, 0.9, 0.5], [Told()])
+    killed(tmp_path, [0.3, 0.2, 0.9, 0.9, 0.5], [RecordsNewBest()])
     assert calls == [(0.3, (1, 0.3)), (0.9, (3, 0.9))]
 
 
-def test_validation_outside_of_training_saves_no_checkpoint(tmp_path):
+def test_validation_outside_training_saves_no_checkpoint(tmp_path):
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     runner = Runner(**training(tmp_path, default_hooks=hooks, **validation(Scripted([0.9]))))
     runner.val()
@@ -255,3 +281,34 @@ def test_save_epochs_must_match_the_training_loop(tmp_path, capsys):
         run(tmp_path, train_cfg=dict(by_epoch=False, max_iters=2), default_hooks=hooks)
     run(tmp_path, default_hooks=hooks, log_level="WARNING")
     assert "save_epochs contains [7], but training ends after epoch 2" in "".join(capsys.readouterr())
+
+
+def test_incomplete_checkpoints_are_not_resumed_from(tmp_path):
+    light = dict(type="CheckpointHook", interval=1, save_optimizer=False, filename_tmpl="light_{}.pth")
+    run(tmp_path, custom_hooks=[light])
+    assert (tmp_path / "last_checkpoint").read_text().endswith("epoch_2.pth")
+    assert run(tmp_path, resume=True, custom_hooks=[light]).iter == 10
+
+
+def test_files_of_another_run_are_not_removed(tmp_path):
+    hooks = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, max_keep_ckpts=2)))
+    run(tmp_path / "a", **hooks)
+    (tmp_path / "b").mkdir()
+    for number in (1, 2):
+        (tmp_path / "b" / f"epoch_{number}.pth").write_text("of another run")
+    more = dict(train_cfg=dict(by_epoch=True, max_epochs=5))
+    run(tmp_path / "b", resume=str(tmp_path / "a" / "epoch_2.pth"), **hooks, **more)
+    assert {path.name for path in (tmp_path / "b").glob("*.pth")} == {f"epoch_{n}.pth" for n in (1, 2, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    "options", [dict(), dict(filename_tmpl="b_{}.pth", save_epochs=[1])], ids=["template", "epochs"]
+)
+def test_two_hooks_with_the_same_file_names_raise_an_error(tmp_path, options):
+    first = dict(type="CheckpointHook", interval=1, save_epochs=[1])
+    with pytest.raises(ConfigError, match="same in two CheckpointHooks"):
+        run(
+            tmp_path,
+            default_hooks=dict(checkpoint=first),
+            custom_hooks=[dict(type="CheckpointHook", interval=1, out_dir=str(tmp_path.parent), **options)],
+        )

@@ -1,4 +1,4 @@
-"""EMAHook: the average is validated and saved; training uses the unaveraged weights."""
+"""EMAHook: the average is validated and saved, and training uses the unaveraged weights."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from slipstream.runner import Runner
 from tiny_runs import Net, assert_same, loader, run, training, validation, weights
 
 
-def test_validation_and_test_use_the_average_and_training_the_weights(tmp_path):
+def test_validation_and_test_use_the_average_and_training_uses_the_weights(tmp_path):
     runner, history = ema_run(tmp_path / "a")
     assert_close(average(history.steps[:5], 0.2), history.validated[0])
     assert_close(average(history.steps, 0.2), history.validated[1])
@@ -21,7 +21,7 @@ def test_validation_and_test_use_the_average_and_training_the_weights(tmp_path):
     assert_same(weights(plain), weights(runner))
 
 
-def test_checkpoint_contains_both_and_state_dict_is_the_average(tmp_path):
+def test_checkpoint_contains_weights_and_average_and_state_dict_is_the_average(tmp_path):
     _runner, history = ema_run(tmp_path)
     saved = torch.load(tmp_path / "epoch_2.pth", weights_only=True)
     assert_close(average(history.steps, 0.2), saved["state_dict"])
@@ -43,10 +43,12 @@ def test_averaging_starts_at_begin_iter(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, begin_iter=8)
     history = History()
     ema_run(tmp_path, custom_hooks=[hook, history])
-    assert_same(history.validated[0], history.steps[4])  # no average yet
+    assert_same(history.validated[0], history.steps[4])  # averaging has not started
     assert_close(average(history.steps[7:], 0.2), history.validated[1])
     first, second = (torch.load(tmp_path / f"epoch_{n}.pth", weights_only=True) for n in (1, 2))
-    assert_same(first["state_dict"], history.steps[4])  # not the initial weights
+    assert_same(
+        first["state_dict"], history.steps[4]
+    )  # the current weights, because averaging has not started
     assert_close(average(history.steps[7:], 0.2), second["state_dict"])
 
 
@@ -91,7 +93,7 @@ def test_best_checkpoint_contains_the_average(tmp_path):
     assert_close(average(history.steps[: 2 * epoch], 0.2), saved["state_dict"])
 
 
-# ---- the model that is averaged -----------------------------------------------------------------------
+# ---- the averaged model -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -132,7 +134,9 @@ def test_validation_does_not_move_the_weights_in_memory(tmp_path, norm):
     assert len(places.training) == 10
     assert all(now == places.training[0] for now in places.training)
     assert all(now == places.validation[0] for now in places.validation)
-    assert set(places.training[0].values()).isdisjoint(places.validation[0].values()), "nothing was copied"
+    assert set(places.training[0].values()).isdisjoint(places.validation[0].values()), (
+        "validation must exchange storages instead of copying values"
+    )
     kept = {name: param.data_ptr() for name, param in average_of(runner).module.named_parameters()}
     assert kept == places.validation[0]
 
@@ -208,7 +212,7 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
     assert torch.isfinite(state["lowest"]).all()
 
 
-# ---- bad input ----------------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,15 +220,15 @@ def test_each_average_type_handles_buffers_as_documented(tmp_path, hook):
     [
         (dict(momentum=0.1, decay=0.9), r"^custom_hooks\[0\]\.decay: cannot be combined with 'momentum'"),
         (dict(ema_type="ScheduledEMA", momentum=0.1), r"^custom_hooks\[0\].*'momentum'"),
-        (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must lie between 0 and 1"),
+        (dict(ema_type="ScheduledEMA", decay=1.5), r"^custom_hooks\[0\].*decay: must be between 0 and 1"),
         (dict(ema_type="ScheduledEMA", decay_type="treshold"), r"did you mean 'threshold'"),
         (
             dict(ema_type="ScheduledEMA", decay_type="constant", beta=2.0),
             r"beta: only applies to decay_type 'exp'",
         ),
         (dict(ema_type="ScheduledEMAs"), r"^custom_hooks\[0\].*did you mean 'ScheduledEMA'"),
-        (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must not be negative"),
-        (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must not be negative"),
+        (dict(begin_iter=-1), r"^custom_hooks\[0\]\.begin_iter: must be int of at least 0"),
+        (dict(begin_epoch=-1), r"^custom_hooks\[0\]\.begin_epoch: must be int of at least 0"),
     ],
 )
 def test_invalid_options_are_rejected_at_construction(tmp_path, options, message):

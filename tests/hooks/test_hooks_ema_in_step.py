@@ -1,4 +1,4 @@
-"""The average is the same in the eager step, in the compiled step, and in the hook after the step."""
+"""The average is the same in the eager step, in the compiled step, and in the hook that runs after the step."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from tiny_runs import Net, assert_same, loader, run, samples, weights
 
 
 class OtherStep:
-    """A step without step parts, as with a model that overrides `train_step`; the hook updates the average."""
+    """A step without step parts, as with a model that overrides `train_step`. The hook updates the average."""
 
     def __init__(self, step):
         self.step = step
@@ -20,7 +20,7 @@ class OtherStep:
         return self.step(batch)
 
 
-class TakeTheStep(Hook):
+class UseOtherStep(Hook):
     priority = "VERY_HIGH"
 
     def before_train(self, runner):
@@ -44,14 +44,14 @@ def averages_in_step(runner):
         dict(SCHEDULED, decay=0.8, beta=3.0, begin_iter=4),
     ],
 )
-def test_average_in_the_step_equals_average_in_the_hook(tmp_path, hook, accumulate):
+def test_average_in_the_step_matches_average_in_the_hook(tmp_path, hook, accumulate):
     changes = dict(
         model=dict(type=Net, norm=True),
         optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1), accumulative_counts=accumulate),
     )
     plain, plain_history = ema_run(tmp_path / "a", **changes, custom_hooks=[hook, history := History()])
     plain_history = history
-    taken, history = TakeTheStep(), History()
+    taken, history = UseOtherStep(), History()
     runner, _ = ema_run(tmp_path / "b", **changes, custom_hooks=[hook, taken, history])
     assert averages_in_step(plain)
     assert not averages_in_step(runner)
@@ -65,7 +65,7 @@ def test_average_in_the_step_equals_average_in_the_hook(tmp_path, hook, accumula
     assert average_of(plain).steps == len(due)
 
 
-@pytest.mark.parametrize("hooks", [[], [TakeTheStep]])
+@pytest.mark.parametrize("hooks", [[], [UseOtherStep]])
 def test_resumed_run_with_an_average_is_bitwise_identical(tmp_path, hooks):
     def options():
         return [dict(SCHEDULED, decay=0.8, beta=3.0), *(hook() for hook in hooks)]
@@ -81,7 +81,7 @@ def test_resumed_run_with_an_average_is_bitwise_identical(tmp_path, hooks):
 def test_average_with_interval_is_updated_on_the_host(tmp_path):
     hook = dict(type="EMAHook", momentum=0.2, interval=3)
     plain, _ = ema_run(tmp_path / "a", custom_hooks=[hook])
-    runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, TakeTheStep()])
+    runner, _ = ema_run(tmp_path / "b", custom_hooks=[hook, UseOtherStep()])
     assert next(part for part in plain.optim_wrapper.parts if isinstance(part, AveragePart)).on_host
     assert_same(average_of(plain).state_dict(), average_of(runner).state_dict())
 
@@ -111,13 +111,19 @@ def test_compiled_step_and_hook_have_the_same_average(tmp_path, hook, accumulate
     for one, other in zip(eager_validated, validated, strict=True):
         assert_close(one, other)
     for name, value in now.items():
-        if name in ("first.weight", "last.weight", "last.bias"):  # a bias before BatchNorm has no gradient
-            assert not torch.allclose(own[f"module.{name}"], value, atol=1e-4), f"{name} is the model's"
+        if name in (
+            "first.weight",
+            "last.weight",
+            "last.bias",
+        ):  # not first.bias, which has no gradient before BatchNorm
+            assert not torch.allclose(own[f"module.{name}"], value, atol=1e-4), (
+                f"{name} equals the model's weight"
+            )
 
 
 @pytest.mark.parametrize("scope", [None, "step"])
 def test_average_ignores_batch_norm_statistics_of_skipped_steps(tmp_path, scope):
-    """The guard restores the buffers after the step. A NaN in the average would be permanent."""
+    """The guard restores the buffers after the step, but a NaN in the average would be permanent."""
     torch._dynamo.reset()
     inputs, targets = samples()
     inputs[9, 0] = float("nan")

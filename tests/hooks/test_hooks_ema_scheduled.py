@@ -42,8 +42,10 @@ def test_every_decay_type_follows_its_formula(tmp_path, options, decay_of):
     assert_close(wanted, saved)
     assert_close(wanted, history.validated[1])
     for name in ("first.weight", "last.bias", "norm.running_mean", "norm.running_var"):
-        assert not torch.allclose(saved[name], history.steps[-1][name], atol=1e-4), f"{name} is the model's"
-        assert not torch.allclose(saved[name], history.start[name], atol=1e-4), f"{name} has not moved"
+        assert not torch.allclose(saved[name], history.steps[-1][name], atol=1e-4), (
+            f"{name} equals the model's weight"
+        )
+        assert not torch.allclose(saved[name], history.start[name], atol=1e-4), f"{name} has not changed"
 
 
 def test_exp_decay_counts_updates_from_begin_iter(tmp_path):
@@ -67,7 +69,7 @@ def test_scheduled_average_is_updated_per_optimizer_step(tmp_path):
     runner, _ = ema_run(tmp_path, custom_hooks=[hook, history], optim_wrapper=optim)
     moved = [
         history.steps[index] for index in (2, 5, 8, 9)
-    ]  # the last accumulation window of ten batches is short
+    ]  # the last accumulation window of ten batches is smaller
     assert_close(
         scheduled(moved, lambda s, total: 0.8 * (1 - math.exp(-3 * s / total))),
         history.validated[1],
@@ -133,7 +135,7 @@ def test_run_resumed_in_mid_epoch_restores_the_average_bitwise(tmp_path, options
     assert_same(average_of(whole).state_dict(), average_of(parts).state_dict())
 
 
-# ---- training that is too short for its average ---------------------------------------------------
+# ---- training too short for its average -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -148,7 +150,7 @@ def test_run_resumed_in_mid_epoch_restores_the_average_bitwise(tmp_path, options
     ],
 )
 @pytest.mark.parametrize("total", [1, 2, 40, 100, 190])
-def test_mean_update_equals_the_average_of_update_numbers(average, total):
+def test_mean_update_matches_the_average_of_update_numbers(average, total):
     number = torch.nn.Linear(1, 1, bias=False)
     model = MODELS.build(average, default_args={"model": number})
     model.total_steps = total
@@ -157,7 +159,7 @@ def test_mean_update_equals_the_average_of_update_numbers(average, total):
         torch.nn.init.constant_(number.weight, step)
         model.update_parameters(number)
     exact = model.module.weight.item()
-    if total * model.weight(total - 1) > 4 * model.interval:  # then it is a bound, which is sufficient
+    if total * model.weight(total - 1) > 4 * model.interval:  # a bound is sufficient here
         assert total / 2 < found <= exact + 1e-3 * total
     else:
         assert found == pytest.approx(exact, rel=1e-4)
@@ -171,7 +173,7 @@ def test_mean_update_equals_the_average_of_update_numbers(average, total):
         (dict(decay=0.5, decay_type="constant"), False),
     ],
 )
-def test_too_slow_average_logs_a_warning_at_the_start(tmp_path, options, warned):
+def test_slow_average_logs_a_warning_at_the_start(tmp_path, options, warned):
     ema_run(tmp_path, custom_hooks=[{**SCHEDULED, **options}], log_level="WARNING")
     (log,) = tmp_path.rglob("*.log")
     assert ("the EMA decay is too slow for" in log.read_text(encoding="utf-8")) == warned

@@ -56,7 +56,7 @@ class Remember(Hook):
 def broken_data():
     inputs, targets = samples()
     inputs = inputs.clone()
-    inputs[0, 0] = NAN  # affects one batch per epoch
+    inputs[0, 0] = NAN  # one batch per epoch contains this sample
     return TensorDataset(inputs, targets)
 
 
@@ -77,7 +77,7 @@ def test_run_skips_a_bad_batch_and_logs_it(tmp_path):
     hook = next(h for h in runner.hooks if type(h).__name__ == "NanGuardHook")
     assert hook.skipped == 2
     assert runner.message_hub.get_scalar("train/skipped_steps").current() == 2
-    assert "Skipped 1 step with non-finite loss or gradients, up to iteration 5" in log
+    assert "Skipped 1 step with a non-finite loss or gradient, up to iteration 5" in log
     assert "'data_preprocessor' (BaseDataPreprocessor); the module's inputs were not finite either" in log
     for name, value in remember.weights[5].items():  # the first step of the second epoch
         assert torch.equal(value, remember.weights[4][name]), name
@@ -92,7 +92,7 @@ class Fail(Hook):
 
 
 @pytest.mark.parametrize("action", ["skip", "stop"])
-def test_failed_run_uninstalls_guard_and_locator(tmp_path, action):
+def test_failed_run_removes_guard_and_locator(tmp_path, action):
     model = Breaks()
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.1))
     found = []
@@ -117,7 +117,7 @@ def test_stopped_run_reports_iteration_and_module(tmp_path):
         train_on_broken_data(tmp_path, NanGuardOptions("stop", locate=True).hook_cfg())
 
 
-def test_run_without_the_guard_stops_at_a_non_finite_loss(tmp_path):
+def test_run_without_guard_stops_at_a_non_finite_loss(tmp_path):
     with pytest.raises(NonFiniteLossError, match=r"iteration 1\. Lower the learning rate"):
         train_on_broken_data(tmp_path)
 

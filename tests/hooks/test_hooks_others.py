@@ -42,12 +42,17 @@ def stopped(folder, values, name="acc", **options):
         ([0.1, 0.5, 0.6, 0.7, 0.8], dict(stopping_threshold=0.55), 3),
         ([0.1, 0.5, float("nan"), 0.7, 0.8], {}, 3),
         ([0.1, 0.5, float("nan"), 0.7, 0.8], dict(check_finite=False), 5),
+        ([float("nan"), 0.5, 0.6, 0.7, 0.8], {}, 1),
+        ([float("nan"), 0.5, 0.55, 0.55, 0.8], dict(check_finite=False, min_delta=0.1), 4),
+        ([float("nan"), 0.5, 0.45, 0.45, 0.1], dict(check_finite=False, rule="less", min_delta=0.1), 4),
+        ([float("nan"), 0.5, 0.4, 0.3, 0.2], dict(check_finite=False, rule="less", min_delta=0.0), 5),
+        ([0.5, float("nan"), float("nan"), 0.9, 0.9], dict(check_finite=False), 3),
         ([0.5, 0.4, 0.3, 0.2, 0.1], dict(rule="less"), 5),
         ([0.5, 0.6, 0.7, 0.2, 0.1], dict(rule="less"), 3),
         ([0.5, 0.4, 0.3, 0.2], dict(rule="less", stopping_threshold=0.35), 3),
     ],
 )
-def test_early_stopping_epoch(tmp_path, values, options, epochs):
+def test_early_stopping_ends_training_at_the_expected_epoch(tmp_path, values, options, epochs):
     assert stopped(tmp_path, values, **options) == epochs
 
 
@@ -55,7 +60,7 @@ def test_early_stopping_infers_the_rule_from_the_name(tmp_path):
     assert stopped(tmp_path, [0.5, 0.4, 0.3, 0.2, 0.1], "val_loss") == 5
 
 
-def test_a_missing_metric_only_warns_unless_strict(tmp_path, capsys):
+def test_missing_metric_logs_a_warning_unless_strict(tmp_path, capsys):
     changes = dict(**validation(Scripted([0.1, 0.2])), log_level="WARNING")
     run(tmp_path, custom_hooks=[dict(type="EarlyStoppingHook", monitor="top1")], **changes)
     assert "no metric 'top1'" in capsys.readouterr().out
@@ -72,11 +77,11 @@ def test_patience_is_restored_in_a_resumed_run(tmp_path):
         )
 
     epochs([0.5, 0.4, 0.4], 3)
-    # The last checkpoint was written before the last validation, which is repeated.
+    # The last checkpoint was written before the last validation, so this validation runs again.
     assert epochs([0.4, 0.4, 0.4], 10, resume=True).epoch == 4
 
 
-def test_a_validation_outside_of_training_is_not_counted(tmp_path):
+def test_validation_outside_training_is_not_counted(tmp_path):
     runner = Runner(
         **training(
             tmp_path,
@@ -104,7 +109,7 @@ def test_learning_rate_decreases_on_a_plateau(tmp_path):
         **validation(Scripted([0.9, 0.5, 0.4, 0.4, 0.4, 0.4])),
     )
     rates = [line["lr"] for line in scalars(runner) if "lr" in line]
-    # Epoch 1 is ignored, epoch 2 is the best (0.5), epochs 3 and 4 are worse; the rate decreases in epoch 5.
+    # Epoch 1 is ignored, epoch 2 is the best (0.5), epochs 3 and 4 are worse. The rate decreases in epoch 5.
     assert rates == pytest.approx([0.1, 0.1, 0.1, 0.1, 0.01, 0.01])
 
 
@@ -172,12 +177,12 @@ def test_predictions_are_drawn_next_to_the_ground_truth(tmp_path, count):
     blank = np.zeros((16, 32, 3), np.uint8)
     legend = [("a", [0, 0, 0]), ("b", [255, 0, 0])]
     assert sheet.size == contact_sheet([[blank] * 3] * count, legend=legend).size
-    truths = np.asarray(sheet)[:, sheet.width // 2]  # a line down the middle column
+    truths = np.asarray(sheet)[:, sheet.width // 2]  # the line in the middle column
     reds = (truths == [255, 0, 0]).all(1).sum()
     assert reds == (
         160 if count == 3 else 0
-    )  # the second of three samples is red; 16 x 32 is enlarged to 160 x 320
-    assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # one per validation
+    )  # the second of three samples is red, and 16 x 32 is enlarged to 160 x 320
+    assert len(list(Path(runner.log_dir).rglob("*.png"))) == 2  # one image per validation
 
 
 def test_pictures_require_segmentation_outputs(tmp_path):
@@ -186,11 +191,11 @@ def test_pictures_require_segmentation_outputs(tmp_path):
 
 
 def test_pictures_require_a_palette(tmp_path):
-    class Colourless(Scenes):
+    class Colorless(Scenes):
         metainfo: ClassVar = dict(classes=("a", "b"))
 
     with pytest.raises(DataError, match="palette"):
-        pictured(tmp_path, Colourless())
+        pictured(tmp_path, Colorless())
 
 
 def test_profiler_writes_a_trace(tmp_path):
@@ -211,7 +216,7 @@ def test_step_times_are_logged(tmp_path):
 
 
 @pytest.mark.parametrize("name", Priority.__members__)
-def test_priorities_have_mmengines_numbers(name):
+def test_priorities_have_mmengine_numbers(name):
     numbers = dict(HIGHEST=0, VERY_HIGH=10, HIGH=30, ABOVE_NORMAL=40, NORMAL=50, BELOW_NORMAL=60)
     numbers |= dict(LOW=70, VERY_LOW=90, LOWEST=100)
     assert get_priority(name) == get_priority(name.lower()) == get_priority(numbers[name]) == numbers[name]

@@ -29,7 +29,7 @@ class Seen(Hook):
 
 
 def precise(folder, num_samples=40, interval=1, hooks=(), **changes):
-    """Train with the hook; return the Runner."""
+    """Train with the hook. Return the Runner."""
     hook = dict(type="PreciseBNHook", num_samples=num_samples, interval=interval)
     changes.setdefault("model", dict(type=Net, norm=True))
     return run(folder, custom_hooks=[*hooks, hook], **changes)
@@ -40,7 +40,7 @@ def saved(folder, epoch=2):
 
 
 def by_hand(state, batches):
-    """Return mean and variance of the first layer's outputs for the batches, in double precision."""
+    """Return the mean and variance of the first layer's outputs for the batches, in double precision."""
     values = torch.cat(
         [F.linear(x.double(), state["first.weight"].double(), state["first.bias"].double()) for x in batches]
     )
@@ -53,7 +53,7 @@ def assert_statistics(state, batches):
 
 
 @pytest.mark.parametrize(("num_samples", "batches"), [(8, 1), (9, 2), (39, 5), (4000, 5)])
-def test_statistics_equal_those_of_num_samples(tmp_path, num_samples, batches):
+def test_statistics_are_computed_from_num_samples(tmp_path, num_samples, batches):
     seen = Seen()
     precise(tmp_path, num_samples, hooks=[seen])
     for epoch in (1, 2):
@@ -62,7 +62,7 @@ def test_statistics_equal_those_of_num_samples(tmp_path, num_samples, batches):
 
 
 def test_smaller_last_batch_is_weighted_by_its_samples(tmp_path):
-    precise(tmp_path, train_dataloader=loader(batch_size=16))  # 16, 16 and 8
+    precise(tmp_path, train_dataloader=loader(batch_size=16))  # batches of 16, 16 and 8
     assert_statistics(saved(tmp_path), [samples()[0]])
 
 
@@ -94,7 +94,7 @@ def test_hook_does_not_change_training(tmp_path, workers):
 
 
 class Others(BaseModel):
-    """A model with BatchNorm layers that must not change, and a buffer that every training forward changes."""
+    """A model with some BatchNorm layers that must not change, and a counter of training forward passes."""
 
     def __init__(self):
         super().__init__()
@@ -194,14 +194,14 @@ def test_statistics_are_recomputed_at_interval_and_last_epoch(tmp_path):
         assert_statistics(saved(tmp_path, epoch), [samples()[0]])
 
 
-def test_resumed_run_equals_an_uninterrupted_run(tmp_path):
+def test_resumed_run_matches_an_uninterrupted_run(tmp_path):
     whole = precise(tmp_path / "a", model=dict(type=Net, norm=True, dropout=0.3))
     model = dict(type=Net, norm=True, dropout=0.3)
     precise(tmp_path / "b", model=model, train_cfg=dict(by_epoch=True, max_epochs=1))
     assert_same(weights(whole), weights(precise(tmp_path / "b", model=model, resume=True)))
 
 
-# ---- bad input ----------------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------------
 
 
 def test_model_without_batch_norm_logs_one_warning(tmp_path, capsys):
@@ -215,8 +215,8 @@ def test_model_without_batch_norm_logs_one_warning(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_samples=0), r"^custom_hooks\[0\]\.num_samples: must be at least 1"),
-        (dict(num_samples=8, interval=0), r"^custom_hooks\[0\]\.interval: must be at least 1"),
+        (dict(num_samples=0), r"^custom_hooks\[0\]\.num_samples: must be int of at least 1"),
+        (dict(num_samples=8, interval=0), r"^custom_hooks\[0\]\.interval: must be int of at least 1"),
         (dict(), "num_samples"),
     ],
 )
@@ -231,14 +231,14 @@ def test_iteration_based_training_is_rejected(tmp_path):
 
 
 class Bare(nn.Module):
-    """A model with its own `train_step` and without `loss_step`."""
+    """A model that defines `train_step` but not `loss_step`."""
 
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(4)
 
     def train_step(self, data, optim_wrapper):
-        raise AssertionError("is not reached")
+        raise AssertionError("train_step must not be called")
 
 
 def test_model_without_loss_step_is_rejected(tmp_path):

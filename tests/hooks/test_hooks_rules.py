@@ -1,4 +1,4 @@
-"""Rules of metrics, default units of hooks, and hooks after a failure."""
+"""Metric rules, default units of hooks, and hooks after a failure."""
 
 import json
 
@@ -96,7 +96,7 @@ def test_training_weights_are_restored_after_a_failed_validation(tmp_path):
         broken.train()
     assert any("validation after 1 epochs" in note for note in raised.value.__notes__)
     average = [p.clone() for p in broken.model.parameters()]
-    broken.val()  # validates the average and swaps the weights back
+    broken.val()  # validates the average and restores the weights
     healthy = run(FailsOnce, tmp_path / "b")
     healthy.train()
     for now, wanted, averaged in zip(

@@ -17,7 +17,7 @@ ENTRIES = st.lists(
 
 
 @given(ENTRIES, st.one_of(st.none(), st.integers(1, 40)))
-def test_statistics_equal_numpy_over_the_newest_window(entries, window):
+def test_statistics_match_numpy_over_the_newest_window(entries, window):
     history = HistoryBuffer()
     for value, count in entries:
         history.update(value, count)

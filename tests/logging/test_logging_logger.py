@@ -19,7 +19,7 @@ def test_console_line_is_plain_and_unwrapped_without_a_terminal(capsys):
     assert re.fullmatch(LINE % ("INFO", re.escape(text)) + "\n", out)
 
 
-def test_terminal_line_is_coloured_and_unwrapped(capsys, monkeypatch):
+def test_terminal_line_is_colored_and_unwrapped(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
     build_logger("a").warning("[bold]" + "x" * 200)
@@ -51,7 +51,7 @@ def test_closed_logger_appends_when_used_again(tmp_path):
     assert len((tmp_path / "a.log").read_text().splitlines()) == 2
 
 
-def test_other_ranks_only_print_errors(capsys):
+def test_other_ranks_print_only_errors(capsys):
     logger = build_logger("a", rank=1)
     logger.warning("quiet")
     logger.error("loud")
@@ -107,12 +107,12 @@ def test_current_logger_is_the_innermost_and_ends_with_its_block():
     assert MMLogger.get_current_instance() not in (outer, inner)
 
 
-def test_threads_do_not_see_each_others_logger():
+def test_threads_have_separate_current_loggers():
     with build_logger("a").as_current() as logger, ThreadPoolExecutor(1) as pool:
         assert pool.submit(MMLogger.get_current_instance).result() is not logger
 
 
-def test_without_a_runner_the_current_logger_prints_to_stderr(capsys):
+def test_current_logger_without_a_runner_prints_to_stderr(capsys):
     MMLogger.get_current_instance().info("alone")
     captured = capsys.readouterr()
     assert captured.out == ""

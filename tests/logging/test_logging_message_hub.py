@@ -22,7 +22,7 @@ def test_scalar_becomes_a_plain_float(value):
 
 
 @pytest.mark.parametrize("value", [7, True, np.int64(7), torch.tensor(7)])
-def test_integers_stay_integers(value):
+def test_integers_are_stored_as_integers(value):
     hub = MessageHub("a")
     hub.update_scalar("n", value)
     assert type(hub.get_scalar("n").current()) is int
@@ -87,7 +87,7 @@ def test_state_contains_only_resumed_plain_values():
     "state",
     [{}, {"log_scalars": {}}, {"log_scalars": {"x": HistoryBuffer()}, "runtime_info": {}}],
 )
-def test_invalid_state_is_rejected_and_changes_nothing(state):
+def test_invalid_state_is_rejected_without_changes(state):
     hub = MessageHub("a")
     hub.update_scalar("x", 1.0)
     with pytest.raises(CheckpointError):

@@ -9,7 +9,7 @@ from slipstream.logging import MessageHub, Meter
 
 
 class ReadCounter(TorchDispatchMode):
-    """A dispatch mode that counts all operations, and those that copy a tensor's values to Python."""
+    """A dispatch mode that counts all operations, and the operations that copy a tensor's values to Python."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def test_non_finite_loss_error_names_key_and_first_iteration(bad):
         meter.flush()
     assert len(hub.get_scalar("train/decode.loss_ce")) == 6
     assert len(hub.get_scalar("train/acc")) == 6
-    meter.flush()  # no pending value raises again
+    meter.flush()  # the values are no longer pending, so the next flush does not raise
     assert len(hub.get_scalar("train/acc")) == 6
 
 
@@ -131,19 +131,19 @@ def test_other_non_finite_outputs_are_only_recorded():
         (None, "NoneType"),
     ],
 )
-def test_output_that_is_not_a_scalar_tensor_is_an_error(value, what):
+def test_output_that_is_not_a_scalar_tensor_raises_an_error(value, what):
     with pytest.raises(LossError, match=rf"'loss_ce' at iteration 7 must be a 0-dim tensor, not .*{what}"):
         Meter(MessageHub("a")).record({"loss_ce": value}, 7)
 
 
-def test_flush_of_nothing_does_nothing():
+def test_flush_without_values_does_nothing():
     hub = MessageHub("a")
     Meter(hub).flush()
     assert not hub.log_scalars
 
 
 @pytest.mark.gpu
-def test_record_on_the_device_never_synchronises():
+def test_record_on_the_device_does_not_synchronize():
     hub = MessageHub("a")
     meter = Meter(hub)
     with no_waiting():

@@ -59,7 +59,7 @@ def test_log_lines_are_printed_above_the_bar(terminal):
     assert shown.index("a line") < shown.rindex("working")
 
 
-def test_nothing_is_drawn_without_a_terminal():
+def test_bar_is_not_drawn_without_a_terminal():
     console = Console(file=io.StringIO())
     bar = ProgressBar(console)
     bar.start(10, "x")
@@ -68,7 +68,7 @@ def test_nothing_is_drawn_without_a_terminal():
     assert console.file.getvalue() == ""
 
 
-def test_bar_of_unknown_length_restart_and_double_stop(terminal):
+def test_bar_supports_unknown_length_restart_and_double_stop(terminal):
     bar = ProgressBar(terminal)
     bar.update(1)
     bar.start(None, "stream")

@@ -1,4 +1,4 @@
-"""Reference of the matrix: a plain PyTorch loop in one process, in eager mode, without Slipstream."""
+"""Reference implementation for the matrix tests: a plain eager PyTorch loop in one process, without Slipstream."""
 
 import copy
 import math
@@ -26,14 +26,14 @@ DEPTHS = {
     "conv": dict(stem=2, norm=2, block=1, head=0),
     "transformer": dict(place=3, stem=2, block=1, norm=0, head=0),
 }
-"""The exponent of LAYER_FACTOR in the learning rate of each module, for the layers `stem` and `block`."""
+"""Exponent of LAYER_FACTOR in each module's learning rate, for the layers `stem` and `block`."""
 
 
 @cache
 def by_hand(net, options, shards):
     """Train with the `options` (a frozenset of names) that change the results.
 
-    With two `shards`, each batch is split in two halves with separate BatchNorm, as in two processes without SyncBN.
+    With two `shards`, each batch is split into two halves with separate BatchNorm, as in two processes without SyncBN.
 
     Returns:
         The losses of all steps, and the weights and averages (or None) of each shard.
@@ -115,7 +115,7 @@ def _schedule(optimizer, number):
 
 
 def _run(replicas, params, batch, dtype, size, scale):
-    """Return the loss, and the gradients of the scaled loss, both averaged over the shards."""
+    """Return the loss and the gradients of the scaled loss, both averaged over the shards."""
     losses, grads = [], []
     for shard, replica in enumerate(replicas):
         x, y = (tensor[shard :: len(replicas)] for tensor in batch)
@@ -128,7 +128,7 @@ def _run(replicas, params, batch, dtype, size, scale):
 
 @torch.no_grad()
 def _sharpness_aware(replicas, params, run):
-    """Return the loss, and the gradients at the weights that are RHO away in the direction of the gradient."""
+    """Return the loss, and the gradients at the weights after a step of length RHO along the gradient."""
     with torch.enable_grad():
         loss, grads = run()
     changed = [*params, *(buffer for replica in replicas for buffer in replica.buffers())]
@@ -170,7 +170,7 @@ def _centralized(grad):
 
 
 def _clipped(grad, param):
-    """Return the gradient with each row clipped; a parameter with one dimension is one row."""
+    """Return the gradient with each row clipped. A one-dimensional parameter is a single row."""
     grads, weights = (t.flatten(1) if t.ndim > 1 else t[None] for t in (grad, param))
     limits = CLIP_FACTOR * weights.norm(dim=1, keepdim=True).clamp(min=EPS)
     factors = (limits / grads.norm(dim=1, keepdim=True)).clamp(max=1.0)
@@ -198,13 +198,13 @@ def _ema_decay(update, total):
 
 
 def _swa_decay(update, total):
-    """Return the decay of a plain mean, which changes every INTERVAL updates."""
+    """Return the decay of an arithmetic mean that changes every INTERVAL updates."""
     count, others = divmod(update - 1, INTERVAL)
     return 1.0 if others else count / (count + 1)
 
 
 DECAYS = {"EMA": _ema_decay, "SWA": _swa_decay}
-"""The factor of the old average in update number `update` of `total`."""
+"""Decay of the average in update `update` of `total`."""
 
 
 class _Average:

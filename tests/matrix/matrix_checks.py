@@ -34,7 +34,7 @@ def _expected(options, processes):
 
 
 def _implied(options):
-    """Return options that are enabled by others. On accelerators, fused kernels let a loss scaler skip steps."""
+    """Return options that other options enable. On accelerators, a loss scaler uses fused kernels to skip steps."""
     return {"fused"} if "fp16" in options and torch.accelerator.is_available() else set()
 
 

@@ -6,11 +6,11 @@ from torch import nn
 
 STEPS, BATCH, CLASSES = 20, 8, 4
 EPOCH = 4
-"""Batches of an epoch."""
+"""Number of batches per epoch."""
 
 
 class Block(nn.Module):
-    """The block for activation checkpointing and sharding. Counts its eager calls."""
+    """The block for activation checkpointing and sharding. It counts its eager calls."""
 
     def __init__(self):
         super().__init__()

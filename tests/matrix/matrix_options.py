@@ -82,7 +82,7 @@ OPTIONS = {
     "layer decay": _speed(layer_decay=dict(decay=LAYER_FACTOR, layers=["net.stem", "net.block"])),
     "SWA": _speed(ema=dict(type="swa", interval=INTERVAL)),
 }
-"""Changes of each option to the arguments of a Runner. `backend` is that of the compiler."""
+"""Changes of each option to the arguments of a Runner. `backend` is the compiler's backend."""
 
 ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"}, {"EMA", "SWA"}]
 """Mutually exclusive options."""
@@ -103,11 +103,11 @@ REFUSED = {
         "checkpointing",
         "SAM",
         None,
-    ): "compile.scope: the step cannot be compiled as one graph: activation_checkpointing in a graph supports one "
-    "backward pass, but sam has two",
+    ): "compile.scope: the step cannot be compiled as one graph: activation_checkpointing in a graph supports only one "
+    "backward pass, but sam runs two",
     ("FSDP2", "fused", "conv"): "speed.fused: torch has no fused SGD kernel for sharded parameters",
 }
-"""Combinations that raise an error, the network (None: both), and the beginning of the message. `everything` leaves
+"""Combinations that raise an error, the network (None: both), and the start of the message. `everything` leaves
 out the second option."""
 if reason := why_not_recomputed():  # torch 2.11
     REFUSED = {
@@ -119,10 +119,10 @@ if reason := why_not_recomputed():  # torch 2.11
         **REFUSED,
     }
 BREAKS = {("compile=model", "FSDP2")}
-"""Combinations whose run may report graph breaks at its end."""
+"""Combinations that may report graph breaks at the end of a run."""
 
 TOLERANCES = {"fp32": (1e-5, 1e-6), "bf16": (5e-3, 5e-3), "fp16": (6e-4, 6e-4)}
-"""Tolerances by precision: relative for losses, weights and EMA weights, absolute for the latter two.
+"""Tolerances by precision: relative for losses, weights and EMA weights, absolute for weights and EMA weights.
 
 In fp32, the absolute tolerance is for weights near zero: 1e-5 of 0.1, the usual magnitude. Half precision is compared
 with the same loop under autocast. Results differ because of another operation order: one rounding is 4e-3 of a
@@ -135,7 +135,7 @@ def precision(options):
 
 
 def refusal(options, net):
-    """Return the beginning of the error message for these options, or None."""
+    """Return the start of the error message for these options, or None."""
     return REFUSED.get(_refused(options, net))
 
 
@@ -160,8 +160,8 @@ def pairs(processes, net=None):
 def triples(processes, net):
     """Return the triples with the step graph for a network and a number of processes. With two, DDP is implied.
 
-    A triple with an option of `ONE_PLACE` is trained in only one place (number of processes, network) of those that are
-    possible, in turn.
+    A triple with an option from `ONE_PLACE` is trained in only one of its possible places (number of processes,
+    network). The places alternate.
     """
     step = "compile=step"
     others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)

@@ -30,7 +30,7 @@ from slipstream.step.graph import GraphStep
 
 
 class Task(BaseModel):
-    """A network with its loss. It also logs the dtype and memory format of the activations."""
+    """A network with its loss. It also logs the precision of the scores and whether the images are in channels_last."""
 
     def __init__(self, net):
         super().__init__()
@@ -50,9 +50,9 @@ class Task(BaseModel):
 
 
 class Backend:
-    """A compiler that counts graphs, recomputed blocks and calls of the loss, and runs the graphs unmodified.
+    """A `torch.compile` backend that counts graphs, recomputed blocks and calls of the loss, and does not compile.
 
-    BatchNorm updates its counter in place, so recomputed blocks with BatchNorm use AOTAutograd, as with inductor.
+    The `conv` network runs through AOTAutograd, as with inductor, because its BatchNorms update a counter in place.
     """
 
     def __init__(self, net):
@@ -78,7 +78,7 @@ class StoppedError(Exception):
 
 
 class Record(Hook):
-    """A hook that records step outputs, weight updates, schedules and forward passes. It may end the run."""
+    """A hook that records step outputs, weight updates, schedules and forward passes. It can end the run."""
 
     priority = "LOWEST"
 
@@ -106,7 +106,7 @@ class Record(Hook):
     def passes(self, core):
         """Return the number of forward passes per batch, rounded down, or None if the compiler does not count them.
 
-        New graphs are verified on the inputs of a batch, which adds a few passes to those of the batches.
+        New graphs are verified on the inputs of a batch, which adds a few forward passes.
         """
         if self.earlier is None:
             return None
@@ -199,7 +199,7 @@ def _state(module):
 
 
 def _in_force(runner, record, backend):
-    """Return the active options, whether they were requested or not."""
+    """Return the active options, regardless of whether they were requested."""
     core, optim, step = unwrap_model(runner.model), runner.optim_wrapper, runner.step
     parts = {type(part) for part in optim.parts}
     averages = [hook.ema_model for hook in runner.hooks if isinstance(hook, EMAHook)]

@@ -1,4 +1,4 @@
-"""All combinations of options in one process: results equal a hand-written loop."""
+"""All combinations of options in one process match a hand-written loop."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ def alone(processes, net):
     return [(option,) for option in OPTIONS if possible([option], processes, net)]
 
 
-def at_once(processes, net):
+def all_options(processes, net):
     scopes = ("compile=step", "compile=model", None)
     ways = product((None, "bf16", "fp16"), scopes, ((), ("SAM",)))
     return [everything(processes, net, half, scope, left_out=left_out) for half, scope, left_out in ways]
@@ -34,21 +34,21 @@ def compiled(processes, net):
     return [without_sam, everything(1, net, left_out=left_out)] if net == "conv" else [without_sam]
 
 
-@pytest.mark.parametrize(("net", "options"), [*cases(alone), *cases(pairs), *cases(at_once)])
-def test_option_pairs_equal_a_hand_written_loop(net, options, tmp_path):
+@pytest.mark.parametrize(("net", "options"), [*cases(alone), *cases(pairs), *cases(all_options)])
+def test_option_pairs_match_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("net", "options"), cases(triples))
-def test_option_pairs_in_the_step_graph_equal_a_hand_written_loop(net, options, tmp_path):
+def test_option_pairs_in_the_step_graph_match_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
 @pytest.mark.slow
 @pytest.mark.matrix
 @pytest.mark.parametrize(("net", "options"), cases(compiled))
-def test_inductor_with_all_options_equals_a_hand_written_loop(net, options, tmp_path):
+def test_inductor_with_all_options_matches_a_hand_written_loop(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path, backend="inductor")])
 
 
@@ -59,16 +59,16 @@ def test_missing_option_changes_the_results(net, half, option):
     common = [half] if half else []
     _, plain, _ = by_hand(net, frozenset(common), 1)
     _, weights, averages = by_hand(net, frozenset([*common, option]), 1)
-    assert _apart(plain[0], (averages or weights)[0]) > 10 * TOLERANCES[precision(common)][1]
+    assert _difference(plain[0], (averages or weights)[0]) > 10 * TOLERANCES[precision(common)][1]
 
 
 @pytest.mark.parametrize("net", NETS)
 @pytest.mark.parametrize(("half", "bound"), [("bf16", "fp32"), ("fp16", "fp16")])
 def test_missing_precision_changes_the_results(net, half, bound):
     plain, with_it = (by_hand(net, frozenset(options), 1)[1][0] for options in ([], [half]))
-    assert _apart(plain, with_it) > 3 * TOLERANCES[bound][1]
+    assert _difference(plain, with_it) > 3 * TOLERANCES[bound][1]
 
 
-def _apart(one, other):
-    """Return the largest difference of two states in the tensors of `other`."""
+def _difference(one, other):
+    """Return the largest difference between two states over the tensors of `other`."""
     return max(float((one[name] - value).abs().max()) for name, value in other.items())

@@ -1,4 +1,4 @@
-"""All combinations of options in two processes: results equal a hand-written loop in one process."""
+"""All combinations of options in two processes match a hand-written loop in one process."""
 
 from functools import cache
 
@@ -11,19 +11,19 @@ from two_processes import run_in_two
 pytestmark = pytest.mark.matrix
 
 
-def shortly(net):
+def pair_runs(net):
     ways = [dict(half=half) for half in (None, "bf16", "fp16")]
     ways += [dict(way, compiled="compile=model", parallel="FSDP2") for way in ways]
     ways += [dict(way, left_out=["SAM"]) for way in ways]
     return [*pairs(2, net), *(everything(2, net, **way) for way in ways)]
 
 
-def conv_shortly(folder):
-    return train_all("conv", shortly("conv"), folder)
+def conv_pairs(folder):
+    return train_all("conv", pair_runs("conv"), folder)
 
 
-def transformer_shortly(folder):
-    return train_all("transformer", shortly("transformer"), folder)
+def transformer_pairs(folder):
+    return train_all("transformer", pair_runs("transformer"), folder)
 
 
 def conv_triples(folder):
@@ -36,7 +36,7 @@ def transformer_triples(folder):
 
 def cases(of):
     for net, function in of.items():
-        for options in triples(2, net) if "triples" in function.__name__ else shortly(net):
+        for options in triples(2, net) if "triples" in function.__name__ else pair_runs(net):
             yield pytest.param(function, net, options, id=f"{net}-{'+'.join(options)}")
 
 
@@ -52,20 +52,20 @@ def trained(tmp_path_factory):
 
 
 def both(answers, options):
-    return [a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in answers]
+    return [a.get(options, "an earlier run failed") if isinstance(a, dict) else a for a in answers]
 
 
-SHORTLY = [*cases({"conv": conv_shortly, "transformer": transformer_shortly})]
+PAIRS = [*cases({"conv": conv_pairs, "transformer": transformer_pairs})]
 TRIPLES = [*cases({"conv": conv_triples, "transformer": transformer_triples})]
 
 
-@pytest.mark.parametrize(("function", "net", "options"), SHORTLY)
-def test_option_pairs_equal_a_hand_written_loop_in_one_process(trained, function, net, options):
+@pytest.mark.parametrize(("function", "net", "options"), PAIRS)
+def test_option_pairs_match_a_hand_written_loop_in_one_process(trained, function, net, options):
     check(net, options, both(trained(function), options))
 
 
 @pytest.mark.parametrize(("function", "net", "options"), TRIPLES)
-def test_option_pairs_in_the_step_graph_equal_a_hand_written_loop_in_one_process(
+def test_option_pairs_in_the_step_graph_match_a_hand_written_loop_in_one_process(
     trained, function, net, options
 ):
     check(net, options, both(trained(function), options))

@@ -24,7 +24,7 @@ def network():
 
 
 class Plain(nn.Module):
-    """A module that Dynamo compiles; it does not compile the forward of torch's own classes."""
+    """A module that Dynamo compiles. Dynamo does not compile the forward methods of torch's own classes."""
 
     def __init__(self):
         super().__init__()
@@ -35,7 +35,7 @@ class Plain(nn.Module):
 
 
 def walk(model, rng):
-    """Change every parameter and buffer like a training step."""
+    """Change every parameter and buffer, as a training step does."""
     for tensor in [*model.parameters(), *model.buffers()]:
         if tensor.is_floating_point():
             tensor.data.add_(torch.from_numpy(rng.normal(size=tuple(tensor.shape))).float())
@@ -44,7 +44,7 @@ def walk(model, rng):
 
 
 def history(average, model):
-    """Change and average the model for all steps; return its states in float64."""
+    """Change and average the model for all steps. Return its states in float64."""
     rng, states = np.random.default_rng(0), []
     for _ in range(STEPS):
         walk(model, rng)
@@ -76,7 +76,7 @@ AVERAGES = [
     ),
     (
         ScheduledEMA,
-        dict(decay=0.7, decay_type="threshold"),  # reached in update 20
+        dict(decay=0.7, decay_type="threshold"),  # the decay is constant from update 20 on
         lambda values, n: ema(values, lambda step: 1 - min(0.7, (2 + step) / (11 + step)), n),
     ),
     (
@@ -148,7 +148,7 @@ def test_swap_exchanges_storages_and_a_second_swap_restores_them(update_buffers)
     assert set(mine).isdisjoint(theirs)
     average.swap(model)
     assert (pointers(average.module), pointers(model)) == (theirs, mine)
-    assert [id(p) for p in model.parameters()] == parameters, "references of an optimizer must stay valid"
+    assert [id(p) for p in model.parameters()] == parameters, "the optimizer's references must remain valid"
     average.swap(model)
     assert (pointers(average.module), pointers(model)) == (mine, theirs)
 
@@ -190,7 +190,7 @@ def test_state_dict_restores_average_and_step_count():
     other = MomentumAnnealingEMA(network(), momentum=0.01, gamma=3)
     assert not any(other.load_state_dict(state, strict=True))
     assert other.steps == STEPS
-    assert "steps" in state, "the dict of the caller must not change"
+    assert "steps" in state, "the caller's dict must not change"
     walk(model, np.random.default_rng(1))
     average.update_parameters(model)
     other.update_parameters(model)
@@ -223,7 +223,7 @@ def test_exp_decay_requires_total_steps():
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_next_weight_gives_the_same_average_as_update_parameters(interval):
+def test_next_weight_matches_update_parameters(interval):
     model = network()
     one, other = (MomentumAnnealingEMA(model, momentum=0.1, gamma=3, interval=interval) for _ in range(2))
     rng = np.random.default_rng(0)
@@ -255,7 +255,7 @@ class SpecialTensors(nn.Module):
         self.register_buffer("grid", torch.arange(3.0), persistent=False)
 
 
-def test_tied_weights_stay_tied_and_are_averaged_once():
+def test_tied_weights_remain_tied_and_are_averaged_once():
     model = SpecialTensors()
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
@@ -291,7 +291,7 @@ def test_only_saved_finite_floating_point_buffers_are_averaged():
         model.count += 1
     average.copy_buffers(model)
     kept = average.module
-    assert kept.mean.tolist() == [1.25] * 3  # of 0, 1, 2: ((0 + 1) / 2 + 2) / 2
+    assert kept.mean.tolist() == [1.25] * 3  # EMA of 0, 1, 2 with weight 1/2: ((0 + 1) / 2 + 2) / 2
     assert torch.equal(kept.grid, model.grid)
     assert kept.count == 3
     assert torch.equal(kept.mask, model.mask), "the values must be minus infinity, not NaN"
@@ -368,7 +368,7 @@ def test_swap_in_a_compiled_model_does_not_recompile(backend):
         (ScheduledEMA, dict(interval=0), "interval"),
     ],
 )
-def test_values_outside_their_range_raise(kind, options, message):
+def test_out_of_range_values_raise(kind, options, message):
     with pytest.raises(ConfigError, match=f"^{message}"):
         kind(network(), **options)
 
@@ -377,7 +377,7 @@ def test_values_outside_their_range_raise(kind, options, message):
     ("kind", "options"), [(ExponentialMovingAverage, dict(momentum=1e-4)), (ScheduledEMA, dict(decay=0.9999))]
 )
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_with_too_low_precision_raise(kind, options, dtype):
+def test_weights_with_insufficient_precision_raise(kind, options, dtype):
     with pytest.raises(ConfigError, match=r"^(momentum|decay): the average of '0.weight' would not change"):
         kind(network().to(dtype), **options)
     kind(network().to(dtype), **dict.fromkeys(options, 0.5))

@@ -50,7 +50,7 @@ def test_dict_batch_is_passed_by_keyword():
     assert model.test_step({"inputs": x})[1] is None
 
 
-def test_train_step_equals_a_manual_step():
+def test_train_step_matches_a_manual_step():
     model, (x, labels) = TupleModel(), batch()
     weight, bias = (p.detach().double().requires_grad_() for p in model.net.parameters())
     optim = OptimWrapper(torch.optim.SGD(model.parameters(), lr=0.3))
@@ -81,16 +81,16 @@ def test_train_step_minimizes_the_total_of_an_overridden_parse_losses():
 
 
 @pytest.mark.parametrize("extra", [{"image": 0}, {"image": 0, "labels": 0}])
-def test_wrong_keys_raise_with_batch_keys_and_arguments(extra):
-    with pytest.raises(DataError, match=r"\['image'.*DictModel.forward takes \['inputs', 'targets'\]"):
+def test_error_for_wrong_keys_lists_batch_keys_and_forward_arguments(extra):
+    with pytest.raises(DataError, match=r"\['image'.*DictModel.forward accepts \['inputs', 'targets'\]"):
         run_forward(DictModel(), extra, "loss")
 
 
-def test_tuple_of_the_wrong_length_raises_with_the_arguments():
+def test_error_for_wrong_tuple_length_lists_forward_arguments():
     x, labels = batch()
-    with pytest.raises(DataError, match=r"3 elements.*forward takes \['x', 'labels'\]"):
+    with pytest.raises(DataError, match=r"3 elements.*forward accepts \['x', 'labels'\]"):
         run_forward(TupleModel(), (x, labels, labels), "loss")
-    with pytest.raises(DataError, match=r"1 elements"):
+    with pytest.raises(DataError, match=r"the batch has 1 element, but"):
         run_forward(TupleModel(), (x,), "loss")
 
 
@@ -104,7 +104,7 @@ def test_type_error_inside_forward_is_not_converted():
     assert not isinstance(caught.value, DataError)
 
 
-def test_tensor_batch_raises_with_a_hint_to_collate_fn():
+def test_error_for_tensor_batch_suggests_collate_fn():
     with pytest.raises(DataError, match="collate_fn"):
         TupleModel().val_step(torch.ones(2, 4))
 
@@ -118,7 +118,7 @@ def test_tensor_batch_raises_with_a_hint_to_collate_fn():
         (torch.tensor(1.0), "must return a dict"),
     ],
 )
-def test_invalid_losses_raise_with_the_returned_value(returned, message):
+def test_error_for_invalid_losses_describes_the_returned_value(returned, message):
     class Wrong(TupleModel):
         def forward(self, x, labels, mode):
             return returned
@@ -135,7 +135,7 @@ def test_data_preprocessor_is_built_from_a_configuration():
     assert BaseModel(nn.Identity()).data_preprocessor.__class__ is nn.Identity
 
 
-def test_preprocessor_moves_nested_tensors_to_the_device_of_the_model():
+def test_preprocessor_moves_nested_tensors_to_the_model_device():
     model = TupleModel().to("meta")
     pair = namedtuple("Pair", "a b")
     out = model.data_preprocessor(

@@ -75,7 +75,7 @@ def test_gradient_with_the_rank_of_the_factors_is_exact_from_the_first_step():
         assert model.comm_hook.errors["weight"].abs().max() < 1e-4
 
 
-def test_gradients_are_exact_until_start_step_and_low_rank_after_it():
+def test_gradients_are_exact_until_start_step_and_low_rank_afterwards():
     model = wrapped(dict(type="powersgd", rank=1, start_step=2))
     gradient = matrix(5)
     ranks = [torch.linalg.matrix_rank(receive(model, gradient), rtol=1e-4).item() for _ in range(4)]
@@ -100,7 +100,7 @@ def test_gradient_without_savings_is_sent_uncompressed():
 
 def test_gradient_overflow_does_not_change_the_state():
     model = wrapped(dict(type="powersgd", rank=1, start_step=0))
-    for overflowing in (True, False, True):  # also in the first step, and with an earlier error
+    for overflowing in (True, False, True):  # overflow in the first step, and in a step with an earlier error
         before = {k: v.clone() for k, v in model.comm_hook.errors.items()}
         broken = matrix(6)
         broken[0, 0] = float("inf") if overflowing else 0
@@ -113,7 +113,7 @@ def test_gradient_overflow_does_not_change_the_state():
     assert before["weight"].abs().max() > 0
 
 
-def test_restored_state_gives_the_same_gradients():
+def test_restored_state_returns_the_same_gradients():
     how = dict(type="powersgd", rank=1, start_step=1)
     model, again = wrapped(how), wrapped(how)
     for seed in range(3):

@@ -61,7 +61,7 @@ def test_images_of_different_sizes_are_padded_to_the_largest_size():
 
 
 @pytest.mark.parametrize("kind", [list, tuple])
-def test_first_element_of_a_tuple_is_the_images(kind):
+def test_first_element_of_a_tuple_contains_the_images(kind):
     pixels, labels = image(2, 3, 4, 4), torch.tensor([1, 2])
     out = ImgDataPreprocessor(MEAN, STD)(kind((torch.from_numpy(pixels), labels)))
     np.testing.assert_allclose(out[0].numpy(), normalized(pixels), atol=1e-5)
@@ -153,19 +153,19 @@ def test_normalizing_twice_raises():
 
 
 class Halved(BaseDataPreprocessor):
-    """A preprocessor of a user, written as for MMEngine: it first calls `cast_data`."""
+    """A user's preprocessor, written for MMEngine, that first calls `cast_data`."""
 
     def forward(self, data, training=False):
         return {"inputs": self.cast_data(data)["inputs"] / 2}
 
 
-def test_user_preprocessor_gets_transformed_images_from_cast_data():
+def test_user_preprocessor_receives_transformed_images_from_cast_data():
     pixels, batch = with_transforms()
     np.testing.assert_allclose(Halved()(batch)["inputs"].numpy(), (pixels / 2 - 10) / 40, atol=1e-5)
 
 
 def test_device_transforms_apply_to_nested_batches():
     pixels, batch = with_transforms()
-    labelled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a value of the user"}])
-    np.testing.assert_allclose(labelled["a"]["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
+    labeled, plain = BaseDataPreprocessor()([{"a": batch}, {"finish": "a value of the user"}])
+    np.testing.assert_allclose(labeled["a"]["inputs"].numpy(), (pixels / 2 - 10) / 20, atol=1e-5)
     assert plain == {"finish": "a value of the user"}

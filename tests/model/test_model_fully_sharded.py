@@ -43,7 +43,7 @@ def test_wrap_matches_class_and_base_class_names():
     assert sorted(units(model, wrap=["Block"])) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
-def test_unknown_class_raises_with_the_nearest_name():
+def test_unknown_class_error_names_the_nearest_class():
     with pytest.raises(ConfigError, match="no module of the class 'block'; did you mean 'Block'"):
         units(Net(), wrap=["block"])
 
@@ -65,7 +65,7 @@ def test_block_with_a_shared_weight_is_not_a_unit():
     assert units(model, wrap=["Block"]) == []
 
 
-def test_whole_weights_does_not_change_a_model_that_is_not_sharded():
+def test_whole_weights_does_not_change_an_unsharded_model():
     model = Net()
     weight = model.stem.weight
     with whole_weights(model):

@@ -1,4 +1,4 @@
-"""Sliding windows give the same result as a plain loop and cover every pixel."""
+"""Sliding windows return the same result as a plain loop and cover every pixel."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def by_hand(network, images, crop, stride):
 
 
 def context_network(classes=3):
-    """A network whose output depends on the position in the window, which detects wrong windows."""
+    """A network whose output depends on the position in the window, to detect wrong windows."""
     torch.manual_seed(0)
     return nn.Conv2d(3, classes, 5, padding=2).double().requires_grad_(False)
 
@@ -47,7 +47,7 @@ sizes = st.tuples(st.integers(1, 23), st.integers(1, 23))
 
 @settings(max_examples=40, deadline=None)
 @given(size=sizes, crop=sizes, step=sizes, count=st.integers(1, 3), batch_size=st.integers(1, 5))
-def test_slide_equals_a_plain_loop_over_windows(size, crop, step, count, batch_size):
+def test_slide_matches_a_plain_loop_over_windows(size, crop, step, count, batch_size):
     stride = tuple(min(s, c) for s, c in zip(step, crop, strict=True))
     images = torch.randn(count, 3, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     network = context_network()
@@ -66,7 +66,7 @@ def test_windows_are_batched_up_to_batch_size():
     torch.testing.assert_close(slide(network, images, SlidingWindow((16, 8), (8, 8), 5)), images)
     assert sum(shape[0] for shape in seen) == 2 * 3 * 3
     assert max(shape[0] for shape in seen) == 5
-    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop sizes are width and height"
+    assert {shape[1:] for shape in seen} == {(3, 8, 16)}, "crop sizes must be (width, height)"
 
 
 def test_half_precision_logits_are_summed_in_float32():
@@ -76,7 +76,7 @@ def test_half_precision_logits_are_summed_in_float32():
     assert torch.equal(logits, torch.ones(1, 1, 8, 300))
 
 
-def test_smaller_logits_are_resized_and_auxiliary_logits_ignored():
+def test_smaller_logits_are_resized_and_auxiliary_logits_are_ignored():
     images = torch.rand(1, 3, 8, 16)
     logits = slide(lambda x: (F.avg_pool2d(x, 4), None), images, SlidingWindow((16, 8), (16, 8)))
     expected = F.interpolate(F.avg_pool2d(images, 4), (8, 16), mode="bilinear")

@@ -18,7 +18,7 @@ def network():
     )
 
 
-def test_conversion_keeps_keys_tensors_and_options_and_reverts_to_the_same_class():
+def test_conversion_keeps_keys_tensors_and_options_and_is_reversible():
     model = network().eval()
     before = dict(model.state_dict(keep_vars=True))
     converted = convert_sync_batchnorm(model)
@@ -31,7 +31,7 @@ def test_conversion_keeps_keys_tensors_and_options_and_reverts_to_the_same_class
     assert type(revert_sync_batchnorm(converted)[1]) is nn.BatchNorm2d
 
 
-def test_sync_batchnorm_equals_batchnorm_in_one_process():
+def test_sync_batchnorm_matches_batchnorm_in_one_process():
     x = torch.randn(4, 3, 8, 8)
     plain, converted = network(), convert_sync_batchnorm(network())
     for mode in (True, True, False):
@@ -79,8 +79,8 @@ def test_input_changed_in_place_raises_an_error(two_ranks):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_backward_keeps_low_precision_inputs_only(dtype, two_ranks):
-    """Hooks of the caller replace the layer's own, which gives the gradients to compare with."""
+def test_backward_keeps_only_low_precision_inputs(dtype, two_ranks):
+    """The test's hooks replace the layer's hooks, which provides the reference gradients."""
     x = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     gradients, alive = [], []
     for hooks in (True, False):

@@ -3,13 +3,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model import Classifier, ImgDataPreprocessor, Segmentor
 from slipstream.registry import MODELS
 
 
 class Grid(nn.Module):
-    """A network with logits at a fraction of the input resolution and an auxiliary output in training."""
+    """A network with low-resolution logits and an auxiliary output in training."""
 
     def __init__(self, stride=1):
         super().__init__()
@@ -128,3 +128,103 @@ def test_network_with_a_different_number_of_classes_than_the_dataset_raises(task
     model.num_classes = 5
     with pytest.raises(ModelError, match=r"4 classes, but the dataset has 5.*num_classes"):
         model(torch.zeros(1, 3, 2, 2))
+
+
+# ---- targets that are not classes ------------------------------------------------------------------------------------
+
+
+class Own(nn.Module):
+    """A user's loss, whose targets are not checked before it is called."""
+
+    def forward(self, outputs, targets):
+        return F.cross_entropy(outputs, targets)
+
+
+def wrong(*values):
+    """Return a batch of four samples with other targets in the third."""
+    targets = torch.zeros(4, 2, 2, dtype=torch.long)
+    targets[2].view(-1)[: len(values)] = torch.tensor(values)
+    return {"inputs": torch.zeros(4, 3, 2, 2), "targets": targets}
+
+
+@pytest.mark.parametrize(
+    ("loss", "values", "message"),
+    [
+        (
+            nn.CrossEntropyLoss(ignore_index=255),
+            (4, 7, -1, 255),
+            r"network: -1, 4, 7 \(first in sample 2 of the batch\); the classes are 0 to 3, and the loss ignores 255",
+        ),
+        (nn.CrossEntropyLoss(), (255,), r"network: 255 .* ignores -100.*num_classes.*map.*ignore_index"),
+        (nn.NLLLoss(), (4,), "network: 4 "),
+        (dict(type="CrossEntropy"), (-1,), "network: -1 "),
+        (dict(type="MultiHeadCrossEntropy"), (200,), "network: 200 .* ignores 255"),
+        (dict(type="DiceCEEdgeLoss", num_classes=4), (4,), "network: 4 "),
+        (Own(), (4,), "network: Target 4 is out of bounds"),
+    ],
+)
+def test_target_that_is_not_a_class_is_named(loss, values, message):
+    task = Segmentor(nn.Conv2d(3, 4, 1), loss)
+    with pytest.raises(DataError, match=message):
+        task.loss_step(wrong(*values))
+
+
+def test_only_the_first_batch_is_read_before_the_loss_and_later_ones_are_explained_by_it():
+    task = Segmentor(nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(ignore_index=255))
+    task.loss_step(wrong(255))
+    with pytest.raises(DataError, match=r"network: Target 9 is out of bounds.*the classes are 0 to 3"):
+        task.loss_step(wrong(9))
+
+
+@pytest.mark.parametrize(
+    ("loss", "batch"),
+    [
+        (nn.CrossEntropyLoss(ignore_index=255), wrong(255, 3, 0)),
+        (nn.CrossEntropyLoss(), wrong(-100)),
+        (nn.CrossEntropyLoss(), {**wrong(), "targets": torch.full((4, 4, 2, 2), 0.25)}),
+        (nn.CrossEntropyLoss(), {**wrong(), "targets": torch.zeros(4, 2, 2, dtype=torch.uint8)}),
+    ],
+    ids=["ignored", "default", "probabilities", "uint8"],
+)
+def test_valid_targets_pass(loss, batch):
+    assert Segmentor(nn.Conv2d(3, 4, 1), loss).loss_step(batch)["loss"].isfinite()
+
+
+def test_targets_of_a_loss_with_another_meaning_are_not_checked():
+    class Distance(nn.Module):
+        ignore_index = 255
+
+        def forward(self, outputs, targets):
+            return (outputs.mean(1) - targets).abs().mean()
+
+    assert Segmentor(nn.Conv2d(3, 4, 1), Distance()).loss_step(wrong(1000, -7))["loss"].isfinite()
+
+    class Indexed(nn.Module):
+        def forward(self, outputs, targets):
+            return outputs[[7]].mean()
+
+    with pytest.raises(IndexError, match="index 7 is out of bounds for dimension 0"):
+        Segmentor(nn.Conv2d(3, 4, 1), Indexed()).loss_step(wrong())
+
+
+def test_check_adds_no_graph_break_and_no_check_to_a_compiled_loss():
+    task = Segmentor(nn.Conv2d(3, 4, 1), nn.CrossEntropyLoss(ignore_index=255))
+    compiled = torch.compile(task.loss_step, backend="eager", fullgraph=True)
+    assert compiled(wrong(255))["loss"].isfinite()
+    assert not task._checked_labels
+    assert task.loss_step(wrong(255))["loss"].isfinite()
+    assert task._checked_labels
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(network=-0.5), r"^network: must be a module or a dict with a 'type', not -0\.5"),
+        (dict(network=[nn.Identity()]), "^network: must be a module"),
+        (dict(loss="auto"), "^loss: must be a module or a dict with a 'type', not 'auto'"),
+        (dict(loss=0), "^loss: must be a module"),
+    ],
+)
+def test_network_and_loss_must_be_modules_or_dicts(change, message):
+    with pytest.raises(ConfigError, match=message):
+        Segmentor(**{"network": nn.Identity(), **change})

@@ -61,7 +61,7 @@ def test_weights_have_the_moments_of_their_distribution(cfg, mean, std):
         dict(type="Caffe2Xavier"),
     ],
 )
-def test_uniform_weights_stay_inside_their_bound_and_reach_it(cfg):
+def test_uniform_weights_are_within_their_bound_and_close_to_it(cfg):
     values, _ = conv(cfg)
     bound = uniform_bound(values)
     assert np.abs(values).max() == pytest.approx(bound, rel=0.02)
@@ -146,7 +146,7 @@ def test_override_without_layer_initializes_only_that_child():
     net.init_weights()
     assert values(net)["reg"] == 5
     assert values(net)["feat"] is None
-    assert values(net)["norm"] == 1, "the value that BatchNorm sets"
+    assert values(net)["norm"] == 1, "BatchNorm's default value"
 
 
 def test_override_of_a_missing_child_raises():

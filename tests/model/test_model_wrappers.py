@@ -1,4 +1,4 @@
-"""Wrappers in a process group with one process; tests/distributed has the tests with several processes."""
+"""Wrappers in a process group with one process. tests/distributed contains the tests with several processes."""
 
 import copy
 
@@ -42,7 +42,7 @@ class Net(BaseModel):
         return 3 * total, logs
 
 
-def test_train_step_of_the_wrapper_equals_that_of_the_model():
+def test_train_step_of_the_wrapper_matches_the_model():
     plain, wrapped = Net(), MMDistributedDataParallel(Net())
     data = (torch.ones(2, 2), torch.zeros(2, 1))
     for model in (plain, wrapped):

@@ -5,7 +5,7 @@ import torch
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all tests of this package; skip them if there is no NPU."""
+    """Mark all tests of this package, and skip them if there is no NPU."""
     device = torch.accelerator.current_accelerator(check_available=True)
     for item in items:
         if "/tests/npu/" not in str(item.path):

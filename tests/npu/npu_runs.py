@@ -1,4 +1,4 @@
-"""Networks and data of the tests on an NPU, and a plain loop on the CPU."""
+"""Networks and data for the NPU tests, and a plain loop on the CPU."""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,6 @@
-"""`accelerate` on an NPU trains like a plain loop on the CPU, with a model that it moves there itself."""
+"""`accelerate` on an NPU trains like a plain loop on the CPU, and moves the model there."""
+
+import copy
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ ONE_GRAPH = dict(scope="step", backend="aot_eager", cache=False, wait=True)
 
 @pytest.mark.parametrize("make_optimizer", [sgd, adamw])
 @pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
-def test_model_that_is_moved_after_its_optimizer_was_built_is_trained(make_optimizer, speed):
+def test_model_moved_after_its_optimizer_was_built_is_trained(make_optimizer, speed):
     model = net()
     params = list(model.parameters())
     step = accelerate(model, make_optimizer(model.parameters()), F.cross_entropy, speed=speed)
@@ -44,7 +46,7 @@ def test_optimizer_state_is_moved_with_the_model():
     assert_equal_on_the_host(model, by_hand(sgd, data))
 
 
-def test_parameters_that_cannot_be_moved_in_place_are_an_error():
+def test_parameters_that_cannot_be_moved_in_place_raise_an_error():
     model = net()
     loss = F.cross_entropy(model(batches()[0][0]), batches()[0][1])
     with pytest.raises(ModelError, match=r"model\.to\('npu:0'\) before you build the optimizer"):
@@ -62,7 +64,7 @@ def test_parameters_that_cannot_be_moved_in_place_are_an_error():
     ],
     ids=["SGD", "AdamW"],
 )
-def test_fused_optimizers_that_keep_their_gradients_in_one_buffer(fused, plain, speed, window):
+def test_fused_optimizers_with_one_gradient_buffer_match_a_plain_loop(fused, plain, speed, window):
     data = batches(STEPS - 1)
     model = net().to("npu")
     optimizer = fused(model.parameters())
@@ -74,7 +76,7 @@ def test_fused_optimizers_that_keep_their_gradients_in_one_buffer(fused, plain, 
     assert_equal_on_the_host(model, by_hand(plain, data, window))
 
 
-def test_graph_adds_gradients_that_the_user_has_set_to_the_buffer():
+def test_graph_adds_user_gradients_to_the_buffer():
     def make_optimizer(params):
         return npu.NpuFusedSGD(params, lr=0.1)
 
@@ -110,7 +112,33 @@ def test_lazy_parameters_are_created_on_the_device():
     assert not torch.equal(before, model[0].weight)
 
 
-def test_attributes_of_parameters_and_the_dtype_of_state_are_kept():
+@pytest.mark.parametrize("devices", [("cpu",), ("cpu", "npu")])
+@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
+def test_model_that_is_moved_after_accelerate_is_an_error(speed, devices):
+    model = net()
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed=speed)
+    data = batches()
+    for batch in data[:5]:
+        step(batch)
+    for device in devices:
+        model.to(device)
+    message = r"'0.weight' was replaced.*parameters of models on npu; move a copy.*copy.deepcopy\(model\)"
+    for _ in range(2):
+        with pytest.raises(ModelError, match=message):
+            step(data[5])
+
+
+@pytest.mark.parametrize("speed", [{}, dict(compile=ONE_GRAPH)], ids=["eager", "compiled"])
+def test_copy_of_the_model_may_be_moved_after_accelerate(speed):
+    model = net()
+    step = accelerate(model, sgd(model.parameters()), F.cross_entropy, speed=speed)
+    for batch in batches():
+        step(batch)
+        assert copy.deepcopy(model).to("cpu")[1].weight.device.type == "cpu"
+    assert_equal_on_the_host(model, by_hand(sgd, batches()))
+
+
+def test_parameter_attributes_and_state_dtypes_are_kept():
     model = nn.Linear(4, 2).bfloat16()
     model.weight.no_decay = True
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -121,7 +149,7 @@ def test_attributes_of_parameters_and_the_dtype_of_state_are_kept():
     assert optimizer.state[model.weight]["momentum_buffer"].cpu().eq(1.001).all()
 
 
-def test_part_of_the_model_that_was_moved_after_the_optimizer_was_built_is_an_error():
+def test_part_of_the_model_moved_after_the_optimizer_was_built_raises_an_error():
     model = net()
     optimizer = sgd(model.parameters())
     model[5].to("npu")
@@ -143,7 +171,7 @@ def test_loss_module_is_moved_with_the_model(speed):
     assert_equal_on_the_host(model, expected.state_dict())
 
 
-def test_compiled_nadam():
+def test_compiled_nadam_matches_a_plain_loop():
     def nadam(params):
         return torch.optim.NAdam(params, lr=0.01, eps=1e-3)
 
@@ -155,7 +183,7 @@ def test_compiled_nadam():
     assert_equal_on_the_host(model, by_hand(nadam, batches()), atol=1e-5)
 
 
-def test_batches_drawn_before_an_error_of_the_loader_are_returned():
+def test_batches_before_a_loader_error_are_returned():
     def loader():
         yield from batches()[:5]
         raise OSError("broken")

@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("offload", [False, True])
-def test_dropout_of_a_block_with_hidden_inputs(offload, autocast):
+def test_dropout_in_a_block_with_hidden_inputs_is_recomputed(offload, autocast):
     x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to("npu")
     found = []
     for options in (None, ActivationCheckpointingOptions(offload=offload)):

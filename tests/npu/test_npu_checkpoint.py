@@ -1,4 +1,4 @@
-"""Checkpoints of a run on an NPU: exact resume there, and on a machine without one."""
+"""Checkpoints of a run on an NPU: exact resume on the NPU, and on a machine without one."""
 
 import json
 import os
@@ -30,7 +30,7 @@ print(json.dumps([str(runner.device), {n: t.tolist() for n, t in runner.model.st
 
 
 def train(folder, resume=None, on_npu=True):
-    """Return the device and the final weights of a run in a process of its own."""
+    """Return the device and the final weights of a run in a separate process."""
     environment = dict(os.environ, OMP_NUM_THREADS="1")
     if not on_npu:
         npu = str(Path(sys.modules["torch_npu"].__file__).parent.parent)
@@ -61,7 +61,7 @@ def test_resumed_run_ends_with_the_same_weights(whole, tmp_path, on_npu):
     torch.testing.assert_close(resumed, weights, rtol=0, atol=0 if on_npu else 1e-6)
 
 
-def test_checkpoint_contains_only_tensors_on_the_host(whole):
+def test_checkpoint_contains_only_host_tensors(whole):
     folder, _ = whole
     checkpoint = torch.load(folder / "epoch_2.pth", weights_only=True)
     tensors = [

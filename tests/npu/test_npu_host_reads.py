@@ -1,4 +1,4 @@
-"""A training step on an NPU never waits for the device, with any option; only log lines and verification do."""
+"""With any option, a training step on an NPU does not wait for the device. Only log lines and verification do."""
 
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ FIRST = 8
 
 
 class Steps(Hook):
-    """Records what the step itself does, without the hooks."""
+    """Records the operations of the step itself, without the hooks."""
 
     priority = "LOWEST"
 
@@ -64,7 +64,7 @@ def test_step_does_not_wait_for_the_device(option, compiled, tmp_path):
     ):
         pytest.skip("excluded combination")
     if {"SAM", "offload"} & {option} and compiled:
-        pytest.skip("not compiled as one graph")
+        pytest.skip("the step was not compiled as one graph")
     torch._dynamo.reset()
     config = _config(net, options, tmp_path, 1, Backend(net))
     if option in OTHERS:

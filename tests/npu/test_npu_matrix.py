@@ -24,7 +24,7 @@ ONE = [(net, pair) for n, net in enumerate(NETS) for pair in pairs(1, net)[n::2]
 @pytest.mark.parametrize(
     ("net", "options"), ONE, ids=lambda value: value if isinstance(value, str) else "+".join(value)
 )
-def test_option_pairs_equal_a_hand_written_loop_on_the_cpu(net, options, tmp_path):
+def test_option_pairs_match_a_hand_written_loop_on_the_cpu(net, options, tmp_path):
     check(net, options, [train(net, options, tmp_path)])
 
 
@@ -62,9 +62,9 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize(
     ("function", "options"), [(f, options) for f in (conv, transformer) for options in alone(f.__name__)]
 )
-def test_two_npus_equal_a_hand_written_loop_in_one_process(trained, function, options):
+def test_two_npus_match_a_hand_written_loop_in_one_process(trained, function, options):
     answers = [
-        a.get(options, "an earlier one failed") if isinstance(a, dict) else a for a in trained(function)
+        a.get(options, "an earlier run failed") if isinstance(a, dict) else a for a in trained(function)
     ]
     check(function.__name__, options, answers)
 
@@ -90,19 +90,22 @@ def with_gloo_for_the_npu(folder):
 
 
 @pytest.mark.parametrize("function", [with_gloo, with_gloo_for_the_cpu, with_gloo_for_the_npu])
-def test_backend_that_does_not_support_the_device_is_an_error(function, tmp_path):
+def test_backend_that_does_not_support_the_device_raises_an_error(function, tmp_path):
     for answer in run_in_two([function], tmp_path)[function.__name__]:
-        assert "does not support tensors on npu; use 'hccl' or 'cpu:gloo,npu:hccl', or leave it out" in answer
+        assert (
+            "does not support tensors on npu; use 'hccl' or 'cpu:gloo,npu:hccl', or remove the option"
+            in answer
+        )
 
 
 def without_a_backend(folder):
     return start_with()
 
 
-def test_missing_backend_is_an_error(tmp_path, monkeypatch):
+def test_missing_backend_raises_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("SIMULATED_NPU_HCCL", "0")
     for answer in run_in_two([without_a_backend], tmp_path)["without_a_backend"]:
         assert (
-            "does not support tensors on npu; install a build of torch_npu that has the backend 'hccl'"
+            "does not support tensors on npu; install a build of torch_npu that includes the backend 'hccl'"
             in answer
         )

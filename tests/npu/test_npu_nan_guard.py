@@ -32,10 +32,10 @@ BAD = {3, 4, 8}
 @pytest.mark.parametrize("capturable", [True, False], ids=["capturable", "not capturable"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_skipped_steps_do_not_count(name, capturable, monkeypatch):
-    """On a device such as MPS, no optimizer of torch can count its steps on the device."""
+    """With `capturable` False, as on MPS, no torch optimizer counts its steps on the device."""
     if not capturable:
         if name in WAITS | {"SGD", "AdamW, fused"}:
-            pytest.skip("does not depend on it")
+            pytest.skip("does not depend on capturable")
         monkeypatch.setattr("slipstream.speed.nan_guard._get_capturable_supported_devices", lambda: ["cuda"])
     model = net().to("npu")
     optim = OptimWrapper(OPTIMIZERS[name](model.parameters()))
@@ -59,7 +59,7 @@ def test_skipped_steps_do_not_count(name, capturable, monkeypatch):
     assert_equal_on_the_host(model, by_hand(OPTIMIZERS[name], good), atol=2e-5)
 
 
-def test_locator_accepts_tensors_on_the_host():
+def test_locator_accepts_host_tensors():
     class FromHost(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -74,13 +74,14 @@ def test_locator_accepts_tensors_on_the_host():
     assert "'body' (Linear); the module's inputs were not finite either" in locator.report()
 
 
-def test_number_of_kernels_does_not_grow_with_the_number_of_buffers():
+def test_number_of_kernels_does_not_depend_on_the_number_of_buffers():
     def kernels(count):
         model = torch.nn.Sequential(*[torch.nn.BatchNorm1d(4) for _ in range(count)]).to("npu")
         guard = StepGuard(model, torch.device("npu", 0))
-        torch_npu.reset()
-        guard.before_forward()
-        guard.settle(torch.ones((), dtype=torch.bool, device="npu"))
-        return sum(count for name, count in torch_npu.fallbacks().items() if "detach" not in name)
+        finite = torch.ones((), dtype=torch.bool, device="npu")
+        with torch_npu.watching(["kernel"]) as seen:
+            guard.before_forward()
+            guard.settle(finite)
+        return sum(count for (_, name, _), count in seen.items() if "detach" not in name)
 
-    assert kernels(40) == kernels(2)
+    assert kernels(40) == kernels(2) > 0

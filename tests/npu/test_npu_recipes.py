@@ -23,7 +23,7 @@ COMMANDS = {
 
 
 def train(command, folder, device):
-    """Run `command` in `folder`; return its output and the last checkpoint's weights."""
+    """Run `command` in `folder`. Return its output and the last checkpoint's weights."""
     folder.mkdir()
     autoload = dict(TORCH_DEVICE_BACKEND_AUTOLOAD=str(int(device == "npu")))
     done = subprocess.run(

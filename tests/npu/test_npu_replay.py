@@ -1,4 +1,4 @@
-"""A replayed step on an accelerator reads no tensor on the host, which a CUDA graph would not read again."""
+"""A replayed step on an accelerator reads no tensor on the host, because a CUDA graph would not repeat the read."""
 
 import sys
 from functools import partial
@@ -13,7 +13,7 @@ import graphs
 from tape import Tape
 
 from slipstream.optim import OptimWrapper
-from slipstream.step.cuda_graph import RecordedCalls
+from slipstream.step.cuda_graph import CapturedCalls
 
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
@@ -22,16 +22,16 @@ OPTIMIZERS = {
     "Adagrad, fused": partial(torch.optim.Adagrad, lr=0.05, fused=True),
 }
 ON_HOST = {"Adagrad"}
-"""Optimizers that keep the number of their steps on the host."""
+"""Optimizers that count their steps on the host."""
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_only_steps_without_tensors_on_the_host_are_replayed(name):
+def test_only_steps_without_host_tensors_are_replayed(name):
     data = graphs.batches(16)
     expected, _, _ = graphs.by_hand(OPTIMIZERS[name], data)
     model = graphs.net().to("npu")
     optim, tape, said = OptimWrapper(optimizer=OPTIMIZERS[name](model.parameters())), Tape(), []
-    options = dict(record=lambda: RecordedCalls(tape), dynamic=False, info=said.append)
+    options = dict(capture_calls=lambda: CapturedCalls(tape), dynamic=False, info=said.append)
     step = graphs.graph_step(model, optim, **options)
     for inputs, targets in data:
         step((inputs.to("npu"), targets.to("npu")))

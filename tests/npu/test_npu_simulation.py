@@ -1,26 +1,105 @@
-"""The simulated NPU finds the mistakes that it exists for."""
+"""The simulated NPU detects the errors it was designed to detect."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
+
+from slipstream.dataset.loading.feed import DeviceFeed, _move, _SideStream
 
 torch_npu = pytest.importorskip("torch_npu", exc_type=ImportError)
 
 
 def late_copy(source):
-    """Return a copy that runs late, and its event."""
+    """Return a copy that runs as late as possible, and its event."""
     stream = torch.Stream("npu")
     with stream:
         return source.to("npu", non_blocking=True), stream.record_event()
 
 
-def test_batch_without_a_wait_is_nan():
+def test_batch_without_a_wait_is_an_error():
     copied, event = late_copy(torch.ones(4).pin_memory())
-    assert (copied * 2).isnan().all()
+    with pytest.raises(RuntimeError, match=r"aten::mul.* on stream 0 uses memory .* may still write"):
+        copied * 2
     torch.accelerator.current_stream().wait_event(event)
     assert (copied * 2).cpu().tolist() == [2.0] * 4
 
 
-def test_pinned_buffer_that_is_reused_too_early_changes_the_batch():
+def test_result_of_another_stream_without_a_wait_is_an_error():
+    stream, current = torch.Stream("npu"), torch.accelerator.current_stream()
+    x = torch.ones(4, device="npu")
+    with stream:
+        with pytest.raises(RuntimeError, match="may still write"):
+            x * 2
+        stream.wait_stream(current)
+        y = x * 2
+    x + 1  # both streams may read
+    with pytest.raises(RuntimeError, match="may still read"):
+        x.add_(1)
+    torch.accelerator.synchronize()
+    assert x.add_(y).cpu().tolist() == [3.0] * 4
+
+
+@pytest.mark.parametrize("remedy", [None, "record_stream", "wait"])
+def test_memory_that_another_stream_may_still_use_is_not_allocated_again(remedy):
+    stream, current = torch.Stream("npu"), torch.accelerator.current_stream()
+    with stream:
+        first = torch.ones(4, device="npu")
+    current.wait_stream(stream)
+    _ = first * 2
+    if remedy == "record_stream":
+        first.record_stream(current)
+    elif remedy == "wait":
+        stream.wait_stream(current)
+    address = first.data_ptr()
+    del first
+    with stream:
+        second = torch.empty(4, device="npu")
+        assert second.data_ptr() == address
+        with pytest.raises(RuntimeError, match="may still read") if remedy is None else nullcontext():
+            second.fill_(1)
+
+
+class NoWait(_SideStream):
+    """Copies without the wait that protects the memory of the previous batches."""
+
+    def send(self, batch):
+        with self.stream:
+            moved = _move(batch, self.device)
+        return moved, self.stream.record_event()
+
+
+class RecordsStream(NoWait):
+    """Protects the memory with record_stream instead."""
+
+    def receive(self, sent):
+        (inputs,) = super().receive(sent)
+        inputs.record_stream(torch.accelerator.current_stream())
+        return (inputs,)
+
+
+class NoEvent(_SideStream):
+    """Returns a batch without a wait for its copy."""
+
+    def receive(self, sent):
+        return sent[0]
+
+
+@pytest.mark.parametrize(
+    ("copies", "error"),
+    [(_SideStream, None), (RecordsStream, None), (NoWait, "may still read"), (NoEvent, "may still write")],
+)
+def test_prefetching_errors_are_detected(copies, error):
+    device = torch.device("npu", 0)
+    weight = torch.ones(4, device=device)
+    data = DeviceFeed([(torch.ones(4),)] * 6, device, copy_stream=copies(device))
+    with pytest.raises(RuntimeError, match=error) if error else nullcontext():
+        for (inputs,) in data:
+            weight += inputs
+    assert error or weight.cpu().tolist() == [7.0] * 4
+
+
+def test_pinned_buffer_reused_too_early_changes_the_batch():
     source = torch.ones(4).pin_memory()
     copied, event = late_copy(source)
     source.fill_(7)
@@ -45,7 +124,7 @@ def test_copy_to_the_host_is_nan_until_the_host_waits():
         ("synchronize", lambda x: torch.accelerator.synchronize()),
     ],
 )
-def test_each_host_read_is_counted_with_its_place(kind, read):
+def test_each_host_read_is_counted_with_its_stack(kind, read):
     x = torch.ones(3, device="npu")
     with torch_npu.watching() as seen:
         x.add_(1)
@@ -55,6 +134,6 @@ def test_each_host_read_is_counted_with_its_place(kind, read):
     assert all(__file__ in stack for _, _, stack in seen)
 
 
-def test_tensors_on_two_devices_are_an_error():
+def test_tensors_on_two_devices_raise_an_error():
     with pytest.raises(RuntimeError, match="at least two devices"):
         torch.ones(2, device="npu") + torch.ones(2)

@@ -1,4 +1,4 @@
-"""Small optimizers for the tests of schedulers."""
+"""Small optimizers for the scheduler tests."""
 
 import torch
 

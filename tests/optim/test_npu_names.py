@@ -1,7 +1,7 @@
 """The NpuFused* names: torch_npu's classes if installed, otherwise equivalent optimizers.
 
 The equivalent optimizers are compared with float64 implementations of the papers (Lamb: You et al. 2020, third
-version; AdamP: Heo et al. 2021), with the choices of torch_npu where the papers leave options open.
+version; AdamP: Heo et al. 2021). Where the papers leave options open, they follow torch_npu.
 """
 
 import math
@@ -24,7 +24,7 @@ OTHER = OURS + LIBRARY
 
 @pytest.fixture(autouse=True)
 def without_torch_npu(monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch_npu", None)  # import raises ModuleNotFoundError
+    monkeypatch.setitem(sys.modules, "torch_npu", None)  # makes the import raise ModuleNotFoundError
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_all_names_are_registered_and_importable(name):
 
 
 @pytest.mark.parametrize("name", SAME + OTHER)
-def test_class_of_torch_npu_is_used_if_installed(name, torch_npu, capsys):
+def test_torch_npu_class_is_used_if_installed(name, torch_npu, capsys):
     optimizer = build(name, strict_npu=True, weight_decay=0.5)
     assert type(optimizer) is getattr(torch_npu, f"NpuFused{name}")
     assert optimizer.defaults["weight_decay"] == 0.5
@@ -97,7 +97,7 @@ def test_substitute_is_not_fused_if_unsupported_or_disabled():
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_own_class_is_used_if_torch_has_none(name, capsys):
+def test_slipstream_class_is_used_if_torch_has_none(name, capsys):
     assert type(build(name)) is getattr(slipstream.optim, name)
     assert f"using slipstream.optim.{name} instead" in capsys.readouterr().err
 
@@ -173,7 +173,7 @@ def test_lamb_matches_the_paper(options):
         torch.full((4, 3), 9.0),
         torch.linspace(-1, 1, 5),
         torch.zeros(2),
-    ]  # norm of the first: 10
+    ]  # the norm of the first tensor exceeds 10, the limit in the trust ratio
     start = [p.double() for p in start]
     grads = gradients(6, [p.shape for p in start], scale=2.0)
     options = {"lr": 0.05, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1, **options}
@@ -216,11 +216,11 @@ def test_adamp_matches_the_paper(nesterov):
         torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((3, 4), (2, 3, 2), (5,))
     ]
     grads = gradients(8, [p.shape for p in start])
-    for step in grads[:4]:  # initially orthogonal to the weights, as in a scale-invariant layer
+    for step in grads[:4]:  # orthogonal to the initial weights, as in a scale-invariant layer
         rows = start[0] / start[0].norm(dim=1, keepdim=True)
         step[0] -= rows * (rows * step[0]).sum(1, keepdim=True)
     options = {"lr": 1e-3, "betas": (0.8, 0.95), "eps": 1e-8, "weight_decay": 0.1, "nesterov": nesterov}
     expected, projected = adamp(start, grads, **options)
-    assert 0 < projected < 16  # both branches were taken
+    assert 0 < projected < 16  # steps with and without projection occurred
     for ours, theirs in zip(run("AdamP", start, grads, **options), expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)

@@ -1,6 +1,7 @@
-"""Assignment of parameters to groups, and error messages of invalid configurations."""
+"""Assignment of parameters to groups, and error messages for invalid configurations."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ class Wrapper:
 
 
 class DeformConv2d(nn.Module):
-    """Replacement of the class of torchvision or mmcv, which is recognized by its name."""
+    """A replacement for the class of torchvision or mmcv, which is recognized by its name."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +51,7 @@ def build(model, paramwise=None, **optimizer):
 
 
 def options_by_name(model, optimizer, *keys):
-    """Return {parameter name: (option, ...)}, and check that no parameter is in two groups."""
+    """Return {parameter name: (option, ...)}. Check that no parameter is in two groups."""
     names = {id(p): name for name, p in model.named_parameters()}
     found = {}
     for group in optimizer.param_groups:
@@ -191,7 +192,7 @@ def test_shared_parameter_with_equal_options_is_in_the_optimizer_once():
 def test_shared_parameter_with_different_options_raises_unless_bypassed():
     model = tied()
     rules = {"custom_keys": {"second": {"lr_mult": 0.1}}}
-    with pytest.raises(ModelError, match=r"'first.weight' is in the model twice.*bypass_duplicate=True"):
+    with pytest.raises(ModelError, match=r"'first.weight' occurs in the model twice.*bypass_duplicate=True"):
         build(model, rules)
     found = options_by_name(model, build(model, {**rules, "bypass_duplicate": True}), "lr")
     assert found["first.weight"] == (LR,)
@@ -213,7 +214,7 @@ def test_model_with_a_child_named_module_is_not_unwrapped():
     assert len(build(model).param_groups[0]["params"]) == 4
 
 
-def test_wrapper_is_optim_wrapper_by_default_and_gets_its_arguments(monkeypatch):
+def test_wrapper_is_optim_wrapper_by_default_and_receives_its_arguments(monkeypatch):
     monkeypatch.setitem(OPTIM_WRAPPERS.module_dict, "OptimWrapper", Wrapper)
     cfg = {"optimizer": {"type": "Adam", "lr": LR}, "clip_grad": {"max_norm": 1.0}}
     before = copy.deepcopy(cfg)
@@ -241,7 +242,7 @@ def test_optimizer_object_is_used_unchanged():
 
 
 class LayerDecay(DefaultOptimWrapperConstructor):
-    """A constructor that adds complete groups with additional keys, like the layer-decay constructors of OpenMMLab."""
+    """A constructor that adds complete groups with additional keys, like OpenMMLab's layer-decay constructors."""
 
     def add_params(self, params, module, **kwargs):
         for depth, (name, child) in enumerate(module.named_children()):
@@ -257,17 +258,32 @@ def test_custom_constructor_sets_options(monkeypatch):
     assert [(g["lr"], g["group_name"], len(g["params"])) for g in groups] == [(LR, "0", 2), (LR / 2, "1", 2)]
 
 
-# ---- bad input ----------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"bias_lr_mul": 1}, "paramwise_cfg: no such option 'bias_lr_mul'; did you mean 'bias_lr_mult'"),
-        ({"bias_lr_mult": "2"}, "bias_lr_mult must be a number"),
-        ({"bypass_duplicate": 1}, "bypass_duplicate must be"),
-        ({"custom_keys": ["head"]}, "custom_keys must be a dict"),
-        ({"custom_keys": {"head": 0.1}}, r"custom_keys\['head'\]: must be a dict"),
+        ({"bias_lr_mul": 1}, "paramwise_cfg.bias_lr_mul: no such option; did you mean 'bias_lr_mult'"),
+        ({"bias_lr_mult": "2"}, "paramwise_cfg.bias_lr_mult: must be float of at least 0 or None, not '2'"),
+        ({"bias_decay_mult": math.nan}, "paramwise_cfg.bias_decay_mult: must be float of at least 0"),
+        ({"norm_decay_mult": -1}, "paramwise_cfg.norm_decay_mult: must be float of at least 0"),
+        ({"bypass_duplicate": 1}, "bypass_duplicate: must be bool"),
+        ({"custom_keys": ["head"]}, "custom_keys: must be dict"),
+        ({"custom_keys": {"head": 0.1}}, r"custom_keys: must be dict\[str, dict.* not {'head': 0.1}"),
+        (
+            {"custom_keys": {"head": {"lr_mult": -1}}},
+            r"^paramwise_cfg\.custom_keys\.head\.lr_mult: .* not -1",
+        ),
+        ({"custom_keys": {"head": {"decay_mult": True}}}, r"custom_keys\.head\.decay_mult: .* not True"),
+        (
+            {"custom_keys": {"head": {"lr": math.inf}}},
+            r"custom_keys\.head\.lr: must be a finite number, not inf",
+        ),
+        (
+            {"custom_keys": {"backbone.conv": {"lr_mult": "2"}}},
+            r"custom_keys\['backbone.conv'\].lr_mult: .* not '2'",
+        ),
         (
             {"custom_keys": {"backbon.": {"lr_mult": 0.1}}},
             "no parameter name contains 'backbon.'; did you",
@@ -276,7 +292,7 @@ def test_custom_constructor_sets_options(monkeypatch):
         ({"custom_keys": {"head": {"lr_mul": 0.1}}}, "SGD has no option 'lr_mul'; did you mean 'lr_mult'"),
         (
             {"custom_keys": {"head": {"betas": (0, 0)}}},
-            r"custom_keys\['head'\]: SGD has no option",
+            r"custom_keys\.head: SGD has no option",
         ),
     ],
 )
@@ -289,9 +305,9 @@ def test_invalid_paramwise_cfg_raises(rules, message):
     ("rules", "missing", "key"),
     [
         ({"norm_decay_mult": 0}, "weight_decay", "norm_decay_mult"),
-        ({"custom_keys": {"head": {"decay_mult": 0}}}, "weight_decay", r"custom_keys\['head'\]"),
+        ({"custom_keys": {"head": {"decay_mult": 0}}}, "weight_decay", r"custom_keys\.head"),
         ({"bias_lr_mult": 2}, "lr", "bias_lr_mult"),
-        ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr", r"custom_keys\['head'\]"),
+        ({"custom_keys": {"head": {"lr_mult": 2}}}, "lr", r"custom_keys\.head"),
     ],
 )
 def test_multiplier_without_a_base_value_raises(rules, missing, key):

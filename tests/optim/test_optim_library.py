@@ -1,4 +1,4 @@
-"""RMSpropTF and BertAdam against float64 loops, optimizers of a library by name, and unsupported shapes of Muon."""
+"""RMSpropTF and BertAdam against float64 loops, library optimizers by name, and unsupported shapes for Muon."""
 
 import copy
 import importlib.machinery
@@ -106,7 +106,7 @@ def test_rmsprop_tf_matches_its_formula(options):
     assert_same(ours, rmsprop_tf(gradients(), **options), rtol=1e-4, atol=1e-5)
 
 
-def test_lr_in_momentum_matters_if_a_scheduler_changes_the_learning_rate():
+def test_lr_in_momentum_has_an_effect_if_a_scheduler_changes_the_learning_rate():
     moved = []
     for lr_in_momentum in (True, False):
         params = [nn.Parameter(p) for p in make_start()]
@@ -201,7 +201,7 @@ def test_bert_adam_rejects_options_out_of_range(options, message):
         BertAdam([nn.Parameter(torch.ones(2))], lr=0.1, **options)
 
 
-# ---- both ---------------------------------------------------------------------------------------------
+# ---- both optimizers ----------------------------------------------------------------------------------
 
 BOTH = [(RMSpropTF, {"momentum": 0.9, "centered": True}), (BertAdam, {"t_total": 9, "warmup": 0.3})]
 
@@ -247,7 +247,7 @@ def test_closure_runs_with_gradients_and_its_loss_is_returned():
     assert (p < 1).all()
 
 
-# ---- names in a configuration ---------------------------------------------------------------------
+# ---- names in configurations ----------------------------------------------------------------------
 
 
 def net():
@@ -258,7 +258,7 @@ def net():
     ("name", "module"),
     [("Lion", "pytorch_optimizer"), ("Lamb", "pytorch_optimizer"), ("AdamP", "pytorch_optimizer")],
 )
-def test_optimizer_of_a_library_is_built_by_name_with_groups(name, module):
+def test_library_optimizer_is_built_by_name_with_groups(name, module):
     library = pytest.importorskip(module)
     cfg = {"optimizer": {"type": name, "lr": 0.1}, "paramwise_cfg": {"custom_keys": {"1": {"lr_mult": 0.5}}}}
     model = net()
@@ -297,7 +297,7 @@ def test_missing_library_raises_with_the_extra_to_install(without_the_library):
         OPTIMIZERS.build({"type": "Lion"}, default_args={"params": []})
 
 
-def test_installed_library_raises_without_the_extra():
+def test_unknown_name_with_installed_library_does_not_name_the_extra():
     pytest.importorskip("pytorch_optimizer")
     with pytest.raises(UnknownNameError) as caught:
         OPTIMIZERS.build({"type": "Lionn"}, default_args={"params": []})
@@ -313,7 +313,7 @@ def test_library_is_imported_only_to_look_up_a_name():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_muon_raises_with_the_parameters_that_are_not_matrices():
+def test_muon_error_lists_the_parameters_that_are_not_matrices():
     with pytest.raises(ConfigError) as caught:
         build_optim_wrapper(net(), {"optimizer": {"type": "Muon", "lr": 0.1}})
     message = str(caught.value)
@@ -336,6 +336,6 @@ def test_muon_ignores_frozen_parameters_that_are_not_matrices(kind):
     assert not torch.equal(before, model[0].weight)
 
 
-def test_missing_type_raises_the_error_of_the_registry():
+def test_missing_type_raises_the_registry_error():
     with pytest.raises((BuildError, ConfigError), match="needs a 'type'"):
         build_optim_wrapper(net(), {"optimizer": {"lr": 0.1}})

@@ -1,6 +1,7 @@
 """`OptimWrapper` against manual training loops in float64."""
 
 import copy
+import math
 from contextlib import contextmanager
 
 import pytest
@@ -47,7 +48,7 @@ def groups(net, lr):
 
 
 def train_by_hand(net, cls, options, batches, window=1, clip=None, several=False):
-    """Return the gradient norms; the mean gradient of every accumulation window is computed from one loss."""
+    """Return the gradient norms. The mean gradient of every accumulation window is computed from one loss."""
     optimizer = cls(groups(net, options["lr"]) if several else net.parameters(), **options)
     params = list(net.parameters())
     norms = []
@@ -93,7 +94,7 @@ CLIPS = [
 @pytest.mark.parametrize("several", [False, True])
 @pytest.mark.parametrize("clip", CLIPS)
 @pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-def test_training_equals_a_manual_loop(cls, options, clip, several):
+def test_training_matches_a_manual_loop(cls, options, clip, several):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -224,7 +225,7 @@ def test_backward_step_and_zero_grad_can_be_called_separately():
 
 
 class Synced(nn.Linear):
-    """Replacement of a DDP model that counts the forwards under no_sync."""
+    """A replacement for a DDP model that counts the forward passes under no_sync."""
 
     def __init__(self):
         super().__init__(2, 1)
@@ -305,35 +306,41 @@ def test_invalid_loss_raises_before_an_update(kind, window, dtype):
     with pytest.raises(ModelError, match="no trainable parameter"):
         wrapper.update_params(param.detach().sum())
     assert torch.equal(param, torch.ones(2))
-    wrapper.update_params(param.sum().reshape(1))  # one element is a scalar
+    wrapper.update_params(param.sum().reshape(1))  # a tensor with one element counts as a scalar
     assert wrapper.should_update() == (window == 1)  # invalid losses are not counted
 
 
 @pytest.mark.parametrize(
     ("clip", "message"),
     [
-        ({"max_nrom": 1}, "no such option 'max_nrom'; did you mean 'max_norm'?"),
-        ({"type": "norm"}, "type 'norm' requires a positive max_norm, not None"),
-        ({"type": "value", "max_norm": 1}, "type 'value' requires a positive clip_value, not None"),
-        ({"max_norm": 0}, "requires a positive max_norm, not 0"),
-        ({"max_norm": "big"}, "requires a positive max_norm, not 'big'"),
-        ({"type": "nrom", "max_norm": 1}, "type must be 'norm' or 'value', not 'nrom'"),
+        ({"max_nrom": 1}, "clip_grad.max_nrom: no such option; did you mean 'max_norm'?"),
+        ({"type": "norm"}, "clip_grad: type 'norm' requires a positive max_norm"),
+        ({"type": "value", "max_norm": 1}, "clip_grad: type 'value' requires a positive clip_value"),
+        ({"max_norm": 0}, "clip_grad.max_norm: must be float above 0 or None, not 0"),
+        ({"max_norm": "big"}, "clip_grad.max_norm: must be float above 0 or None, not 'big'"),
+        ({"max_norm": math.nan}, "clip_grad.max_norm: must be float above 0 or None, not nan"),
+        ({"max_norm": 1, "norm_type": -2}, "clip_grad.norm_type: must be float above 0, not -2"),
+        ({"type": "nrom", "max_norm": 1}, "clip_grad.type: must be 'norm' or 'value', not 'nrom'"),
     ],
 )
 def test_invalid_clip_grad_raises(clip, message):
     with pytest.raises(ConfigError) as caught:
         GradClip.from_dict(clip)
-    assert str(caught.value).startswith("clip_grad: ")
-    assert message in str(caught.value)
+    assert str(caught.value).startswith(message)
+
+
+def test_infinite_limits_of_clipping_are_accepted():
+    clip = GradClip.from_dict({"max_norm": math.inf, "norm_type": math.inf})
+    assert clip.max_norm == clip.norm_type == math.inf
 
 
 def test_invalid_arguments_raise():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(ConfigError, match="accumulative_counts: must be at least 1, not 0"):
+    with pytest.raises(ConfigError, match="accumulative_counts: must be int of at least 1, not 0"):
         OptimWrapper(optimizer, 0)
     with pytest.raises(ConfigError, match=r"must be a torch\.optim\.Optimizer, not dict"):
         OptimWrapper({"type": "SGD"})
-    with pytest.raises(ConfigError, match=r"accumulative_counts.* must be int, not '2'"):
+    with pytest.raises(ConfigError, match=r"accumulative_counts.* must be int of at least 1, not '2'"):
         OPTIM_WRAPPERS.build({"type": "OptimWrapper", "optimizer": optimizer, "accumulative_counts": "2"})
 
 

@@ -1,6 +1,7 @@
 """`AmpOptimWrapper` on the CPU is bitwise equal to manual loops with torch.amp."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -80,7 +81,7 @@ CASES = [
 
 @pytest.mark.parametrize("options", CASES)
 @pytest.mark.parametrize("dtype", [None, "bfloat16", "bf16", torch.bfloat16])
-def test_bfloat16_equals_a_loop_with_autocast_and_has_no_scaler(dtype, options):
+def test_bfloat16_matches_a_loop_with_autocast_and_has_no_scaler(dtype, options):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -94,7 +95,7 @@ def test_bfloat16_equals_a_loop_with_autocast_and_has_no_scaler(dtype, options):
     assert "loss_scaler" not in wrapper.state_dict()
     assert not torch.equal(
         losses[0], loss_of(make_net(), batches[0]).detach()
-    )  # the loss was not computed in float32
+    )  # the loss was computed in bfloat16
 
 
 @pytest.mark.parametrize("options", CASES)
@@ -108,7 +109,7 @@ def test_bfloat16_equals_a_loop_with_autocast_and_has_no_scaler(dtype, options):
     ],
 )
 @pytest.mark.parametrize("dtype", ["float16", torch.float16])
-def test_float16_equals_a_loop_with_a_grad_scaler(dtype, loss_scale, scaler_options, new_scale, options):
+def test_float16_matches_a_loop_with_a_grad_scaler(dtype, loss_scale, scaler_options, new_scale, options):
     net = make_net()
     hand = copy.deepcopy(net)
     batches = make_batches(7)
@@ -174,7 +175,7 @@ def test_state_dict_restores_the_loss_scaler():
         second.update_params(loss)
     assert_identical(net, whole)
     assert second.loss_scaler.state_dict() == reference.loss_scaler.state_dict()
-    assert "loss_scaler" in saved  # loading does not change the dict of the caller
+    assert "loss_scaler" in saved  # loading does not change the caller's dict
 
 
 def test_states_with_and_without_a_scaler_are_compatible():
@@ -191,7 +192,7 @@ def test_states_with_and_without_a_scaler_are_compatible():
 
 
 @pytest.mark.parametrize("name", ["float16", "fp16", "half", torch.float16])
-def test_names_of_float16(name):
+def test_all_names_of_float16_are_accepted(name):
     wrapper = AmpOptimWrapper(optimizer=sgd(make_net()), dtype=name)
     assert wrapper.dtype == torch.float16
     assert wrapper.loss_scaler.get_scale() == 2.0**16
@@ -205,10 +206,21 @@ def test_unsupported_dtype_raises(dtype):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize(
-    "loss_scale", ["static", None, True, 0.0, {"init_scael": 4.0}, {"growth_factor": 1.0}]
+    "loss_scale",
+    [
+        "static",
+        None,
+        True,
+        0.0,
+        {"init_scael": 4.0},
+        {"growth_factor": 1.0},
+        math.inf,
+        {"init_scale": math.nan},
+        {"growth_interval": 0},
+    ],
 )
 def test_invalid_loss_scale_raises_for_every_dtype(loss_scale, dtype):
-    with pytest.raises(ConfigError, match=r"^loss_scale: "):
+    with pytest.raises(ConfigError, match=r"^loss_scale[:.]"):
         AmpOptimWrapper(optimizer=sgd(make_net()), dtype=dtype, loss_scale=loss_scale)
 
 

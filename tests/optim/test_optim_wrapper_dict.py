@@ -74,7 +74,7 @@ def test_wrapper_dict_behaves_like_an_ordered_dict():
         optim["loss"]
 
 
-def test_learning_rates_and_momenta_contain_the_names():
+def test_learning_rates_and_momenta_have_the_names_of_the_optimizers():
     optim = wrappers(Gan())
     assert optim.get_lr() == {"generator.lr": [0.1], "critic.lr": [0.2]}
     assert optim.get_momentum() == {"generator.momentum": [0.5], "critic.momentum": [0.9]}
@@ -122,7 +122,7 @@ def test_zero_grad_clears_the_gradients_of_all_optimizers():
     assert all(p.grad is None for p in gan.parameters())
 
 
-def test_values_that_are_not_optim_wrappers_raise():
+def test_other_values_than_optim_wrappers_raise():
     with pytest.raises(ConfigError, match="critic: must be an OptimWrapper, not SGD"):
         OptimWrapperDict(critic=torch.optim.SGD(Gan().parameters(), lr=0.1))
 

@@ -1,4 +1,4 @@
-"""ZeRO-1 in one process equals the plain optimizer; tests/distributed has the tests with several processes."""
+"""ZeRO-1 in one process matches the plain optimizer. tests/distributed contains the tests with several processes."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def trained(optimizer, steps=3, state=None, model=None):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", torch.optim.AdamW])
-def test_zero_without_a_process_group_equals_the_plain_optimizer(kind):
+def test_zero_without_a_process_group_matches_the_plain_optimizer(kind):
     (model, zero), (plain_model, plain) = trained(kind), trained("plain")
     assert isinstance(zero.optimizer, ZeroRedundancyOptimizer)
     assert all(map(torch.equal, model.parameters(), plain_model.parameters()))
@@ -66,7 +66,7 @@ def test_named_parameters_and_closure_work_as_in_torch():
     assert optimizer.state_dict() == reference.state_dict()
 
 
-def test_state_with_another_number_of_parameters_raises():
+def test_state_with_a_different_number_of_parameters_raises():
     optimizer = ZeroRedundancyOptimizer(network().parameters(), "SGD", lr=0.1, momentum=0.9)
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1, momentum=0.9)
     with pytest.raises(ValueError, match="size"):

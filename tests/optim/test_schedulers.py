@@ -40,7 +40,7 @@ FAMILIES = [
 NAMES = [f + kind for f in FAMILIES for kind in ("ParamScheduler", "LR", "Momentum")]
 NAMES += ["OneCycleParamScheduler", "OneCycleLR"]
 
-# Every scheduler with its required arguments; all can be built in any order on one optimizer.
+# Every scheduler with its required arguments. All can be built in any order on one optimizer.
 ALL_LR = {
     "ConstantLR": {"factor": 0.5, "end": 7},
     "CosineAnnealingLR": {"T_max": 9, "eta_min": 0.001},
@@ -55,7 +55,7 @@ ALL_LR = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_names_of_mmengine_are_registered_and_importable(name):
+def test_all_mmengine_names_are_registered_and_importable(name):
     assert PARAM_SCHEDULERS.get(name) is getattr(schedules, name)
     assert PARAM_SCHEDULERS.get(name).__module__.startswith("slipstream.")
 
@@ -76,7 +76,7 @@ def test_schedulers_of_a_wrapper_share_the_values_of_its_optimizer():
         assert mine == pytest.approx(yours, rel=1e-6)
 
 
-def test_every_option_of_the_groups_can_be_scheduled():
+def test_every_group_option_can_be_scheduled():
     optimizer = sgd(weight_decay=0.1)
     LinearParamScheduler(optimizer, "weight_decay", 0.25, 1.0, 0, 5)
     assert [group["weight_decay"] for group in optimizer.param_groups] == pytest.approx([0.025, 0.025])
@@ -108,7 +108,7 @@ def test_cosine_restart_is_constant_after_the_last_period():
 @pytest.mark.parametrize("make", [sgd, sgd_with_tensors], ids=["floats", "tensors"])
 @pytest.mark.parametrize("names", [[name] for name in ALL_LR] + [["LinearLR", "PolyLR", "StepLR"]], ids=str)
 @pytest.mark.parametrize("done", [0, 5])
-def test_resumed_values_equal_an_uninterrupted_run(make, names, done):
+def test_resumed_values_match_an_uninterrupted_run(make, names, done):
     def build(optimizer):
         return [getattr(schedules, name)(optimizer, **ALL_LR[name]) for name in names]
 
@@ -153,7 +153,7 @@ def test_plateau_state_contains_the_best_value_and_the_bad_epochs():
     assert second.param_groups[0]["lr"] == pytest.approx(0.05)
 
 
-def test_state_of_another_scheduler_or_number_of_groups_raises():
+def test_state_of_a_different_scheduler_or_number_of_groups_raises():
     scheduler = ReduceOnPlateauLR(sgd())
     with pytest.raises(CheckpointError, match="best"):
         scheduler.load_state_dict(StepLR(sgd(), 2).state_dict())
@@ -177,7 +177,7 @@ def test_last_step_requires_the_initial_values():
 
 
 @pytest.mark.parametrize("name", ALL_LR)
-def test_tensor_is_filled_in_place_with_the_values_of_floats(name):
+def test_tensor_is_filled_in_place_with_the_same_values_as_a_float(name):
     optimizer, plain = sgd_with_tensors(), sgd()
     tensors = [group["lr"] for group in optimizer.param_groups]
     scheduler = getattr(schedules, name)(optimizer, **ALL_LR[name])
@@ -196,7 +196,7 @@ def test_tensor_is_filled_in_place_with_the_values_of_floats(name):
 @pytest.fixture
 def forbid_reading(monkeypatch):
     def refuse(self):
-        raise AssertionError("a schedule read a tensor: on an accelerator that waits for the device")
+        raise AssertionError("a schedule read a tensor, which waits for the device on an accelerator")
 
     def forbid():
         monkeypatch.setattr(torch.Tensor, "item", refuse)
@@ -229,7 +229,7 @@ def test_unchanged_value_is_not_written():
     assert optimizer.param_groups[0]["lr"]._version == version
 
 
-def test_external_changes_of_tensor_or_group_are_read():
+def test_external_changes_of_tensor_or_group_take_effect():
     optimizer = sgd_with_tensors()
     scheduler = ExponentialLR(optimizer, gamma=0.5)
     optimizer.param_groups[0]["lr"].fill_(8.0)
@@ -321,10 +321,10 @@ def test_plateau_counts_validations_and_raises_for_a_missing_metric():
     optimizer = sgd()
     scheduler = ReduceOnPlateauLR(optimizer, monitor="val/loss", patience=0, begin=1, end=3)
     assert scheduler.need_val_args
-    scheduler.step({"val/loss": torch.tensor(1.0)})  # epoch 0: before begin
+    scheduler.step({"val/loss": torch.tensor(1.0)})  # epoch 0 is before `begin`
     assert scheduler.last_step == -1
     for _ in range(20):
-        scheduler.step()  # an epoch without a validation
+        scheduler.step()  # an epoch without validation
     assert scheduler.get_last_value() == [0.1, 0.05]
     inside = ReduceOnPlateauLR(optimizer, monitor="val/loss")
     with pytest.raises(ConfigError, match="did you mean 'val/los'"):
@@ -344,3 +344,22 @@ def test_nan_metric_counts_as_no_improvement():
     for _ in range(2):
         scheduler.step({"loss": float("nan")})
     assert scheduler.get_last_value() == pytest.approx([0.05, 0.025])
+
+
+@pytest.mark.parametrize("threshold_rule", ["rel", "abs"])
+@pytest.mark.parametrize("rule", ["less", "greater"])
+def test_plateau_never_takes_nan_as_the_best_value(rule, threshold_rule):
+    scheduler = ReduceOnPlateauLR(
+        sgd(), monitor="x", rule=rule, threshold_rule=threshold_rule, patience=2, factor=0.5
+    )
+    sign = 1 if rule == "greater" else -1
+    for value, best in (
+        (float("nan"), -sign * float("inf")),
+        (1.0, 1.0),
+        (float("nan"), 1.0),
+        (1 + sign * 0.1, 1 + sign * 0.1),
+        (torch.tensor(float("nan")), 1 + sign * 0.1),
+    ):
+        scheduler.step({"x": value})
+        assert scheduler.best == best
+    assert scheduler.num_bad_epochs == 1

@@ -19,7 +19,7 @@ from slipstream.optim.scheduler import (
     build_param_scheduler,
 )
 
-# ---- bad input ----------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------
 
 BAD = [
     ("StepLR", {"step_size": 2, "begin": 5, "end": 5}, "end must be"),
@@ -75,7 +75,7 @@ def test_invalid_arguments_raise_with_their_names(name, arguments, message):
         getattr(schedules, name)(sgd(), **arguments)
 
 
-def test_unknown_option_raises_with_the_nearest_name():
+def test_unknown_option_error_names_the_nearest_option():
     with pytest.raises(ConfigError, match=r"no option 'weight_deca'.*did you mean 'weight_decay'"):
         ExponentialParamScheduler(sgd(), "weight_deca")
 
@@ -105,7 +105,7 @@ def test_group_added_after_the_scheduler_raises():
         scheduler.step()
 
 
-# ---- building -----------------------------------------------------------------------------------
+# ---- construction -------------------------------------------------------------------------------
 
 
 def test_end_defaults_to_the_length_of_the_run():
@@ -161,7 +161,7 @@ def test_invalid_keys_and_values_in_a_config_raise():
         build_param_scheduler({"type": "StepLR", "step_sizes": 2}, sgd())
     with pytest.raises(BuildError, match="needs 'step_size'"):
         build_param_scheduler({"type": "StepLR"}, sgd())
-    with pytest.raises(BuildError, match="gamma: must be float"):
+    with pytest.raises(BuildError, match="gamma: must be finite float"):
         build_param_scheduler({"type": "StepLR", "step_size": 2, "gamma": "small"}, sgd())
     with pytest.raises(UnknownNameError, match="did you mean 'StepLR'"):
         build_param_scheduler({"type": "StepLRR"}, sgd())
@@ -177,7 +177,7 @@ def test_lr_and_momentum_classes_have_the_signature_of_their_scheduler():
     ]
 
 
-def test_own_scheduler_has_priority_over_torch():
+def test_slipstream_scheduler_has_priority_over_torch():
     assert isinstance(build_param_scheduler({"type": "StepLR", "step_size": 2}, sgd()), _ParamScheduler)
 
 
@@ -189,13 +189,13 @@ def test_torch_schedulers_are_built_by_name_and_adapted():
     assert not adapter.by_epoch
     cfg.pop("type")
     theirs = torch.optim.lr_scheduler.CyclicLR(plain, **cfg)
-    plain.step()  # avoids a warning of torch
+    plain.step()  # avoid torch's warning about the call order
     for _ in range(6):
         adapter.step()
         theirs.step()
         assert adapter.get_last_value() == theirs.get_last_lr()
     last = adapter.get_last_value()
-    adapter.step()  # `end` is reached
+    adapter.step()  # the scheduler stops at `end`
     assert adapter.get_last_value() == last
 
 
@@ -247,7 +247,7 @@ class HalvingLR(LRSchedulerMixin, HalvingParamScheduler):
     pass
 
 
-def test_custom_scheduler_with_get_value():
+def test_custom_scheduler_with_get_value_is_applied():
     optimizer = sgd()
     values = [v[0] for v in history(optimizer, [HalvingLR(optimizer, total=2)], 5)]
     assert values == pytest.approx([0.1, 0.05, 0.025, 0.025, 0.025])

@@ -1,4 +1,4 @@
-"""Schedulers against those of torch and against closed forms."""
+"""Schedulers compared with torch's schedulers and closed forms."""
 
 import math
 
@@ -25,7 +25,7 @@ def run(make, lr_values, steps=STEPS):
     optimizer = make_sgd(*lr_values)
     scheduler = make(optimizer)
     history = []
-    optimizer.step()  # avoids a warning of torch
+    optimizer.step()  # avoid torch's warning about the call order
     for _ in range(steps):
         history.append([group["lr"] for group in optimizer.param_groups])
         scheduler.step()
@@ -43,7 +43,7 @@ few = settings(max_examples=25, deadline=None)
 
 @few
 @given(lr=lrs, factor=factors, length=lengths)
-def test_constant_lr_equals_torch(lr, factor, length):
+def test_constant_lr_matches_torch(lr, factor, length):
     assert_same(
         lambda o: ours.ConstantLR(o, factor=factor, end=length + 1),
         lambda o: theirs.ConstantLR(o, factor=factor, total_iters=length),
@@ -53,7 +53,7 @@ def test_constant_lr_equals_torch(lr, factor, length):
 
 @few
 @given(lr=lrs, start=factors, stop=factors, length=lengths)
-def test_linear_lr_equals_torch(lr, start, stop, length):
+def test_linear_lr_matches_torch(lr, start, stop, length):
     assert_same(
         lambda o: ours.LinearLR(o, start_factor=start, end_factor=stop, end=length + 1),
         lambda o: theirs.LinearLR(o, start_factor=start, end_factor=stop, total_iters=length),
@@ -63,7 +63,7 @@ def test_linear_lr_equals_torch(lr, start, stop, length):
 
 @few
 @given(lr=lrs, gamma=st.floats(0.9, 1.01))
-def test_exponential_lr_equals_torch(lr, gamma):
+def test_exponential_lr_matches_torch(lr, gamma):
     assert_same(
         lambda o: ours.ExponentialLR(o, gamma=gamma), lambda o: theirs.ExponentialLR(o, gamma=gamma), lr
     )
@@ -71,13 +71,13 @@ def test_exponential_lr_equals_torch(lr, gamma):
 
 @few
 @given(lr=lrs, gamma=factors, size=lengths)
-def test_step_lr_equals_torch(lr, gamma, size):
+def test_step_lr_matches_torch(lr, gamma, size):
     assert_same(lambda o: ours.StepLR(o, size, gamma), lambda o: theirs.StepLR(o, size, gamma), lr)
 
 
 @few
 @given(lr=lrs, gamma=factors, milestones=st.lists(st.integers(1, STEPS), min_size=1, max_size=5))
-def test_multi_step_lr_with_repeated_milestones_equals_torch(lr, gamma, milestones):
+def test_multi_step_lr_with_repeated_milestones_matches_torch(lr, gamma, milestones):
     assert_same(
         lambda o: ours.MultiStepLR(o, milestones, gamma),
         lambda o: theirs.MultiStepLR(o, sorted(milestones), gamma),
@@ -87,7 +87,7 @@ def test_multi_step_lr_with_repeated_milestones_equals_torch(lr, gamma, mileston
 
 @few
 @given(lr=lrs, power=st.floats(0.5, 3), length=lengths)
-def test_poly_lr_equals_torch(lr, power, length):
+def test_poly_lr_matches_torch(lr, power, length):
     assert_same(
         lambda o: ours.PolyLR(o, power=power, end=length + 1),
         lambda o: theirs.PolynomialLR(o, power=power, total_iters=length),
@@ -97,7 +97,7 @@ def test_poly_lr_equals_torch(lr, power, length):
 
 @few
 @given(lr=lrs, eta_min=st.floats(0, 1e-4), period=lengths)
-def test_cosine_annealing_lr_equals_torch_over_several_periods(lr, eta_min, period):
+def test_cosine_annealing_lr_matches_torch_over_several_periods(lr, eta_min, period):
     assert_same(
         lambda o: ours.CosineAnnealingLR(o, T_max=period, eta_min=eta_min),
         lambda o: theirs.CosineAnnealingLR(o, T_max=period, eta_min=eta_min),
@@ -107,7 +107,7 @@ def test_cosine_annealing_lr_equals_torch_over_several_periods(lr, eta_min, peri
 
 @few
 @given(lr=lrs, period=lengths)
-def test_cosine_restart_lr_equals_torch_within_its_periods(lr, period):
+def test_cosine_restart_lr_matches_torch_within_its_periods(lr, period):
     count = STEPS // period + 1
     assert_same(
         lambda o: ours.CosineRestartLR(o, [period] * count, [1] * count),
@@ -124,7 +124,7 @@ def test_cosine_restart_lr_equals_torch_within_its_periods(lr, period):
     strategy=st.sampled_from(["cos", "linear"]),
     three_phase=st.booleans(),
 )
-def test_one_cycle_lr_equals_torch(peak, total, fraction, strategy, three_phase):
+def test_one_cycle_lr_matches_torch(peak, total, fraction, strategy, three_phase):
     options = {
         "pct_start": fraction,
         "anneal_strategy": strategy,
@@ -147,7 +147,7 @@ def test_one_cycle_lr_equals_torch(peak, total, fraction, strategy, three_phase)
     patience=st.integers(0, 3),
     cooldown=st.integers(0, 3),
 )
-def test_reduce_on_plateau_lr_equals_torch(metrics, rule, threshold_rule, patience, cooldown):
+def test_reduce_on_plateau_lr_matches_torch(metrics, rule, threshold_rule, patience, cooldown):
     first, second = make_sgd(1.0, 0.3), make_sgd(1.0, 0.3)
     common = {"factor": 0.5, "patience": patience, "threshold": 0.1, "cooldown": cooldown}
     mine = ours.ReduceOnPlateauLR(
@@ -167,7 +167,7 @@ def test_reduce_on_plateau_lr_equals_torch(metrics, rule, threshold_rule, patien
 
 @few
 @given(lr=lrs, period=st.integers(2, 300), ratio=st.floats(0, 0.5))
-def test_cosine_annealing_equals_its_closed_form(lr, period, ratio):
+def test_cosine_annealing_matches_its_closed_form(lr, period, ratio):
     history = run(lambda o: ours.CosineAnnealingLR(o, T_max=period, eta_min_ratio=ratio), [lr], 3 * period)
     for t, (value,) in enumerate(history):
         expected = lr * ratio + lr * (1 - ratio) * (1 + math.cos(math.pi * t / period)) / 2

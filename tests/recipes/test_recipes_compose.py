@@ -1,4 +1,4 @@
-"""Composition of recipes: results equal SuperGradients, and errors are single lines."""
+"""Composition of recipes: results match SuperGradients, and errors are single lines."""
 
 import subprocess
 import sys
@@ -17,8 +17,8 @@ OmegaConf = pytest.importorskip("omegaconf").OmegaConf
 
 COMPOSED = [name for name in recipes() if is_composed(find_recipe(name))]
 CITYSCAPES = {
-    # architecture, jitter, rescale, crop, validation's first transform, batches, epochs, lr, warm-up, optimizer,
-    # zero decay, EMA
+    # architecture, jitter, rescale, crop, validation's first transform, batches, epochs, lr, warm-up, optimizer, zero
+    # decay, EMA
     "cityscapes_pplite_seg75": (
         "pp_lite_t_seg", 0.5, [0.25, 1.75], [768, 768], {"SegRescale": {"scale_factor": 0.75}}, (8, 4), 800,
         {"encoder.backbone": 0.01, "default": 0.1}, 10, "SGD", True, True,
@@ -53,7 +53,7 @@ def only(transforms, name):
 
 
 @pytest.mark.parametrize("name", CITYSCAPES)
-def test_recipes_have_the_hyperparameters_of_the_published_ones(name):
+def test_recipes_have_the_published_hyperparameters(name):
     (architecture, jitter, scales, crop, first, batches, epochs, lr, warmup, optimizer, zero, ema) = (
         CITYSCAPES[name]
     )
@@ -189,7 +189,7 @@ def test_groups_in_config_dir_take_precedence(tmp_path):
     )
 
 
-def test_recipe_may_be_a_path_with_groups_in_its_folder(tmp_path):
+def test_recipe_can_be_a_path_with_groups_in_its_folder(tmp_path):
     (tmp_path / "dataset_params").mkdir()
     (tmp_path / "dataset_params/mine.yaml").write_text("train_dataset_params: {root_dir: here}\n")
     path = tmp_path / "my.yaml"
@@ -266,7 +266,7 @@ def test_data_root_dir_sets_all_data_folders():
         (["+mine.a=???"], ["mine.a"]),
     ],
 )
-def test_invalid_override_raises_one_line_error(overrides, expected):
+def test_invalid_override_raises_a_one_line_error(overrides, expected):
     with pytest.raises(ConfigError) as caught:
         compose("cityscapes_ddrnet", overrides)
     message = str(caught.value)
@@ -289,7 +289,7 @@ def test_invalid_override_raises_one_line_error(overrides, expected):
         ("architecture: [\n", ["broken.yaml", "line"]),
     ],
 )
-def test_invalid_file_raises_one_line_error(text, expected, tmp_path):
+def test_invalid_file_raises_a_one_line_error(text, expected, tmp_path):
     (tmp_path / "broken.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         compose("broken", config_dir=tmp_path)
@@ -299,13 +299,13 @@ def test_invalid_file_raises_one_line_error(text, expected, tmp_path):
         assert part in message
 
 
-def test_is_composed_raises_error_for_invalid_yaml(tmp_path):
+def test_is_composed_raises_an_error_for_invalid_yaml(tmp_path):
     (tmp_path / "broken.yaml").write_text("architecture: [\n")
     with pytest.raises(ConfigError, match=r"broken\.yaml.*line"):
         is_composed(tmp_path / "broken.yaml")
 
 
-def test_unknown_recipe_suggests_the_nearest_name(tmp_path):
+def test_unknown_recipe_error_suggests_the_nearest_name(tmp_path):
     with pytest.raises(UnknownNameError, match="did you mean 'cityscapes_ddrnet'"):
         compose("cityscapes_ddrnett")
     (tmp_path / "my_own_net.yaml").write_text("architecture: x\n")

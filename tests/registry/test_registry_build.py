@@ -1,6 +1,7 @@
 """Building objects from configuration dicts, and the paths in errors."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -53,15 +54,15 @@ def test_type_is_a_name_or_a_class(kind):
 
 
 @pytest.mark.parametrize("kind", ["sum_of", sum_of])
-def test_type_may_be_a_function(kind):
+def test_type_can_be_a_function(kind):
     assert build_from_cfg({"type": kind, "a": 1, "b": 2}, PARTS) == 3
 
 
-def test_type_may_be_an_unregistered_class():
+def test_type_can_be_an_unregistered_class():
     assert PARTS.build({"type": complex, "real": 1, "imag": 2}) == 1 + 2j
 
 
-def test_default_args_are_overridden_and_may_contain_the_type():
+def test_default_args_are_overridden_and_can_contain_the_type():
     defaults = {"type": "Point", "x": 1, "y": 2}
     assert PARTS.build({"y": 5}, default_args=defaults).values == (1, 5, 1)
     assert PARTS.build({"type": "Open", "y": 5}, default_args=defaults).values == {"a": 0, "x": 1, "y": 5}
@@ -121,6 +122,16 @@ def test_type_must_be_callable():
         ),
         ({"first": {"type": "Point", "xx": 0}}, "first: Point has no parameter 'xx'"),
         ({"steps": [{"type": "Refuses", "error": TypeError("odd")}]}, "steps[0]: Refuses: odd"),
+        (
+            {"first": {"type": "Refuses", "error": RuntimeError("negative dimension")}},
+            "first: Refuses: RuntimeError: negative dimension",
+        ),
+        ({"first": {"type": "Refuses", "error": KeyError("k")}}, "first: Refuses: KeyError: 'k'"),
+        (
+            {"first": {"type": "Refuses", "error": TypeError("A() got an unexpected keyword argument 'b'")}},
+            "first: Refuses: there is no parameter 'b'",
+        ),
+        ({"first": {"type": "Point", 3: 1}}, "first: the names of parameters must be strings, not 3"),
         ({"steps": [{"x": 1}]}, "steps[0]: a part needs a 'type'"),
         (
             {"first": {"type": "Refuses", "error": ConfigError("must be even", "size[1]")}},
@@ -148,8 +159,15 @@ def test_build_error_keeps_its_cause():
     assert caught.value.__cause__ is cause
 
 
-@pytest.mark.parametrize("error", [DataError("no files"), RuntimeError("no device"), KeyError("k")])
-def test_other_errors_of_a_constructor_are_raised_unchanged(error):
+class OutOfMemoryError(RuntimeError):
+    pass
+
+
+@pytest.mark.parametrize(
+    "error",
+    [DataError("no files"), FileNotFoundError("train.csv"), ImportError("cv2"), OutOfMemoryError("8 GiB")],
+)
+def test_other_constructor_errors_are_raised_unchanged(error):
     with pytest.raises(type(error)) as caught:
         PARTS.build({"type": "Chain", "steps": [{"type": "Refuses", "error": error}]})
     assert caught.value is error
@@ -177,7 +195,7 @@ def test_wrong_argument_types_raise_errors_for_classes_of_this_package(registry,
 def test_annotations_of_other_packages_are_not_checked():
     layer = MODELS.build(
         {"type": "Dropout", "p": 0}
-    )  # annotated as float; inexact annotations must not cause errors
+    )  # annotated as float. Inexact annotations must not cause errors.
     assert layer.p == 0
 
     class External:
@@ -216,9 +234,33 @@ def test_custom_build_function_is_used():
         (lambda t: t, ""),
         (lambda t: {"a": [0, t]}, ".a[1]"),
         (lambda t: ({}, {"b": {"c": t}}), "[1].b.c"),
-        (lambda t: {"a": dict(t)}, None),  # equal, but another object
+        (lambda t: {"a": dict(t)}, None),  # an equal but different dict
     ],
 )
 def test_locate_compares_by_identity(tree, path):
     target = {"type": "X"}
     assert locate(target, tree(target)) == path
+
+
+@pytest.mark.parametrize(
+    ("cfg", "path"),
+    [
+        ({"type": "Dropout", "p": math.nan}, "p: must be finite float"),
+        ({"type": "CrossEntropyLoss", "label_smoothing": {"a": 1}}, "label_smoothing: must be finite float"),
+        ({"type": "CrossEntropyLoss", "ignore_index": "255"}, "ignore_index: must be int"),
+    ],
+)
+def test_numbers_of_torch_modules_are_checked(cfg, path):
+    with pytest.raises(BuildError) as caught:
+        MODELS.build(cfg)
+    assert str(caught.value).startswith(path)
+
+
+def test_values_that_torch_modules_accept_are_not_refused():
+    assert (
+        MODELS.build(dict(type="Conv2d", in_channels=3, out_channels=2, kernel_size=(1, 3), bias=0)).bias
+        is None
+    )
+    assert MODELS.build(dict(type="Hardtanh", min_val=0, max_val=math.inf)).max_val == math.inf
+    assert MODELS.build(dict(type="Dropout", p=torch.tensor(0.5))).p == 0.5
+    assert MODELS.build(dict(type="BatchNorm2d", num_features=3, momentum=None)).momentum is None

@@ -24,7 +24,7 @@ class Other:
 
 @pytest.fixture
 def family():
-    """A root registry with two children; both children have a `Head`, and one overrides `Plain`."""
+    """A root registry with two children. Both children have a `Head`, and one overrides `Plain`."""
     root = Registry("part", scope="slipstream")
     library = Registry("part", parent=root, scope="mylib")
     sibling = Registry("part", parent=root, scope="sibling")
@@ -79,13 +79,13 @@ def test_default_scope_has_priority_inside_the_block(family):
     assert root.get("Head") is None
 
 
-def test_the_default_scope_is_restored_after_an_error(family):
+def test_default_scope_is_restored_after_an_error(family):
     with pytest.raises(RuntimeError), default_scope("mylib"):
         raise RuntimeError
     assert family[0].get("Head") is None
 
 
-def test_root_or_unknown_default_scope_changes_nothing(family):
+def test_root_or_unknown_default_scope_has_no_effect(family):
     for scope in ("elsewhere", "slipstream", "mmengine", None):
         with default_scope(scope):
             assert family[1].get("Plain") is Other
@@ -115,7 +115,7 @@ def test_dot_without_a_known_scope_is_part_of_the_name(family):
     assert root.get("v1.Head") is Plain
 
 
-# ---- registering -------------------------------------------------------------------------------------
+# ---- registration ------------------------------------------------------------------------------------
 
 
 def test_decorator_and_call_register_and_return_the_object():
@@ -193,7 +193,7 @@ def test_failed_location_import_raises_at_every_lookup(tmp_path, monkeypatch):
             parts.get("A")
 
 
-def test_missing_optional_namespace_is_ignored_but_broken_one_raises(tmp_path, monkeypatch):
+def test_missing_optional_namespace_is_ignored_but_a_broken_one_raises(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "broken_names_of_test.py").write_text("import there_is_no_such_library\n")
     assert Registry("part", scope="x", namespaces=["there_is_no_such_library.parts"]).get("A") is None
@@ -220,7 +220,7 @@ def test_all_torch_optimizers_are_found():
         assert OPTIMIZERS.get(cls.__name__) is cls
     assert OPTIMIZERS.get("PostLocalSGDOptimizer").__module__.startswith("torch.distributed.optim")
     assert OPTIMIZERS.get("ZeroRedundancyOptimizer").__module__ == "slipstream.optim.zero", (
-        "ours, not torch's"
+        "Slipstream's class, not torch's"
     )
 
 
@@ -236,15 +236,15 @@ def test_private_imports_of_a_namespace_are_not_registered():
     assert PARAM_SCHEDULERS.get("Counter") is None
     assert PARAM_SCHEDULERS.get("Tensor") is None
     assert OPTIMIZERS.get("_RequiredParameter") is None
-    assert OPTIMIZERS.get("lr_scheduler") is None  # a module
+    assert OPTIMIZERS.get("lr_scheduler") is None  # a module, not a class
 
 
-def test_layers_and_losses_of_torch_are_models():
+def test_torch_layers_and_losses_are_models():
     for name in ("Conv2d", "BatchNorm2d", "CrossEntropyLoss", "Identity"):
         assert MODELS.get(name) is getattr(torch.nn, name)
 
 
-def test_metrics_of_torchmetrics_are_found():
+def test_torchmetrics_metrics_are_found():
     torchmetrics = pytest.importorskip("torchmetrics")
     assert METRICS.get("MeanSquaredError") is torchmetrics.MeanSquaredError
     assert METRICS.get("MulticlassAccuracy") is torchmetrics.classification.MulticlassAccuracy
@@ -315,7 +315,7 @@ def test_unknown_optimizer_causes_no_deprecation_warning():
     assert "torch.jit" not in done.stderr
 
 
-def test_repr(family):
+def test_repr_contains_name_scope_and_entries(family):
     assert repr(family[1]) == "Registry(name='part', scope='mylib', entries=['Head', 'Plain'])"
 
 

@@ -64,14 +64,14 @@ def test_training_line_by_iteration(runner):
     assert "epoch" not in tag
 
 
-def test_epoch_is_right_aligned_and_iteration_too(runner):
+def test_epoch_and_iteration_are_right_aligned(runner):
     runner.epoch, runner.max_epochs = 9, 100
     fill(runner.message_hub)
     _, line = LogProcessor().get_log_after_iter(runner, 0, "train")
     assert line.startswith("Epoch(train)  [10][  1/500]  ")
 
 
-def test_without_eta_times_are_shown_like_the_rest(runner):
+def test_times_without_eta_are_formatted_like_other_values(runner):
     runner.message_hub.update_scalars({"train/time": 0.5, "train/loss": 1.0, "val/loss": 9.0, "trainer/x": 1})
     _, line = LogProcessor().get_log_after_iter(runner, 4, "train")
     assert line == "Epoch(train)  [1][  5/500]  time: 0.5000  loss: 1.0000"
@@ -93,7 +93,7 @@ def test_device_memory_is_shown_in_mebibytes(runner, monkeypatch):
     assert tag["memory"] == 1203
 
 
-def test_validation_line_within_the_epoch_shows_losses_only(runner):
+def test_validation_line_within_the_epoch_shows_only_losses(runner):
     runner.epoch = 1
     fill(runner.message_hub, "val")
     tag, line = LogProcessor().get_log_after_iter(runner, 9, "val")
@@ -131,7 +131,7 @@ def test_line_after_test_contains_non_scalars(runner):
     assert set(tag) == {"acc", "confusion"}
 
 
-def test_hierarchy_keeps_the_mode_in_the_tag_only(runner):
+def test_hierarchy_keeps_the_mode_only_in_the_tag(runner):
     fill(runner.message_hub)
     tag, line = LogProcessor(log_with_hierarchy=True).get_log_after_iter(runner, 99, "train")
     assert {"train/loss", "train/lr", "train/time", "epoch", "iter"} <= set(tag)
@@ -140,7 +140,7 @@ def test_hierarchy_keeps_the_mode_in_the_tag_only(runner):
     assert LogProcessor(log_with_hierarchy=True).get_log_after_epoch(runner, 50, "val")[0] == {"val/acc": 0.5}
 
 
-def test_custom_statistics_with_every_kind_of_window_size(runner):
+def test_custom_statistics_accept_every_kind_of_window_size(runner):
     fill(runner.message_hub, steps=200)
     entries = [
         {"data_src": "loss", "method_name": "mean", "window_size": "epoch", "log_name": "loss_epoch"},
@@ -229,7 +229,7 @@ def test_epoch_window_size_requires_by_epoch():
 
 
 def test_invalid_window_size_and_pattern_are_rejected():
-    with pytest.raises(ConfigError, match="window_size: must be at least 1"):
+    with pytest.raises(ConfigError, match="window_size: must be int of at least 1"):
         LogProcessor(window_size=0)
     with pytest.raises(ConfigError, match="mean_pattern: '\\(' is not a valid regular expression"):
         LogProcessor(mean_pattern="(")
@@ -247,5 +247,5 @@ def test_registered_statistic_accepts_its_own_arguments(runner, monkeypatch):
     assert LogProcessor(custom_cfg=[entry]).get_log_after_iter(runner, 0, "train")[0]["twice"] == 37
 
 
-def test_built_from_a_configuration():
+def test_log_processor_is_built_from_a_configuration():
     assert LOG_PROCESSORS.build({"type": "LogProcessor", "window_size": 20}).window_size == 20

@@ -63,12 +63,12 @@ def test_auto_scale_lr_scales_by_batch_size_over_base(tmp_path):
     ]
 
 
-def test_deterministic_runs_switch_torch_to_deterministic_algorithms(tmp_path):
+def test_deterministic_runs_enable_deterministic_algorithms(tmp_path):
     Runner(**training(tmp_path, randomness=dict(seed=1, deterministic=True)))
     assert torch.are_deterministic_algorithms_enabled()  # tests/conftest.py restores it
 
 
-def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
+def test_compiled_model_trains_and_validates_compiled(tmp_path):
     graphs = []
 
     def backend(graph, inputs):
@@ -77,8 +77,8 @@ def test_a_compiled_model_trains_and_validates_compiled(tmp_path):
 
     changes = dict(model=dict(type=Net, norm=True), **validation())
     compiled = run(tmp_path / "a", **changes, cfg=dict(compile=dict(backend=backend)))
-    assert True in graphs  # training
-    assert False in graphs  # validation
+    assert True in graphs  # calls in training
+    assert False in graphs  # calls in validation
     plain = run(tmp_path / "b", **changes)
     assert weights(compiled).keys() == weights(plain).keys()
     for name, value in weights(plain).items():

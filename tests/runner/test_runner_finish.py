@@ -1,4 +1,4 @@
-"""Colour transforms and normalisation on the device and on the host give the same training results."""
+"""Color transforms and normalization on the device and on the host have the same training results."""
 
 import numpy as np
 import pytest
@@ -75,7 +75,7 @@ def finished(tmp_path_factory):
     return weights(train(tmp_path_factory.mktemp("finished"), Finished(Squares(TRANSFORMS))))
 
 
-def test_device_transforms_equal_host_transforms(tmp_path, finished):
+def test_device_transforms_match_host_transforms(tmp_path, finished):
     runner = train(tmp_path, Squares(TRANSFORMS), custom_hooks=[dict(type="SegVisualizationHook")])
     torch.testing.assert_close(weights(runner), finished)
     with Image.open(tmp_path / "predictions.png") as picture:
@@ -97,7 +97,7 @@ def test_compiled_run_supports_device_transforms(tmp_path, finished, compile):
     torch.testing.assert_close(weights(runner), finished, rtol=1e-4, atol=1e-5)
 
 
-def test_normalising_twice_is_rejected(tmp_path):
+def test_normalizing_twice_is_rejected(tmp_path):
     twice = dict(type="ImgDataPreprocessor", mean=[1, 2, 3], std=[1, 1, 1])
     with pytest.raises(
         ConfigError, match=r"data_preprocessor: the dataset's transforms already normalize the images"
@@ -105,7 +105,7 @@ def test_normalising_twice_is_rejected(tmp_path):
         train(tmp_path, Squares(TRANSFORMS), model=Segmentor(Net(), data_preprocessor=twice))
 
 
-def test_preprocessor_may_normalise_after_colour_transforms(tmp_path, finished):
+def test_preprocessor_can_normalize_after_color_transforms(tmp_path, finished):
     mean, std = [127.5, 102.0, 76.5], [51.0, 76.5, 102.0]
     pre = dict(type="ImgDataPreprocessor", mean=mean, std=std)
     model = Segmentor(Net(), nn.CrossEntropyLoss(ignore_index=2), pre)

@@ -36,7 +36,7 @@ def small(count=8, **options):
     return loader(TensorDataset(inputs, torch.arange(count) % 3), batch_size=8, **options)
 
 
-def test_stages_of_training_with_validation(tmp_path):
+def test_training_with_validation_runs_the_documented_stages(tmp_path):
     recorder = Recorder()
     run(
         tmp_path,
@@ -53,7 +53,7 @@ def test_stages_of_training_with_validation(tmp_path):
     ]  # fmt: skip
 
 
-def test_stages_of_a_test_and_of_loading(tmp_path):
+def test_test_and_loading_run_the_documented_stages(tmp_path):
     run(tmp_path)
     recorder = Recorder()
     runner = Runner(
@@ -109,7 +109,7 @@ def test_hooks_run_by_priority_then_by_registration(tmp_path):
     kinds = [type(hook).__name__ for hook in runner.hooks]
     assert kinds == [
         "Named", "RuntimeInfoHook", "Named", "IterTimerHook", "ClassCountHook", "DistSamplerSeedHook", "Named", "Named",
-        "Named", "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named",
+        "Named", "LoggerHook", "ParamSchedulerHook", "Named", "CheckpointHook", "Named", "PreemptionHook",
     ]  # fmt: skip
 
 
@@ -119,6 +119,7 @@ def test_default_hooks_can_be_removed_and_replaced(tmp_path):
     kinds = [type(hook).__name__ for hook in runner.hooks]
     assert kinds == [
         "RuntimeInfoHook", "ClassCountHook", "DistSamplerSeedHook", "LoggerHook", "ParamSchedulerHook",
+        "PreemptionHook",
     ]  # fmt: skip
     assert runner.hooks[3].interval == 3
     assert list(tmp_path.glob("*.pth")) == []
@@ -167,7 +168,7 @@ def test_custom_stages_are_called_with_their_arguments(tmp_path):
         (dict(max_epochs=6, val_interval=4, dynamic_intervals=[(5, 1)]), [4, 5, 6]),
     ],
 )
-def test_validation_schedule_of_epoch_based_training(tmp_path, cfg, validated):
+def test_epoch_based_training_follows_the_validation_schedule(tmp_path, cfg, validated):
     at = []
 
     class Watch(Hook):
@@ -192,7 +193,7 @@ def test_validation_schedule_of_epoch_based_training(tmp_path, cfg, validated):
         (dict(val_interval=5, dynamic_intervals=[(6, 2), (9, 1)]), [5, 6, 8, 9, 10]),
     ],
 )
-def test_validation_schedule_of_iteration_based_training(tmp_path, cfg, validated):
+def test_iteration_based_training_follows_the_validation_schedule(tmp_path, cfg, validated):
     at = []
 
     class Watch(Hook):
@@ -210,7 +211,7 @@ def test_validation_schedule_of_iteration_based_training(tmp_path, cfg, validate
     assert at == validated
 
 
-def test_output_files_of_a_run(tmp_path):
+def test_run_writes_the_documented_files(tmp_path):
     cfg = Config(
         training(
             tmp_path,
@@ -236,7 +237,7 @@ def test_output_files_of_a_run(tmp_path):
     stamp = runner.timestamp
     files = {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()}
     assert files == {
-        "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
+        ".lock", "epoch_1.pth", "epoch_2.pth", "last_checkpoint", f"{stamp}.py", f"{stamp}/{stamp}.log",
         f"{stamp}/vis_data/config.py", f"{stamp}/vis_data/scalars.json", f"{stamp}/vis_data/{stamp}.json",
     }  # fmt: skip
     assert (tmp_path / "last_checkpoint").read_text() == str(tmp_path / "epoch_2.pth")
@@ -264,7 +265,7 @@ def test_two_runs_started_in_one_second_have_separate_folders(tmp_path):
     assert one.experiment_name != two.experiment_name
 
 
-def test_experiment_name(tmp_path):
+def test_experiment_name_is_followed_by_a_timestamp(tmp_path):
     runner = Runner(**training(tmp_path, experiment_name="mine"))
     assert runner.experiment_name == f"mine_{runner.timestamp}"
 

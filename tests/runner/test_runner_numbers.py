@@ -1,4 +1,4 @@
-"""A Runner equals a plain training loop and does not synchronize with the device between log intervals."""
+"""A Runner matches a plain training loop and does not synchronize with the device between log intervals."""
 
 import copy
 import gc
@@ -52,7 +52,7 @@ def fresh(**options):
 
 @pytest.mark.parametrize("wrapper", ["OptimWrapper", "AmpOptimWrapper"])
 @pytest.mark.parametrize(("counts", "max_norm"), [(1, None), (1, 0.3), (2, 0.3), (4, 0.3)])
-def test_runner_equals_a_plain_loop_bitwise(tmp_path, counts, max_norm, wrapper):
+def test_runner_matches_a_plain_loop_bitwise(tmp_path, counts, max_norm, wrapper):
     model, twin = fresh(norm=True), fresh(norm=True)
     dtype = torch.bfloat16 if wrapper == "AmpOptimWrapper" else None
     expected = by_hand(twin, torch.optim.SGD(twin.parameters(), 0.1, 0.9), counts, max_norm, dtype)
@@ -100,7 +100,7 @@ def lrs(runner):
     return {line["iter"]: line["lr"] for line in scalars(runner) if "lr" in line}
 
 
-def test_learning_rates_of_a_warm_up_by_iteration_and_a_decay_by_epoch(tmp_path):
+def test_warm_up_by_iteration_and_decay_by_epoch_set_the_learning_rates(tmp_path):
     runner = run(
         tmp_path,
         train_cfg=dict(by_epoch=True, max_epochs=4),
@@ -127,7 +127,7 @@ def test_schedulers_end_with_training_by_default(tmp_path):
     assert lrs(runner) == pytest.approx(expected)
 
 
-def test_paramwise_options_reach_the_optimizer(tmp_path):
+def test_paramwise_options_are_passed_to_the_optimizer(tmp_path):
     runner = run(
         tmp_path,
         model=fresh(norm=True),
@@ -150,7 +150,7 @@ def test_paramwise_options_reach_the_optimizer(tmp_path):
 
 
 class Gan(BaseModel):
-    """Two networks trained in turn, as in MMEngine's GAN tutorial."""
+    """Two networks trained alternately, as in MMEngine's GAN tutorial."""
 
     def __init__(self):
         super().__init__()
@@ -261,13 +261,13 @@ def test_steps_between_log_intervals_do_not_synchronize(tmp_path, loop):
         default_hooks=dict(logger=dict(type="LoggerHook", interval=1000), checkpoint=None),
     )
     counts = {event.key: event.count for event in profile.profiler.key_averages()}
-    assert counts["aten::addmm"] >= 200  # the profiler recorded the steps
+    assert counts["aten::addmm"] >= 200  # check that the profiler recorded the steps
     waits = ("aten::item", "aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal")
     assert {name: counts[name] for name in waits if name in counts} == {}
 
 
 class Constant(BaseModel):
-    """A model whose steps are almost free."""
+    """A model whose steps cost almost nothing."""
 
     def __init__(self):
         super().__init__()
@@ -275,14 +275,14 @@ class Constant(BaseModel):
         self.register_buffer("value", torch.tensor(1.5))
 
     def forward(self, *inputs, mode):
-        raise AssertionError("train_step does all")
+        raise AssertionError("train_step does not call forward")
 
     def train_step(self, data, optim_wrapper):
         return {"loss": self.value}
 
 
 class Watermark(Hook):
-    """A hook that counts the live objects of the run at some steps."""
+    """A hook that counts the run's live objects at some steps."""
 
     def __init__(self, steps):
         self.steps, self.seen = steps, []

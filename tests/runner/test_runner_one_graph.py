@@ -1,4 +1,4 @@
-"""A Runner with `compile` scope 'step' equals an eager Runner in training, validation and resuming."""
+"""A Runner with `compile` scope 'step' matches an eager Runner in training, validation and resuming."""
 
 import warnings
 
@@ -44,7 +44,7 @@ def close(one, other, rtol=1e-4, atol=1e-6):
 
 
 def both(tmp_path, **changes):
-    """Run with and without the graph; `custom_hooks` is called for each run."""
+    """Run with and without the graph. `custom_hooks` is called for each run."""
     hooks = changes.pop("custom_hooks", list)
     speed, found = changes.pop("speed", {}), []
     for name, how in (("graph", GRAPH), ("eager", None)):
@@ -56,7 +56,7 @@ def both(tmp_path, **changes):
     return found
 
 
-def test_graph_step_equals_the_eager_step(tmp_path):
+def test_graph_step_matches_the_eager_step(tmp_path):
     runner = run(tmp_path, speed=dict(compile=GRAPH))
     model = nn.Linear(2, 1)
     own = accelerate(model, torch.optim.SGD(model.parameters(), lr=0.1), F.mse_loss, dict(compile=GRAPH))
@@ -79,7 +79,7 @@ def everything(**changes):
     )
 
 
-def test_every_option_equals_eager_mode(tmp_path):
+def test_every_option_matches_eager_mode(tmp_path):
     graph, eager = both(tmp_path, custom_hooks=lambda: [dict(type="EMAHook", momentum=0.2)], **everything())
     close(graph, eager)
     for mine, theirs in zip(scalars(graph), scalars(eager), strict=True):
@@ -134,7 +134,7 @@ def test_run_resumed_in_mid_accumulation_is_bitwise_identical(tmp_path, backend)
 
 
 @pytest.mark.parametrize(("before", "after"), [(None, GRAPH), (GRAPH, None)])
-def test_run_can_resume_with_another_compile_setting(tmp_path, before, after):
+def test_run_can_resume_with_a_different_compile_setting(tmp_path, before, after):
     whole = stopping(tmp_path / "whole", None)
     first = stopping(tmp_path / "first", before)
     rest = stopping(tmp_path / "rest", after, str(tmp_path / "first/iter_7.pth"))
@@ -239,7 +239,7 @@ class Squares(Net):
 
 
 def spoiled(*bad):
-    """Return data whose rows `bad` overflow when squared; row r belongs to batch r // 8."""
+    """Return data whose rows `bad` overflow when squared. Row r belongs to batch r // 8."""
     x, y = samples()
     x[list(bad)] = 1e30
     return TensorDataset(x, y)
@@ -314,7 +314,7 @@ class Tied(BaseModel):
         return {"loss_main": losses, "loss_aux": losses[1] * 0.1, "spread": scores.std()}
 
 
-def test_tied_shared_and_unused_layers_equal_eager_mode(tmp_path):
+def test_tied_shared_and_unused_layers_match_eager_mode(tmp_path):
     options = dict(default_hooks=dict(logger=dict(type="LoggerHook", interval=1)))
     graph, eager = both(tmp_path, model=dict(type=Tied), optim_wrapper=dict(optimizer=SGD), **options)
     close(graph, eager)
@@ -332,7 +332,7 @@ class Own(Net):
         return {"loss": loss.detach()}
 
 
-def test_model_with_own_train_step_rejects_step_scope(tmp_path):
+def test_model_with_an_overridden_train_step_rejects_step_scope(tmp_path):
     with pytest.raises(ConfigError, match=r"compile.scope: 'step' does not support Own, .*use scope='model'"):
         run(tmp_path, model=dict(type=Own), speed=dict(compile=GRAPH))
     own = run(tmp_path / "own", model=dict(type=Own), speed=dict(compile=dict(backend="eager")))

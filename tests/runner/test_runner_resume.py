@@ -55,8 +55,8 @@ class Stop(Hook):
             raise StoppedError
 
 
-class Dice(Hook):
-    """A hook that draws random numbers during validation, as test-time dropout would."""
+class DrawsInValidation(Hook):
+    """A hook that draws random numbers during validation, like test-time dropout."""
 
     def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
         torch.rand(3)
@@ -78,7 +78,7 @@ def full(work_dir, loop="epochs", by_epoch=False, stop=None, losses=None, worker
                 type="CheckpointHook", interval=1, by_epoch=by_epoch, save_best="acc", max_keep_ckpts=2
             ),
         ),
-        custom_hooks=[dict(type="EMAHook", momentum=0.1), Dice(), losses or Losses()],
+        custom_hooks=[dict(type="EMAHook", momentum=0.1), DrawsInValidation(), losses or Losses()],
         **validation(Scripted([0.5, 0.5, 0.4, 0.3])),
     )
     default["custom_hooks"] += [stop] if stop else []
@@ -128,7 +128,7 @@ def test_run_resumed_after_any_step_is_bitwise_identical(whole, tmp_path, loop, 
     before, after = Losses(), Losses()
     with pytest.raises(StoppedError):
         full(tmp_path, loop, stop=Stop(iteration), losses=before).train()
-    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation of the last step is pending
+    values = [0.5, 0.5, 0.4][(iteration - 1) // 5 :]  # the validation after the last step has not run
     resumed = full(tmp_path, loop, losses=after, resume=True, **validation(Scripted(values)))
     resumed.train()
     assert min(after.by_iter, default=16) == iteration + 1
@@ -197,7 +197,7 @@ def test_gradients_of_an_unfinished_accumulation_window_are_restored(tmp_path, i
 
 @pytest.mark.parametrize("batch_size", [2, 4, 16])
 @pytest.mark.parametrize("loop", LOOPS)
-def test_resume_with_another_batch_size_keeps_the_number_of_samples(tmp_path, loop, batch_size):
+def test_resume_with_a_different_batch_size_keeps_the_number_of_samples(tmp_path, loop, batch_size):
     seen = []
 
     class Watch(Hook):
@@ -222,7 +222,9 @@ def test_resume_with_another_batch_size_keeps_the_number_of_samples(tmp_path, lo
     assert len(before) == 48
     passes = [stream[start : start + 40] for start in range(0, 80, 40)]  # each pass contains each sample once
     assert len({tuple(row.tolist()) for row in passes[0]}) == 40
-    if 8 % batch_size == 0:  # else the batch size does not divide the samples used from the second pass
+    if (
+        8 % batch_size == 0
+    ):  # otherwise, the new batch size does not divide the samples used in the second pass
         assert len({tuple(row.tolist()) for row in passes[1]}) == 40
     steps = 3 * -(-40 // batch_size) if loop == "epochs" else 120 // batch_size
     assert resumed.iter == steps == resumed.max_iters
@@ -230,6 +232,49 @@ def test_resume_with_another_batch_size_keeps_the_number_of_samples(tmp_path, lo
 
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path):
     assert_same(weights(run(tmp_path / "a", resume=True)), weights(run(tmp_path / "b")))
+
+
+def damage(path):
+    """Flip one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("problem", ["damaged", "truncated", "deleted", "pointer deleted"])
+def test_resume_uses_the_newest_intact_checkpoint(tmp_path, problem):
+    three = dict(train_cfg=dict(by_epoch=True, max_epochs=3))
+    whole = run(tmp_path / "whole", **three)
+    folder = tmp_path / "parts"
+    run(folder)  # two epochs
+    newest = folder / "epoch_2.pth"
+    if problem == "damaged":
+        damage(newest)
+    elif problem == "truncated":
+        newest.write_bytes(newest.read_bytes()[:2000])
+    elif problem == "deleted":
+        newest.unlink()
+    else:
+        (folder / "last_checkpoint").unlink()
+    before = {path.name for path in folder.glob("*.pth")}
+    resumed = run(folder, **three, resume=True)
+    log = next(path for path in sorted(folder.rglob("*.log"), reverse=True)).read_text()
+    epoch, iteration = (2, 10) if problem == "pointer deleted" else (1, 5)
+    named = "last_checkpoint" if "deleted" in problem else str(newest)
+    assert named in log
+    assert (
+        f"Resuming from {folder}/epoch_{epoch}.pth; all steps after iteration {iteration} are repeated" in log
+    )
+    assert_same(weights(whole), weights(resumed))
+    assert before <= {path.name for path in folder.glob("*.pth")}
+
+
+def test_resume_is_an_error_if_all_checkpoints_are_damaged(tmp_path):
+    run(tmp_path)
+    for path in tmp_path.glob("*.pth"):
+        damage(path)
+    with pytest.raises(CheckpointError, match=r"epoch_2\.pth is damaged"):
+        run(tmp_path, resume=True)
 
 
 def test_resuming_a_finished_run_does_nothing(tmp_path):
@@ -312,7 +357,7 @@ def test_checkpoint_without_training_state_error_names_the_key(tmp_path, key):
         run(tmp_path, **schedule, resume=True)
 
 
-def test_different_number_of_schedulers_is_an_error(tmp_path):
+def test_different_number_of_schedulers_raises_an_error(tmp_path):
     run(tmp_path, param_scheduler=dict(type="StepLR", step_size=1))
     with pytest.raises(CheckpointError, match="1 parameter schedulers, but the configuration has 2"):
         run(tmp_path, param_scheduler=[dict(type="StepLR", step_size=s) for s in (1, 2)], resume=True)
@@ -322,3 +367,20 @@ def test_resuming_averaged_weights_without_ema_hook_warns(tmp_path, capsys):
     run(tmp_path, custom_hooks=[dict(type="EMAHook")])
     run(tmp_path, resume=True, train_cfg=dict(by_epoch=True, max_epochs=3), log_level="WARNING")
     assert "contains averaged weights" in capsys.readouterr().out
+
+
+def test_search_for_a_checkpoint_ignores_dangling_links_and_finds_the_out_dir(tmp_path):
+    work_dir, out_dir = tmp_path / "run", tmp_path / "out"
+    hooks = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, out_dir=str(out_dir))))
+    run(work_dir, **hooks)
+    (work_dir / "best.pth").symlink_to(work_dir / "gone.pth")
+    latest = out_dir / "run" / "epoch_2.pth"
+    latest.write_bytes(latest.read_bytes()[:-500])
+    assert Runner(**training(work_dir, resume=True, **hooks))._resume_from == out_dir / "run" / "epoch_1.pth"
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"x" * 5000], ids=["binary", "long"])
+def test_damaged_last_checkpoint_is_skipped(tmp_path, content):
+    run(tmp_path)
+    (tmp_path / "last_checkpoint").write_bytes(content)
+    assert Runner(**training(tmp_path, resume=True))._resume_from == tmp_path / "epoch_2.pth"

@@ -140,7 +140,7 @@ def test_existing_wrapper_that_matches_the_plan_is_accepted():
     assert plan_optim(wrapper, plan, torch.device("cpu")) is wrapper
 
 
-def test_fused_is_rejected_for_optimizers_without_fused_kernel(tmp_path):
+def test_fused_is_rejected_for_optimizers_without_a_fused_kernel(tmp_path):
     adadelta = dict(optimizer=dict(type="Adadelta", lr=0.1))
     with pytest.raises(ConfigError, match=r"^speed.fused: Adadelta has no fused kernel"):
         run(tmp_path, optim_wrapper=adadelta, speed=dict(fused=True))
@@ -186,7 +186,8 @@ def test_unknown_module_name_error_contains_the_config_path(tmp_path):
 
 @pytest.mark.parametrize("option", ["sync_bn", "channels_last", "activation_checkpointing"])
 def test_wrapped_model_rejects_options_for_its_layers(option):
-    wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)  # DDP itself needs a process group
+    # The constructor requires a process group.
+    wrapped = MMDistributedDataParallel.__new__(MMDistributedDataParallel)
     nn.Module.__init__(wrapped)
     device = torch.device("cpu")
     with pytest.raises(ConfigError, match=rf"^speed.{option}: the model is already wrapped in MMDistributed"):
@@ -266,7 +267,7 @@ def test_cudnn_benchmark_is_enabled_only_during_the_run(tmp_path, words, on):
 # ---- SuperGradients' training_params in a Runner's configuration -------------------------------------------------
 
 
-def test_training_params_may_contain_speed_options(tmp_path):
+def test_training_params_can_contain_speed_options(tmp_path):
     cfg = Config(dict(training_params=dict(ema=True, batch_accumulate=2, speed=dict(gc=3))))
     runner = Runner(**training(tmp_path), cfg=cfg)
     assert (runner.speed.accumulate, runner.speed.gc) == (2, 3)

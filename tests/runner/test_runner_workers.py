@@ -6,7 +6,7 @@ from slipstream.runner import Runner
 from tiny_runs import loader, training, validation
 
 
-def test_worker_processes_end_with_the_run_and_restart_in_the_next(tmp_path):
+def test_worker_processes_end_with_the_run_and_restart_in_the_next_one(tmp_path):
     workers = dict(num_workers=1, persistent_workers=True)
     runner = Runner(
         **training(

@@ -1,4 +1,4 @@
-"""Networks and backends for tests of compilation."""
+"""Networks and backends for compilation tests."""
 
 import torch
 from torch import nn
@@ -36,7 +36,7 @@ def batches(count=6):
 
 
 def run(model, data, amp=False):
-    """Alternate training and validation, as a Runner does; return losses and scores."""
+    """Alternate training and validation like a Runner. Return losses and scores."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optim = AmpOptimWrapper(optimizer=optimizer) if amp else OptimWrapper(optimizer)
     losses, scores = [], []

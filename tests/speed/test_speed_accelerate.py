@@ -1,4 +1,4 @@
-"""`accelerate` matches a plain training loop, with every option."""
+"""`accelerate` matches a plain training loop with every option."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 import slipstream
-from slipstream.errors import ConfigError, DataError, LossError
+from slipstream.errors import CheckpointError, ConfigError, DataError, LossError
 from slipstream.speed.accelerate import TrainStep, accelerate
 from slipstream.step import EagerStep
 from slipstream.step.graph import GraphStep
@@ -42,7 +42,7 @@ def sgd(model, lr=0.1):
 
 
 def by_hand(data=None, window=1, max_norm=None, each=lambda model, number: None, schedule=None):
-    """Train with `accelerate`; `each` is called after every optimizer step."""
+    """Train with a plain loop that calls `each(model, number)` after optimizer step `number`, counted from 1."""
     model, losses = net(), []
     optimizer = sgd(model)
     scheduler = schedule and schedule(optimizer)
@@ -157,7 +157,7 @@ def test_losses_in_a_dict_are_summed_and_other_entries_are_logged(how):
 
 
 @pytest.mark.parametrize("how", [None, GRAPH])
-def test_a_batch_may_have_several_inputs(how):
+def test_batch_can_have_several_inputs(how):
     class Sum(nn.Module):
         def __init__(self):
             super().__init__()
@@ -191,7 +191,7 @@ def test_invalid_batch_raises_and_the_next_batch_is_trained(batch, how):
 
 
 def by_formula(how, window=1, begin=0):
-    """Return the averaged weights of a plain loop with SuperGradients' formulas; the first update copies."""
+    """Return the averaged weights of a plain loop. The first update copies the weights."""
     average, updates = {}, [0]
     decays = {
         "constant": lambda step: how["decay"],
@@ -278,6 +278,36 @@ def test_state_dict_resumes_training_with_and_without_compile(before, after, sto
     assert_same(resumed.average, reference.average, **exact)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer", None),
+        ("optimizer", {"state": {}, "param_groups": []}),
+        ("steps", -1),
+        ("steps", "4"),
+        ("average", {"steps": torch.tensor(2)}),
+        ("average", [1]),
+        ("gradients", [torch.zeros(1)]),
+        ("gradients", {"a": 1}),
+    ],
+)
+def test_invalid_state_is_named_and_nothing_changes(key, value):
+    options = dict(accumulate=3, ema=dict(type="threshold", decay=0.9))
+    _, _, step = train(batches()[:4], **options)
+    saved = step.state_dict()
+    other = net()
+    resumed = accelerate(other, sgd(other), F.cross_entropy, options)
+    with pytest.raises(CheckpointError, match=f"'{key}"):
+        resumed.load_state_dict({**saved, key: value})
+    with pytest.raises(CheckpointError, match="'optimizer' is missing"):
+        resumed.load_state_dict({"steps": 1})
+    assert resumed.steps == 0
+    assert resumed.average.steps == 0
+    assert not resumed.optim.state_dict()["state"]
+    resumed.load_state_dict(saved)
+    assert resumed.steps == 4
+
+
 def test_last_accumulation_window_is_smaller_with_total_steps():
     model, _, step = train(batches(5), accumulate=4, total_steps=5, compile=GRAPH)
     assert step.steps == 5
@@ -333,7 +363,7 @@ def test_step_that_cannot_be_one_graph_warns_once(caplog):
     assert_same(model, by_hand()[0], rtol=0, atol=0)
 
 
-def test_optimizer_with_a_different_first_step_steps_outside_of_the_graph():
+def test_optimizer_with_a_different_first_step_steps_outside_the_graph():
     hand, model = net(), net()
     makes = [SGD(m.parameters(), lr=0.1, momentum=0.9, dampening=0.5) for m in (hand, model)]
     step = accelerate(model, makes[1], F.cross_entropy, dict(compile=GRAPH))
@@ -376,7 +406,7 @@ def test_close_logs_the_compile_report(caplog):
     step = accelerate(model, SGD(model.parameters(), lr=0.1), F.cross_entropy, speed=dict(compile=GRAPH))
     for _ in range(2):  # the first batch is trained eagerly
         step((torch.randn(4, 4), torch.tensor([0, 1, 2, 0])))
-    gc.collect()  # closes the steps of other tests
+    gc.collect()  # close steps that other tests left open
     with caplog.at_level("INFO", logger="slipstream"):
         step.close()
         step.close()

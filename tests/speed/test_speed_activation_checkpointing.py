@@ -1,4 +1,4 @@
-"""Activation checkpointing does not change results, and stores fewer activations."""
+"""Activation checkpointing stores fewer activations and does not change results."""
 
 import copy
 import io
@@ -31,7 +31,7 @@ def fresh_compiler():
 
 
 class Bottleneck(nn.Module):
-    """A block that takes a keyword and returns a tuple; it counts the calls of its inner module."""
+    """A block with a keyword argument that returns a tuple and counts its eager forward calls."""
 
     def __init__(self, dropout, momentum):
         super().__init__()
@@ -74,7 +74,7 @@ def batches(count=20):
 
 
 def train(model, compiled=False, dtype=None, steps=20, accumulate=1):
-    """Train with SGD, as one graph if `compiled`; return losses and state."""
+    """Train with SGD, as one graph if `compiled`. Return losses and state."""
     params = list(model.parameters())
 
     def step(window):
@@ -117,13 +117,13 @@ def assert_same(left, right, rtol=0.0):
 def test_20_steps_match_training_without_checkpointing(dtype, momentum):
     model = checkpointed(Net(momentum=momentum))
     assert_same(train(model, dtype=dtype), train(Net(momentum=momentum), dtype=dtype))
-    assert model.blocks[0].calls == 40  # 20 forwards and 20 recomputations
+    assert model.blocks[0].calls == 40  # 20 forward passes and 20 recomputations
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_one_graph_with_checkpointing_matches_eager(dtype):
-    """The block has dropout and an in-place ReLU; aot_eager draws the same random numbers as eager."""
-    # The graph rounds bfloat16 at other points than eager, with and without recomputation.
+    """The block has dropout and an in-place ReLU. aot_eager draws the same random numbers as eager."""
+    # The graph rounds bfloat16 at other points than eager execution, with and without recomputation.
     expected = train(Net(), dtype is not None, dtype, 6)
     torch._dynamo.reset()
     assert_same(train(checkpointed(Net()), True, dtype, 6), expected, 1e-6)
@@ -139,8 +139,8 @@ def test_compiled_model_with_checkpointing_matches_eager():
     assert_same(train(model, steps=4), train(Net(), steps=4), 1e-6)
 
 
-def test_recomputation_uses_the_buffers_of_the_forward():
-    """Another power iteration of spectral_norm would change the weight."""
+def test_recomputation_uses_the_buffers_of_the_forward_pass():
+    """A second power iteration in spectral_norm would change the weight."""
 
     def net():
         torch.manual_seed(0)
@@ -250,7 +250,7 @@ def test_compiler_warning_about_context_fn_is_filtered(caplog):
 
 
 def kept_bytes(model):
-    """Return the number of bytes that eager autograd stores for backward, each storage once."""
+    """Return the number of bytes that eager autograd stores for backward. Each storage counts once."""
     sizes = {}
 
     def note(tensor):
@@ -266,15 +266,15 @@ def kept_bytes(model):
     return sum(size for address, size in sizes.items() if address not in weights)
 
 
-def test_only_the_inputs_of_a_block_are_stored():
-    activation = 3 * 4 * 6 * 6 * 4  # bytes of the tensor between blocks
+def test_only_block_inputs_are_stored():
+    activation = 3 * 4 * 6 * 6 * 4  # bytes of one tensor between blocks
     kept, recomputed = kept_bytes(Net()), kept_bytes(checkpointed(Net()))
     assert kept > 10 * activation
     assert recomputed < 4 * activation
 
 
 def crossing_bytes(model):
-    """Return the number of bytes that the graph of a step stores between forward and backward."""
+    """Return the number of bytes that a step's graph stores between forward and backward."""
     graphs = []
 
     def capture(graph, inputs):
@@ -299,14 +299,14 @@ def crossing_bytes(model):
 
 
 @pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
-def test_graph_of_a_step_recomputes():
+def test_step_graph_recomputes_activations():
     activation = 3 * 4 * 6 * 6 * 4
     kept, recomputed = crossing_bytes(Net(0.0)), crossing_bytes(checkpointed(Net(0.0)))
     assert kept > 8 * activation
     assert recomputed < 5 * activation
 
 
-def test_offload_copies_only_the_inputs_of_blocks(monkeypatch):
+def test_offload_copies_only_block_inputs(monkeypatch):
     sent, fetched = [], []
     monkeypatch.setattr(option, "_to_host", lambda tensor: sent.append(tensor.shape) or tensor.clone())
     monkeypatch.setattr(option, "_from_host", lambda tensor: fetched.append(tensor.shape) or tensor)
@@ -316,7 +316,7 @@ def test_offload_copies_only_the_inputs_of_blocks(monkeypatch):
     assert [shape for shape in sent if shape != (0,)] == [
         (3, 4, 6, 6),
         (),
-    ] * 4  # x, scale; two blocks, two steps
+    ] * 4  # x and scale of two blocks in two steps
 
 
 def test_offload_does_not_copy_host_tensors():

@@ -1,4 +1,4 @@
-"""Adaptive clipping matches a plain loop over all units."""
+"""Adaptive clipping matches a plain loop that clips each unit separately."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def clipped(params, grads, excluded=()):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_matches_a_plain_training_loop(how, together):
+def test_adaptive_clip_matches_a_plain_loop(how, together):
     expected = by_hand(change=clipped, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, adaptive_clip=dict(clip_factor=FACTOR, eps=EPS)), expected)
@@ -45,13 +45,13 @@ def test_excluded_modules_are_not_clipped(how, exclude):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_runner_matches_a_plain_training_loop(how, tmp_path):
+def test_adaptive_clip_in_a_runner_matches_a_plain_loop(how, tmp_path):
     found, runner = run(tmp_path, how, together=True, adaptive_clip=dict(clip_factor=FACTOR))
     assert_equal(found, by_hand(change=clipped, together=True))
     assert type(runner.optim_wrapper.parts[0]) is ClipUnits
 
 
-def test_nonfinite_and_zero_gradients_do_not_change():
+def test_nonfinite_and_zero_gradients_are_not_clipped():
     params = [nn.Parameter(torch.ones(3, 2))]
     grads = [torch.tensor([[torch.inf, 1.0], [torch.nan, 1.0], [0.0, 0.0]])]
     ClipUnits(0.01, 1e-3).before_update(params, grads)
@@ -76,7 +76,7 @@ def test_invalid_value_raises_with_its_config_path(value, kind, message):
 
 
 @pytest.mark.parametrize("train", [trained, lambda how, **options: run("unused", how, **options)])
-def test_unknown_module_name_raises_with_a_suggestion(train, tmp_path, monkeypatch):
+def test_error_for_unknown_module_name_suggests_the_nearest_name(train, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     message = "speed.adaptive_clip.exclude: no module name or class in the model matches 'haed'.*'head'"
     with pytest.raises(ConfigError, match=message):

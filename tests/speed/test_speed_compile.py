@@ -1,4 +1,4 @@
-"""A compiled model matches the eager one, and a model that cannot be compiled runs eagerly."""
+"""A compiled model matches the eager model, and a model that cannot be compiled runs eagerly."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ from slipstream.speed.compile_report import CompileReport
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # torch counts recompiles over all tests
+    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates over tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -39,7 +39,7 @@ def test_compiled_training_and_validation_match_eager(backend, broken_graph, amp
     assert warnings == []
     if backend == "callable":
         parts = 2 if broken_graph else 1
-        assert counting.graphs == 2 * parts  # for training and validation
+        assert counting.graphs == 2 * parts  # one for training, one for validation
         assert counting.calls == (6 + 3) * parts
 
 
@@ -69,7 +69,7 @@ def test_compiled_model_can_be_copied_and_pickled():
     for other in copies:
         torch.testing.assert_close(other(x, y), expected)
         with torch.no_grad():
-            other.last.bias.add_(1)  # a copy computes with its own weights
+            other.last.bias.add_(1)  # the copy uses its own weights
         torch.testing.assert_close(other(x, y), expected + 1)
     torch.testing.assert_close(model(x, y), expected)
 
@@ -105,7 +105,7 @@ BACKWARD = aot_autograd(fw_compiler=lambda graph, inputs: graph, bw_compiler=rai
     ("how", "broken_graph", "reason"),
     [
         (CompileOptions(raises), False, "no such instruction"),
-        (CompileOptions(Backend(fail_at=2)), True, "no such instruction"),  # after BatchNorm has run
+        (CompileOptions(Backend(fail_at=2)), True, "no such instruction"),  # fails after BatchNorm has run
         (CompileOptions(BACKWARD), False, "no such instruction"),
         (CompileOptions(BACKWARD), True, "no such instruction"),
         (CompileOptions("eager", fullgraph=True), True, "graph_break"),
@@ -123,7 +123,7 @@ def test_failed_compilation_falls_back_to_eager_with_one_warning(how, broken_gra
     assert len(warnings) == 1
     assert warnings[0].startswith("Net cannot be compiled (")
     assert reason in warnings[0]
-    assert "it runs eagerly" in warnings[0]
+    assert "and runs eagerly" in warnings[0]
 
 
 def test_failure_in_validation_does_not_affect_training():
@@ -179,7 +179,7 @@ class Pixels(BaseModel):
 
 
 def train_on_ragged_batches(model, last, sizes):
-    """Train three epochs with batches of 4, 4, 4 and `last` images, each followed by a validation on `sizes`."""
+    """Train three epochs with batches of 4, 4, 4 and `last` images. After each epoch, validate on `sizes`."""
     generator = torch.Generator().manual_seed(1)
 
     def batch(*size):
@@ -197,8 +197,8 @@ def train_on_ragged_batches(model, last, sizes):
 
 
 SIZES = {
-    "of several images": [(4, 8, 8), (4, 12, 8), (4, 16, 20), (2, 20, 24)],
-    "of one image": [(1, 8, 8), (1, 12, 8), (1, 16, 20), (1, 20, 24)],
+    "several images": [(4, 8, 8), (4, 12, 8), (4, 16, 20), (2, 20, 24)],
+    "one image": [(1, 8, 8), (1, 12, 8), (1, 16, 20), (1, 20, 24)],
 }
 
 
@@ -226,7 +226,7 @@ def test_sizes_beyond_the_recompile_limit_run_eagerly_with_one_warning():
         x = torch.randn(size, 3)
         torch.testing.assert_close(model(x, None), eager(x, None))
     assert counting.graphs == 8
-    assert counting.calls == 16  # known sizes stay compiled
+    assert counting.calls == 16  # sizes below the limit stay compiled
     assert len(warnings) == 1
     assert warnings[0].startswith("Net reached torch's recompile limit")
     assert "tensor 'x' size mismatch at index 0. expected 9, actual 10" in warnings[0]
@@ -244,7 +244,7 @@ def test_recompile_limit_of_another_model_does_not_warn():
     assert len(warnings) == 1
 
 
-# ---- inside another graph ----------------------------------------------------------------------------
+# ---- inlining into another graph ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("scope", ["model", "block"])
@@ -265,7 +265,7 @@ def test_outer_graph_inlines_the_compiled_model(scope):
     assert (outer.graphs, counting.graphs) == (2, made)
 
 
-# ---- reading the configuration -----------------------------------------------------------------------
+# ---- parsing the configuration -----------------------------------------------------------------------
 
 
 def test_compile_is_read_from_a_config():
@@ -316,7 +316,7 @@ def test_invalid_compile_options_raise(value, error, message):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor requires a C++ compiler")
 def test_inductor_matches_eager():
     model, warnings = Net(), []
     eager = copy.deepcopy(model)

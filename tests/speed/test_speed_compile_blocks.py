@@ -16,7 +16,7 @@ from slipstream.speed.compile_report import CompileReport
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
-    torch._dynamo.reset()  # torch counts recompiles over all tests
+    torch._dynamo.reset()  # reset torch's count of recompiles, which accumulates over tests
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +43,7 @@ def test_equal_blocks_share_graphs_and_match_eager():
     torch.testing.assert_close(fit(model), fit(eager))
     torch.testing.assert_close(model.state_dict(), eager.state_dict())
     assert list(model.state_dict()) == keys
-    assert counting.graphs == 2  # for training and validation
+    assert counting.graphs == 2  # one for training, one for validation
     assert counting.calls == 6 * 6
     assert model._compiled_call_impl is None
 
@@ -58,7 +58,7 @@ def test_modules_of_torch_are_compiled(scope):
     compile_model(model, CompileOptions(counting, scope=scope, fullgraph=True), pytest.fail)
     torch.testing.assert_close(model(x), expected)
     assert counting.calls == (1 if scope == "model" else 3)
-    assert counting.graphs == (1 if scope == "model" else 2)  # the first block's input needs no gradient
+    assert counting.graphs == (1 if scope == "model" else 2)  # the first block's input requires no gradient
 
 
 class Disabled(Net):
@@ -67,16 +67,16 @@ class Disabled(Net):
         return super().forward(x, y, mode)
 
 
-def test_model_that_torch_refuses_to_compile_matches_eager():
+def test_model_that_torch_refuses_to_compile_runs_eagerly():
     model, warnings = Disabled(), []
     eager = copy.deepcopy(model)
     compile_model(model, CompileOptions("eager", fullgraph=True), warnings.append)
     assert_as_eager(model, eager, tolerance=0)
     assert len(warnings) == 1
-    assert "torch.compiler.disable" in warnings[0]  # the cause, with every version of torch
+    assert "torch.compiler.disable" in warnings[0]  # every version of torch names this cause
 
 
-def test_blocks_of_many_widths_stay_compiled():
+def test_blocks_of_many_widths_remain_compiled():
     widths = [4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     model, counting, warnings = Tower(widths), Backend(), []
     eager = copy.deepcopy(model)
@@ -177,12 +177,12 @@ def test_unknown_blocks_raise(model, names, message):
 
 
 @pytest.mark.parametrize("how", [CompileOptions("eager"), CompileOptions("eager", fullgraph=True)])
-def test_errors_of_the_model_are_raised(how):
+def test_model_errors_are_raised(how):
     model = Net()
     compile_model(model, how, lambda message: None)
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.randn(4, 7), None)
-    with pytest.raises(DataError, match="forward takes"):
+    with pytest.raises(DataError, match="forward accepts"):
         model.val_step({"image": torch.randn(4, 3)})
 
 

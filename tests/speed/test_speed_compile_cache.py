@@ -1,4 +1,4 @@
-"""Compiled code is cached in a private folder, and a second process finds it."""
+"""Compiled code is cached in a private folder, and a second process reuses it."""
 
 import os
 import shutil
@@ -19,9 +19,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @pytest.fixture(autouse=True)
-def own_folders(monkeypatch, tmp_path):
+def private_folders(monkeypatch, tmp_path):
     monkeypatch.setenv("SLIPSTREAM_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv(VARIABLE, "")  # restored after the test
+    monkeypatch.setenv(VARIABLE, "")  # monkeypatch restores it after the test
     monkeypatch.delenv(VARIABLE)
 
 
@@ -93,11 +93,11 @@ def test_cache_folder_set_by_the_user_is_kept(monkeypatch, tmp_path):
     assert os.environ[VARIABLE] == str(tmp_path)
 
 
-def test_second_model_in_a_process_gets_its_own_folder(monkeypatch):
+def test_second_model_in_a_process_has_a_separate_folder(monkeypatch):
     monkeypatch.setenv("TMPDIR", tempfile.gettempdir())
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    monkeypatch.setenv(VARIABLE, default_cache_dir())  # torch sets it at the first compilation
+    monkeypatch.setenv(VARIABLE, default_cache_dir())  # torch sets this default at the first compilation
     first = use_cache(net(), CompileOptions(), "", pytest.fail)
     second = use_cache(net(5), CompileOptions(), "", pytest.fail)
     assert len({first, second, None}) == 3
@@ -137,7 +137,7 @@ def test_folder_that_cannot_be_created_warns_once_or_raises_if_configured(tmp_pa
         use_cache(net(), CompileOptions(cache=str(file)), "", pytest.fail)
 
 
-# ---- a second start ----------------------------------------------------------------------------------
+# ---- second start ------------------------------------------------------------------------------------
 
 START = """
 import sys
@@ -161,7 +161,7 @@ print(summary.cache_hits, summary.cache_misses, model.weight.grad.tolist())
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor requires a C++ compiler")
 def test_second_process_finds_the_cached_code(tmp_path):
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     cold, warm = (
@@ -182,7 +182,7 @@ def test_second_process_finds_the_cached_code(tmp_path):
 
 
 @pytest.mark.parametrize("others", [None, "elsewhere"])
-def test_step_compiles_into_the_folder_of_its_own_run(monkeypatch, others):
+def test_step_compiles_into_the_folder_of_its_run(monkeypatch, others):
     monkeypatch.delenv(VARIABLE, raising=False)
     if others is not None:
         monkeypatch.setenv(VARIABLE, others)

@@ -1,4 +1,4 @@
-"""Compile reports count graph breaks, recompiles and skipped CUDA graphs, separately for each run."""
+"""Compile reports count graph breaks, recompiles and skipped CUDA graphs separately for each run."""
 
 import logging
 
@@ -18,7 +18,7 @@ def fresh_compiler():
     logging.getLogger("torch._dynamo").setLevel(logging.NOTSET)
 
 
-class Speaking(nn.Module):
+class Printing(nn.Module):
     def forward(self, x):
         x = x + 1
         print("between two graphs")
@@ -31,7 +31,7 @@ class Plain(nn.Module):
 
 
 class Halves(nn.Module):
-    """A model that needs a graph for each size, even with dynamic shapes."""
+    """A model that requires a separate graph for each size, even with dynamic shapes."""
 
     def forward(self, x):
         return x * int(x.shape[0])
@@ -64,13 +64,13 @@ def test_report_without_problems_is_one_line():
 
 
 def test_graph_break_is_reported_with_its_line():
-    module = compiled(Speaking)
+    module = compiled(Printing)
     summary = reported(lambda: module(torch.ones(2)))
     assert summary.troubled
     assert summary.graphs == 2
     assert summary.text().splitlines() == [
         "torch.compile: 2 graphs, 1 graph break, no recompiles, no skipped CUDA graphs",
-        f'  graph break: {line(Speaking, 2)}: `print("between two graphs")`: Failed to trace builtin operator',
+        f'  graph break: {line(Printing, 2)}: `print("between two graphs")`: Failed to trace builtin operator',
     ]
 
 
@@ -106,7 +106,7 @@ def test_more_compilations_than_torch_records_are_counted():
     modules = []
 
     def work():
-        for width in range(20):  # each class has its own function
+        for width in range(20):  # torch counts per code object, so each class has its own function
             kind = type(f"Halves{width}", (nn.Module,), {})
             scope = {}
             exec("def forward(self, x):\n    return x * int(x.shape[0])\n", scope)
@@ -121,19 +121,19 @@ def test_more_compilations_than_torch_records_are_counted():
 
 
 def test_only_compilations_between_start_and_finish_count():
-    module = compiled(Speaking)
+    module = compiled(Printing)
     module(torch.ones(2))
     again = reported(lambda: module(torch.ones(2)))
     assert again == CompileSummary()
     summary = reported(lambda: module(torch.ones(3)))
     module(torch.ones(2, dtype=torch.int64))
     assert sum(summary.breaks.values()) == 1
-    assert sum(summary.recompiles.values()) == 2  # before and after the break
+    assert sum(summary.recompiles.values()) == 2  # one before the break, one after it
     assert not torch._dynamo.callback.callback_handler.start_callbacks
 
 
 def test_report_works_across_a_dynamo_reset():
-    module = compiled(Speaking)
+    module = compiled(Printing)
     module(torch.ones(2))
 
     def work():
@@ -198,20 +198,20 @@ class Reading(nn.Module):
 class Outer(nn.Module):
     def __init__(self):
         super().__init__()
-        self.inner = nn.Sequential(Speaking())
+        self.inner = nn.Sequential(Printing())
 
     def forward(self, x):
         return self.inner(x)
 
 
 def test_failure_names_the_user_line_below_modules_of_torch():
-    expected = f'at {line(Speaking, 2)}: `print("between two graphs")`'
+    expected = f'at {line(Printing, 2)}: `print("between two graphs")`'
     assert explain_failure(failure(Outer, torch.ones(2))) == (
         f"Unsupported: Failed to trace builtin operator, {expected}"
     )
 
 
-def test_failure_of_item_names_its_line():
+def test_failure_in_item_names_its_line():
     text = explain_failure(failure(Reading, torch.ones(2)))
     assert text.endswith(f"at {line(Reading, 1)}: `if x.sum().item() > 0:`")
     assert "\n" not in text

@@ -1,11 +1,11 @@
-"""Convolutions of a graph get the fastest memory layout on CPU; results match eager training."""
+"""Convolutions of a graph get the fastest memory layout on CPU, and results match eager training."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-import torch._inductor.lowering  # required by some decompositions
+import torch._inductor.lowering  # some decompositions require it
 import torch.nn.functional as F
 from torch import nn
 from torch._inductor.decomposition import select_decomp_table
@@ -55,7 +55,7 @@ def heavy():
 
 
 def various():
-    """Return a network with strides, groups, dilation, pooling, a transposed convolution, and a view of an output."""
+    """Return a network with strides, groups, dilation, pooling, a transposed convolution and a view of its output."""
     return nn.Sequential(
         nn.Conv2d(3, 8, 1, stride=2),
         nn.Conv2d(8, 8, 3, padding=1, groups=8),
@@ -73,7 +73,7 @@ def with_dropout():
 
 
 def traced(net, x):
-    """Return the graph of loss and gradients that inductor gets, and its arguments."""
+    """Return the graph of loss and gradients that inductor receives, and its arguments."""
     params = {name: p.detach() for name, p in net.named_parameters()}
     buffers = {name: b.clone() for name, b in net.named_buffers()}
 
@@ -124,7 +124,9 @@ def test_residual_net_is_channels_last_without_copies_of_activations():
     assert len(convolutions(module)) == 10
     assert all(value.is_contiguous(memory_format=LAST) for n in convolutions(module) for value in operands(n))
     clones = module.graph.find_nodes(op="call_function", target=ATEN.clone.default)
-    assert {n.args[0].op for n in clones} == {"placeholder"}  # each weight once for forward and backward
+    assert {n.args[0].op for n in clones} == {
+        "placeholder"
+    }  # one copy of each weight for both forward and backward
     assert len(clones) == 5
 
 
@@ -135,7 +137,7 @@ def test_1x1_convolutions_are_matrix_products():
     assert len(module.graph.find_nodes(op="call_function", target=ATEN.mm.default)) == 5
 
 
-def test_large_weight_stays_contiguous():
+def test_large_weight_remains_contiguous():
     module, _ = traced(heavy(), torch.randn(2, 3, 12, 12))
     lay_out_convolutions(module.graph)
     kinds = {
@@ -160,7 +162,7 @@ def test_graph_without_convolutions_or_with_dynamic_shapes_does_not_change():
     assert str(variable.graph) == before
 
 
-def test_stride_dependent_operators_get_eager_strides():
+def test_stride_dependent_operators_receive_eager_strides():
     def step(x, w):
         return torch.as_strided(F.conv2d(x, w), (2, 5), (7, 1))
 
@@ -194,5 +196,5 @@ def test_inductor_code_matches_eager_without_transposing_activations():
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
     code = "\n".join(codes).partition("def call")[2]
     assert "extern_kernels.convolution(" in code
-    assert "(512, 1, 64, 8)" in code  # strides of activations
+    assert "(512, 1, 64, 8)" in code  # channels-last strides of activations
     assert "(512, 64, 8, 1)" not in code

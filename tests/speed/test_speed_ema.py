@@ -1,4 +1,4 @@
-"""The option `ema`."""
+"""The `ema` option."""
 
 import pytest
 import torch
@@ -13,12 +13,12 @@ from slipstream.speed.ema import EmaOptions, read_ema
 
 
 def build(value):
-    """Return the average of `ema=value`."""
+    """Return the average for `ema=value`."""
     return read_ema(value).average(nn.BatchNorm1d(2))
 
 
 def hook_of(value):
-    """Return the hook of a Runner with `ema=value`."""
+    """Return the Runner's EMA hook for `ema=value`."""
     (hook,) = plan_hooks(SpeedPlan.read(dict(ema=value)))
     assert isinstance(hook, EMAHook)
     return hook
@@ -30,7 +30,7 @@ def test_ema_can_be_disabled(value):
 
 
 @pytest.mark.parametrize("value", [True, {}, EmaOptions()])
-def test_true_selects_supergradients_average(value):
+def test_true_selects_the_supergradients_average(value):
     assert read_ema(value) == EmaOptions()
     average = build(value)
     assert isinstance(average, ScheduledEMA)
@@ -38,7 +38,7 @@ def test_true_selects_supergradients_average(value):
     assert average.schedule.at(40, 100) == pytest.approx(0.9999 * (1 - torch.e ** (-15 * 0.4)))
 
 
-def test_all_ema_options_reach_the_average_and_the_hook():
+def test_all_ema_options_are_passed_to_the_average_and_the_hook():
     value = dict(decay=0.9, type="exp", beta=3, interval=4, begin_epoch=2)
     average = build(value)
     schedule = average.schedule
@@ -56,7 +56,7 @@ def test_type_selects_the_decay_schedule(kind, decay):
     assert build(dict(decay=0.99, type=kind)).schedule.at(7, 10) == pytest.approx(decay)
 
 
-def test_swa_is_the_plain_mean():
+def test_swa_is_the_arithmetic_mean():
     average = build(dict(type="swa", interval=5))
     assert isinstance(average, StochasticWeightAverage)
     assert average.interval == 5
@@ -69,18 +69,18 @@ def test_swa_is_the_plain_mean():
         (3, r"^ema: must be a dict"),
         ("exp", r"^ema: must be a dict"),
         (dict(deacy=0.9), r"^ema\.deacy: .*'decay'"),
-        (dict(decay="0.9"), r"^ema\.decay: must be float"),
-        (dict(decay=0.0), r"^ema\.decay: must lie between 0 and 1, not 0.0"),
-        (dict(decay=1), r"^ema\.decay: must lie between 0 and 1, not 1"),
-        (dict(decay=-0.5), r"^ema\.decay: must lie between"),
+        (dict(decay="0.9"), r"^ema\.decay: must be finite float"),
+        (dict(decay=0.0), r"^ema\.decay: must be between 0 and 1, not 0.0"),
+        (dict(decay=1), r"^ema\.decay: must be between 0 and 1, not 1"),
+        (dict(decay=-0.5), r"^ema\.decay: must be between"),
         (dict(type="treshold"), r"^ema\.type: .*did you mean 'threshold'"),
         (dict(type="threshold", beta=15), r"^ema\.beta: only applies to decay_type 'exp'"),
         (dict(beta=-1), r"^ema\.beta: must be positive"),
         (dict(type="swa", decay=0.9), r"^ema\.decay: does not apply to type 'swa'"),
         (dict(type="swa", beta=1), r"^ema\.beta: does not apply to type 'swa'"),
-        (dict(interval=0), r"^ema\.interval: must be at least 1"),
-        (dict(begin_iter=-1), r"^ema\.begin_iter: must not be negative"),
-        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must not be negative"),
+        (dict(interval=0), r"^ema\.interval: must be int of at least 1"),
+        (dict(begin_iter=-1), r"^ema\.begin_iter: must be int of at least 0"),
+        (dict(begin_epoch=-2), r"^ema\.begin_epoch: must be int of at least 0"),
         (dict(begin_iter=1, begin_epoch=1), r"^ema\.begin_epoch: .*not both"),
         (dict(momentum=0.1), r"^ema\.momentum: .*decay"),
         (dict(momentum=0.1, decay=0.9), r"^ema\.momentum: .*decay"),

@@ -1,4 +1,4 @@
-"""A backend that fails is called once for the step; training continues with the same results."""
+"""A backend that fails is called once per step, and training continues with the same results."""
 
 import logging
 
@@ -11,7 +11,7 @@ from slipstream.speed.accelerate import accelerate
 
 
 class Fails:
-    """A backend that fails, except for the first `good` graphs."""
+    """A backend that fails after the first `good` graphs."""
 
     def __init__(self, good):
         self.good, self.count = good, 0
@@ -46,4 +46,4 @@ def test_training_continues_after_one_attempt(window, good, resumed, caplog):
     said = [record.getMessage() for record in caplog.records]
     assert ["as one graph" in said[0], "cannot be compiled" in said[1], len(said)] == [True, True, 2]
     assert all("no such instruction" in line for line in said)
-    assert backend.count == good + 2  # one attempt for the step, and one for the model
+    assert backend.count == good + 2  # one attempt for the step and one for the model

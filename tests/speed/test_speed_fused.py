@@ -1,4 +1,4 @@
-"""The option `fused`: equal results, resume between fused and unfused, and overflows with a loss scale."""
+"""The `fused` option: equal results, resuming with and without it, and overflows with a loss scale."""
 
 import copy
 import math
@@ -110,7 +110,7 @@ def test_optimizer_with_state_can_be_fused(name):
 
 
 @pytest.mark.parametrize("choice", [{"foreach": True}, {"foreach": False}, {"fused": False}])
-def test_none_keeps_the_kernels_of_the_configuration(choice):
+def test_none_keeps_the_configured_kernels(choice):
     optimizer = make("AdamW", make_net(), **choice)
     assert fuse(optimizer, None) is False
     key, value = next(iter(choice.items()))
@@ -145,7 +145,7 @@ def test_class_without_fused_kernels_is_skipped_or_raises(kind):
     [
         (torch.zeros(2, device="meta"), {}, "torch has no fused Adam kernel for meta"),
         (torch.zeros(2, dtype=torch.complex64), {}, "floating-point parameters only, not torch.complex64"),
-        (torch.zeros(2), {"differentiable": True}, "cannot be differentiable"),
+        (torch.zeros(2), {"differentiable": True}, "do not support differentiable=True"),
         (torch.zeros(2), {"foreach": True}, "the optimizer has foreach=True"),
     ],
 )
@@ -177,7 +177,7 @@ def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch
     with FakeTensorMode():
         optimizer = torch.optim.Adagrad([nn.Parameter(torch.zeros(2, device="cuda"))])
     assert kernels_module.why_not_fused(optimizer) is None
-    monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulates torch 2.11
+    monkeypatch.setattr(kernels_module, "_adagrad_runs_on_cuda", lambda: False)  # simulate torch 2.11
     assert fuse(optimizer, None) is False
     with pytest.raises(ConfigError, match=r"^fused: the fused Adagrad kernel for cuda requires torch 2\.12"):
         fuse(optimizer, True)
@@ -188,7 +188,7 @@ def test_adagrad_on_cuda_is_fused_only_with_a_torch_that_supports_it(monkeypatch
 
 @by_kind
 @pytest.mark.parametrize(("before", "after"), [(False, True), (True, False), (True, True)])
-def test_resume_uses_the_kernels_of_the_new_run(name, before, after):
+def test_resumed_run_uses_its_own_kernels(name, before, after):
     plain, net = make_net(), make_net()
     train(OptimWrapper(make(name, plain)), plain, batches(8))
     first = OptimWrapper(make(name, net))
@@ -210,22 +210,20 @@ def test_step_counts_are_moved_to_the_host(fused, monkeypatch):
     wrapper = OptimWrapper(make("Adam", net))
     train(wrapper, net, batches(2))
     fuse(wrapper.optimizer, fused)
-    monkeypatch.setattr(
-        torch.Tensor, "cpu", lambda self: "on the host"
-    )  # simulates a state on another device
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda self: "on the host")  # simulate a state on another device
     state = kernels_module.with_own_kernels(wrapper.optimizer, wrapper.state_dict())["state"]
     assert [values["step"] == "on the host" for values in state.values()] == [not fused] * 4
     assert all(isinstance(values["exp_avg"], torch.Tensor) for values in state.values())
 
 
-def test_state_with_another_number_of_groups_raises_torchs_error():
+def test_state_with_a_different_number_of_groups_raises_the_torch_error():
     wrapper = OptimWrapper(make("SGD", make_net()))
     saved = OptimWrapper(torch.optim.SGD(make_net().parameters(), lr=0.1)).state_dict()
     with pytest.raises(ValueError, match="different number of parameter groups"):
         wrapper.load_state_dict(saved)
 
 
-# ---- with a loss scale --------------------------------------------------------------------------
+# ---- loss scale ---------------------------------------------------------------------------------
 
 
 def scaled(name, net, fused, clip=None, **options):
@@ -275,7 +273,7 @@ def test_fused_step_with_loss_scale_does_not_sync(name, monkeypatch):
 
 
 def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
-    # torch creates the momentum with torch.empty_like, and a skipped kernel does not fill it.
+    # PyTorch creates the momentum with torch.empty_like, and a skipped kernel does not write to it.
     net = make_net()
     wrapper = scaled("SGD", net, True)
     monkeypatch.setattr(torch, "empty_like", lambda tensor, **kwargs: torch.full_like(tensor, 1e20))
@@ -284,7 +282,7 @@ def test_overflow_in_the_first_step_initializes_momentum(monkeypatch):
         assert torch.equal(wrapper.optimizer.state[p]["momentum_buffer"], torch.zeros_like(p))
 
 
-def test_parameter_with_later_gradients_has_its_own_first_step():
+def test_parameter_unfrozen_later_has_its_own_first_step():
     trained = []
     for fused in (False, True):
         net = make_net()
@@ -318,7 +316,7 @@ def test_dampening_skips_steps_on_the_host():
 )
 def test_float16_on_an_accelerator_uses_fused_kernels_by_default(device, choice, fused):
     wrapper = AmpOptimWrapper(optimizer=make("AdamW", make_net(), **choice), dtype="float16")
-    wrapper.device_type = device  # simulates parameters on this device
+    wrapper.device_type = device  # simulate parameters on this device
     assert wrapper.loss_scaler is not None
     assert all(bool(group["fused"]) is fused for group in wrapper.param_groups)
 

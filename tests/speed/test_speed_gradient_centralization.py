@@ -1,4 +1,4 @@
-"""Gradient centralization matches a plain loop that subtracts means from gradients."""
+"""Gradient centralization matches a plain loop that subtracts the means of gradients."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def centralized(params, grads, least=2):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_matches_a_plain_training_loop(how, together):
+def test_gradient_centralization_matches_a_plain_loop(how, together):
     expected = by_hand(change=centralized, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, gradient_centralization=True), expected)
@@ -33,7 +33,7 @@ def test_conv_only_skips_linear_layers(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_runner_matches_a_plain_training_loop(how, tmp_path):
+def test_gradient_centralization_in_a_runner_matches_a_plain_loop(how, tmp_path):
     found, runner = run(tmp_path, how, together=True, gradient_centralization=True)
     assert_equal(found, by_hand(change=centralized, together=True))
     kinds = [type(part).__name__ for part in runner.optim_wrapper.parts]

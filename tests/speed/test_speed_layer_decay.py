@@ -26,7 +26,7 @@ def per_layer(decay=0.75, depths=DEPTHS):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_matches_manual_learning_rates(how, together):
+def test_layer_decay_matches_manual_learning_rates(how, together):
     expected = by_hand(groups=per_layer(), together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, layer_decay=True), expected)
@@ -40,7 +40,7 @@ def test_layers_can_be_listed_from_input_to_output(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_runner_matches_a_plain_training_loop(how, tmp_path):
+def test_layer_decay_in_a_runner_matches_a_plain_loop(how, tmp_path):
     found, _ = run(tmp_path, how, together=True, layer_decay=dict(decay=0.6))
     assert_equal(found, by_hand(groups=per_layer(0.6), together=True))
 
@@ -69,7 +69,7 @@ def test_user_scheduler_is_kept(how):
 
 
 class Stages(nn.Module):
-    """A network with blocks inside stages, its own parameters, and a layer between stages."""
+    """A network with blocks inside stages, a parameter of the model itself, and a layer between stages."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ def test_all_torch_optimizers_are_classified():
 
 
 class Scaled(nn.Module):
-    """A network of three matrices, since Muon only supports matrices."""
+    """A network of three matrices, because Muon supports only matrices."""
 
     def __init__(self):
         super().__init__()
@@ -186,11 +186,11 @@ def test_accepted_optimizers_match_manual_learning_rates(name):
 
 
 @pytest.mark.parametrize("name", sorted(NOT_PROPORTIONAL.keys() - {"LBFGS"}))
-def test_rejected_optimizers_raise_and_would_differ(name, monkeypatch):
+def test_rejected_optimizers_raise_because_results_differ(name, monkeypatch):
     kind, options = getattr(torch.optim, name), dict(lr=0.01) | NOT_PROPORTIONAL[name]
     with pytest.raises(ConfigError, match=f"speed.layer_decay: the update of {name} is not .*paramwise_cfg"):
         decayed(kind, options)
-    if name == "Rprop":  # its step size reaches the bound after many steps
+    if name == "Rprop":  # with the default bounds, the step size reaches its limit only after many steps
         options["step_sizes"] = (1e-6, 0.011)
     monkeypatch.setattr("slipstream.speed.layer_decay.scales_with_lr", lambda optimizer: True)
     found, expected = decayed(kind, options), rates_by_hand(kind, options)
@@ -198,7 +198,7 @@ def test_rejected_optimizers_raise_and_would_differ(name, monkeypatch):
 
 
 class Unknown(torch.optim.Optimizer):
-    """An optimizer that averages the weights with the initial ones, independent of the learning rate."""
+    """An optimizer that pulls the weights towards their initial values, regardless of the learning rate."""
 
     def __init__(self, params, lr):
         super().__init__(params, dict(lr=lr))
@@ -218,7 +218,7 @@ def test_third_party_optimizers_are_probed():
     assert scales_with_lr(torch.optim.ASGD(params, lambd=0.0))
 
 
-# ---- bad input --------------------------------------------------------------------------------------------
+# ---- invalid input ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""channels_last does not change results, and weights keep the memory format."""
+"""channels_last does not change results, and weights keep their memory format."""
 
 import copy
 from collections import namedtuple
@@ -89,7 +89,7 @@ def test_20_steps_match_contiguous_training_and_keep_the_format():
         weight = model.body[index].weight
         assert weight.grad.stride() == weight.stride()
         assert optimizer.state[weight]["momentum_buffer"].stride() == weight.stride()
-    assert model.positions.is_contiguous()  # only weights of convolutions are converted
+    assert model.positions.is_contiguous()  # only convolution weights are converted
 
 
 def test_batches_are_converted_once_in_training_and_validation():
@@ -168,7 +168,11 @@ def test_volumes_and_layers_without_weights_are_supported():
 
 def test_averages_of_mixed_formats_match():
     results = []
-    for before in (None, False, True):  # never; before or after the average is created
+    for before in (
+        None,
+        False,
+        True,
+    ):  # None: no conversion; True or False: before or after the average is created
         model = Net()
         if before:
             to_channels_last(model)
@@ -191,7 +195,7 @@ def test_averages_of_mixed_formats_match():
 @pytest.mark.parametrize("writes_last", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
-def test_checkpoint_of_the_other_format_resumes_with_the_same_numbers(kind, fused, writes_last, tmp_path):
+def test_checkpoint_of_the_other_format_resumes_with_the_same_results(kind, fused, writes_last, tmp_path):
     def optimizer(model):
         momentum = {"momentum": 0.9} if kind is torch.optim.SGD else {}
         return kind(model.parameters(), lr=0.01, fused=fused, **momentum)
@@ -214,7 +218,7 @@ def test_checkpoint_of_the_other_format_resumes_with_the_same_numbers(kind, fuse
     assert_close(reader.state_dict(), writer.state_dict())
 
 
-def test_converted_states_stay_the_same_tensors():
+def test_converted_states_are_the_same_tensors():
     model = laid_out()
     _, optimizer = train(model, data=batches(2))
     lay_out_states(optimizer)

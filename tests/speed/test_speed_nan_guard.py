@@ -1,4 +1,4 @@
-"""Steps with NaN or infinity are skipped on the device, and the first module with such an output is named."""
+"""Steps with NaN or infinity are skipped on the device, and the first module with a non-finite output is named."""
 
 import math
 
@@ -26,7 +26,7 @@ NAN, INF = math.nan, math.inf
 
 
 class Net(nn.Module):
-    """A model whose last input scales the loss, so a batch can make the loss, the gradient or both non-finite."""
+    """A model with a scalar loss. An input with NaN makes the loss and the gradients NaN."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ def bad(index=99):
     return x
 
 
-class Jump(torch.autograd.Function):
+class InfiniteGradient(torch.autograd.Function):
     """The identity, with an infinite gradient."""
 
     @staticmethod
@@ -68,13 +68,13 @@ OPTIMIZERS = {
     "fused sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.2),
-    "adamp": lambda p: pytorch_optimizer.AdamP(p, lr=0.1),  # counts steps in Python numbers
+    "adamp": lambda p: pytorch_optimizer.AdamP(p, lr=0.1),  # counts its steps in a Python number
     "lamb": lambda p: pytorch_optimizer.Lamb(p, lr=0.1),
 }
 
 
 def train(batches, kind="sgd", guard=True, wrapper=OptimWrapper, forward=None, **options):
-    """Return model, optimizer and guard after a step with each batch."""
+    """Train one step per batch. Return the model, the optimizer wrapper and the guard."""
     net = Net()
     optim = wrapper(optimizer=OPTIMIZERS[kind](net.parameters()), **options)
     optim.guard = StepGuard(net, torch.device("cpu")) if guard else None
@@ -97,20 +97,20 @@ def assert_same_run(one, other):
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_skipped_steps_do_not_change_weights_state_and_statistics(kind):
+def test_skipped_steps_do_not_change_weights_state_or_statistics(kind):
     guarded = train([bad(), good(1), good(2), bad(), bad(), good(3)], kind)
     assert_same_run(guarded, train([good(1), good(2), good(3)], kind, guard=False))
     assert guarded[2].read() == 3
 
 
-def test_without_guard_such_a_batch_makes_weights_nan():
+def test_bad_batch_without_guard_makes_weights_nan():
     net, _, _ = train([good(1), bad(), good(2)], guard=False)
     assert not all(p.isfinite().all() for p in net.parameters())
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_nan_loss_without_gradient_is_skipped(accumulate):
-    """The mean of an empty tensor is NaN with zero gradients; momentum and weight decay would change the weights."""
+    """The mean of an empty tensor is NaN with zero gradients. Momentum and weight decay would change the weights."""
 
     def forward(net, x):
         targets = torch.zeros(5, dtype=torch.long) if x[0, 0] != 7 else torch.full((5,), 255)
@@ -154,7 +154,9 @@ def test_poison_supports_sparse_gradients():
 
 def test_infinite_gradient_is_skipped():
     def forward(net, x):
-        return {"loss": (Jump.apply if x[0, 0] == 7 else nn.Identity())(net.body(x)).square().mean()}
+        return {
+            "loss": (InfiniteGradient.apply if x[0, 0] == 7 else nn.Identity())(net.body(x)).square().mean()
+        }
 
     jumping = good(5)
     jumping[0, 0] = 7
@@ -174,7 +176,7 @@ def test_infinite_loss_with_finite_gradient_is_skipped():
     assert guarded[2].read() == 1
 
 
-def test_one_bad_batch_skips_its_accumulation_window():
+def test_bad_batch_skips_its_accumulation_window():
     batches = [good(1), good(2), good(3), bad(), bad(), good(4), good(5), good(6)]
     guarded = train(batches, accumulative_counts=2)
     assert_same_run(guarded, train([good(1), good(2), good(5), good(6)], guard=False, accumulative_counts=2))
@@ -260,7 +262,7 @@ def test_poison_makes_gradients_nan_only_for_a_nonfinite_loss(value):
 def test_too_many_consecutive_skips_stop_the_run():
     _, _, guard = train([bad()] * 3 + [good(1)] + [bad()] * 2)
     guard.max_skipped = 2
-    assert guard.read() == 5  # two consecutive skips are allowed
+    assert guard.read() == 5  # two consecutive skips are within the limit
     _, _, guard = train([good(1)] + [bad()] * 3)
     guard.max_skipped = 2
     with pytest.raises(NonFiniteLossError, match=r"the last 3 steps were skipped.*max_skipped"):
@@ -277,7 +279,7 @@ def test_skip_count_is_traceable_and_read_resets_only_the_total():
     assert count.read() == (1, 4)
 
 
-# ---- reading ---------------------------------------------------------------------------------------
+# ---- parsing ---------------------------------------------------------------------------------------
 
 
 def test_values_are_read():
@@ -294,7 +296,7 @@ def test_values_are_read():
         (3, "nan_guard: "),
         (dict(action="leave"), "nan_guard.action: "),
         (dict(locat=True), "nan_guard.locat: .*'locate'"),
-        (dict(max_skipped=0), "nan_guard.max_skipped: must be at least 1"),
+        (dict(max_skipped=0), "nan_guard.max_skipped: must be int of at least 1"),
     ],
 )
 def test_invalid_values_raise_with_their_config_path(value, message):
@@ -334,11 +336,11 @@ def watched(batches, compiled=False):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_locator_names_the_first_module_with_a_nonfinite_output(compiled):
-    weight = torch.tensor(-1.0)  # causes log(negative)
+    weight = torch.tensor(-1.0)  # log of a negative number
     model, locator = watched([(good(1), {}), (good(2), {"weight": weight}), (bad(), {})], compiled)
     report = locator.report()
     assert "'neck.log' (Log); the module's inputs were finite" in report
-    assert "outputs of all modules were finite" in locator.report()  # the report was reset
+    assert "outputs of all modules were finite" in locator.report()  # reading resets the report
     locator.close()
     assert not any(module._forward_hooks for module in model.modules())
 

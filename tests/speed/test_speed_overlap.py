@@ -1,4 +1,4 @@
-"""The pass sends buckets during backward, independent of the order in which they were traced."""
+"""The pass sends buckets during backward, regardless of their order in the trace."""
 
 import pickle
 
@@ -8,11 +8,11 @@ from torch import fx
 
 from slipstream.speed.overlap import OVERLAP, SendEarly, send_early
 
-AFTER = "backward finished before a bucket left"
+AFTER = "bucket sent after the next gradient"
 
 
 def step(graph, layers):
-    """Return a graph with the backward of this many layers, followed by one bucket per two layers."""
+    """Build a backward pass of `layers` layers with one all-reduce per two layers. Return the last signal."""
     aten, comm = torch.ops.aten, torch.ops._c10d_functional
     signal, grads = graph.placeholder("signal"), []
     for _ in range(layers):
@@ -44,7 +44,7 @@ def test_buckets_are_sent_before_the_gradients_of_the_next_layer(graph):
         n.name for n in graph.nodes if n.target in (torch.ops.aten.mm.default, torch.ops.aten.tanh.default)
     ]
     send_early(graph)
-    graph.lint()  # checks that inputs precede their users
+    graph.lint()  # check that each input precedes its users
     gradients = names(graph, torch.ops.aten.mm.default)
     sent = names(graph, torch.ops._c10d_functional.all_reduce.default)
     waits = names(graph, torch.ops._c10d_functional.wait_tensor.default)

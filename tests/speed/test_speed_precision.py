@@ -71,7 +71,7 @@ def test_tf32_restores_user_settings_after_an_error():
         torch.backends.cudnn.conv.fp32_precision = "tf32"
 
 
-def test_older_settings_can_be_read_after_tf32():
+def test_older_settings_are_readable_after_tf32():
     with tf32():
         pass
     assert torch.get_float32_matmul_precision() == "highest"
@@ -79,7 +79,7 @@ def test_older_settings_can_be_read_after_tf32():
     assert torch.backends.cudnn.allow_tf32 is True
 
 
-def test_graph_can_be_captured_under_tf32():
+def test_graph_is_captured_under_tf32():
     with tf32():
         product = torch.compile(lambda x: x @ x, backend="aot_eager", fullgraph=True)
         assert torch.equal(product(torch.eye(3)), torch.eye(3))
@@ -93,13 +93,13 @@ class Block(nn.Module):
         super().__init__()
         self.wide = nn.Linear(32, 64)
         self.head = nn.Linear(64, 10)
-        self.attention = nn.MultiheadAttention(16, 2)  # reads the weight of its output layer directly
+        self.attention = nn.MultiheadAttention(16, 2)  # reads its output layer's weight directly
         self.conv = nn.Conv2d(16, 16, 1)
 
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """Mock an H100 and torchao; the conversion only records its arguments."""
+    """Mock an H100 and torchao. The conversion only records the names of the converted modules."""
     converted = []
 
     def convert(module, *, module_filter_fn, config):
@@ -157,7 +157,7 @@ def test_fp8_without_gpu_raises(monkeypatch):
 def test_float8_training_follows_float32_on_the_gpu():
     pytest.importorskip("torchao")
     if torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("needs compute capability 8.9")
+        pytest.skip("requires compute capability 8.9")
 
     def losses(fp8):
         torch.manual_seed(0)

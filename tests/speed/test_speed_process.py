@@ -1,4 +1,4 @@
-"""Process-wide settings are set during a run and restored afterwards."""
+"""Process-wide settings apply during a run and are restored afterwards."""
 
 import gc
 from itertools import pairwise
@@ -25,7 +25,7 @@ def settings():
 
 
 @pytest.fixture(autouse=True)
-def _as_found():
+def _restore_settings():
     before, enabled = settings(), gc.isenabled()
     yield
     torch._C._accelerator_setAllocatorSettings(before)
@@ -79,7 +79,7 @@ def test_other_allocator_settings_do_not_change(before, during, after):
     assert [*seen, settings()] == [during, after]
 
 
-def test_already_reserved_memory_warns(monkeypatch):
+def test_memory_reserved_before_the_run_warns(monkeypatch):
     monkeypatch.setattr(process, "_reserved_bytes", lambda: 48 * 2**20)
     lines = []
     with expandable_segments(lines.append):
@@ -120,11 +120,11 @@ def test_invalid_switch_raises(value):
         read_switch(value, "cudnn_benchmark")
 
 
-# ---- garbage -----------------------------------------------------------------------------------------
+# ---- garbage collection ------------------------------------------------------------------------------
 
 
 class Watch(Hook):
-    """A hook that records the steps after which gc ran, and whether automatic gc is enabled."""
+    """A hook that records after which steps gc has run, and whether automatic gc is enabled."""
 
     priority = "LOWEST"
 
@@ -148,7 +148,7 @@ class Watch(Hook):
 def test_gc_runs_only_at_the_configured_steps(tmp_path):
     watch = Watch()
     run(tmp_path, custom_hooks=[dict(type="GcHook", interval=3, warmup=2), watch])
-    # The hook takes over and collects after the third step, and then at multiples of three.
+    # After the warmup, the hook collects at the third step, and then at multiples of three.
     assert watch.automatic == [True] * 2 + [False] * 8
     assert watch.collected[-3:] == [3, 6, 9]
     assert watch.frozen[2] > 1000
@@ -161,7 +161,7 @@ def test_resumed_run_collects_at_the_same_steps(tmp_path):
     watch = Watch()
     hooks = [dict(type="GcHook", interval=4, warmup=0), watch]
     run(tmp_path, custom_hooks=hooks, resume=True)
-    assert watch.collected == [6, 8]  # the hook takes over at the first step
+    assert watch.collected == [6, 8]  # the hook disables automatic gc at the first step
 
 
 def test_validation_collects_garbage(tmp_path):
@@ -194,7 +194,7 @@ def test_close_restores_gc_after_a_failure(tmp_path):
     assert gc.get_freeze_count() == 0
 
 
-def test_disabled_gc_stays_disabled(tmp_path):
+def test_disabled_gc_remains_disabled(tmp_path):
     gc.disable()
     run(tmp_path, custom_hooks=[GcHook(interval=3, warmup=1)])
     assert not gc.isenabled()
@@ -202,11 +202,11 @@ def test_disabled_gc_stays_disabled(tmp_path):
 
 @pytest.mark.parametrize("options", [dict(interval=0), dict(interval=5, warmup=-1)])
 def test_invalid_options_of_the_hook_raise(options):
-    with pytest.raises(ConfigError, match=r"(interval|warmup): must be at least"):
+    with pytest.raises(ConfigError, match=r"(interval|warmup): must be int of at least"):
         GcHook(**options)
 
 
-def test_torch_without_a_getter_uses_the_settings_of_the_start(monkeypatch):
+def test_torch_without_a_getter_uses_the_initial_settings(monkeypatch):
     monkeypatch.delattr(torch._C, "_accelerator_getAllocatorSettings")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:32")
     written = []

@@ -16,7 +16,7 @@ RHO = 0.3
 
 
 def perturbed(model, params, loss_of, rho=RHO, eta=None):
-    """Return the gradients at the perturbed weights; the statistics of BatchNorm are updated once."""
+    """Return the gradients at the perturbed weights. The BatchNorm statistics are updated once."""
     grads = torch.autograd.grad(loss_of(), params)
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     scales = [torch.ones_like(param) for param in params]
@@ -41,7 +41,7 @@ def adaptive(model, params, loss_of):
 
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("together", [False, True])
-def test_matches_a_plain_training_loop(how, together):
+def test_sam_matches_a_plain_loop(how, together):
     expected = by_hand(gradients=perturbed, together=together)
     assert differ(expected, by_hand(together=together))
     assert_equal(trained(how, together=together, sam=dict(rho=RHO)), expected)
@@ -55,13 +55,13 @@ def test_adaptive_scales_the_perturbation_by_the_weights(how):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_runner_matches_a_plain_training_loop(how, tmp_path):
+def test_sam_in_a_runner_matches_a_plain_loop(how, tmp_path):
     found, _ = run(tmp_path, how, together=True, sam=dict(rho=RHO))
     assert_equal(found, by_hand(gradients=perturbed, together=True))
 
 
 @pytest.mark.skipif(why_not_recomputed() is not None, reason="requires torch 2.12 or newer")
-def test_recomputed_blocks_cannot_be_in_the_graph_of_the_step():
+def test_recomputed_blocks_cannot_be_in_the_step_graph():
     recomputed = dict(sam=dict(rho=RHO), activation_checkpointing=["blocks.*"])
     expected = by_hand(gradients=perturbed)
     for scope in (None, "model"):
@@ -69,7 +69,7 @@ def test_recomputed_blocks_cannot_be_in_the_graph_of_the_step():
         assert_equal(found, expected)
         assert step.compiled_scope == "model"
     with pytest.raises(
-        ConfigError, match=r"compile\.scope: the step cannot be compiled as one graph: .* but sam has two"
+        ConfigError, match=r"compile\.scope: the step cannot be compiled as one graph: .* but sam runs two"
     ):
         trained("compiled", **recomputed)
 
@@ -96,7 +96,7 @@ def test_zero_learning_rate_does_not_change_weights(how):
 
 
 class Partly(nn.Module):
-    """A model with two heads, one of which is never used."""
+    """A model with two heads, one of which is unused."""
 
     def __init__(self):
         super().__init__()
@@ -153,7 +153,7 @@ SCALE = dict(init_scale=2.0**40, backoff_factor=2.0**-30)
 
 
 def in_float16(rho):
-    """Train with a plain loop in autocast; the first step overflows and is skipped."""
+    """Train with a plain loop in autocast. The first step overflows and is skipped."""
     model = Net().float()
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.2, momentum=0.9, weight_decay=0.01)
@@ -166,7 +166,7 @@ def in_float16(rho):
             return loss * scale
 
         if scale > 2.0**11:
-            loss_of()  # updates the statistics of BatchNorm once
+            loss_of()  # update the BatchNorm statistics once
             scale *= 2.0**-30
             continue
         for param, grad in zip(params, perturbed(model, params, loss_of, rho), strict=True):

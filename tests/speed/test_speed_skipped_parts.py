@@ -1,4 +1,4 @@
-"""A skipped step leaves weights and parts unchanged, whichever code updates the weights."""
+"""A skipped step leaves weights and parts unchanged, regardless of the code that updates the weights."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from slipstream.step.parts import StepPart
 
 COMPILE = dict(backend="aot_eager", cache=False)
 FP16 = dict(precision="fp16")
-CASES = {  # whether there is a `StepGuard`, and the options
+CASES = {  # for each case: whether it uses a `StepGuard`, and its options
     "eager": (True, {}),
     "fused": (True, dict(fused=True)),
     "compiled": (True, dict(compile=COMPILE)),
@@ -23,7 +23,7 @@ CASES = {  # whether there is a `StepGuard`, and the options
 
 
 class Shrink(StepPart):
-    """A step part that multiplies weights after each update, and counts updates on the device."""
+    """A step part that scales the weights after each update and counts updates on the device."""
 
     def __init__(self):
         self.updates = torch.zeros(1, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_skipped_step_does_not_change_weights_or_parts(case, bad):
     expected, by_loop = by_hand(bad)
     tolerance = (
         dict(rtol=2e-2, atol=2e-3) if scaler else dict(rtol=1e-5, atol=1e-6)
-    )  # float16 has three digits
+    )  # float16 has about three significant digits
     torch.testing.assert_close(model.state_dict(), expected.state_dict(), **tolerance)
     assert float(part.updates) == float(by_loop.updates) == 10 - len(bad)
     torch.testing.assert_close(part.largest, by_loop.largest, **tolerance)

@@ -1,4 +1,4 @@
-"""The step that a plan selects, its warnings, and equal results of all steps."""
+"""The step that a plan selects, its warnings, and equal results for all steps."""
 
 import copy
 import random
@@ -41,7 +41,7 @@ class Graphs:
 
 
 class Net(nn.Module):
-    """A model that accepts any batch and returns losses."""
+    """A model that accepts any batch and returns a loss."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def train(model, compile=None, data=None, **options):
 
 
 def assert_trains_as_eager(model, compile=True, **options):
-    """Train copies of a model eagerly and with the step; return the step and its warnings."""
+    """Train copies of a model eagerly and with the step. Return the step, its warnings and the backend."""
     said, graphs = [], Graphs()
     eager = copy.deepcopy(model)
     random.seed(1)
@@ -170,7 +170,7 @@ class Recomputed(Net):
 
 
 def test_torch_that_does_not_recompute_in_one_graph_compiles_only_the_model(monkeypatch):
-    monkeypatch.setattr("slipstream.step.dynamo._recomputes", lambda: False)  # simulates torch 2.11
+    monkeypatch.setattr("slipstream.step.dynamo._recomputes", lambda: False)  # simulate torch 2.11
     why = "activation checkpointing in the graph of a step requires torch 2.12 or newer"
     model, said = Net(), []
     checkpoint_activations(model, ActivationCheckpointingOptions(["Linear"]))
@@ -210,7 +210,7 @@ def test_ddp_wrapper_supports_one_graph_with_half_precision_communication(change
     assert why_not_one_graph(wrapper, optim) == why
 
 
-def test_custom_wrapper_cannot_be_one_graph():
+def test_custom_wrapper_is_not_supported_in_one_graph():
     class Own(nn.parallel.DistributedDataParallel):
         pass
 
@@ -219,7 +219,7 @@ def test_custom_wrapper_cannot_be_one_graph():
     nn.Module.__init__(wrapper)
     wrapper.module = model
     optim = OptimWrapper(SGD(model.parameters(), lr=0.1))
-    assert why_not_one_graph(wrapper, optim) == "Own runs its own communication"
+    assert why_not_one_graph(wrapper, optim) == "Own performs its own communication"
 
 
 # ---- failed capture ---------------------------------------------------------------------------------------
@@ -263,7 +263,7 @@ def test_failed_capture_compiles_only_the_model_and_names_the_line(kind):
 
 
 class Lists(Net):
-    """A network that converts to Python values, which a graph cannot capture."""
+    """A network that converts a tensor to Python values, which a graph cannot capture."""
 
     def forward(self, x, y, **others):
         x.numpy().tolist()
@@ -321,7 +321,7 @@ class Named(Net):
 
 
 @pytest.mark.parametrize(("kind", "graphs"), [(Net, 1), (Copies, 1), (Weighs, 3), (CountsUp, 2)])
-def test_changing_strings_and_numbers_need_no_new_graphs(kind, graphs):
+def test_changing_strings_and_numbers_need_few_graphs(kind, graphs):
     _, said, counted = assert_trains_as_eager(kind(), dict(scope="step"))
     assert not said
     assert counted.count <= graphs
@@ -334,7 +334,7 @@ def test_forward_that_reads_strings_falls_back_with_a_warning():
     assert graphs.count <= 20
 
 
-# ---- changes of trained parameters -------------------------------------------------------------------------
+# ---- changes to trained parameters -------------------------------------------------------------------------
 
 
 class Switched(Net):
@@ -348,7 +348,7 @@ class Switched(Net):
 
 
 @pytest.mark.parametrize("at_first", [False, True])
-def test_head_that_is_switched_on_and_off_is_trained_while_on(at_first):
+def test_head_is_trained_only_while_switched_on(at_first):
     def run(compile):
         model = Switched()
         step = step_of(model, compile)
@@ -365,7 +365,7 @@ def test_head_that_is_switched_on_and_off_is_trained_while_on(at_first):
     torch.testing.assert_close(model.state_dict(), eager.state_dict(), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(middle, other)
     assert step._fallback is None
-    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not change it either
+    assert torch.equal(middle, model.extra.weight) == at_first  # momentum does not change it after the switch
 
 
 def test_frozen_and_unfrozen_parameters_match_eager():
@@ -384,7 +384,7 @@ def test_frozen_and_unfrozen_parameters_match_eager():
     (found, said, graphs), (expected, _, _) = run(True, 1), run(None, 1)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     assert "requires_grad of parameters changed 9 times" in said[0]
-    assert graphs <= 12  # includes the graphs of the model
+    assert graphs <= 12  # this includes the model's graphs
 
 
 def test_added_parameter_group_is_trained():
@@ -406,7 +406,7 @@ def test_added_parameter_group_is_trained():
 
 
 def test_verified_batch_is_prepared_once():
-    """Both steps use the same random numbers drawn outside of the graph, for example in batch augmentations."""
+    """Random numbers drawn outside the graph, for example by batch augmentations, are the same in both steps."""
 
     def run(compile):
         model, drawn = Net(), []

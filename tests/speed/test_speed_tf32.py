@@ -1,4 +1,4 @@
-"""The TF32 setting is readable inside its context, and restored after it."""
+"""The TF32 setting is readable inside its context and restored afterwards."""
 
 import subprocess
 import sys
@@ -41,6 +41,6 @@ assert torch.backends.mkldnn.matmul.fp32_precision == on_cpu
     ],
     ids=["defaults", "older interface", "newer interface"],
 )
-def test_both_interfaces_of_torch_are_readable_and_restored(before, inside, after):
+def test_both_torch_interfaces_are_readable_and_restored(before, inside, after):
     code = SCRIPT.format(before=before, inside=inside or "pass", after=after)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -68,7 +68,7 @@ def train(step, data, schedule=None):
 
 
 def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1):
-    """Train with a plain loop; return model, optimizer and losses."""
+    """Train with a plain loop. Return model, optimizer and losses."""
     model = net() if model is None else model
     optimizer = make_optimizer(model.parameters())
     losses = []
@@ -87,7 +87,7 @@ def by_hand(make_optimizer, data, schedule=None, model=None, clip=None, window=1
 
 
 def in_graph(make_optimizer, data, schedule=None, model=None, backend=None, **wrapper):
-    """Train with `GraphStep`; return model, optimizer wrapper and losses."""
+    """Train with `GraphStep`. Return model, optimizer wrapper and losses."""
     model = net() if model is None else model
     optim = OptimWrapper(optimizer=make_optimizer(model.parameters()), **wrapper)
     step = graph_step(model, optim, backend)

@@ -8,14 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Recorder(TorchDispatchMode):
-    """Records the tensor operations of a function, and what they change."""
+    """Records a function's tensor operations and the tensors that they may modify."""
 
     def __init__(self):
         self.operations, self.before = [], {}
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        for tensor in tree_leaves((args, kwargs)):  # not all operators declare what they change
+        for tensor in tree_leaves((args, kwargs)):  # not every operator declares the tensors that it modifies
             if isinstance(tensor, torch.Tensor):
                 self.before.setdefault(id(tensor), (tensor, tensor.detach().clone()))
         results = operation(*args, **kwargs)
@@ -24,17 +24,20 @@ class Recorder(TorchDispatchMode):
 
 
 class Tape:
-    """A mock of CUDA graphs. A capture has no effect; a replay repeats the tensor operations, but no Python code."""
+    """A mock of CUDA graphs.
+
+    A replay repeats the captured tensor operations without running the function's Python code.
+    """
 
     def __init__(self):
-        self.warmed = self.recorded = self.replayed = 0
+        self.warmed = self.captured = self.replayed = 0
 
     def warm_up(self, run):
         self.warmed += 1
         return run()
 
-    def record(self, run):
-        self.recorded += 1
+    def capture(self, run):
+        self.captured += 1
         with Recorder() as recorder:
             outputs = run()
         with torch.no_grad():
@@ -49,7 +52,7 @@ class Tape:
         for operation, args, kwargs, results in operations:
             again = operation(*args, **kwargs)
             if any(returned.alias_info is not None for returned in operation._schema.returns):
-                continue  # a view, or an operation in place
+                continue  # a view or an in-place operation
             for place, value in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if isinstance(place, torch.Tensor):
                     place.copy_(value)

@@ -1,4 +1,4 @@
-"""A child process compiles the step while batches are trained eagerly."""
+"""A child process compiles the step while the parent trains eagerly."""
 
 import os
 import shutil
@@ -18,19 +18,19 @@ from slipstream.speed.accelerate import accelerate
 from slipstream.step import background
 from slipstream.step.background import BackgroundCompiler, can_fork
 
-needs_fork = pytest.mark.skipif(not can_fork("cpu"), reason="processes are copied on Linux alone")
+needs_fork = pytest.mark.skipif(not can_fork("cpu"), reason="requires fork on Linux")
 COMPILE = dict(scope="step", backend="aot_eager", cache=False)
 
 
 def wait_for(condition, seconds=30):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
+        assert time.monotonic() < end, "timed out"
         time.sleep(0.02)
 
 
 def runs(pid):
-    """Return whether a process is running; a zombie does not count."""
+    """Return whether the process is running. A zombie is not running."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -63,7 +63,7 @@ def test_work_runs_in_another_process_at_low_priority(tmp_path):
     pid, nice, threads, total = (tmp_path / "found").read_text().split()
     assert int(pid) != os.getpid()
     assert int(nice) == min(19, ours + background._NICE)
-    # Inductor compiles for a number of threads; with another number, this process would not find the code.
+    # Inductor's cache key includes the number of threads, so the child must use the same number as this process.
     assert int(threads) == mine_threads
     assert total == "4000000"
     assert mine == [1]
@@ -71,7 +71,7 @@ def test_work_runs_in_another_process_at_low_priority(tmp_path):
 
 @needs_fork
 @pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_error_only_ends_the_child_process(capfd, error):
+def test_error_ends_only_the_child_process(capfd, error):
     compiler = BackgroundCompiler()
 
     def work():
@@ -124,7 +124,7 @@ def test_work_ends_with_the_parent_process(tmp_path):
 
 @needs_fork
 def test_child_does_not_affect_files_sockets_and_signals_of_the_parent(tmp_path, monkeypatch):
-    """Buffered text is written once, closed files are closed, and signal handlers run only in the parent."""
+    """The child flushes no buffered text, keeps no files open and runs no signal handlers."""
     compiler, handled = BackgroundCompiler(), tmp_path / "handled"
     printed = (tmp_path / "printed").open("w")
     printed.write("once")
@@ -136,7 +136,7 @@ def test_child_does_not_affect_files_sockets_and_signals_of_the_parent(tmp_path,
         compiler.start(lambda: ((tmp_path / "began").touch(), time.sleep(60)))
         wait_for((tmp_path / "began").exists)
         os.close(writing)
-        assert os.read(reading, 1) == b""  # end of file after the parent has closed it
+        assert os.read(reading, 1) == b""  # end of file, because no process has the write end open
         port = server.getsockname()[1]
         server.close()
         socket.create_server(("127.0.0.1", port)).close()
@@ -172,7 +172,7 @@ def test_accelerator_is_not_used_in_a_forked_process():
 
 
 class After:
-    """A mock compiler that is finished after this many queries."""
+    """A mock compiler that finishes after `asked` calls of `done`."""
 
     seconds = 0.0
 
@@ -224,7 +224,7 @@ def step_of(model, asked=4, dynamic=None, **speed):
 
 
 def graphs_in(step, batches):
-    """Return for each batch whether the graph trained it."""
+    """Return, for each batch, whether the graph trained it."""
     found, run = [], step._step.eager.train
 
     def train(inputs, **kwargs):
@@ -242,7 +242,7 @@ def test_batches_are_trained_eagerly_until_the_graph_is_compiled():
     batches = [batch(number) for number in range(14)]
     model = net()
     step, said = step_of(model)
-    # The first batch determines the trained parameters, five wait, and one verifies the graph.
+    # The first batch determines the trained parameters, five run during compilation, and one verifies the graph.
     assert graphs_in(step, batches) == [False] * 7 + [True] * 7
     assert step.compiled_scope == "step"
     assert len(said) == 1
@@ -261,7 +261,7 @@ def test_batches_inside_and_at_the_end_of_a_window_use_two_graphs():
     torch.testing.assert_close(model.state_dict(), by_hand(batches, 2), rtol=1e-12, atol=1e-13)
 
 
-def test_another_shape_does_not_delay_the_first():
+def test_new_shape_does_not_delay_the_first_one():
     batches = [batch(number, 12 if number < 12 or number % 2 else 9) for number in range(60)]
     model = net()
     step, _ = step_of(model)
@@ -286,7 +286,7 @@ def test_sizes_that_never_repeat_use_one_graph(dynamic):
 
 @needs_fork
 def test_child_does_not_change_weights_in_shared_memory():
-    """This also holds if a verified graph with dynamic shapes accepts the batch of the child."""
+    """This includes the case that a verified graph with dynamic shapes accepts the child's batch."""
 
     class Count(nn.Module):
         n = 0
@@ -368,9 +368,9 @@ def test_only_inductor_compiles_in_the_background(how, used):
 
 @pytest.fixture
 def _changed_settings():
-    """Settings that the child must also use, because otherwise this process would not find its code.
+    """Settings that the child must share with this process, because they are part of the cache key.
 
-    monkeypatch would delete them afterwards, and each later compilation would fail.
+    The context restores them after the test. monkeypatch would delete them, and later compilations would fail.
     """
     with torch._inductor.config.patch(fx_graph_remote_cache=False, max_fusion_size=32):
         yield
@@ -378,12 +378,12 @@ def _changed_settings():
 
 @needs_fork
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor requires a C++ compiler")
 @pytest.mark.usefixtures("_changed_settings")
 def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
     monkeypatch.setattr(background, "_NICE", 0)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    # Earlier compilations have started threads, which the child does not have.
+    # Earlier compilations start threads, which do not exist in the child.
     torch._dynamo.reset()
     torch.compile(F.gelu)(torch.randn(100, 7))
     torch._dynamo.reset()
@@ -395,7 +395,7 @@ def test_compiled_code_comes_from_the_child_process(monkeypatch, tmp_path):
     end, after = time.monotonic() + 300, 0
     while after < 5:
         assert time.monotonic() < end
-        time.sleep(0.05)  # leaves the cores to the child process
+        time.sleep(0.05)  # leave the cores to the child process
         batches.append(batch(len(batches)))
         step(batches[-1])
         captured = step._step._step

@@ -1,4 +1,4 @@
-"""Verified code is called directly as long as its guards hold."""
+"""Verified code is called directly while its guards hold."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _fresh_compiler():
 
 @pytest.fixture
 def direct(monkeypatch):
-    """Record for each lookup whether a direct call was found."""
+    """Record, for each lookup, whether a direct call was found."""
     found, find = [], DirectCalls.find
 
     def searching(self, *arguments):
@@ -48,7 +48,7 @@ def test_compiled_batches_are_called_directly_from_the_third_on(direct):
         False,
         False,
         *[True] * 9,
-    ]  # the first batch is eager, the second verifies, the third goes through Dynamo
+    ]  # the first batch is eager, the second verifies the graph, the third runs through Dynamo
 
 
 def test_accumulation_windows_are_called_directly(direct):
@@ -91,7 +91,7 @@ def test_change_of_the_model_is_detected(direct, change):
 
 
 class Counts(nn.Module):
-    """A module that counts its calls, which Dynamo does after the graph."""
+    """A module that counts its calls in Python, a side effect that Dynamo applies after the graph."""
 
     def __init__(self):
         super().__init__()
@@ -109,7 +109,7 @@ def test_code_with_side_effects_is_called_through_dynamo(direct):
     assert not any(direct)
 
 
-def test_error_in_compiled_code_is_raised_and_training_can_continue():
+def test_error_in_compiled_code_is_raised_and_training_continues():
     model = nn.Sequential(nn.Embedding(4, 3), nn.Flatten(), nn.Linear(6, 4))
     step = graph_step(model, wrapper(model), loss=F.cross_entropy)
     good = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([0, 1]))

@@ -1,4 +1,4 @@
-"""The eager step matches a plain loop; valid and invalid losses."""
+"""The eager step matches a plain loop, and invalid losses raise an error."""
 
 import copy
 
@@ -137,7 +137,7 @@ def test_only_entries_with_loss_in_their_name_are_summed_and_all_are_logged():
     assert list(logs.items()) == [("loss", 3.0), ("loss_a", 1.0), ("acc", 40.0), ("aux_loss", 2.0)]
 
 
-def test_lists_of_losses_are_summed_also_when_nested():
+def test_lists_of_losses_are_summed_even_if_nested():
     parts = [scalar(1.0), scalar(2.0), scalar(4.0)]
     total, logs = sum_losses({"loss_heads": [parts[0], (parts[1], parts[2])]})
     assert total.item() == 7.0
@@ -146,13 +146,13 @@ def test_lists_of_losses_are_summed_also_when_nested():
     assert all(part.grad == 1.0 for part in parts)
 
 
-def test_an_entry_called_loss_keeps_its_own_value_in_the_log():
+def test_entry_named_loss_keeps_its_own_value_in_the_log():
     total, logs = sum_losses({"loss": scalar(1.0), "loss_aux": scalar(2.0)})
     assert total.item() == 3.0
     assert logs == {"loss": 1.0, "loss_aux": 2.0}
 
 
-def test_a_tensor_of_one_element_counts_as_a_scalar():
+def test_tensor_with_one_element_counts_as_a_scalar():
     total, logs = sum_losses({"loss": torch.ones(1, 1)})
     assert total.ndim == logs["loss"].ndim == 0
 
@@ -181,7 +181,7 @@ def test_invalid_loss_raises_with_its_name(losses, message):
 
 
 class Checkpointed(nn.Module):
-    """A network that uses a reentrant checkpoint if `reentrant` is set."""
+    """A network that uses reentrant checkpointing if `reentrant` is set."""
 
     def __init__(self):
         super().__init__()
@@ -193,7 +193,7 @@ class Checkpointed(nn.Module):
         return self.last(x)
 
 
-def test_reentrant_checkpoint_added_in_training_raises_once_with_a_remedy():
+def test_error_for_reentrant_checkpoint_added_during_training_suggests_a_remedy():
     data = [(torch.ones(2, 3).double() * i, torch.ones(2, 2).double()) for i in range(4)]
     models = []
     for raises in (False, True):

@@ -1,4 +1,4 @@
-"""`GraphStep` matches a plain loop, and detects when the graph is not valid."""
+"""`GraphStep` matches a plain loop and detects invalid graphs."""
 
 import copy
 from functools import partial
@@ -92,7 +92,7 @@ def test_groups_with_diverging_settings_are_separated():
     compiler = Counting()
     in_graph(lambda _: groups(MOMENTUM, other), batches(), first_alone, other, compiler)
     assert_same(other, one)
-    assert compiler.graphs == 2  # merged at first, then separate
+    assert compiler.graphs == 2  # one merged group at first, then two
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -179,7 +179,7 @@ def test_loaded_state_is_used():
     other.load_state_dict(model.state_dict())
     resumed = OptimWrapper(optimizer=MOMENTUM(other.parameters()))
     step = graph_step(other, resumed)
-    step(batches(1, seed=9)[0])  # changes the state before loading
+    step(batches(1, seed=9)[0])  # change the state before loading
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(copy.deepcopy(optim.state_dict()))
     train(step, data[5:])
@@ -209,7 +209,7 @@ def test_unused_parameter_has_no_state():
 
 
 class OwnSGD(SGD):
-    """A custom optimizer that is not part of torch."""
+    """A custom optimizer outside torch."""
 
     __module__ = "somewhere.else"
 
@@ -219,7 +219,7 @@ class OwnSGD(SGD):
                 param.data.add_(param.grad.sign(), alpha=-group["lr"])
 
 
-def test_custom_optimizer_steps_outside_of_the_graph():
+def test_custom_optimizer_steps_outside_the_graph():
     make = partial(OwnSGD, lr=0.01)
     model, _, losses = by_hand(make, batches())
     own, _, found = in_graph(make, batches())
@@ -228,7 +228,7 @@ def test_custom_optimizer_steps_outside_of_the_graph():
 
 
 class KeepsGradients(SGD):
-    """Sets gradients to zero instead of None, as the fused optimizers of NPUs do."""
+    """Sets gradients to zero instead of None, like the fused NPU optimizers."""
 
     def zero_grad(self, set_to_none=False):
         super().zero_grad(set_to_none=False)
@@ -292,8 +292,8 @@ def test_step_that_cannot_be_captured_is_replaced_once():
     assert "Data-dependent branching" in told[0]
 
 
-def forgets_gradients(graph, inputs):
-    """A compiler with a bug of torch 2.13: one gradient is zero."""
+def drops_gradient(graph, inputs):
+    """A compiler with a bug from torch 2.13: one gradient is zero."""
     graph = copy.deepcopy(graph)
     (grad,) = (node for node in graph.graph.nodes if node.target is torch.autograd.grad)
     first = next(iter(grad.users))
@@ -314,7 +314,7 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
         told.append(error)
         return EagerStep(lambda b: {"loss": F.cross_entropy(model(b[0]), b[1])}, model, optim)
 
-    found = train(graph_step(model, optim, forgets_gradients, recover), batches())
+    found = train(graph_step(model, optim, drops_gradient, recover), batches())
     _, _, losses = by_hand(MOMENTUM, batches(), model=other)
     torch.testing.assert_close(found, losses, rtol=0, atol=0)
     assert_same(model, other, rtol=0, atol=0)
@@ -327,8 +327,8 @@ def test_lost_gradient_is_detected_before_the_graph_is_used():
 def test_verification_can_be_disabled():
     model = net()
     optim = OptimWrapper(optimizer=SGD(model.parameters(), lr=0.1))
-    step = graph_step(model, optim, forgets_gradients, verify=False)
-    step(batches()[0])  # eagerly
+    step = graph_step(model, optim, drops_gradient, verify=False)
+    step(batches()[0])  # the first batch is eager
     kept = model[0].weight.clone()
     train(step, batches()[1:4])
     torch.testing.assert_close(model[0].weight, kept)
@@ -343,7 +343,7 @@ def test_first_batch_is_counted_once():
 
 
 def test_guard_skips_a_nan_loss_without_gradient():
-    """Example: cross-entropy with only ignored pixels. Momentum and weight decay would change the weights."""
+    """An example is cross-entropy with only ignored pixels. Momentum and weight decay would change the weights."""
     model = net()
     optim = OptimWrapper(optimizer=MOMENTUM(model.parameters(), weight_decay=0.1))
     optim.guard = guard = StepGuard(model, torch.device("cpu"))
@@ -358,7 +358,7 @@ def test_guard_skips_a_nan_loss_without_gradient():
 
 
 def test_hook_added_after_the_capture_is_called_if_another_was_removed():
-    """Torch leaves an empty dict behind when a hook is removed, and uses it again."""
+    """After a hook is removed, torch keeps its empty dict and reuses it for the next hook."""
     make, data = partial(SGD, lr=0.05), batches()
 
     def run(step_of):
@@ -437,7 +437,7 @@ def test_parts_log_the_same_values_eagerly_and_in_the_graph(window):
     ]
 
 
-def test_verification_without_memory_for_float64_falls_back_with_the_error(monkeypatch):
+def test_verification_without_memory_for_float64_falls_back_to_eager(monkeypatch):
     def no_memory(graph, inputs, double):
         raise torch.OutOfMemoryError("no memory")
 
@@ -453,13 +453,13 @@ def test_verification_without_memory_for_float64_falls_back_with_the_error(monke
     assert [type(reason) for reason in reasons] == [torch.OutOfMemoryError]
 
 
-# ---- preparation of the inputs ----------------------------------------------------------------------------
+# ---- input preparation ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_inputs_are_prepared_under_autocast(compiled):
     """As in MMEngine, a matrix product in the data preprocessor runs in lower precision."""
-    colours = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
+    colors = torch.randn(4, 4, generator=torch.Generator().manual_seed(3))
     data = [torch.randn(8, 4, generator=torch.Generator().manual_seed(i)) for i in range(6)]
 
     def net():
@@ -471,7 +471,7 @@ def test_inputs_are_prepared_under_autocast(compiled):
 
     model = net()
     optim = AmpOptimWrapper(optimizer=torch.optim.SGD(model.parameters(), lr=0.1), dtype="bf16")
-    training = Training(model, optim, losses, lambda x: x @ colours)
+    training = Training(model, optim, losses, lambda x: x @ colors)
     how = dict(compile=dict(scope="step", backend="aot_eager", cache=False)) if compiled else {}
     step = build_step(training, SpeedPlan.read(how), pytest.fail)
     found = torch.stack([step(x)["loss"] for x in data])
@@ -480,7 +480,7 @@ def test_inputs_are_prepared_under_autocast(compiled):
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
     for x in data:
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            prepared = x @ colours
+            prepared = x @ colors
             assert prepared.dtype == torch.bfloat16
             loss = losses(other, prepared)["loss"]
         loss.backward()

@@ -1,4 +1,4 @@
-"""Checks on the device: finite values, the loss scale, scalars."""
+"""Numerics on the device: finite values, the loss scale and scalars."""
 
 import math
 
@@ -21,7 +21,7 @@ def test_nonfinite_value_is_detected(value, dtype):
     assert not all_finite(tensors)
 
 
-def test_the_largest_numbers_are_finite():
+def test_largest_numbers_are_finite():
     assert all_finite([torch.full((9,), torch.finfo(torch.float32).max)])
 
 
@@ -75,5 +75,5 @@ def test_scalar_keeps_its_tensor():
     assert float(place) == 0.25
 
 
-def test_a_scalar_is_read_as_a_number():
+def test_scalar_is_read_as_a_number():
     assert Scalar(0.5, CPU).read().shape == ()

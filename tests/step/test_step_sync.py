@@ -1,4 +1,4 @@
-"""Gradients are sent in buckets, starting with the last layers, and each exactly once."""
+"""Each gradient is sent exactly once, in buckets that start with the last layers."""
 
 import torch
 from hypothesis import given
@@ -15,7 +15,7 @@ def test_every_gradient_is_in_one_bucket_of_its_dtype(sizes, limit):
     for bucket in buckets:
         assert bucket == sorted(bucket, reverse=True)
         assert len({grads[i].dtype for i in bucket}) == 1
-        # A full bucket gets no more gradients.
+        # No gradient is added to a full bucket.
         assert sum(grads[i].numel() * grads[i].element_size() for i in bucket[:-1]) < limit
 
 

@@ -33,7 +33,7 @@ KINDS = {
 
 
 def without_bias():
-    """A network without zero gradients, whose rounding errors adaptive optimizers would amplify."""
+    """A network whose gradients are all nonzero, because adaptive optimizers amplify rounding errors near zero."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.Tanh(), nn.Flatten(), nn.Linear(96, 4))
 
@@ -62,7 +62,7 @@ def test_update_matches_the_optimizer(kind):
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.Muon])
-def test_unsupported_optimizers_step_outside_of_the_graph(kind):
+def test_unsupported_optimizers_step_outside_the_graph(kind):
     def matrices():
         torch.manual_seed(0)
         return nn.Sequential(
@@ -94,7 +94,7 @@ def test_sgd_momentum_can_change_without_a_new_graph(nesterov):
     assert compiler.graphs == 1
 
 
-def test_momentum_that_is_set_later_gets_its_state():
+def test_momentum_enabled_later_creates_its_state():
     def late(optimizer, number):
         optimizer.param_groups[0]["momentum"] = 0.9 if number > 3 else 0.0
 
@@ -116,7 +116,7 @@ DECAYING = {
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", DECAYING)
 def test_compiled_code_keeps_the_weight_decay_of_matrices(kind):
-    """Inductor of torch 2.13 loses the alpha of `add(a @ b, c, alpha=alpha)`, the pattern of weight decay."""
+    """Inductor of torch 2.13 drops the alpha of `add(a @ b, c, alpha=alpha)`, the pattern of weight decay."""
 
     def matrices():
         torch.manual_seed(0)

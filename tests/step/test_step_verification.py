@@ -55,7 +55,7 @@ def deep(width=16, blocks=60):
 
 
 def perturbed(run):
-    """Simulate the rounding of a different order of additions."""
+    """Simulate the rounding errors of a different summation order."""
 
     def other(*inputs):
         with torch.no_grad():
@@ -68,7 +68,7 @@ def perturbed(run):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_correct_graph_passes(dtype):
+def test_correct_graph_passes_verification(dtype):
     x, y = batches(1)[0]
     assert verified(net().to(dtype), (x.to(dtype), y))
 
@@ -85,13 +85,13 @@ def test_capture_and_verification_have_no_side_effects():
 
 
 def test_rounding_of_an_ill_conditioned_network_passes():
-    """Its float32 gradients have large errors, with eager kernels and with any compiler."""
+    """The float32 gradients of this network have large errors, with eager kernels and with any compiler."""
     x, y = batches(1, size=4)[0]
     assert verified(deep(), (x, y), perturbed)
 
 
 def test_wrong_compiled_code_is_reported_as_a_compiler_bug():
-    def loses(run):
+    def skips_update(run):
         def other(*inputs):
             kept = inputs[0].detach().clone()
             run(*inputs)
@@ -101,7 +101,7 @@ def test_wrong_compiled_code_is_reported_as_a_compiler_bug():
         return other
 
     with pytest.raises(WrongNumbersError, match=r"the weight '\S+' changes by") as caught:
-        verified(net(), batches(1)[0], loses)
+        verified(net(), batches(1)[0], skips_update)
     assert caught.value.compiler
 
 
@@ -134,7 +134,7 @@ def test_random_numbers_are_the_same_in_float64():
 
 
 def test_autocast_is_compared_with_float64():
-    """The rounding error of a bfloat16 step is a few percent; this is not a compiler bug."""
+    """The rounding error of a bfloat16 step is a few percent, which is not a compiler bug."""
     model, (x, y) = net(), batches(1)[0]
     params = list(model.parameters())
 

@@ -77,14 +77,14 @@ EPOCH = ["on_train_loader_start", *STEP, *STEP, "on_train_loader_end"]
 CHECK = ["on_validation_loader_start", *PASS, "on_validation_loader_end"]
 
 
-def test_events_occur_in_the_order_of_supergradients(tmp_path):
+def test_events_occur_in_supergradients_order(tmp_path):
     callback = Recording()
     hooks = dict(checkpoint=dict(type="CheckpointHook", save_best="acc"))
     called(
         tmp_path, callback, dict(AverageBestHook=dict(metric="acc")), epochs=2, default_hooks=hooks,
         **{**validation(Scripted([0.5, 0.4, 0.0])), "val_dataloader": loader(batch_size=20, shuffle=False)},
     )  # fmt: skip
-    # Validation batches, without the loader events.
+    # Validation batches without the loader events.
     mean = ["on_average_best_models_validation_start", *PASS, "on_average_best_models_validation_end"]
     first = [*EPOCH, *CHECK, "on_validation_end_best_epoch"]
     assert names(callback) == ["on_training_start", *first, *EPOCH, *CHECK, *mean, "on_training_end"]
@@ -112,7 +112,7 @@ def test_phase_callback_is_called_only_at_its_phase(tmp_path, phase):
     evaluation = {**validation(Scripted([0.5, 0.4])), "val_dataloader": loader(batch_size=20, shuffle=False)}
     called(tmp_path, callback, epochs=2, default_hooks=hooks, **evaluation)
     assert len(callback.seen) == counts[phase.value]
-    assert At(phase.value, None).phase is phase, "recipes pass the name of the phase"
+    assert At(phase.value, None).phase is phase, "recipes pass the phase as a name"
 
 
 def test_stages_without_an_event_skip_the_callback(tmp_path):
@@ -218,7 +218,7 @@ def test_model_has_ema_weights_at_the_end_of_validation(tmp_path):
         ("PRE_TRAINING", "optimiser", "did you mean 'optimizer'"),
     ],
 )
-def test_unavailable_attribute_raises_error_with_reason(tmp_path, phase, name, reason):
+def test_unavailable_attribute_raises_an_error_with_the_reason(tmp_path, phase, name, reason):
     event = dict(
         TRAIN_BATCH_END="on_train_batch_loss_end", TRAIN_EPOCH_START="on_train_loader_start",
         TRAIN_EPOCH_END="on_train_loader_end", VALIDATION_EPOCH_END="on_validation_loader_end",
@@ -297,7 +297,7 @@ def test_verbose_early_stop_logs_the_best_value(tmp_path, capsys):
     [
         (dict(phase="TRAIN_EPOCH_END"), r"phase: EarlyStop only supports VALIDATION_EPOCH_END"),
         (dict(mode="less"), r"mode: must be 'min' or 'max'"),
-        (dict(patience=-1), r"patience: must be at least 0"),
+        (dict(patience=-1), r"patience: must be int of at least 0"),
     ],
 )
 def test_early_stop_rejects_invalid_arguments(tmp_path, options, message):
@@ -306,7 +306,7 @@ def test_early_stop_rejects_invalid_arguments(tmp_path, options, message):
         called(tmp_path, entry)
 
 
-# ---- the list of callbacks ----------------------------------------------------------------------------
+# ---- callback entries ---------------------------------------------------------------------------------
 
 
 @HOOKS.register_module()
@@ -330,7 +330,7 @@ class CountsSteps(Callback):
         CallbackHook(CountsSteps()),
     ],
 )
-def test_callback_may_be_a_name_or_an_object(tmp_path, monkeypatch, entry):
+def test_callback_can_be_a_name_or_an_object(tmp_path, monkeypatch, entry):
     monkeypatch.setattr(CountsSteps, "steps", 0)
     called(tmp_path, entry)
     assert CountsSteps.steps == 2
@@ -352,7 +352,7 @@ def test_named_callbacks_become_plain_configurations():
         (7, ConfigError, "a phase callback must be a Callback, a PhaseCallback or a Hook, not 7"),
     ],
 )
-def test_invalid_callback_entry_raises_error_with_config_path(entry, error, message):
+def test_invalid_callback_entry_raises_an_error_with_config_path(entry, error, message):
     with pytest.raises(error, match=rf"^training_params\.phase_callbacks\[1\]: .*{message}"):
         callback_hooks(["EarlyStop", entry])
 
@@ -366,6 +366,6 @@ def test_callback_events_inside_the_step_are_rejected(event):
         callback_hooks([late()])
 
 
-def test_unknown_phase_suggests_the_nearest_name():
+def test_unknown_phase_error_suggests_the_nearest_name():
     with pytest.raises(ConfigError, match="phase: no phase is named 'TEST_ENDS'; did you mean 'TEST_END'"):
         At("TEST_ENDS", None)

@@ -47,7 +47,7 @@ def test_only_training_loader_shuffles_and_drops_the_last_batch():
     for name in dataloaders._NAMES:
         found = dataloaders.config(name)
         assert found["sampler"]["shuffle"] == name.endswith("_train"), name
-        # SuperGradients' CIFAR-10 keeps the last batch.
+        # SuperGradients' CIFAR-10 loader keeps the last batch.
         assert found["drop_last"] == (name.endswith("_train") and not name.startswith("cifar10")), name
 
 
@@ -92,7 +92,7 @@ def test_transforms_are_read_in_each_form(entry):
     assert found["dataset"]["transforms"] == [{"type": "SegRandomFlip"}]
 
 
-def test_transform_may_be_an_object():
+def test_transform_can_be_an_object():
     def mirrored(sample, rng):
         return {key: np.ascontiguousarray(value[:, ::-1]) for key, value in sample.items()}
 
@@ -102,7 +102,7 @@ def test_transform_may_be_an_object():
     assert torch.equal(plain.dataset[0]["targets"].flip(1), turned.dataset[0]["targets"])
 
 
-def test_invalid_transform_raises_error_with_config_path():
+def test_invalid_transform_raises_an_error_with_config_path():
     with pytest.raises(ConfigError, match=r"dataset_params\.transforms\[1\]: must be a name"):
         dataloaders.config("street_scenes_val", {"transforms": ["SegRandomFlip", {"a": {}, "b": {}}]})
 
@@ -157,7 +157,7 @@ def test_runner_makes_the_order_of_a_loader_reproducible():
     assert not torch.equal(order(1), order(2))
 
 
-def test_dataset_may_be_a_class_name_or_an_object(street):
+def test_dataset_can_be_a_class_name_or_an_object(street):
     params = {"dataset": "StreetScenes", "batch_size": 2}
     loader = dataloaders.get(dataset_params={"size": [32, 64], "length": 3}, dataloader_params=params)
     assert [len(batch["inputs"]) for batch in loader] == [2, 1]
@@ -189,7 +189,7 @@ def test_exactly_one_dataset_is_required(arguments, message):
         dataloaders.config(**arguments)
 
 
-def test_unknown_names_raise_errors_with_a_suggestion():
+def test_unknown_name_error_suggests_the_nearest_name():
     with pytest.raises(
         UnknownNameError, match="no data loader is named 'citscapes_train'; did you mean 'cityscapes_train'"
     ):
@@ -242,6 +242,13 @@ def test_collate_function_is_found_by_name(collate):
     assert type(batch["inputs"]) is list
 
 
+@pytest.mark.parametrize(("key", "value"), [("skip_errors", 3), ("stall_warning", 5)])
+def test_options_of_the_runners_loaders_are_passed_on_but_not_to_torchs_loader(key, value):
+    assert dataloaders.config("street_scenes_train", SMALL, {key: value})[key] == value
+    with pytest.raises(ConfigError, match=rf"{key}: requires a Runner; pass dataloaders.config"):
+        dataloaders.get("street_scenes_train", SMALL, {key: value})
+
+
 def test_automatic_num_workers_requires_a_runner():
     params = {"num_workers": "auto"}
     assert dataloaders.config("street_scenes_val", SMALL, params)["num_workers"] == "auto"
@@ -249,7 +256,7 @@ def test_automatic_num_workers_requires_a_runner():
         dataloaders.get("street_scenes_val", SMALL, params)
 
 
-def test_pin_memory_is_left_to_the_runner():
+def test_pin_memory_is_set_by_the_runner():
     assert "pin_memory" not in dataloaders.config("street_scenes_val", SMALL, {"pin_memory": True})
 
 

@@ -77,7 +77,7 @@ NECK_AND_HEAD = {"neck.weight", "neck.bias", "head.weight", "head.bias"}
     ],
 )
 @pytest.mark.parametrize("compile", [False, dict(scope="step", backend="eager")])
-def test_parameters_with_rate_0_stay_constant_despite_weight_decay(tmp_path, net, params, compile):
+def test_parameters_with_rate_0_are_constant_despite_weight_decay(tmp_path, net, params, compile):
     network, groups = net(), Groups()
     before = tensors(network)
     decay = dict(optimizer="AdamW", optimizer_params=dict(weight_decay=0.5), phase_callbacks=[groups])
@@ -89,7 +89,7 @@ def test_parameters_with_rate_0_stay_constant_despite_weight_decay(tmp_path, net
     assert groups.rates == pytest.approx(rates)
     assert groups.learning == NECK_AND_HEAD
     assert all(parameter.requires_grad for parameter in network.parameters()), (
-        "must be trainable in the next training"
+        "the parameters must be trainable in the next run"
     )
 
 
@@ -130,7 +130,7 @@ def test_finetune_trains_the_heads_of_each_zoo_network(name, aux):
     assert len(list(optim.parameters())) == sum(p.requires_grad for p in model.parameters())
 
 
-def test_parameters_frozen_by_the_user_stay_frozen(tmp_path):
+def test_parameters_frozen_by_the_user_remain_frozen(tmp_path):
     network = Tunable()
     network.head.bias.requires_grad_(False)
     before = tensors(network)
@@ -163,7 +163,7 @@ def test_parameters_frozen_by_the_user_stay_frozen(tmp_path):
         (Tunable, dict(initial_lr=0), ModelError, "no trainable parameter"),
     ],
 )
-def test_unsupported_finetune_raises_error(tmp_path, net, params, error, message):
+def test_unsupported_finetune_raises_an_error(tmp_path, net, params, error, message):
     network = net()
     with pytest.raises(error, match=message):
         Trainer("exp", tmp_path).train(network, {**QUIET, "finetune": True, **params}, data())
@@ -183,7 +183,7 @@ def test_finetune_rejects_an_optimizer_object():
 
 
 def resumed(folder, **params):
-    """Train an epoch and resume for another. Return the network and the optimizer state after resuming."""
+    """Train an epoch and resume for another one. Return the network and the optimizer state after resuming."""
 
     class State(Hook):
         def before_train(self, runner):
@@ -205,7 +205,7 @@ def resumed(folder, **params):
 
 
 def by_hand(first):
-    """Run the second epoch of three steps in plain torch, without the momentum of the first."""
+    """Run the second epoch of three steps in plain torch, without the momentum of the first epoch."""
     params = [dict(params=first.head.parameters(), start=0.01)]
     params += [dict(params=part.parameters(), start=0.1) for part in (first.body, first.norm, first.neck)]
     optimizer = torch.optim.SGD(params, lr=0.0, momentum=0.9, weight_decay=1e-4)
@@ -228,7 +228,7 @@ def test_resume_without_optimizer_state_keeps_weights_epoch_and_rates(tmp_path):
     assert not torch.allclose(with_moments.body.weight, network.body.weight)
 
 
-def test_run_may_resume_with_another_optimizer(tmp_path):
+def test_run_can_resume_with_a_different_optimizer(tmp_path):
     _, network, state = resumed(tmp_path, load_opt_params=False, optimizer="AdamW")
     assert (state.at, state.optimizer["state"]) == ((1, 3), {})
     assert state.optimizer["param_groups"][0]["betas"] == (0.9, 0.999)

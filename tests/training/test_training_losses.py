@@ -45,7 +45,7 @@ def test_inline_arguments_override_criterion_params():
     assert (loss.ignore_index, loss.label_smoothing) == (7, 0.1)
 
 
-def test_stdc_loss_has_the_defaults_of_supergradients():
+def test_stdc_loss_has_the_supergradients_defaults():
     loss = build({"STDCLoss": {"num_classes": 5, "learnable_fusing_kernel": False, "ohem_criteria": None}})
     assert loss.weights == (1, 1, 1, 1)
     assert (loss.ohem.mining_percent, loss.ignore_index, loss.detail_threshold) == (0.1, -100, 1)
@@ -73,13 +73,13 @@ def test_modules_and_functions_are_returned_unchanged():
         ({"CrossEntropyLoss": {"reduction": "sum"}}, "must be 'mean', not"),
     ],
 )
-def test_invalid_loss_raises_error_with_config_path(loss, message):
+def test_invalid_loss_raises_an_error_with_config_path(loss, message):
     with pytest.raises(ConfigError, match=message) as error:
         loss_config(loss)
     assert error.value.path.startswith("training_params.loss")
 
 
-def test_unknown_name_or_argument_suggests_the_nearest():
+def test_unknown_name_or_argument_error_suggests_the_nearest():
     with pytest.raises(
         UnknownNameError, match="no loss is named 'DiceEdgeLoss'; did you mean 'DiceCEEdgeLoss'"
     ):
@@ -116,7 +116,7 @@ def plain_cross_entropy(logits, targets, smoothing, weight, ignored):
     st.sampled_from([0.0, 0.5, 1.0]),
     st.sampled_from([torch.uint8, torch.int64]),
 )
-def test_cross_entropy_equals_a_plain_loop_in_float64(seed, size, smoothing, weighted, ignored, dtype):
+def test_cross_entropy_matches_a_plain_loop_in_float64(seed, size, smoothing, weighted, ignored, dtype):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(5, 3, *size, generator=generator, dtype=torch.float64, requires_grad=True)
     targets = torch.randint(0, 3, (5, *size), generator=generator)
@@ -153,7 +153,7 @@ def test_several_outputs_and_invalid_smoothing_are_rejected():
 
 
 @pytest.mark.parametrize("weight", [None, [1.0, 2.0, 3.0]])
-def test_cross_entropy_is_one_graph(weight):
+def test_cross_entropy_compiles_to_one_graph(weight):
     loss = CrossEntropy(9, 0.1, weight)
     compiled = torch.compile(loss, fullgraph=True, backend="eager")
     logits, targets = torch.randn(2, 3, 4, 4), torch.tensor([0, 1, 2, 9]).repeat(2, 4, 1)

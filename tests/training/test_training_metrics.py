@@ -50,7 +50,7 @@ def pixels(seed, classes=19, count=3, ignored=0.3):
     st.sampled_from([0.0, 0.3]),
     st.sampled_from([19, 20, 35]),
 )
-def test_values_equal_a_plain_loop_for_any_num_classes(seed, classes, ignored, announced):
+def test_values_match_a_plain_loop_for_any_num_classes(seed, classes, ignored, announced):
     batches = pixels(seed, classes, ignored=ignored)
     preds, targets = (torch.cat(part) for part in zip(*batches, strict=True))
     iou, dice, accuracy = plain_means(preds, targets)
@@ -59,7 +59,7 @@ def test_values_equal_a_plain_loop_for_any_num_classes(seed, classes, ignored, a
     assert value(PixelAccuracy(IGNORE), batches) == pytest.approx(accuracy)
 
 
-def test_iou_equals_torchmetrics_if_each_class_occurs():
+def test_iou_matches_torchmetrics_if_each_class_occurs():
     torchmetrics = pytest.importorskip("torchmetrics")
     batches = pixels(0, 4, count=5)
     theirs = torchmetrics.classification.MulticlassJaccardIndex(4, ignore_index=IGNORE)
@@ -113,7 +113,7 @@ def test_accuracy_and_top5_are_fractions_of_the_samples():
     assert found.evaluate(24) == pytest.approx({"Accuracy": (ranks < 1).mean(), "Top5": (ranks < 5).mean()})
 
 
-# ---- by name -------------------------------------------------------------------------------------------
+# ---- metrics by name -----------------------------------------------------------------------------------
 
 
 def test_each_form_of_an_entry_is_read():
@@ -147,7 +147,7 @@ def test_each_form_of_an_entry_is_read():
     assert metric_config(None) == []
 
 
-def test_imported_accuracy_is_that_of_supergradients():
+def test_imported_accuracy_is_the_supergradients_metric():
     found = Accuracy()
     found.process(None, {"preds": torch.eye(3), "targets": torch.tensor([0, 1, 1])})
     assert found.evaluate(3) == {"Accuracy": pytest.approx(2 / 3)}
@@ -169,12 +169,12 @@ def test_torchmetrics_are_accepted_by_name_and_as_objects():
         ({}, "must be a name"),
     ],
 )
-def test_invalid_entry_raises_error_with_config_path(entry, message):
+def test_invalid_entry_raises_an_error_with_config_path(entry, message):
     with pytest.raises((ConfigError, UnknownNameError), match=message) as error:
         metric_config([IoU(3), entry], "train_metrics_list")
     assert error.value.path.startswith("training_params.train_metrics_list[1]")
 
 
-def test_unknown_argument_raises_error_when_the_metric_is_built():
+def test_unknown_argument_raises_an_error_when_the_metric_is_built():
     with pytest.raises(BuildError, match="no parameter 'ignore_label'; did you mean 'ignore_index'"):
         Evaluator(metric_config([{"IoU": {"num_classes": 3, "ignore_label": 2}}]))

@@ -56,7 +56,7 @@ class Network(nn.Module):
 
 
 class Wrapped(BaseModel):
-    """A model that wraps the user's network as `SupervisedModel` does, with a loss that has a parameter."""
+    """A model that wraps the user's network like `SupervisedModel`, with a loss that has a parameter."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ def options(model: nn.Module, wrapper: OptimWrapper, key: str) -> dict[str, Any]
     wrapped=st.booleans(),
     spared=st.booleans(),
 )
-def test_parameters_have_the_rate_of_their_longest_prefix_and_decay_of_their_kind(
+def test_parameters_have_the_rate_of_their_longest_prefix_and_the_decay_of_their_kind(
     prefixes: set[str], wrapped: bool, spared: bool
 ) -> None:
     model = Wrapped(Network()) if wrapped else Network()
@@ -129,7 +129,7 @@ def test_prefixes_with_equal_rates_share_a_named_group() -> None:
         ),
     ],
 )
-def test_prefixes_in_recipes_match_their_networks(name: str, prefixes: dict[str, float]) -> None:
+def test_recipe_prefixes_match_their_networks(name: str, prefixes: dict[str, float]) -> None:
     network = models.get(name, num_classes=2)
     lr = options(network, build(network, initial_lr={"default": 0.1, **prefixes}), "lr")
     assert set(lr) == {name for name, _ in network.named_parameters()}
@@ -156,7 +156,7 @@ def test_groups_store_their_warmup_initial_lr() -> None:
     rates, starts = {"head": 0.1, "default": 0.1}, {"head": 0.01, "default": 0.02}
     wrapper = build(Network(), initial_lr=rates, warmup_initial_lr=starts)
     found = {group["name"]: group["warmup_initial_lr"] for group in wrapper.param_groups}
-    assert found == starts  # equal rates, but different groups
+    assert found == starts  # equal rates in different groups
 
 
 # ---- optimizers --------------------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ def test_groups_store_their_warmup_initial_lr() -> None:
         (torch.optim.Adam, {"weight_decay": 0.2}, {"weight_decay": 0.2}),
     ],
 )
-def test_optimizer_has_the_defaults_of_supergradients(
+def test_optimizer_has_the_supergradients_defaults(
     optimizer: Any, params: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     wrapper = build(Network(), initial_lr=0.1, optimizer=optimizer, optimizer_params=params)
@@ -245,7 +245,7 @@ def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception],
         build(Network(), **keys)
 
 
-# ---- in training -------------------------------------------------------------------------------------------
+# ---- training ----------------------------------------------------------------------------------------------
 
 
 class Net(BaseModel):
@@ -296,7 +296,7 @@ class _Batches(Hook):
 
 
 def _by_hand(batches: list[Any], rates: dict[str, float]) -> dict[str, Tensor]:
-    """Train with hand-written SGD, with the rate and decay of each parameter according to the keys."""
+    """Train with hand-written SGD, with the rate and decay that the keys set for each parameter."""
     net = Net()
     momenta = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
     for step, (inputs, targets) in enumerate(batches):

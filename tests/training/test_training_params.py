@@ -28,13 +28,13 @@ ckpt_name run_id resume_from_remote_sg_logger resume_strict_load speed
 )
 
 
-def test_each_key_of_supergradients_has_a_translation():
+def test_each_supergradients_key_is_translated_or_refused():
     table = TrainingParams.table()
     assert set(KEYS) <= set(table)
     assert all(isinstance(entry, str | Refused) for entry in table.values())
 
 
-def test_speed_plan_keys_equal_the_options_of_the_plan():
+def test_speed_plan_keys_match_the_options_of_the_plan():
     table = TrainingParams.table()
     assert {key for key, entry in table.items() if entry == "SpeedPlan"} == set(PARAMS_OPTIONS)
 
@@ -55,7 +55,7 @@ def test_each_key_accepts_its_default_and_none(key):
         if isinstance(TrainingParams.table()[f.name], Refused)
     ],
 )
-def test_unsupported_key_raises_error_with_reason(key):
+def test_unsupported_key_raises_an_error_with_the_reason(key):
     default = getattr(TrainingParams(), key)
     other = not default if isinstance(default, bool) else 6006
     with pytest.raises(ConfigError) as refused:
@@ -63,12 +63,12 @@ def test_unsupported_key_raises_error_with_reason(key):
     assert str(refused.value) == f"training_params.{key}: {TrainingParams.table()[key].why}"
 
 
-def test_value_of_another_type_raises_with_the_key():
+def test_value_of_a_wrong_type_raises_an_error_with_the_key():
     with pytest.raises(ConfigError, match=r"training_params\.run_test_freq: must be int, not 'many'"):
         TrainingParams.read(dict(run_test_freq="many"))
 
 
-def test_unknown_key_suggests_the_nearest():
+def test_unknown_key_error_suggests_the_nearest_key():
     with pytest.raises(UnknownNameError, match=r"training_params\.max_epoch: .*did you mean 'max_epochs'"):
         TrainingParams.read(dict(max_epoch=3))
 
@@ -84,11 +84,11 @@ def test_training_params_must_be_a_dict():
         (dict(max_epochs=0), r"max_epochs: must be at least 1, not 0"),
         (dict(max_epochs=True), r"max_epochs: must be int or None, not True"),
         (dict(run_validation_freq=-1), r"run_validation_freq: must be at least 1"),
-        (dict(lr_schedule_function="f"), r"lr_schedule_function: must be a function, not 'f'"),
+        (dict(lr_schedule_function="f"), r"lr_schedule_function: must be a function or None, not 'f'"),
         (dict(pre_prediction_callback="Multiscale"), r"pre_prediction_callback: must be a function"),
     ],
 )
-def test_value_out_of_range_raises_error_with_key(params, message):
+def test_value_out_of_range_raises_an_error_with_the_key(params, message):
     with pytest.raises(ConfigError, match=rf"training_params\.{message}"):
         TrainingParams.read(params)
 

@@ -1,4 +1,4 @@
-"""The plot of the learning rates: curves equal the run's rates, and no plot if they are not known in advance."""
+"""The learning rate plot: its curves match the run's rates, and rates that are unknown in advance are not plotted."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def trained(folder: Path, **changes: Any) -> tuple[Runner, Seen]:
     return run(folder, custom_hooks=[dict(type="LrPlotHook"), seen], **changes), seen
 
 
-def test_curves_equal_the_rates_of_the_steps(tmp_path: Path, drawn: dict[str, Any]) -> None:
+def test_curves_match_the_rates_of_the_steps(tmp_path: Path, drawn: dict[str, Any]) -> None:
     _, seen = trained(tmp_path, **recipe())
     assert list(drawn["rates"]) == ["first", "default"]
     for curve, steps in zip(drawn["rates"].values(), zip(*seen.rates, strict=True), strict=True):
@@ -146,26 +146,26 @@ def test_unknown_rates_are_logged_instead_of_plotted(
 # ---- the plot ----------------------------------------------------------------------------------------------
 
 
-def coloured(path: Path, colour: tuple[int, int, int]) -> np.ndarray[Any, Any]:
-    """Return the rows and columns of the pixels with a colour."""
+def colored(path: Path, color: tuple[int, int, int]) -> np.ndarray[Any, Any]:
+    """Return the rows and columns of the pixels with a color."""
     image = np.asarray(Image.open(path).convert("RGB")).astype(int)
-    return np.argwhere(np.abs(image - colour).sum(axis=2) < 40)
+    return np.argwhere(np.abs(image - color).sum(axis=2) < 40)
 
 
-def test_plot_has_a_colour_per_curve_and_the_legend_outside(tmp_path: Path) -> None:
+def test_plot_has_a_color_per_curve_and_the_legend_outside(tmp_path: Path) -> None:
     path = tmp_path / "a.png"
     at = [i / 10 for i in range(101)]
     falling = [1 - i / 100 for i in range(101)]
     plot.draw(path, at, {"_backbone": falling, "default": falling[::-1]}, "epoch", 5.0)
     assert Image.open(path).size == (960, 540)
-    blue, orange = coloured(path, (31, 119, 180)), coloured(path, (255, 127, 14))
+    blue, orange = colored(path, (31, 119, 180)), colored(path, (255, 127, 14))
     legend, curve = blue[blue[:, 0] < 40], blue[blue[:, 0] > 60]
-    assert len(legend) > 20  # also for a name that begins with an underscore
+    assert len(legend) > 20  # the legend includes a name that starts with an underscore
     assert curve[curve[:, 1].argmin()][0] < curve[curve[:, 1].argmax()][0]  # the rate decreases
     assert len(orange) > 200
     alone = tmp_path / "b.png"
     plot.draw(alone, at, {"default": falling}, "epoch", None)
-    assert coloured(alone, (31, 119, 180))[:, 0].min() < 40  # a single curve has no legend
+    assert colored(alone, (31, 119, 180))[:, 0].min() < 40  # a single curve has no legend
 
 
 def test_rates_over_decades_use_a_logarithmic_axis() -> None:

@@ -1,4 +1,4 @@
-"""Old and misspelt sections of a recipe, and errors with the user's config paths."""
+"""Old and misspelled sections of a recipe, and errors with the user's config paths."""
 
 import logging
 
@@ -15,7 +15,7 @@ from slipstream.training.recipe import recipe_config
 
 
 class Own(PixelAccuracy):
-    """A custom metric, whose result names are unknown until its first evaluation."""
+    """A custom metric whose result names are unknown until its first evaluation."""
 
 
 def recipe(**sections):
@@ -50,13 +50,13 @@ def test_old_checkpoint_keys_accept_their_defaults():
         ("ckpt_name", "ckpt_best.pth", "set checkpoint_path"),
     ],
 )
-def test_old_checkpoint_keys_with_values_raise_errors_with_the_replacement(key, value, remedy):
+def test_old_checkpoint_keys_with_values_raise_an_error_with_the_replacement(key, value, remedy):
     with pytest.raises(ConfigError, match=rf"checkpoint_params\.{key}: .*{remedy}"):
         recipe_config(recipe(checkpoint_params={**OLD, key: value}))
 
 
 @pytest.mark.parametrize("key", ["training_parms", "dataset_param", "arch_parms"])
-def test_misspelt_section_raises_error(key):
+def test_misspelled_section_raises_an_error(key):
     with pytest.raises(UnknownNameError, match=rf"{key}: unknown section; did you mean"):
         recipe_config(recipe(**{key: dict(max_epochs=3)}))
 
@@ -122,7 +122,7 @@ def test_runner_errors_have_the_config_paths_of_the_user(tmp_path, invalid, conf
         ("work_dir", "work_dir"),
     ],
 )
-def test_config_paths_of_the_runner_map_to_those_of_the_recipe(path, config_path):
+def test_runner_config_paths_map_to_recipe_config_paths(path, config_path):
     translated = recipe_config(recipe())
     for cfg, wanted in ((translated, config_path), ({**translated, "model": dict(type="Segmentor")}, path)):
         with pytest.raises(ConfigError) as caught, at_user_paths(cfg):

@@ -1,4 +1,4 @@
-"""SuperGradients' learning-rate keys: equal rates at each step, and errors for invalid keys."""
+"""SuperGradients' learning rate keys: equal rates at each step, and errors for invalid keys."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.training.schedules import lr_schedules
 
 
 class Original:
-    """SuperGradients' training loop as a sequence of events, each of which may set the learning rate."""
+    """SuperGradients' training loop as a sequence of events, each of which can set the learning rate."""
 
     def __init__(self, keys: dict[str, Any], length: int) -> None:
         defaults = {
@@ -160,7 +160,7 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
         return {**found, "lr_warmup_epochs": draw(st.integers(0, 4)), "warmup_initial_lr": start}
     if kind == "none":
         return {**found, "warmup_mode": None, "lr_warmup_epochs": draw(st.integers(0, 2))}
-    # In SuperGradients, a cosine rises in the cool-down after such a warm-up. This difference is documented.
+    # In SuperGradients, a cosine increases in the cool-down after such a warm-up. This difference is documented.
     cooldown = 0 if mode == "CosineLRScheduler" else found["lr_cooldown_epochs"]
     batches = {"warmup_mode": "LinearBatchLRWarmup", "lr_warmup_steps": draw(st.integers(1, 9))}
     return {**found, **batches, "warmup_initial_lr": 1e-6, "lr_cooldown_epochs": cooldown}
@@ -168,16 +168,16 @@ def keys(draw: st.DrawFn) -> dict[str, Any]:
 
 @settings(max_examples=300, deadline=None)
 @given(keys=keys(), length=st.integers(1, 6))
-def test_learning_rate_of_each_optimizer_step_equals_supergradients(
+def test_learning_rate_of_each_optimizer_step_matches_supergradients(
     keys: dict[str, Any], length: int
 ) -> None:
-    # A warm-up of one step has no end point: the rate keeps its initial value until the decay changes it.
+    # A warm-up of one step has no end point. The rate is constant until the decay changes it.
     assume("lr_warmup_steps" not in keys or min(keys["lr_warmup_steps"], length) > 1)
     every = keys["batch_accumulate"]
     assert walk(keys, length)[every - 1 :: every] == pytest.approx(Original(keys, length).run(), rel=1e-9)
 
 
-def test_poly_with_warmup_equals_rates_computed_by_hand() -> None:
+def test_poly_with_warmup_matches_rates_computed_by_hand() -> None:
     found = walk({"lr_mode": "poly", "initial_lr": 0.3, "max_epochs": 4, "lr_warmup_epochs": 2}, length=2)
     assert found == pytest.approx([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.3 * 0.75**0.9, 0.3 * 0.5**0.9])
 
@@ -277,7 +277,7 @@ def test_reduce_on_plateau_ignores_metrics_during_the_warmup() -> None:
     optimizer = one_group(1.0)
     plateau, warmup = schedulers(params, optimizer, length=2)
     seen = []
-    for value in (0.9, 0.5, 0.6, 0.6, 0.5, 0.5):  # 0.9 in the warm-up does not count
+    for value in (0.9, 0.5, 0.6, 0.6, 0.5, 0.5):  # 0.9 in the warm-up is ignored
         for _ in range(2):
             warmup.step()
         plateau.step()
@@ -352,7 +352,7 @@ def test_invalid_keys_raise_errors(keys: dict[str, Any], error: type[Exception],
         lr_schedules(params)
 
 
-def test_run_without_a_number_of_epochs_raises_error() -> None:
+def test_run_without_a_number_of_epochs_raises_an_error() -> None:
     with pytest.raises(ConfigError, match="known number of epochs"):
         build_param_scheduler(
             {"type": "RecipeLR", "convert_to_iter_based": True, "lr_mode": "PolyLRScheduler"},

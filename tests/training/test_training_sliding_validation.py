@@ -1,4 +1,4 @@
-"""The last validation and that of the averaged best models use sliding windows over whole images."""
+"""The last validation and the validation of the averaged best models use sliding windows over whole images."""
 
 from typing import ClassVar
 
@@ -18,11 +18,11 @@ from tiny_runs import LOCAL, loader, training
 from tiny_runs import run as run_net
 from tiny_runs import validation as net_validation
 
-COLOURS = [
+COLORS = [
     dict(type="SegStandardize", max_value=255),
     dict(type="SegNormalize", mean=[0.5] * 3, std=[0.2] * 3),
 ]
-CENTRE = dict(type="SegCropImageAndMask", crop_size=[16, 8], mode="center")
+CENTER = dict(type="SegCropImageAndMask", crop_size=[16, 8], mode="center")
 WINDOW = dict(crop_size=[16, 8], stride=[8, 8])
 
 
@@ -65,7 +65,7 @@ class Predictions(Hook):
         preds.append(outputs["preds"])
 
 
-def arguments(folder, entry, hooks=(), transforms=(CENTRE, *COLOURS), workers=0, epochs=2, **changes):
+def arguments(folder, entry, hooks=(), transforms=(CENTER, *COLORS), workers=0, epochs=2, **changes):
     data = dict(type=Stripes, transforms=list(transforms))
     return training(
         folder,
@@ -92,7 +92,7 @@ def trained(folder, entry, **changes):
 
 
 def by_hand(network, images):
-    """Return predictions from sliding windows over whole, normalised images."""
+    """Return predictions from sliding windows over whole, normalized images."""
     inputs = (images.float() / 255 - 0.5) / 0.2
     with torch.no_grad():
         return slide(network, inputs, SlidingWindow((16, 8), (8, 8))).argmax(1)
@@ -113,7 +113,7 @@ def test_only_the_last_validation_uses_sliding_windows(tmp_path, workers):
     assert runner.val_dataloader.dataset[0]["inputs"].shape == (3, 8, 16)
 
 
-def test_custom_transforms_replace_those_of_the_dataset(tmp_path):
+def test_custom_transforms_replace_the_dataset_transforms(tmp_path):
     half = dict(SegCropImageAndMask=dict(crop_size=[20, 10], mode="center"))
     named = [half, dict(SegStandardize=dict(max_value=255)), "SegConvertToTensor"]
     entry = dict(SlidingWindowValidationCallback=dict(transforms_for_sliding_window=named, **WINDOW))
@@ -131,7 +131,7 @@ def test_averaged_best_models_are_validated_with_sliding_windows(tmp_path):
     assert torch.equal(last[1], by_hand(runner.model.network, last[0]))
 
 
-def test_validation_outside_of_training_uses_sliding_windows(tmp_path):
+def test_validation_outside_training_uses_sliding_windows(tmp_path):
     seen = Predictions()
     runner = Runner(**arguments(tmp_path, ENTRY, hooks=[seen]))
     runner.val()
@@ -155,7 +155,7 @@ def test_compiled_model_runs_eagerly_with_sliding_windows(tmp_path):
     assert runner.model._compiled_call_impl is not None
 
 
-# ---- bad input ----------------------------------------------------------------------------------------
+# ---- invalid input ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_compiled_model_runs_eagerly_with_sliding_windows(tmp_path):
             dict(transforms_for_sliding_window=[dict(a=1, b=2)]),
             r"transforms_for_sliding_window\[0\]: must be a name",
         ),
-        (dict(transforms_for_sliding_window=[COLOURS[0], CENTRE]), "precedes"),
+        (dict(transforms_for_sliding_window=[COLORS[0], CENTER]), "precedes"),
     ],
 )
 def test_invalid_options_raise_errors_before_training(tmp_path, options, message):

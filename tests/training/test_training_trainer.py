@@ -1,4 +1,4 @@
-"""The Trainer: training with SuperGradients' keys equals a plain torch loop."""
+"""The Trainer: training with SuperGradients' keys matches a plain torch loop."""
 
 from pathlib import Path
 
@@ -63,11 +63,11 @@ class Named(Dataset):
         return dict(inputs=self.inputs[index], targets=self.targets[index])
 
 
-# ---- the numbers -----------------------------------------------------------------------------------------
+# ---- training results ------------------------------------------------------------------------------------
 
 
 def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
-    """Train in plain torch as SuperGradients documents it. The loss is averaged over each accumulation window."""
+    """Train in plain torch as documented by SuperGradients. The loss is averaged over each accumulation window."""
     groups = [
         dict(params=[p], start=rates[n[0] == "0"], weight_decay=decay * (p.ndim > 1), lr=0.0)
         for n, p in net.named_parameters()
@@ -96,7 +96,7 @@ def by_hand(net, epochs, warmup, batches, accumulate, rates, decay, clip):
                 set_rates((1 - done / ((epochs - warmup) * length)) ** 0.9)
 
 
-def test_training_equals_a_plain_torch_loop(tmp_path):
+def test_training_matches_a_plain_torch_loop(tmp_path):
     mine, theirs = network(), network()
     theirs.train()
     by_hand(theirs, 4, 1, list(loader()), 2, {True: 0.01, False: 0.1}, 0.05, 0.5)
@@ -130,7 +130,7 @@ def test_model_has_the_trained_weights_after_training(tmp_path):
     assert_close({f"network.{name}": value for name, value in weights(net).items()}, saved)
 
 
-def test_dict_and_tuple_batches_give_equal_results(tmp_path):
+def test_dict_and_tuple_batches_have_equal_results(tmp_path):
     trained = []
     for name, data in (("dicts", DataLoader(Named(), 8)), ("pairs", loader())):
         trained.append(network())
@@ -146,7 +146,7 @@ def test_seed_determines_the_sample_order(tmp_path):
     assert not torch.equal(trained[0][0].weight, trained[2][0].weight)
 
 
-def test_train_overrides_the_constructors_training_params(tmp_path):
+def test_train_overrides_the_training_params_of_the_constructor(tmp_path):
     trainer = Trainer("exp", tmp_path, training_params={**SGD, "max_epochs": 9, "batch_accumulate": 2})
     trainer.train(network(), dict(max_epochs=1), loader())
     assert (trainer.runner.max_epochs, trainer.runner.speed.accumulate) == (1, 2)
@@ -215,12 +215,12 @@ def test_network_is_tested_before_and_after_training_and_with_ema(tmp_path):
     saved = load_checkpoint(Path(trainer.checkpoints_dir_path) / "ckpt_latest.pth")["state_dict"]
     averaged = network()
     averaged.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
-    assert accuracy(averaged) != accuracy(net).expected  # otherwise this test proves nothing
+    assert accuracy(averaged) != accuracy(net).expected  # otherwise, the test cannot detect untrained weights
     assert trainer.test(**test) == trainer.test(net, **test) == dict(Accuracy=accuracy(averaged))
     assert trainer.test(use_ema_net=False, **test) == dict(Accuracy=accuracy(net))
 
 
-def test_uses_loaders_and_metrics_of_the_last_training(tmp_path):
+def test_evaluation_uses_loaders_and_metrics_of_the_last_training(tmp_path):
     trainer, net, other = Trainer("exp", tmp_path), network(seed=3), network(seed=4)
     average = dict(ema=True, ema_params=dict(decay=0.999, decay_type="constant"), initial_lr=1.0)
     trainer.train(net, {**SGD, **average, "valid_metrics_list": ["Accuracy"]}, loader(), loader())
@@ -228,7 +228,7 @@ def test_uses_loaders_and_metrics_of_the_last_training(tmp_path):
     assert trainer.test(other) == dict(Accuracy=accuracy(other))
 
 
-def test_loaders_are_evaluated_during_training_under_their_names(tmp_path):
+def test_test_loaders_are_evaluated_during_training_under_their_names(tmp_path):
     seen = []
 
     class Watch(Hook):
@@ -259,7 +259,7 @@ def test_loaders_are_evaluated_during_training_under_their_names(tmp_path):
 
 
 @pytest.mark.parametrize("data", [loader(), DataLoader(Named(), 8)], ids=["pairs", "dicts"])
-def test_pre_prediction_callback_may_change_the_batches(tmp_path, data):
+def test_pre_prediction_callback_can_change_the_batches(tmp_path, data):
     numbers = []
 
     def darken(inputs, targets, batch_idx):
@@ -286,10 +286,10 @@ def test_pre_prediction_callback_requires_a_mutable_batch(tmp_path):
         Trainer("exp", tmp_path).train(network(), params, loader(collate_fn=collate))
 
 
-# ---- bad input -------------------------------------------------------------------------------------------
+# ---- invalid input ---------------------------------------------------------------------------------------
 
 
-def test_wrong_number_of_classes_raises_error_before_the_first_step(tmp_path):
+def test_wrong_number_of_classes_raises_an_error_before_the_first_step(tmp_path):
     net, data = network(classes=4), DataLoader(Named(("a", "b", "c")), 8)
     before = weights(net)
     trainer = Trainer("exp", tmp_path)
@@ -301,7 +301,7 @@ def test_wrong_number_of_classes_raises_error_before_the_first_step(tmp_path):
         trainer.test(net, data, ["Accuracy"], silent_mode=True)
 
 
-def test_datasets_with_different_classes_raise_error(tmp_path):
+def test_datasets_with_different_classes_raise_an_error(tmp_path):
     params = {**SGD, "valid_metrics_list": ["Accuracy"]}
     with pytest.raises(ModelError, match=r"the dataset has 3 classes \(a, b, \.\.\.\), but the model has 2"):
         Trainer("exp", tmp_path).train(
@@ -309,20 +309,20 @@ def test_datasets_with_different_classes_raise_error(tmp_path):
         )
 
 
-def test_misspelt_key_raises_error_before_files_are_written(tmp_path):
+def test_misspelled_key_raises_an_error_before_files_are_written(tmp_path):
     with pytest.raises(UnknownNameError, match=r"training_params\.inital_lr: .*did you mean 'initial_lr'"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "inital_lr": 1}, loader())
     assert not list(tmp_path.iterdir())
 
 
-def test_invalid_speed_option_raises_error_with_key(tmp_path):
+def test_invalid_speed_option_raises_an_error_with_the_key(tmp_path):
     with pytest.raises(ConfigError, match=r"training_params\.batch_accumulate"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "batch_accumulate": 0}, loader())
     with pytest.raises(ConfigError, match=r"training_params\.speed\.emma: no such option"):
         Trainer("exp", tmp_path).train(network(), {**SGD, "speed": dict(emma=True)}, loader())
 
 
-def test_missing_arguments_raise_errors_with_their_names(tmp_path):
+def test_missing_argument_error_names_the_argument(tmp_path):
     trainer = Trainer("exp", tmp_path)
     with pytest.raises(ConfigError, match="train_loader: is required"):
         trainer.train(network(), SGD)

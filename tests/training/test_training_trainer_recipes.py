@@ -50,17 +50,17 @@ def test_recipe_is_trained_resumed_and_evaluated(tmp_path):
     assert_same(evaluated, net)
     with pytest.raises(CheckpointError, match=r"ckpt_worst\.pth does not exist"):
         Trainer.evaluate_from_recipe(recipe(tmp_path, ckpt_name="ckpt_worst.pth"))
-    with pytest.raises(ConfigError) as misspelt:
+    with pytest.raises(ConfigError) as misspelled:
         Trainer.evaluate_from_recipe(recipe(tmp_path, valid_metrics_list=[dict(IoU=dict(num_clases=20))]))
-    assert misspelt.value.path == "training_params.valid_metrics_list[0]"
-    # The run was complete. Its last validation ran after the checkpoint was saved, so it runs again.
+    assert misspelled.value.path == "training_params.valid_metrics_list[0]"
+    # The last validation ran after the checkpoint was saved, so the resumed run repeats it.
     again, last = Trainer.resume_experiment("exp", tmp_path)
     assert [entry["epoch"] for entry in last] == [1]
     assert last[0]["IoU"] == pytest.approx(history[0]["IoU"])
     assert_same(again, net)
 
 
-def test_weights_of_a_run_initialise_another_network(tmp_path):
+def test_weights_of_a_run_initialize_another_network(tmp_path):
     net, _ = Trainer.train_from_config(recipe(tmp_path))
     again = models.get("regseg48", num_classes=19, checkpoint_path=tmp_path / "exp" / "ckpt_best.pth")
     assert_same(again, net)

@@ -1,4 +1,4 @@
-"""Translation of training_params, network and loaders to the configuration of a Runner."""
+"""Translation of training_params, network and loaders to a Runner configuration."""
 
 import json
 
@@ -45,7 +45,7 @@ def test_plain_recipe_becomes_plain_configuration():
     assert json.loads(json.dumps(cfg)) == cfg
 
 
-def test_loops_folder_and_seed():
+def test_loops_folder_and_seed_are_translated():
     cfg = translated(params=dict(run_validation_freq=3, seed=7))
     assert cfg["train_cfg"] == dict(by_epoch=True, max_epochs=4, val_interval=3)
     assert (cfg["work_dir"], cfg["experiment_name"]) == ("/runs/exp", "exp")
@@ -53,7 +53,7 @@ def test_loops_folder_and_seed():
     assert work_dir("exp", None) == "work_dirs/exp"
 
 
-def test_defaults_of_supergradients_set_no_speed_options():
+def test_supergradients_defaults_set_no_speed_options():
     options = dict(mixed_precision=False, ema=False, sync_bn=True, batch_accumulate=1, clip_grad_norm=2.5)
     words = translated(params=options)["training_params"]
     assert words == dict(sync_bn=True, clip_grad_norm=2.5)
@@ -68,7 +68,7 @@ def test_batches_are_limited_in_configurations_and_loader_objects():
     assert translated(val_dataloader=ready)["val_dataloader"] is ready
 
 
-def test_network_and_loss_may_be_objects():
+def test_network_and_loss_can_be_objects():
     network, loss = nn.Linear(4, 2), nn.CrossEntropyLoss()
     model = translated(network=network, params=dict(loss=loss), num_classes=2)["model"]
     assert model == dict(type="SupervisedModel", network=network, loss=loss, num_classes=2)
@@ -79,7 +79,7 @@ def test_pretrained_weights_are_passed_to_the_model():
     assert translated(pretrained=pretrained)["model"]["pretrained"] == pretrained
 
 
-def test_loop_has_the_metrics_of_the_validation():
+def test_loop_has_the_validation_metrics():
     cfg = translated(params=dict(valid_metrics_list=["Accuracy"]), test_dataloader=DATA)
     assert cfg["test_dataloader"] == DATA
     assert cfg["test_evaluator"] == cfg["val_evaluator"] == [dict(type="Top1")]
@@ -111,7 +111,7 @@ def test_checkpoints_have_supergradients_names_and_its_metric_to_watch():
     assert hook(cfg, "AverageBestHook") == dict(type="AverageBestHook", metric="PixelAccuracy", rule="less")
 
 
-def test_no_metric_is_watched_without_metrics_or_metric_to_watch():
+def test_no_metric_is_monitored_without_metrics_or_metric_to_watch():
     for params in ({}, dict(valid_metrics_list=["Accuracy"], metric_to_watch=None)):
         cfg = translated(params=params)
         assert "save_best" not in cfg["default_hooks"]["checkpoint"]
@@ -124,7 +124,7 @@ def test_save_model_false_disables_checkpoints():
     assert hook(cfg, "AverageBestHook") is None
 
 
-def test_unknown_metric_to_watch_raises_error():
+def test_unknown_metric_to_watch_raises_an_error():
     with pytest.raises(
         UnknownNameError, match=r"training_params\.metric_to_watch: .*'Accuracy'.*available: PixelAccuracy"
     ):
@@ -179,7 +179,7 @@ def backends(**params):
     return translated(params=params)["visualizer"]["vis_backends"]
 
 
-def test_loggers_by_name_and_as_objects():
+def test_loggers_can_be_names_or_objects():
     files = [dict(type="LocalVisBackend"), dict(type="TensorboardVisBackend")]
     assert backends() == backends(sg_logger="base_sg_logger") == files
     words = dict(project_name="p", entity="e", wandb_id="1", save_checkpoints_remote=False)

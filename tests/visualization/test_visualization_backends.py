@@ -28,7 +28,7 @@ def json_lines(path):
     return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
 
 
-def test_local_scalars_are_json_lines_readable_while_the_run_goes_on(tmp_path):
+def test_local_scalars_are_json_lines_readable_during_the_run(tmp_path):
     backend = LocalVisBackend(tmp_path / "vis")
     backend.add_scalars({"loss": 0.5, "epoch": 1}, step=10)
     backend.add_scalar("val/mIoU", np.float32(0.25), step=2)
@@ -130,7 +130,7 @@ def test_invalid_image_error_names_the_image(tmp_path, backend_type, image, what
     backend.close()
 
 
-def test_tensorboard_reads_back_what_was_written(tmp_path):
+def test_tensorboard_returns_the_written_values(tmp_path):
     backend = TensorboardVisBackend(tmp_path)
     assert not list(tmp_path.iterdir())  # no files before the first use
     backend.add_config(FakeConfig())

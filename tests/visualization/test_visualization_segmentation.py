@@ -14,13 +14,13 @@ PALETTE = [[10, 20, 30], [200, 100, 0], [0, 0, 255]]
     st.sampled_from([np.uint8, np.int16, np.int64]),
     st.sampled_from([None, 255, 1]),
 )
-def test_colorize_equals_a_loop_over_pixels(seed, dtype, ignore_index):
+def test_colorize_matches_a_loop_over_pixels(seed, dtype, ignore_index):
     mask = np.random.default_rng(seed).choice([0, 1, 2] + [255] * (ignore_index == 255), (4, 5)).astype(dtype)
-    coloured = colorize(mask, PALETTE, ignore_index)
-    assert coloured.dtype == np.uint8
+    colored = colorize(mask, PALETTE, ignore_index)
+    assert colored.dtype == np.uint8
     for row, column in np.ndindex(mask.shape):
         expected = [0, 0, 0] if mask[row, column] == ignore_index else PALETTE[mask[row, column]]
-        assert coloured[row, column].tolist() == expected
+        assert colored[row, column].tolist() == expected
 
 
 def test_colorize_supports_256_classes_and_a_negative_ignore_index():
@@ -31,8 +31,8 @@ def test_colorize_supports_256_classes_and_a_negative_ignore_index():
 
 
 @pytest.mark.parametrize(("ids", "named"), [([[0, 3, 7]], r"\[3, 7\]"), ([[-1, 0, 0]], r"\[-1\]")])
-def test_class_id_without_a_colour_is_an_error(ids, named):
-    with pytest.raises(DataError, match=rf"class ids {named}, but the palette only has 3 colours"):
+def test_class_id_without_a_color_raises_an_error(ids, named):
+    with pytest.raises(DataError, match=rf"class ids {named}, but the palette only has 3 colors"):
         colorize(np.array(ids), PALETTE)
 
 
@@ -55,28 +55,28 @@ def test_overlay_blends_by_alpha_and_keeps_ignored_pixels():
 
 def test_overlay_rejects_different_sizes_and_invalid_alpha():
     image = np.zeros((4, 4, 3), np.uint8)
-    with pytest.raises(DataError, match=r"\(4, 4, 3\), but the mask has \(2, 4\)"):
+    with pytest.raises(DataError, match=r"\(4, 4, 3\), but the mask has shape \(2, 4\)"):
         overlay(image, np.zeros((2, 4), int), PALETTE)
     with pytest.raises(DataError, match="alpha"):
         overlay(image, np.zeros((4, 4), int), PALETTE, alpha=1.5)
 
 
 def test_contact_sheet_shows_every_picture_in_its_column_and_row():
-    colours = [[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (9, 99, 199)]]
-    rows = [[np.full((40, 80, 3), colour, np.uint8) for colour in row] for row in colours]
+    colors = [[(255, 0, 0), (0, 255, 0)], [(0, 0, 255), (9, 99, 199)]]
+    rows = [[np.full((40, 80, 3), color, np.uint8) for color in row] for row in colors]
     sheet = np.asarray(contact_sheet(rows, titles=("image", "prediction")))
-    centres = {}
-    for row in colours:
-        for colour in row:
-            ys, xs = np.nonzero((sheet == colour).all(axis=2))
+    centers = {}
+    for row in colors:
+        for color in row:
+            ys, xs = np.nonzero((sheet == color).all(axis=2))
             assert len(ys) == 320 * 160
-            centres[colour] = (ys.mean(), xs.mean())
-    (a, b), (c, d) = [[centres[colour] for colour in row] for row in colours]
+            centers[color] = (ys.mean(), xs.mean())
+    (a, b), (c, d) = [[centers[color] for color in row] for row in colors]
     assert a[0] == b[0] < c[0] == d[0]
     assert a[1] == c[1] < b[1] == d[1]
 
 
-def test_contact_sheet_has_titles_captions_and_a_legend_that_wraps():
+def test_contact_sheet_has_titles_captions_and_a_wrapped_legend():
     rows = [[np.full((40, 80, 3), 128, np.uint8)] * 3] * 2
     legend = [(f"class number {i}", (i, 255 - i, 7)) for i in range(19)]
     bare = contact_sheet(rows)
@@ -85,8 +85,8 @@ def test_contact_sheet_has_titles_captions_and_a_legend_that_wraps():
     assert full.height > bare.height + 3 * 20
     pixels = np.asarray(full)
     lines = set()
-    for _, colour in legend:
-        ys, xs = np.nonzero((pixels == colour).all(axis=2))
+    for _, color in legend:
+        ys, xs = np.nonzero((pixels == color).all(axis=2))
         assert len(ys) > 100
         assert xs.max() < full.width - 24
         lines.add(ys.min())

@@ -70,7 +70,7 @@ def test_wandb_run_starts_on_first_use_with_init_kwargs(wandb, tmp_path):
 def test_wandb_logs_numbers_with_their_step_as_a_value(wandb, tmp_path):
     backend = WandbVisBackend(tmp_path, define_metric_cfg=[{"name": "loss", "summary": "min"}], commit=False)
     backend.add_scalars({"loss": np.float32(0.5), "note": "text"}, step=100)
-    backend.add_scalar("val/acc", 1, step=2)  # a smaller step than the one before
+    backend.add_scalar("val/acc", 1, step=2)  # a smaller step than the previous one
     backend.add_image("sheet", PICTURE, step=3)
     assert wandb.run.named("log") == [
         (({"loss": 0.5, "step": 100},), {"commit": False}),
@@ -79,7 +79,7 @@ def test_wandb_logs_numbers_with_their_step_as_a_value(wandb, tmp_path):
     ]
 
 
-def test_wandb_config_code_and_end(wandb, tmp_path):
+def test_wandb_saves_config_and_code_and_finishes(wandb, tmp_path):
     backend = WandbVisBackend(tmp_path, log_code_name="code")
     backend.add_config({"lr": 0.1})
     backend.close()
@@ -123,7 +123,7 @@ def test_mlflow_run_has_name_tags_and_params(mlflow, tmp_path):
     ]
 
 
-def test_mlflow_config_is_flattened_in_batches_within_the_services_limits(mlflow, tmp_path):
+def test_mlflow_config_is_flattened_in_batches_within_the_service_limits(mlflow, tmp_path):
     backend = MLflowVisBackend(tmp_path)
     backend.add_config({"hooks": [{"type": "A"}], "long": "x" * 7000, **{f"k{i}": i for i in range(150)}})
     batches = [kwargs["params"] for _, kwargs in mlflow.client.named("log_batch")]

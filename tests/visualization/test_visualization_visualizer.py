@@ -30,7 +30,7 @@ class Recording(BaseVisBackend):
         self.calls.append(("close",))
 
 
-def test_every_call_reaches_every_backend():
+def test_every_call_is_passed_to_every_backend():
     class Second(Recording):
         pass
 
@@ -86,7 +86,7 @@ def test_configured_backend_requires_a_folder():
         Visualizer(vis_backends=[{"type": "LocalVisBackend"}])
 
 
-def test_unknown_backend_argument_is_named_in_the_error(tmp_path):
+def test_unknown_backend_argument_error_names_the_argument(tmp_path):
     with pytest.raises(BuildError, match=r"scalar_file.*did you mean 'scalar_save_file'"):
         Visualizer(vis_backends=[{"type": "LocalVisBackend", "scalar_file": "a"}], save_dir=tmp_path)
 

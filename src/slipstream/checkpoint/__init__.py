@@ -1,37 +1,69 @@
 """Save and load checkpoints, weights and random state."""
 
+from slipstream.checkpoint.background import BackgroundWriter
 from slipstream.checkpoint.files import (
     find_latest_checkpoint,
     mark_last_checkpoint,
+    newest_checkpoints,
     plain,
     remove_checkpoint,
     save_checkpoint,
     write_text,
 )
+from slipstream.checkpoint.matching import check_like, check_optimizer, check_tensors, restoring
 from slipstream.checkpoint.random_state import get_random_state, set_random_state
+from slipstream.checkpoint.schema import (
+    ACCELERATED,
+    DESCRIPTION,
+    META,
+    OPTIMIZER,
+    PENDING,
+    RESUMED,
+    check,
+    weights_in,
+)
 from slipstream.checkpoint.sharded import (
     consolidate,
     load_checkpoint,
     read_meta,
+    remove_partial_checkpoints,
     sharded_name,
+    verify_checkpoint,
     write_checkpoint,
 )
-from slipstream.checkpoint.weights import load_weights, revise
+from slipstream.checkpoint.weights import compare_weights, load_weights, revise
 
 __all__ = [
+    "ACCELERATED",
+    "DESCRIPTION",
+    "META",
+    "OPTIMIZER",
+    "PENDING",
+    "RESUMED",
+    "BackgroundWriter",
+    "check",
+    "check_like",
+    "check_optimizer",
+    "check_tensors",
+    "compare_weights",
     "consolidate",
     "find_latest_checkpoint",
     "get_random_state",
     "load_checkpoint",
     "load_weights",
     "mark_last_checkpoint",
+    "newest_checkpoints",
     "plain",
     "read_meta",
     "remove_checkpoint",
+    "remove_partial_checkpoints",
+    "restoring",
     "revise",
     "save_checkpoint",
     "set_random_state",
     "sharded_name",
+    "verify_checkpoint",
+    "weights_in",
     "write_checkpoint",
     "write_text",
 ]

@@ -5,10 +5,11 @@ Files are written atomically, contain only tensors and built-in Python values, a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from slipstream.checkpoint.integrity import check_size, verified
 from slipstream.dist.sharding import is_sharded
 from slipstream.errors import CheckpointError, did_you_mean
 from slipstream.files import replacing
+from slipstream.redaction import Reference
 
 __all__ = [
     "find_latest_checkpoint",
     "mark_last_checkpoint",
+    "newest_checkpoints",
     "plain",
     "read_file",
     "remove_checkpoint",
+    "replaced_name",
     "save_checkpoint",
+    "tied",
     "write_text",
 ]
 
@@ -64,8 +70,12 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
         raise CheckpointError(f"the checkpoint {path} does not exist{did_you_mean(path.name, siblings)}")
     if not _is_torch_file(path):
         raise CheckpointError(f"{path} is not a checkpoint: it was not written by torch.save")
+    check_size(path)
     try:
-        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+        with verified(path):
+            checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except CheckpointError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} contains pickled objects or is damaged. Pickled objects are never loaded, because they can "
@@ -76,12 +86,12 @@ def read_file(path: Path, map_location: str | torch.device = "cpu") -> dict[str,
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(f"{path} cannot be read: {error}") from error
     if not isinstance(checkpoint, Mapping):
-        raise CheckpointError(f"{path} must contain a dict of tensors, not a {type(checkpoint).__name__}")
+        raise CheckpointError(f"{path} must contain a dict, not a {type(checkpoint).__name__}")
     return dict(checkpoint)
 
 
 def _is_torch_file(path: Path) -> bool:
-    """Return whether the file starts like a file written by `torch.save`: a zip archive, or a pickle (old format)."""
+    """Return whether the first byte is that of a zip archive, or of a pickle (the old format of `torch.save`)."""
     with path.open("rb") as file:
         return file.read(1) in (b"P", b"\x80")
 
@@ -95,12 +105,16 @@ def remove_checkpoint(folder: Path, name: str) -> None:
     """Remove the checkpoint `name` (a file, or the folder of a sharded checkpoint) from `folder`, if it exists.
 
     `name` may come from an untrusted checkpoint. Therefore, this function only removes paths inside `folder`, and only
-    folders with the suffix `.sharded`.
+    folders with the suffix `.sharded`. It does not follow links: it removes a link, but not what the link leads to.
     """
     path = Path(os.path.normpath(folder / name))
     if not path.is_relative_to(os.path.normpath(folder)):
         return
-    if path.is_dir() and path.suffix == ".sharded":
+    if not path.parent.resolve().is_relative_to(folder.resolve()):
+        return
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_dir() and path.suffix == ".sharded":
         shutil.rmtree(path)
     elif path.is_file():
         path.unlink()
@@ -115,50 +129,102 @@ def find_latest_checkpoint(folder: str | Path) -> Path | None:
     pointer = Path(folder) / LAST
     if not pointer.is_file():
         return None
-    latest = Path(pointer.read_text().strip())
-    # The second candidate supports a work_dir that was moved.
-    for candidate in (latest, Path(folder) / latest.name):
-        if candidate.exists():
-            return candidate
+    try:
+        latest = Path(pointer.read_text().strip())
+        # The second candidate supports a work_dir that was moved, the third a run that was killed while replacing a
+        # folder.
+        for candidate in (latest, Path(folder) / latest.name, replaced_name(Path(folder) / latest.name)):
+            if candidate.exists():
+                return candidate
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{pointer} is damaged ({error}); pass the path of a checkpoint instead"
+        ) from error
     raise CheckpointError(
         f"{pointer} refers to {latest}, which does not exist; pass the path of a checkpoint instead"
     )
+
+
+def replaced_name(folder: Path) -> Path:
+    """Return the name under which a sharded checkpoint is kept while a new one replaces it."""
+    return folder.with_name(f".{folder.name}.old")
+
+
+def newest_checkpoints(folder: str | Path) -> tuple[list[Path], str | None]:
+    """Return the checkpoints in `folder`, and a message if `last_checkpoint` does not name one of them.
+
+    The checkpoint named by `last_checkpoint` is first; the others follow, the newest first.
+
+    Raises:
+        CheckpointError: `last_checkpoint` names a checkpoint that does not exist, and there is no other one.
+    """
+    folder = Path(folder)
+    try:
+        latest = find_latest_checkpoint(folder)
+    except CheckpointError as error:
+        if not (found := _by_age([folder])):
+            raise
+        return found, str(error)
+    # CheckpointHook may write to another folder (`out_dir`).
+    found = _by_age(
+        {folder.resolve(): folder, latest.parent.resolve(): latest.parent}.values() if latest else [folder]
+    )
+    if latest is None:
+        return found, f"{folder / LAST} does not exist" if found else None
+    return [latest, *(path for path in found if path != latest)], None
+
+
+def _by_age(folders: Iterable[Path]) -> list[Path]:
+    """Return the checkpoints in the folders, the newest first."""
+    ages: dict[Path, float] = {}
+    for path in (
+        path for folder in folders for pattern in ("*.pth", "*.sharded") for path in folder.glob(pattern)
+    ):
+        with contextlib.suppress(OSError):  # a dangling link, or a file that was just removed
+            if not path.name.startswith("."):
+                ages[path] = path.stat().st_mtime
+    return sorted(ages, key=lambda path: ages[path], reverse=True)
 
 
 def plain(
     value: Any,
     warn: Callable[[str], None],
     where: str = "checkpoint",
-    copies: dict[Any, Tensor] | None = None,
+    copy: Callable[[str, Tensor], Tensor] | None = None,
 ) -> Any:
-    """Copy `value`; convert NumPy values to numbers and tensors; omit values of other types.
+    """Return a copy of `value` with NumPy values converted to numbers and tensors, and without values of other types.
 
-    Tensors that are not sharded are moved to the CPU, so that a machine without this device can load them. Equal views
-    of one storage (tied weights) remain equal views: `copies` contains those that were moved before.
+    Args:
+        value: nested containers of tensors and built-in Python values.
+        warn: called with a message for each omitted value.
+        where: name of `value` in messages.
+        copy: called with the name of each tensor and the tensor; its result replaces the tensor. By default, tensors
+            that are not sharded are moved to the CPU, so that a machine without this device can load them.
     """
-    if isinstance(value, torch.nn.Parameter):
-        value = value.detach()
-    copies = {} if copies is None else copies
+    if isinstance(value, Tensor) and not is_sharded(value) and not hasattr(value, "__tensor_flatten__"):
+        # Classes and attributes of tensors would be pickled as objects.
+        value = value.detach().as_subclass(Tensor)
+    copy = tied(_on_cpu) if copy is None else copy
     if isinstance(value, Tensor):
-        return value if is_sharded(value) else _on_cpu(value, copies)
+        return copy(where, value)
     if value is None or type(value) in _PLAIN:
         return value
-    # Instances of subclasses (NumPy's float64, IntEnum) would be pickled with their class.
+    # Instances of subclasses (NumPy's float64, IntEnum) are pickled with their class, so convert them.
     for kind in _BASES:
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, str):
-        return str.__str__(value)
+        return value.reference if isinstance(value, Reference) else str.__str__(value)
     number = isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biuf" and value.itemsize <= 8
     if number and isinstance(value, np.generic):
         return value.item()
     if number:
         return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
     if isinstance(value, Mapping):
-        items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}", copies)) for k, v in value.items())
+        items = ((plain(k, warn, where), plain(v, warn, f"{where}.{k}", copy)) for k, v in value.items())
         return {k: v for k, v in items if k is not _OMITTED and v is not _OMITTED}
     if isinstance(value, list | tuple | set | frozenset):
-        parts = [plain(v, warn, f"{where}[{i}]", copies) for i, v in enumerate(value)]
+        parts = [plain(v, warn, f"{where}[{i}]", copy) for i, v in enumerate(value)]
         kept = [part for part in parts if part is not _OMITTED]
         return tuple(kept) if isinstance(value, tuple) else kept
     if isinstance(value, Path):
@@ -172,19 +238,25 @@ def plain(
     return _OMITTED
 
 
-def _on_cpu(tensor: Tensor, copies: dict[Any, Tensor]) -> Tensor:
-    if tensor.device.type == "cpu":
-        return tensor
-    key = (
-        tensor.untyped_storage()._cdata,
-        tensor.dtype,
-        tensor.storage_offset(),
-        tensor.shape,
-        tensor.stride(),
-    )
-    if key not in copies:
-        copies[key] = tensor.cpu()
-    return copies[key]
+def tied(copy: Callable[[str, Tensor], Tensor]) -> Callable[[str, Tensor], Tensor]:
+    """Return `copy`, changed to return the same tensor for equal views of one storage (tied weights)."""
+    copies: dict[Any, Tensor] = {}
+
+    def copy_once(where: str, tensor: Tensor) -> Tensor:
+        if is_sharded(tensor) or tensor.layout is not torch.strided:
+            return copy(where, tensor)
+        storage = tensor.untyped_storage()._cdata
+        view = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        key = (storage, tensor.dtype, view)
+        if key not in copies:
+            copies[key] = copy(where, tensor)
+        return copies[key]
+
+    return copy_once
+
+
+def _on_cpu(where: str, tensor: Tensor) -> Tensor:
+    return tensor if is_sharded(tensor) else tensor.cpu()
 
 
 _BASES: tuple[Any, ...] = (int, float, complex, bytes)

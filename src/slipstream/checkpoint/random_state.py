@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["get_random_state", "set_random_state"]
+__all__ = ["get_random_state", "random_state_problem", "set_random_state"]
 
 
 def get_random_state() -> dict[str, Any]:
@@ -35,6 +36,51 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"].cpu())
     if "accelerator" in state and (device := _device_module()) is not None:
         device.set_rng_state(state["accelerator"].cpu())
+
+
+def random_state_problem(state: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the key of an entry that is not a random state, and the reason; None if there is none.
+
+    The entries are loaded into new generators, so the random state of the process does not change.
+    """
+    attempts: dict[str, Callable[[Any], object]] = {
+        "python": _try_python,
+        "numpy": _try_numpy,
+        "torch": lambda value: torch.Generator().set_state(value.cpu()),
+        "accelerator": _try_accelerator,
+    }
+    for key, attempt in attempts.items():
+        if key == "accelerator" and key not in state:
+            continue
+        try:
+            attempt(state[key])
+        except Exception as error:  # the value can have any type
+            return key, f"{type(error).__name__}: {error}"
+    return None
+
+
+def _try_python(value: Any) -> None:
+    version, words, gauss = value
+    if gauss is not None and not isinstance(gauss, float):
+        raise TypeError(f"the third entry is a {type(gauss).__name__}")
+    random.Random().setstate((version, tuple(words), gauss))
+
+
+def _try_numpy(value: Any) -> None:
+    kind, keys, position, has_gauss, cached = value
+    words = keys.numpy()
+    if words.dtype != np.int64 or words.min() < 0 or words.max() >= 2**32:
+        raise ValueError("the words are not 32-bit integers")
+    if type(position) is not int or not 0 <= position <= len(words):
+        raise ValueError(f"the position is {position!r}")
+    if has_gauss not in (0, 1) or not isinstance(cached, float):
+        raise ValueError("the stored Gaussian value is not a number")
+    np.random.RandomState().set_state((kind, words.astype(np.uint32), position, has_gauss, cached))
+
+
+def _try_accelerator(value: Any) -> None:
+    if value.dtype is not torch.uint8 or value.dim() != 1:
+        raise TypeError("it is not a vector of bytes")
 
 
 def _device_module() -> Any | None:

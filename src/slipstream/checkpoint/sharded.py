@@ -7,27 +7,44 @@ other tools. This module never reads `.metadata`, because it is a pickle and can
 
 from __future__ import annotations
 
+import math
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import combinations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.checkpoint.files import plain, read_file, save_checkpoint
+from slipstream.checkpoint.files import plain, read_file, replaced_name, save_checkpoint
+from slipstream.checkpoint.integrity import verify
 from slipstream.dist import all_gather_object, broadcast_object_list, is_main_process
 from slipstream.dist.sharding import is_sharded, placements_on, whole
 from slipstream.errors import CheckpointError
+from slipstream.files import sync_folder
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.futures import Future
 
-__all__ = ["consolidate", "load_checkpoint", "load_sharded", "read_meta", "sharded_name", "write_checkpoint"]
+__all__ = [
+    "consolidate",
+    "load_checkpoint",
+    "load_sharded",
+    "read_meta",
+    "remove_partial_checkpoints",
+    "sharded_name",
+    "verify_checkpoint",
+    "write_checkpoint",
+]
 
 PLAIN = "plain.pth"
 Warn = Callable[[str], None]
@@ -39,13 +56,17 @@ def sharded_name(name: str) -> str:
 
 
 def write_checkpoint(
-    checkpoint: Mapping[str, Any], path: Path, warn: Warn, consolidate: bool = False
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    warn: Warn,
+    consolidate: bool = False,
+    group: dist.ProcessGroup | None = None,
 ) -> Path:
     """Write a checkpoint and return its path. All ranks must call this function.
 
     Without sharded tensors, rank 0 writes the file `path`. With sharded tensors, every rank writes its shards to the
     folder `sharded_name(path.name)`. If `consolidate` is True, rank 0 instead gathers one tensor at a time into CPU
-    memory and writes the file `path`.
+    memory and writes the file `path`. The ranks communicate through `group`, except for gathering.
 
     Raises:
         CheckpointError: a rank could not write; raised on every rank.
@@ -58,16 +79,20 @@ def write_checkpoint(
         key = f"{len(tensors)}/" + "/".join(map(str, path))
         tensors[key], paths[key] = tensor, list(path)
 
-    rest = _map_sharded(plain(checkpoint, warn if is_main_process() else lambda _: None), extract)
+    if is_main_process():
+        content = plain(checkpoint, warn)
+    else:  # only the sharded tensors are needed
+        content = plain(checkpoint, lambda _: None, copy=lambda _, tensor: tensor)
+    rest = _map_sharded(content, extract)
     if tensors and not consolidate:
         folder = path.with_name(sharded_name(path.name))
-        _write_folder(folder, rest, tensors, paths)
+        _write_folder(folder, rest, tensors, paths, group)
         return folder
     for key, tensor in tensors.items():
         full = whole(tensor)
         if is_main_process():
             _put(rest, paths[key], full.cpu())
-    _on_main(lambda: save_checkpoint(rest, path, warn), path)
+    _on_main(lambda: save_checkpoint(rest, path, warn), path, group)
     return path
 
 
@@ -91,7 +116,7 @@ def load_checkpoint(
 def load_sharded(
     folder: Path, map_location: str | torch.device = "cpu", mesh: DeviceMesh | None = None
 ) -> dict[str, Any]:
-    """Read a sharded checkpoint. This requires no process group and no communication.
+    """Read a sharded checkpoint. This requires neither a process group nor communication.
 
     Args:
         folder: folder of the checkpoint, written by any number of processes.
@@ -103,24 +128,63 @@ def load_sharded(
         CheckpointError: the checkpoint is incomplete or damaged.
     """
     content = read_file(folder / PLAIN, map_location)
-    try:
+    with _reading(folder):
         checkpoint, index = content["checkpoint"], content["index"]
+        for key, entry in index.items():
+            _check_parts(key, entry)
         tensors = {key: _empty(entry, map_location, mesh) for key, entry in index.items()}
         _read(folder, index, tensors)
         for key, tensor in tensors.items():
             _put(checkpoint, index[key]["path"], tensor)
+        return dict(checkpoint)
+
+
+@contextmanager
+def _reading(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
     except Exception as error:  # a damaged file can raise any exception
         raise CheckpointError(
             f"{folder} is incomplete or damaged ({type(error).__name__}: {error})"
         ) from error
-    return dict(checkpoint)
 
 
 def read_meta(path: Path) -> dict[str, Any]:
     """Return the `meta` entry of a checkpoint without reading the shards of a sharded checkpoint."""
-    content = read_file(path / PLAIN).get("checkpoint", {}) if path.is_dir() else read_file(path)
-    meta: dict[str, Any] = content.get("meta", {})
-    return meta
+    with _reading(path):
+        content = read_file(path / PLAIN)["checkpoint"] if path.is_dir() else read_file(path)
+        meta: dict[str, Any] = content.get("meta", {})
+        return meta
+
+
+def verify_checkpoint(path: Path, part: int = 0, of: int = 1) -> None:
+    """Compare a checkpoint with its checksums; of a sharded checkpoint, every `of`-th shard, beginning with `part`.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged or incomplete.
+    """
+    if not path.is_dir():
+        if part == 0:
+            verify(path)
+        return
+    with _reading(path):
+        index = read_file(path / PLAIN)["index"]
+        shards = [shard for entry in index.values() for shard in entry["parts"]]
+        for _, _, name, start, length in shards[part::of]:
+            verify(path / _file_name(name), start, length)
+
+
+def remove_partial_checkpoints(folder: Path) -> None:
+    """Remove what processes left in `folder` when they were killed while writing a sharded checkpoint.
+
+    The caller must ensure that no other process writes to this folder.
+    """
+    for path in folder.glob(".*.sharded.tmp"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("*.sharded"):
+        shutil.rmtree(replaced_name(path), ignore_errors=True)
 
 
 def consolidate(folder: str | Path, out: str | Path, warn: Warn = warnings.warn) -> None:
@@ -160,7 +224,13 @@ def _put(tree: Any, path: list[Any], tensor: Tensor) -> None:
 # ---- writing --------------------------------------------------------------------------------------------
 
 
-def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: dict[str, list[Any]]) -> None:
+def _write_folder(
+    folder: Path,
+    rest: Any,
+    tensors: dict[str, Tensor],
+    paths: dict[str, list[Any]],
+    group: dist.ProcessGroup | None,
+) -> None:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -168,7 +238,7 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
     temporary = folder.with_name(f".{folder.name}.tmp")
 
     class Writer(FileSystemWriter):
-        """Keeps the places of the shards, which some versions of torch do not add to the returned metadata."""
+        """Store the file positions of the shards, which some versions of torch do not add to the returned metadata."""
 
         places: Mapping[Any, Any] = {}
 
@@ -185,29 +255,30 @@ def _write_folder(folder: Path, rest: Any, tensors: dict[str, Tensor], paths: di
     def commit() -> None:
         index = _index(metadata, writer.places, paths)
         save_checkpoint({"checkpoint": rest, "index": index}, temporary / PLAIN, lambda _: None)
-        old = folder.with_name(f".{folder.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
+        old = replaced_name(folder)
+        if folder.exists():  # otherwise `old` may be the only complete checkpoint
+            shutil.rmtree(old, ignore_errors=True)
             folder.replace(old)
         temporary.replace(folder)
+        sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 
-    _on_main(begin, folder)
-    missing = [rank for rank, exists in enumerate(all_gather_object(temporary.is_dir())) if not exists]
+    _on_main(begin, folder, group)
+    missing = [rank for rank, exists in enumerate(all_gather_object(temporary.is_dir(), group)) if not exists]
     if missing:
         raise CheckpointError(
             f"ranks {missing} cannot access {folder.parent}; put the work_dir on a shared file system"
         )
     try:
-        metadata = save(tensors, storage_writer=writer)
+        metadata = save(tensors, storage_writer=writer, process_group=group)
     except CheckpointException as error:  # raised on every rank if one of them failed
         if is_main_process():
             shutil.rmtree(temporary, ignore_errors=True)  # free the space, because the disk may be full
         raise CheckpointError(f"{folder} cannot be written: {_reason(error)}") from error
-    _on_main(commit, folder)
+    _on_main(commit, folder, group)
 
 
-def _on_main(action: Callable[[], None], path: Path) -> None:
+def _on_main(action: Callable[[], None], path: Path, group: dist.ProcessGroup | None) -> None:
     """Call `action` on rank 0; if it fails, raise an error on every rank."""
     failure: Exception | None = None
     if is_main_process():
@@ -216,7 +287,7 @@ def _on_main(action: Callable[[], None], path: Path) -> None:
         except Exception as error:
             failure = error
     problem = [failure and repr(failure)]
-    broadcast_object_list(problem)
+    broadcast_object_list(problem, group=group)
     if problem[0] is not None:
         raise CheckpointError(f"{path} cannot be written: {problem[0]}") from failure
 
@@ -264,7 +335,7 @@ def _read(folder: Path, index: Mapping[str, Any], tensors: dict[str, Tensor]) ->
 
 
 def _metadata(index: Mapping[str, Any]) -> Metadata:
-    """Convert our index to torch's `Metadata`. A manipulated index can only make torch read tensors."""
+    """Convert the index to torch's `Metadata`. Even with a manipulated index, torch only reads tensors."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import (
         ChunkStorageMetadata,
@@ -278,13 +349,18 @@ def _metadata(index: Mapping[str, Any]) -> Metadata:
     for key, entry in index.items():
         chunks = []
         for offsets, sizes, name, start, length in entry["parts"]:
-            if Path(name).name != name:
-                raise ValueError(f"the index refers to a file outside the checkpoint, {name!r}")
+            _file_name(name)
             chunks.append(ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
             files[MetadataIndex(key, offsets)] = _StorageInfo(name, start, length)
         shape = torch.Size(entry["shape"])
         entries[key] = TensorStorageMetadata(TensorProperties(dtype=entry["dtype"]), shape, chunks)
     return Metadata(dict(entries), storage_data=files)
+
+
+def _file_name(name: str) -> str:
+    if name in ("", "..") or Path(name).name != name:
+        raise CheckpointError(f"the index of the shards refers to a file outside the checkpoint, {name!r}")
+    return name
 
 
 def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
@@ -294,4 +370,30 @@ def _reader(folder: Path, metadata: Metadata) -> FileSystemReader:
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
             return metadata
 
+        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+            files = (metadata.storage_data[item.storage_index] for item in plan.items)
+            for name, start, length in {(file.relative_path, file.offset, file.length) for file in files}:
+                verify(folder / name, start, length)
+            return super().read_data(plan, planner)
+
     return Reader(folder)
+
+
+def _check_parts(key: str, entry: Mapping[str, Any]) -> None:
+    """Check that the shards of a tensor fill it without gaps, which torch would leave uninitialized."""
+    shape, parts = entry["shape"], [(offsets, sizes) for offsets, sizes, *_ in entry["parts"]]
+    inside = all(
+        len(offsets) == len(sizes) == len(shape)
+        and all(
+            0 <= first <= first + size <= whole
+            for first, size, whole in zip(offsets, sizes, shape, strict=True)
+        )
+        for offsets, sizes in parts
+    )
+    disjoint = not any(_overlap(a, b) for a, b in combinations(parts, 2))
+    if not inside or not disjoint or sum(math.prod(sizes) for _, sizes in parts) != math.prod(shape):
+        raise ValueError(f"the shards of '{key}' do not fill its shape {list(shape)}")
+
+
+def _overlap(a: tuple[list[int], list[int]], b: tuple[list[int], list[int]]) -> bool:
+    return all(max(x, y) < min(x + m, y + n) for x, m, y, n in zip(*a, *b, strict=True))

@@ -11,7 +11,7 @@ from torch import nn
 
 from slipstream.errors import CheckpointError
 
-__all__ = ["load_weights", "revise"]
+__all__ = ["compare_weights", "load_weights", "revise"]
 
 _SHOWN = 5
 
@@ -26,7 +26,7 @@ def revise(state: Mapping[str, Any], revise_keys: Sequence[tuple[str, str]]) -> 
 def load_weights(
     model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
 ) -> list[str]:
-    """Load `state` into the (unwrapped) model, in place.
+    """Load `state` into the unwrapped model.
 
     Args:
         model: the model.
@@ -40,6 +40,20 @@ def load_weights(
 
     Raises:
         CheckpointError: names or shapes differ and `strict` is True, most shapes differ, or no name matches.
+    """
+    state = _renamed(model, state)
+    lines, shapes = compare_weights(model, state, strict, source)
+    model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
+    return lines
+
+
+def compare_weights(
+    model: nn.Module, state: Mapping[str, Any], strict: bool, source: str = "the checkpoint"
+) -> tuple[list[str], list[str]]:
+    """Return the lines that `load_weights` returns, and the names with different shapes; load nothing.
+
+    Raises:
+        CheckpointError: as in `load_weights`.
     """
     own, state = model.state_dict(), _renamed(model, state)
     missing = [key for key in own if key not in state]
@@ -55,6 +69,8 @@ def load_weights(
             f"{source} belongs to a different model: {_some([*shapes.values()])}. Check the number of classes "
             "and the model's options"
         )
+    if own and not state:
+        raise CheckpointError(f"{source}: 'state_dict' is empty; use another checkpoint")
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{source} belongs to a different model: {'; '.join(_differences(missing, unexpected))}"
@@ -64,9 +80,8 @@ def load_weights(
             f"{source} contains no tensor of this model. It contains {_some(unexpected)}; the model requires "
             f"{_some(missing)}. Rename the keys with revise_keys, or check the model"
         )
-    model.load_state_dict({key: value for key, value in state.items() if key not in shapes}, strict=False)
     skipped = [f"skipped because of different shapes: {_some([*shapes.values()])}"] if shapes else []
-    return [*_differences(missing, unexpected), *skipped]
+    return [*_differences(missing, unexpected), *skipped], list(shapes)
 
 
 def _renamed(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Commands of the `slipstream` command line."""
+"""The commands of the `slipstream` command line."""

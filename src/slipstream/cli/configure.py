@@ -27,7 +27,7 @@ _OPEN = (
 
 
 class Configured(NamedTuple):
-    """Configuration of a command, and the number of devices."""
+    """The configuration of a command and the number of devices."""
 
     cfg: Config
     gpus: int | None
@@ -38,7 +38,7 @@ def configure(args: argparse.Namespace) -> Config:
     """Return the configuration of a command, with its overrides applied.
 
     Raises:
-        ConfigError: If the recipe, the file, a key or a value is invalid. The message names the location.
+        ConfigError: the recipe, the file, a key or a value is invalid. The message names the location.
     """
     return read_config(args).cfg
 
@@ -47,9 +47,9 @@ def read_config(args: argparse.Namespace) -> Configured:
     """Return the configuration of a command, with its overrides applied, and the number of devices.
 
     Raises:
-        ConfigError: See `configure`.
+        ConfigError: see `configure`.
     """
-    read = load_config(args.config, args.overrides, args.config_dir)
+    read = load_config(args.config, args.overrides, args.config_dir, bool(args.trust))
     cfg = read.cfg
     path = find_recipe(args.config, args.config_dir)
     if "model" not in cfg:
@@ -61,32 +61,34 @@ def read_config(args: argparse.Namespace) -> Configured:
     return read
 
 
-def load_config(name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Configured:
-    """Return the configuration of a recipe or file in any supported syntax.
+def load_config(
+    name: str, overrides: Sequence[str] = (), config_dir: str | None = None, trust: bool = False
+) -> Configured:
+    """Return the configuration of a recipe or file in any supported syntax; see `Config.fromfile` for `trust`.
 
     Raises:
-        ConfigError: See `configure`.
+        ConfigError: see `configure`.
     """
     path = find_recipe(name, config_dir)
     if is_composed(path):
-        return _composed(name, overrides, config_dir)
+        return _composed(name, overrides, config_dir, trust)
     from slipstream.runner import Runner
     from slipstream.speed import CFG_OPTIONS
 
-    cfg = Config.fromfile(path)
+    cfg = Config.fromfile(path, trust=trust)
     known = [name for name in inspect.signature(Runner).parameters if name != "cfg"]
     # Hydra marks a new key with a leading +.
     cfg.override([word.lstrip("+") for word in overrides], known=[*known, *CFG_OPTIONS, *_OPEN])
     return Configured(cfg, gpus=1)
 
 
-def _composed(name: str, overrides: Sequence[str], config_dir: str | None) -> Configured:
+def _composed(name: str, overrides: Sequence[str], config_dir: str | None, trust: bool) -> Configured:
     from slipstream.dist.placement import infer_launcher
     from slipstream.training.recipe import gpus, recipe_config
 
-    recipe = compose(name, overrides, config_dir)
+    recipe = compose(name, overrides, config_dir, trust)
     count = gpus(recipe)
-    # SuperGradients' recipes name only "DDP", not the launcher.
+    # SuperGradients' recipes specify only "DDP", not the launcher.
     launcher = "none" if count == 1 else infer_launcher(os.environ)
     return Configured(Config(recipe_config(recipe, launcher)), count)
 
@@ -95,7 +97,7 @@ def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:
     """Return the arguments after `slipstream` that reproduce `args` with the options in `changed` replaced."""
     options = {**vars(args), **changed}
     argv = [options["command"], args.config, *args.overrides]
-    for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume"):
+    for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume", "trust"):
         flag, value = f"--{name.replace('_', '-')}", options.get(name)
         if value is not None:
             argv.append(flag if value is True else f"{flag}={value}")

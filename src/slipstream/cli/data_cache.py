@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _missing_overrides(args: argparse.Namespace, caches: list[tuple[Part, DecodeCache]]) -> list[str]:
-    """Return the overrides that enable the caches that the recipe does not yet use."""
+    """Return the overrides that enable the caches not yet used by the recipe."""
     composed = is_composed(find_recipe(args.config, args.config_dir))
     new = [(p, c) for p, c in caches if p.dataset.cache is None or p.dataset.cache.folder != c.folder]
     key = "+dataset_params.{0.split}_dataset_params.cache" if composed else "{0.config_path}.cache"
@@ -94,7 +94,7 @@ def _check_disk_space(folder: Path, parts: list[Part]) -> None:
     """Print the disk space required by the missing samples and the free disk space.
 
     Raises:
-        DataError: If the free disk space is not sufficient.
+        DataError: the free disk space is not sufficient.
     """
     need = sum(_needed(part.dataset, DecodeCache(folder)) for part in parts)
     existing = next(path for path in (folder, *folder.parents) if path.exists())

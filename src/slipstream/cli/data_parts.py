@@ -35,11 +35,11 @@ _SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True)
 class Part:
-    """A dataset that reads its samples itself, as opposed to a wrapper around other datasets."""
+    """A dataset that is not a wrapper around other datasets."""
 
     split: str
     config_path: str
-    """Its config path."""
+    """Config path of the dataset."""
     dataset: Any
 
     @property
@@ -52,7 +52,7 @@ def split_names(cfg: Config, only: str | None) -> list[str]:
     """Return all splits of a recipe, or only the requested one.
 
     Raises:
-        ConfigError: If the recipe does not have the requested split.
+        ConfigError: the recipe does not have the requested split.
     """
     found = [split for split in _SPLITS if cfg.get(f"{split}_dataloader") is not None]
     if only is None and found:
@@ -67,7 +67,7 @@ def parts_of(cfg: Config, split: str) -> list[Part]:
     """Return the datasets of a split.
 
     Raises:
-        SlipstreamError: If a dataset cannot be built or is iterable-style. The message contains its config path.
+        SlipstreamError: a dataset cannot be built or is iterable-style. The message contains its config path.
     """
     loader = cfg[f"{split}_dataloader"]
     dataset = loader.dataset if isinstance(loader, DataLoader) else loader.get("dataset")
@@ -107,7 +107,7 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     """Return the image (C, H, W) and the class ids of a sample: `inputs` and `targets`, or the first two tuple items.
 
     Raises:
-        ConfigError: If the sample has neither form.
+        ConfigError: the sample has neither form.
     """
     if isinstance(sample, Mapping):
         pair: tuple[Any, ...] = (sample.get("inputs"), sample.get("targets"))
@@ -116,8 +116,8 @@ def image_and_target(sample: Any) -> tuple[Tensor, Tensor]:
     image, target = pair if len(pair) == 2 else (None, None)
     if not isinstance(image, Tensor) or image.ndim != 3 or not isinstance(target, Tensor | int):
         raise ConfigError(
-            "`slipstream data` requires samples {'inputs': tensor (C, H, W), 'targets': tensor or int} "
-            f"or a tuple of these two, not {type(sample).__name__}"
+            "`slipstream data` requires samples of the form {'inputs': tensor (C, H, W), 'targets': tensor or int} "
+            f"or a tuple of these two values, not {type(sample).__name__}"
         )
     return image, torch.as_tensor(target)
 
@@ -128,8 +128,8 @@ def map_samples(
     """Yield `function(dataset, i)` for all samples in order, with a progress bar.
 
     Args:
-        function: A module-level function, so that it can be pickled.
-        workers: Number of processes. Default: one per core.
+        function: a module-level function, so that it can be pickled.
+        workers: number of processes. Default: one per core.
     """
     from rich.console import Console
     from rich.progress import track

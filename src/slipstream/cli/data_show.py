@@ -18,7 +18,7 @@ from slipstream.cli.data_parts import check_numbered, config_context, image_and_
 from slipstream.config import Config
 from slipstream.dataset import default_palette
 from slipstream.dataset.loading.loader import build_dataloader, set_epoch
-from slipstream.dataset.transforms.device_transforms import COLOURS, transform_images
+from slipstream.dataset.transforms.device_transforms import COLORS, transform_images
 from slipstream.errors import ConfigError
 from slipstream.visualization import colorize, contact_sheet, overlay
 
@@ -71,21 +71,21 @@ def _sheet(samples: Sequence[Any], captions: Sequence[str], meta: Mapping[str, A
     classes, ignored = meta.get("classes") or (), meta.get("ignore_index")
     palette = meta.get("palette") or default_palette(256)
     if pairs[0][1].ndim == 0:
-        return _labelled(pairs, captions, classes)
-    # Ignored pixels must not have the same colour as a class.
+        return _labeled(pairs, captions, classes)
+    # Ignored pixels must not have the same color as a class.
     blank = _PALE if [0, 0, 0] in map(list, palette) else (0, 0, 0)
     rows = []
     for image, mask in pairs:
-        coloured = colorize(mask, palette, ignored)
-        coloured[mask == ignored] = blank
-        rows.append((image, coloured, overlay(image, mask, palette, _ALPHA, ignored)))
+        colored = colorize(mask, palette, ignored)
+        colored[mask == ignored] = blank
+        rows.append((image, colored, overlay(image, mask, palette, _ALPHA, ignored)))
     legend = list(zip(classes, palette, strict=False))
     if ignored is not None:
         legend.append(("(ignored)", blank))
     return contact_sheet(rows, ("image", "mask", "both"), captions, legend)
 
 
-def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
+def _labeled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes: Sequence[str]) -> Any:
     """Return a contact sheet of images, each with its class name below."""
     blank = np.full_like(pairs[0][0], 255)
     images = [image for image, _ in pairs] + [blank] * (-len(pairs) % _ACROSS)
@@ -99,12 +99,12 @@ def _labelled(pairs: Sequence[tuple[RGB, Any]], captions: Sequence[str], classes
 
 
 def _finished(sample: Any) -> RGB:
-    """Return the image (uint8, H x W x 3) with the device's colour transforms applied, but not normalized."""
+    """Return the image (uint8, H x W x 3) with the device's color transforms applied, but not normalized."""
     image, program = image_and_target(sample)[0], None
     if isinstance(sample, Mapping):
         program = sample.get("finish")
-    if program is not None and len(program) >= COLOURS:
-        image = transform_images(image[None], program[None, :COLOURS])[0].round().to(torch.uint8)
+    if program is not None and len(program) >= COLORS:
+        image = transform_images(image[None], program[None, :COLORS])[0].round().to(torch.uint8)
     if image.dtype.is_floating_point:  # normalized by the dataset; rescale min..max to 0..255
         image = image - image.min()
         image = (image * (255 / image.max().clamp(min=1e-6))).round().to(torch.uint8)

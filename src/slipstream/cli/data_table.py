@@ -55,7 +55,7 @@ def _lines(found: Mapping[str, Any]) -> Iterator[str]:
         yield f"time per sample on one core of this machine: {', '.join(times)}"
     batch = found["batch"]
     if batch["bytes"] is not None:
-        yield f"a batch of {batch['samples']} as copied to the device: {written_size(batch['bytes'])}"
+        yield f"size of a batch of {batch['samples']}, as copied to the device: {written_size(batch['bytes'])}"
 
 
 def _sizes(sizes: list[Mapping[str, int]]) -> str:

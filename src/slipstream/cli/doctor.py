@@ -78,7 +78,7 @@ def _options(device: torch.device) -> Iterator[Row]:
         mark, text = (_OK, f"AmpOptimWrapper, dtype='{name}'") if problem is None else (_NO, problem)
         yield mark, f"mixed precision {name}", text
     yield _compile(device)
-    yield _OK, "EMA, accumulation, clipping", "on every device"
+    yield _OK, "EMA, accumulation, clipping", "supported on every device"
     npu = importlib.util.find_spec("torch_npu") is not None
     yield (
         (_OK if npu else _NO),
@@ -145,7 +145,7 @@ def _autocast_problem(device: torch.device, dtype: torch.dtype) -> str | None:
             fits = (a @ a).dtype == dtype
     except (RuntimeError, TypeError, ValueError) as error:
         return str(error).splitlines()[0]
-    return None if fits else f"autocast on {device.type} does not support it"
+    return None if fits else f"autocast on {device.type} does not support {dtype}"
 
 
 def _problems(device: torch.device) -> Iterator[Row]:
@@ -169,7 +169,7 @@ def _problems(device: torch.device) -> Iterator[Row]:
         yield (
             _WARN,
             "/dev/shm",
-            f"{shm // 2**20} MiB is too little for data workers: use docker run --shm-size=8g",
+            f"{shm // 2**20} MiB is too small for data loader workers: use docker run --shm-size=8g",
         )
     if shutil.disk_usage(tempfile.gettempdir()).free < 2**30:
         yield _WARN, "disk", f"less than 1 GiB is free in {tempfile.gettempdir()}"

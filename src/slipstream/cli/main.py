@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from slipstream.cli.parser import parse
 from slipstream.cli.processes import announce, enter_process, first_failure, in_launch
 from slipstream.errors import ConfigError, SlipstreamError
+from slipstream.redaction import redact_text
 
 __all__ = ["main"]
 
@@ -29,10 +30,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 2)
     except SlipstreamError as error:
         return _fail(error, 1)
+    except SystemExit:  # `Preempted`, which can also be a KeyboardInterrupt
+        raise
     except KeyboardInterrupt:
         announce("interrupted")
         if not in_launch():
-            print("interrupted; all files written so far are complete", file=sys.stderr)
+            print("interrupted; all written files are complete", file=sys.stderr)
         return 130
     except Exception as error:
         if not in_launch():
@@ -44,11 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(error: SlipstreamError, status: int) -> int:
-    announce(f"{type(error).__name__}: {error}")
-    notes = " ".join(getattr(error, "__notes__", ()))
+    text = redact_text(" ".join([str(error), *getattr(error, "__notes__", ())]))
+    announce(f"{type(error).__name__}: {text}")
     with first_failure() as first:
         if first:
-            print(f"slipstream: error: {error}{' ' + notes if notes else ''}", file=sys.stderr)
+            print(f"slipstream: error: {text}", file=sys.stderr)
     return status
 
 

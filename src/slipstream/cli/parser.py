@@ -40,7 +40,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Return the parsed command line. `command` is the module of `slipstream.cli` that runs it."""
     parser = _build_parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse only reads a list of words as a single block. Words that follow an option are left over.
+    # argparse reads overrides only up to the next option, and returns those after an option in `rest`.
     overrides = [word for word in rest if "overrides" in args and not word.startswith("-")]
     if unknown := [word for word in rest if word not in overrides]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
@@ -69,7 +69,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_plan_scale,
     ):
         add(commands)
-    commands.add_parser("doctor", help="show machine, versions, options and misconfigurations")
+    commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
     commands.add_parser("recipes", help="list the recipes")
     return parser
 
@@ -86,17 +86,24 @@ def _add_val(commands: _Commands) -> None:
     parser = commands.add_parser("val", help="validate a checkpoint")
     _add_run(parser)
     _add_processes(parser)
-    parser.add_argument("--checkpoint", help="default: the last one in the work_dir")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint file or folder (default: the last one in the work_dir)"
+    )
 
 
 def _add_predict(commands: _Commands) -> None:
-    parser = commands.add_parser("predict", help="write colour masks for images")
+    parser = commands.add_parser("predict", help="write color masks for images")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image files")
-    parser.add_argument("--checkpoint", help="default: the newest one under work_dirs/")
+    parser.add_argument(
+        "--checkpoint", help="checkpoint file or folder (default: the newest one in work_dirs/)"
+    )
     parser.add_argument(
         "--config", help="recipe or file, if the checkpoint does not contain its configuration"
     )
+    _add_trust(parser)
     parser.add_argument("--out", default="predictions", help="output folder (default: predictions)")
+    parser.add_argument("--max-pixels", type=_count, metavar="N",
+                        help="largest accepted image, width x height (default: 178,956,970)")  # fmt: skip
 
 
 def _add_submit(commands: _Commands) -> None:
@@ -137,6 +144,7 @@ def _add_plan_scale(commands: _Commands) -> None:
         "--no-sync-bn", action="store_true", help="do not synchronize BatchNorm statistics across GPUs"
     )
     parser.add_argument("--json", action="store_true", help="print all numbers as JSON, in seconds and bytes")
+    _add_trust(parser)
 
 
 def _add_explain(commands: _Commands) -> None:
@@ -182,8 +190,15 @@ def _add_recipe(parser: argparse.ArgumentParser) -> None:
         "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )
     parser.add_argument(
-        "--config-dir", metavar="FOLDER", help="folder with your own recipes, which take precedence"
+        "--config-dir", metavar="FOLDER", help="folder with your recipes, which take precedence"
     )
+    _add_trust(parser)
+
+
+def _add_trust(parser: argparse.ArgumentParser) -> None:
+    # The default None leaves the option out of `command_args`.
+    parser.add_argument("--trust", action="store_const", const=True, default=None,
+                        help="let a YAML, JSON or TOML file import modules, which executes code")  # fmt: skip
 
 
 def _add_run(parser: argparse.ArgumentParser) -> None:
@@ -196,7 +211,7 @@ def _add_processes(parser: argparse.ArgumentParser) -> None:
     start.add_argument("--nproc", metavar="N",
                        help="start N processes on this machine: a number, gpu (one per GPU), auto or cpu")  # fmt: skip
     start.add_argument("--launcher", default=None, choices=_LAUNCHERS, metavar="LAUNCHER",
-                       help="launcher of the processes: none, pytorch (torchrun), slurm or mpi")  # fmt: skip
+                       help="launcher that starts the processes: none, pytorch (torchrun), slurm or mpi")  # fmt: skip
     parser.add_argument("--max-restarts", type=_count, default=0, metavar="N",
                         help="with --nproc: resume up to N times after a failure")  # fmt: skip
 

@@ -33,7 +33,7 @@ _FORMULAS = {"segformer_1b": segformer_1b}
 
 def run(args: argparse.Namespace) -> int:
     """Print a prediction for each number of GPUs, followed by the assumptions."""
-    model, size, batch = _model(args.model, args.size, args.batch_per_gpu)
+    model, size, batch = _model(args.model, args.size, args.batch_per_gpu, bool(args.trust))
     gpu, network = _preset("gpu", args.gpu, GPUS), _preset("network", args.network, NETWORKS)
     clusters = [make_cluster(gpu, network, n, args.gpus_per_node) for n in args.gpus]
     found = [_predict(model, cluster, batch, args) for cluster in clusters]
@@ -49,7 +49,9 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[Model, tuple[int, int], int]:
+def _model(
+    name: str, size: tuple[int, int] | None, batch: int | None, trust: bool
+) -> tuple[Model, tuple[int, int], int]:
     """Return the model of a recipe or network, the image height and width, and the batch size per GPU."""
     if name in _FORMULAS:
         size = size or _SIZE
@@ -59,7 +61,7 @@ def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[
     from slipstream.registry import MODELS
 
     if name in recipes() or Path(name).suffix:
-        network, own_size, own_batch = _of_recipe(name)
+        network, own_size, own_batch = _of_recipe(name, trust)
         size, batch = size or own_size, batch or own_batch
     elif MODELS.get(name) is not None:
         network = {"type": name}
@@ -72,10 +74,10 @@ def _model(name: str, size: tuple[int, int] | None, batch: int | None) -> tuple[
     return describe(module, (3, *size), name), size, batch or _BATCH
 
 
-def _of_recipe(name: str) -> tuple[Any, tuple[int, int] | None, int | None]:
+def _of_recipe(name: str, trust: bool) -> tuple[Any, tuple[int, int] | None, int | None]:
     from slipstream.cli.configure import load_config
 
-    cfg = load_config(name).cfg
+    cfg = load_config(name, trust=trust).cfg
     network = (cfg.get("model") or {}).get("network")
     if network is None:
         raise ConfigError(f"{find_recipe(name)} has no 'model.network'; use a network name instead")
@@ -171,7 +173,7 @@ def _assumptions(args: argparse.Namespace) -> str:
         f"the measured {args.step_time * 1e3:g} ms on one GPU"
         if args.step_time
         else f"{SUSTAINED_FLOPS:.0%} of {gpu.flops / 1e12:,.0f} TFLOP/s, "
-        f"or {SUSTAINED_LINK:.0%} of {gpu.memory_bandwidth / 1e12:g} TB/s where that takes longer"
+        f"or {SUSTAINED_LINK:.0%} of {gpu.memory_bandwidth / 1e12:g} TB/s, whichever takes longer"
     )
     noise = Strategy("ddp").noise
     return (
@@ -179,6 +181,6 @@ def _assumptions(args: argparse.Namespace) -> str:
         f"of {args.gpus_per_node} GPUs,\nand of {network.bandwidth * 8 / 1e9:g} Gb/s {cards} between nodes. "
         f"bf16 activations and gathered parameters, float32 sums,\nAdam; "
         f"BatchNorm {'per GPU' if args.no_sync_bn else 'over all GPUs'}; the step time of each GPU varies by "
-        f"{noise:.0%}. The input pipeline keeps up.\n"
+        f"{noise:.0%}. The input pipeline is fast enough.\n"
         f"These are predictions, not measurements: docs/scaling.md lists likely errors."
     )

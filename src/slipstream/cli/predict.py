@@ -1,4 +1,4 @@
-"""`slipstream predict`: write colour masks for images."""
+"""`slipstream predict`: write color masks for images."""
 
 from __future__ import annotations
 
@@ -11,9 +11,18 @@ import numpy as np
 import torch
 import yaml
 
-from slipstream.checkpoint import find_latest_checkpoint, load_checkpoint, load_weights
+from slipstream.checkpoint import (
+    DESCRIPTION,
+    check,
+    find_latest_checkpoint,
+    load_checkpoint,
+    load_weights,
+    weights_in,
+)
 from slipstream.cli.configure import load_config
 from slipstream.config import Config
+from slipstream.config.placeholders import fill_references
+from slipstream.config.yaml_format import BoundedLoader
 from slipstream.dataset import sample_rng
 from slipstream.dataset.transforms.pipeline import compose
 from slipstream.devices import default_device
@@ -25,6 +34,8 @@ from slipstream.visualization import colorize, overlay
 with extra("images"):
     from PIL import Image, UnidentifiedImageError
 
+    from slipstream.dataset.sources.decode import MAX_PIXELS, open_image
+
 __all__ = ["run"]
 
 
@@ -32,8 +43,9 @@ def run(args: argparse.Namespace) -> int:
     """Write `NAME_mask.png` and `NAME_overlay.png` for each image to the folder `--out`."""
     path = Path(args.checkpoint) if args.checkpoint else _newest_checkpoint()
     checkpoint = load_checkpoint(path)
-    meta = checkpoint.get("meta", {})
-    cfg = load_config(args.config).cfg if args.config else _own_config(meta, path)
+    meta = checkpoint.get("meta") or {}
+    check(meta, DESCRIPTION, path, "meta")
+    cfg = load_config(args.config, trust=bool(args.trust)).cfg if args.config else _own_config(meta, path)
     palette = (meta.get("dataset_meta") or {}).get("palette")
     if palette is None:
         raise CheckpointError(
@@ -47,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"cannot create the folder: {error}", "--out") from error
     for name in args.images:
-        image = _read(Path(name))
+        image = _read(Path(name), args.max_pixels or MAX_PIXELS)
         mask = predict(image)
         stem = out / Path(name).stem
         Image.fromarray(colorize(mask, palette)).save(f"{stem}_mask.png")
@@ -62,7 +74,7 @@ def _check_stems(images: Sequence[str]) -> None:
         first = by_stem.setdefault(Path(name).stem, name)
         if Path(first) != Path(name):
             raise DataError(
-                f"{first} and {name} would overwrite each other's output; process them with different `--out` folders"
+                f"{first} and {name} have the same output files; process them with different `--out` folders"
             )
 
 
@@ -75,11 +87,10 @@ def _newest_checkpoint() -> Path:
 
 
 def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
+    """Return the configuration in a checkpoint as plain data: `_base_` is not followed, and nothing is imported."""
     try:
-        cfg = Config(
-            yaml.safe_load(meta["cfg"]) or {}
-        )  # plain data: `_base_` is not followed, nothing is imported
-    except (KeyError, ConfigError, TypeError, ValueError, yaml.YAMLError):
+        cfg = Config(fill_references(yaml.load(meta["cfg"], BoundedLoader) or {}))
+    except (KeyError, AttributeError, ConfigError, TypeError, ValueError, RecursionError, yaml.YAMLError):
         cfg = Config({})
     if "model" not in cfg:
         raise CheckpointError(f"{path} does not contain its configuration; set `--config`")
@@ -89,7 +100,7 @@ def _own_config(meta: Mapping[str, Any], path: Path) -> Config:
 def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callable[[np.ndarray], np.ndarray]:
     device = default_device()
     model = MODELS.build(cfg.model).to(device).eval()
-    load_weights(model, checkpoint["state_dict"], strict=True, source=str(path))
+    load_weights(model, weights_in(checkpoint, path), strict=True, source=str(path))
     dataset = (cfg.get("val_dataloader") or {}).get("dataset") or {}
     # A wrapper dataset uses the transforms of its inner datasets.
     while inner := dataset.get("dataset") or dataset.get("datasets"):
@@ -98,7 +109,9 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
 
     @torch.no_grad()
     def predict(image: np.ndarray) -> np.ndarray:
-        no_mask = np.zeros(image.shape[:2], np.uint8)  # serves as the target, so the model crops its padding
+        no_mask = np.zeros(
+            image.shape[:2], np.uint8
+        )  # used as the target, so that the model crops its padding
         composed = compose(transforms, {"image": image, "mask": no_mask}, sample_rng(0))
         batch = {key: value[None] for key, value in composed.packed().items()}
         left, top, right, bottom = composed.region.image_box  # excludes padding added by transforms
@@ -109,9 +122,9 @@ def _predictor(cfg: Config, checkpoint: Mapping[str, Any], path: Path) -> Callab
     return predict
 
 
-def _read(path: Path) -> np.ndarray:
+def _read(path: Path, max_pixels: int) -> np.ndarray:
     try:
-        with Image.open(path) as image:
+        with open_image(path, max_pixels) as image:
             return np.asarray(image.convert("RGB"))
     except FileNotFoundError as error:
         raise DataError(f"image file not found: {path}") from error

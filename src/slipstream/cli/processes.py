@@ -32,7 +32,7 @@ __all__ = [
 
 # Environment variable with the path of the folder shared by the processes of one launch.
 _FOLDER = "SLIPSTREAM_LAUNCH"
-# File in that folder that records how far the run in the work_dir had progressed when the launch began.
+# File in that folder that records the progress of the run in the work_dir at launch.
 _PROGRESS = "progress"
 
 
@@ -40,7 +40,7 @@ def needs_launch(args: argparse.Namespace) -> bool:
     """Return whether the command must be launched in separate processes.
 
     Raises:
-        ConfigError: If `--max-restarts` is set without `--nproc`.
+        ConfigError: `--max-restarts` is set without `--nproc`.
     """
     if args.nproc is None and args.max_restarts:
         raise ConfigError(
@@ -52,12 +52,14 @@ def needs_launch(args: argparse.Namespace) -> bool:
 def launch(args: argparse.Namespace, work_dir: str) -> int:
     """Run the command in `args.nproc` processes. Return the exit status of the first one that failed, or 0.
 
-    The processes inherit stdout and stderr. Ctrl-C and SIGTERM reach all of them, and a failure of one
+    The processes inherit stdout and stderr. All of them receive Ctrl-C and SIGTERM, and a failure of one process
     terminates the others.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
+
+    from slipstream.preemption import EXIT_STATUS
 
     config = _launch_config(_count(args.nproc), args.max_restarts)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // config.nproc_per_node)))
@@ -72,9 +74,11 @@ def launch(args: argparse.Namespace, work_dir: str) -> int:
             speaker = Path(folder) / f"failed-{args.max_restarts}"
             return _report(error.failures, said=speaker.is_file() and bool(speaker.read_text()))
         except SignalException as stopped:
+            if _was_preempted(work_dir):
+                return EXIT_STATUS  # rank 0 has logged how to resume
             if stopped.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
-            print(f"stopped by {stopped.sigval.name}; all files written so far are complete", file=sys.stderr)
+            print(f"stopped by {stopped.sigval.name}; all written files are complete", file=sys.stderr)
             return 128 + stopped.sigval
     return 0
 
@@ -90,7 +94,7 @@ def _launch_config(count: int, max_restarts: int) -> LaunchConfig:
         run_id="slipstream",
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",  # a free port
-        local_addr="127.0.0.1",  # do not depend on how the host name resolves
+        local_addr="127.0.0.1",  # does not depend on host name resolution
     )
 
 
@@ -157,7 +161,7 @@ def enter_process() -> None:
     if sys.platform == "linux":
         import ctypes
 
-        # Each process has its own session, so it gets no signal when the terminal closes or the launcher dies.
+        # Each process has its own session and receives no signal when the terminal closes or the launcher exits.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if (attempt := _attempt()) and os.environ["LOCAL_RANK"] == "0":
@@ -194,7 +198,7 @@ def first_failure() -> Iterator[bool]:
 def restarted_with_progress(work_dir: str) -> bool:
     """Return whether the launcher restarted this process after a failure and this launch wrote a checkpoint.
 
-    Checkpoints that earlier runs left in the work_dir do not count.
+    Checkpoints of earlier runs in the work_dir do not count.
     """
     if not _attempt():
         return False
@@ -204,6 +208,15 @@ def restarted_with_progress(work_dir: str) -> bool:
 
 def _attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def _was_preempted(work_dir: str) -> bool:
+    """Return whether the processes of this launch have saved their state after a signal."""
+    from slipstream.preemption import CHECKPOINT_NAME
+
+    pointer = Path(work_dir) / "last_checkpoint"
+    before = (Path(os.environ[_FOLDER]) / _PROGRESS).read_text()
+    return _progress(work_dir) != before and Path(pointer.read_text()).stem == CHECKPOINT_NAME
 
 
 def _progress(work_dir: str) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from slipstream.cli.configure import command_args, configure
 from slipstream.errors import ConfigError, DistributedError
+from slipstream.redaction import is_secret_name
 
 __all__ = ["batch_file", "run"]
 
@@ -39,6 +40,14 @@ def batch_file(args: argparse.Namespace, work_dir: Path) -> str:
         if not str(path).isprintable():
             raise ConfigError(
                 f"folder names in a batch script must not contain line breaks or control characters: {str(path)!r}"
+            )
+    for word in args.overrides:
+        key, _, value = word.partition("=")
+        if is_secret_name(key.rpartition(".")[2]) and value and "{{" not in value and "${" not in value:
+            raise ConfigError(
+                "the batch script would contain this secret; write {{ $NAME }} in the configuration, and set the "
+                "environment variable NAME before you submit",
+                key,
             )
     argv = command_args(args, command="train", work_dir=str(work_dir), launcher="slurm", resume=True)
     srun = ["srun", "--kill-on-bad-exit=1"]
@@ -70,12 +79,28 @@ export OMP_NUM_THREADS="${{OMP_NUM_THREADS:-${{SLURM_CPUS_PER_TASK:-1}}}}"
 """
 
 _REQUEUE = """
-# Two minutes before its time limit, the job requeues itself and resumes from its last checkpoint. Write a checkpoint at
-# least once per time limit (default_hooks.checkpoint.interval); otherwise, the job makes no progress.
-trap 'scontrol requeue "$SLURM_JOB_ID" || true' USR1
+# Two minutes before the time limit, Slurm sends USR1 to this script. The training processes then save the run and exit
+# with status 75. If they are still running after 90 seconds, they are killed. In both cases, the job is requeued.
+requeue=
+stop() {
+    requeue=1
+    scancel --signal=USR1 "$SLURM_JOB_ID" || true
+    (sleep 90; scancel --signal=KILL "$SLURM_JOB_ID") &
+}
+trap stop USR1
 """
 
-_WAIT = "wait $! || wait $!  # the signal interrupts the first wait, but not srun"
+_WAIT = """\
+run=$!
+status=0
+wait "$run" || status=$?
+if [ "$requeue" ]; then # the signal interrupted `wait`, but not the training processes
+    status=0
+    wait "$run" || status=$?
+    if [ "$status" -eq 75 ] || [ "$status" -gt 128 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+fi
+exit "$status"\
+"""
 
 
 def _options(args: argparse.Namespace, work_dir: Path) -> list[str]:

@@ -57,14 +57,16 @@ def _devices(cfg: Config, wanted: int | None) -> int:
 
 
 def _resume(args: argparse.Namespace, cfg: Config) -> None:
-    from slipstream.checkpoint import find_latest_checkpoint
+    from slipstream.checkpoint import newest_checkpoints
 
     if args.resume is not None:
         cfg.resume = args.resume
     if args.resume is True or restarted_with_progress(cfg.work_dir):
-        # With `resume=True`, a Runner would resume from `load_from` instead of this run's checkpoints.
-        latest = find_latest_checkpoint(cfg.work_dir)
-        cfg.resume = str(latest) if latest is not None else not cfg.get("load_from")
+        # With `resume=True`, a Runner resumes from `load_from`, if it is set, instead of this run's checkpoints.
+        if newest_checkpoints(cfg.work_dir)[0]:
+            cfg.resume, cfg.load_from = True, None
+        else:
+            cfg.resume = not cfg.get("load_from")
 
 
 def summary(runner: Runner) -> str:

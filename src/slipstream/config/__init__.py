@@ -1,6 +1,6 @@
 """Configuration: files, their bases, overrides, and typed options.
 
-Only `.py` configuration files execute code; YAML, JSON, TOML and overrides are read as data.
+Only `.py` configuration files are executed. YAML, JSON, TOML and overrides are parsed as data.
 """
 
 from slipstream.config.action import DictAction

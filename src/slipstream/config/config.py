@@ -13,10 +13,11 @@ from slipstream.config.merge import DELETE, merge, nest
 from slipstream.config.override import check_override, parse_override
 from slipstream.config.write import to_text
 from slipstream.errors import ConfigError
+from slipstream.redaction import redact
 
 __all__ = ["Config"]
 
-# MMEngine reserves `env_variables`; a file with this key would not load there.
+# MMEngine reserves `env_variables` and cannot load a file with this key.
 _RESERVED = ("filename", "text", "pretty_text", "env_variables")
 
 
@@ -24,15 +25,15 @@ class Config(MutableMapping[str, Any]):
     """A configuration: a mapping with attribute access at every level, together with its source file and text.
 
     A `.py` file is executed, so load only files that you trust. YAML, JSON and TOML files, the placeholders in them
-    and overrides are read as data and are not executed or evaluated.
+    and overrides are read as data and are not executed or evaluated, unless `fromfile` is called with `trust=True`.
 
     Args:
-        cfg_dict: The values; containers are copied.
-        filename: The file from which the values were loaded, if any.
-        cfg_text: The source text of the values, if any.
+        cfg_dict: the values; containers are copied.
+        filename: the file from which the values were loaded, if any.
+        cfg_text: the source text of the values, if any.
 
     Raises:
-        ConfigError: A top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
+        ConfigError: a top-level key is reserved (`filename`, `text`, `pretty_text`, `env_variables`,
             `_base_`, dunder names) or is not a string.
 
     Example:
@@ -59,7 +60,9 @@ class Config(MutableMapping[str, Any]):
         self._replace(merge({}, cfg_dict or {}))
 
     @classmethod
-    def fromfile(cls, filename: str | Path, import_custom_modules: bool = True) -> Config:
+    def fromfile(
+        cls, filename: str | Path, import_custom_modules: bool = True, *, trust: bool = False
+    ) -> Config:
         """Load a `.py`, `.yaml`, `.yml`, `.json` or `.toml` file.
 
         The file's key `_base_` lists the files that it overrides, in any format and relative to the file. Dicts are
@@ -71,33 +74,43 @@ class Config(MutableMapping[str, Any]):
         and dunder names. Expressions can use `_base_.key.subkey` for the value of a base.
 
         Args:
-            filename: The file.
-            import_custom_modules: Import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
+            filename: the file.
+            import_custom_modules: import the modules listed in `custom_imports=dict(imports=[...])`, for files of any
                 format. Importing executes these modules; False skips them.
+            trust: whether a YAML, JSON or TOML file may execute code: import any module with `custom_imports`, and
+                have a `.py` file as base. By default, it may only import modules that the program has already
+                imported, and those of slipstream, torch and torchmetrics. `.py` files are always trusted.
 
         Raises:
-            ConfigError: A file is missing, has a syntax error or raises an error; a base is missing or circular, or
-                two bases set the same key; a dict would be merged into a value of a different type. The message
-                contains the file and, if known, the line.
+            ConfigError: a file is missing, has a syntax error or raises an error; a base is missing or circular, or
+                two bases set the same key; a dict would be merged into a value of a different type; or a data file
+                may not execute code. The message contains the file and, if known, the line.
         """
-        return cls._from_loaded(load_file(Path(filename).expanduser()), str(filename), import_custom_modules)
+        path = Path(filename).expanduser()
+        trust = trust or path.suffix.lower() == ".py"
+        loaded = load_file(path, trust=trust)
+        return cls._from_loaded(loaded, str(filename), import_custom_modules, trust)
 
     @classmethod
-    def fromstring(cls, cfg_str: str, file_format: str) -> Config:
+    def fromstring(cls, cfg_str: str, file_format: str, *, trust: bool = False) -> Config:
         """Load text in the format `".py"`, `".yaml"`, `".yml"`, `".json"` or `".toml"`.
 
-        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed.
+        Bases are relative to the working directory; `custom_imports` are imported. Only `.py` text is executed. `trust`
+        is that of `fromfile`.
 
         Raises:
-            ConfigError: See `fromfile`; the file name in messages is `<string>`.
+            ConfigError: see `fromfile`; the file name in messages is `<string>`.
         """
         suffix = "." + file_format.removeprefix(".").lower()
-        return cls._from_loaded(load_text(cfg_str, Path("<string>"), suffix), None, True)
+        trust = trust or suffix == ".py"
+        return cls._from_loaded(load_text(cfg_str, Path("<string>"), suffix, trust=trust), None, True, trust)
 
     @classmethod
-    def _from_loaded(cls, loaded: Loaded, filename: str | None, import_custom_modules: bool) -> Config:
+    def _from_loaded(
+        cls, loaded: Loaded, filename: str | None, import_custom_modules: bool, trust: bool
+    ) -> Config:
         if import_custom_modules:
-            import_custom(loaded.values, filename or "<string>")
+            import_custom(loaded.values, filename or "<string>", trust)
         try:
             return cls(loaded.values, filename=filename, cfg_text=loaded.text)
         except ConfigError as error:
@@ -115,28 +128,42 @@ class Config(MutableMapping[str, Any]):
 
     @property
     def pretty_text(self) -> str:
-        """The values as Python source, which `fromfile` can load.
+        """The values as Python source that `fromfile` can load.
 
-        Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string.
+        Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string. Secrets are
+        left out; see `redacted`.
 
         Raises:
-            ConfigError: A value cannot be written; the message names its key.
+            ConfigError: a value cannot be written; the message names its key.
         """
-        return to_text(self._cfg_dict, ".py")
+        return to_text(self.redacted(), ".py")
 
-    def dump(self, file: str | Path | None = None) -> str | None:
+    def redacted(self) -> dict[str, Any]:
+        """Return the values without secrets, for files and logs.
+
+        Text from environment variables is replaced by the reference (`{{ $NAME }}`), so the text can be loaded again.
+        Values of keys such as `api_key` and `password` are replaced by `<redacted>`.
+        """
+        values: dict[str, Any] = redact(self._cfg_dict)
+        return values
+
+    def dump(self, file: str | Path | None = None, *, secrets: bool = False) -> str | None:
         """Write the values to `file`, in the format of its suffix; without a file, return the text.
 
-        Returned text has the format of `filename`, or Python's if there is none. Loading the text gives the same
-        configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as their
-        dotted import string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
+        The returned text has the format of `filename`, or is Python source if there is none. Loading it returns the
+        same configuration, with two exceptions: classes, functions and objects such as `torch.bfloat16` are written as
+        their dotted import string, and YAML, JSON and TOML convert tuples to lists. TOML requires the extra
         `slipstream[toml]`.
 
+        Args:
+            file: the file to write.
+            secrets: whether to write secrets instead of references to environment variables and `<redacted>`.
+
         Raises:
-            ConfigError: The format does not support a value (None in TOML); the message names its key.
+            ConfigError: the format does not support a value (None in TOML); the message names its key.
         """
         suffix = Path(file or self._filename or ".py").suffix.lower() or ".py"
-        text = to_text(self._cfg_dict, suffix)
+        text = to_text(self._cfg_dict if secrets else self.redacted(), suffix)
         if file is None:
             return text
         Path(file).write_text(text, encoding="utf-8", newline="\n")
@@ -148,10 +175,10 @@ class Config(MutableMapping[str, Any]):
         Args:
             options: `{"model.depth": 3, "model": dict(width=8)}`; a dict is merged into the existing value,
                 unless it has `_delete_=True` (or the options contain `"model._delete_": True`).
-            allow_list_keys: Whether integers in keys (`"pipeline.0.type"`) are positions of list items.
+            allow_list_keys: whether integers in keys (`"pipeline.0.type"`) are positions of list items.
 
         Raises:
-            ConfigError: A dict would be merged into a value of a different type, or a position does not exist. The
+            ConfigError: a dict and a value of a different type cannot be merged, or a position does not exist. The
                 configuration is then unchanged.
         """
         merged: dict[str, Any] = self._cfg_dict
@@ -165,7 +192,7 @@ class Config(MutableMapping[str, Any]):
         See `parse_override` for the types of values; nothing is evaluated.
 
         Raises:
-            ConfigError: See `parse_override` and `merge_from_dict`.
+            ConfigError: see `parse_override` and `merge_from_dict`.
         """
         self.merge_from_dict(dict(parse_override(text) for text in overrides))
 
@@ -174,12 +201,12 @@ class Config(MutableMapping[str, Any]):
 
         Args:
             overrides: `["optim_wrapper.optimizer.lr=0.1", ...]`; see `parse_override`.
-            known: Top-level keys that may be set even if the configuration does not contain them.
+            known: top-level keys that may be set even if the configuration does not contain them.
 
         Raises:
-            UnknownNameError: A key is neither in the configuration nor in a dict whose keys a builder checks; the
+            UnknownNameError: a key is neither in the configuration nor in a dict whose keys a builder checks; the
                 message contains the config path and the nearest valid key.
-            ConfigError: An override cannot be parsed or merged. The configuration is then unchanged.
+            ConfigError: an override cannot be parsed or merged. The configuration is then unchanged.
         """
         known = set(known)
         changed = copy(self)
@@ -241,7 +268,7 @@ class Config(MutableMapping[str, Any]):
         return len(self._cfg_dict)
 
     def __repr__(self) -> str:
-        return f"Config (path: {self._filename}): {dict.__repr__(self._cfg_dict)}"
+        return f"Config (path: {self._filename}): {self.redacted()}"
 
 
 def _deletes_first(item: tuple[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from slipstream.errors import did_you_mean
+from slipstream.redaction import Reference
 
 __all__ = ["ConfigDict", "unwrap", "wrap"]
 
@@ -16,7 +17,7 @@ class ConfigDict(dict[Any, Any]):
     of a dict method (`items`), `cfg.items` is the method and `cfg["items"]` is the value.
 
     Raises:
-        AttributeError: The attribute that is read is not a key; the message names the nearest key.
+        AttributeError: the attribute is not a key; the message names the nearest key.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -29,7 +30,7 @@ class ConfigDict(dict[Any, Any]):
     def __getattr__(self, name: str) -> Any:
         if name in self:
             return self[name]
-        # copy and pickle look up special methods; suggestions would slow them down.
+        # copy and pickle look up special methods; suggestions slow them down.
         keys = [] if name.startswith("__") else [key for key in self if isinstance(key, str)]
         hint = did_you_mean(name, keys)
         raise AttributeError(f"the configuration has no key '{name}'{hint}", name=name, obj=self)
@@ -69,7 +70,7 @@ class ConfigDict(dict[Any, Any]):
 
     def to_dict(self) -> dict[Any, Any]:
         """Return the values as new built-in dicts, lists and tuples."""
-        return {key: unwrap(value) for key, value in self.items()}
+        return {key: unwrap(value, builtin_text=True) for key, value in self.items()}
 
 
 def wrap(value: Any) -> Any:
@@ -84,10 +85,10 @@ def wrap(value: Any) -> Any:
     return value
 
 
-def unwrap(value: Any) -> Any:
-    """Return `value` with every dict in it converted to a built-in dict."""
+def unwrap(value: Any, builtin_text: bool = False) -> Any:
+    """Return `value` with every dict in it, and if `builtin_text` every `Reference`, converted to a built-in type."""
     if isinstance(value, dict):
-        return {key: unwrap(item) for key, item in value.items()}
+        return {key: unwrap(item, builtin_text) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(unwrap(item) for item in value)
-    return value
+        return type(value)(unwrap(item, builtin_text) for item in value)
+    return str(value) if builtin_text and isinstance(value, Reference) else value

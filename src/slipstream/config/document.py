@@ -1,4 +1,4 @@
-"""Parse one configuration file. Only Python files execute code; other formats are data."""
+"""Parse one configuration file. Only Python files are executed; other formats are parsed as data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from slipstream.config.config_dict import ConfigDict
 from slipstream.config.placeholders import Placeholders
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.redaction import Reference
 
 __all__ = ["SUFFIXES", "DataDocument", "Document", "PythonDocument", "open_document"]
 
@@ -24,19 +25,19 @@ _CODE = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
 
 
 class Document(Protocol):
-    """A parsed file; its values can be read after its bases are loaded."""
+    """A parsed file, whose values can be read after its bases are loaded."""
 
     base_names: list[str]
 
     def values(self, bases: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of the file without its bases; `bases` are the merged values of the bases."""
+        """Return the file's values without those of its bases; `bases` contains the merged values of the bases."""
 
 
 def open_document(source: str, path: Path, suffix: str) -> Document:
     """Return the parsed document.
 
     Raises:
-        ConfigError: The suffix is not in `SUFFIXES`, or the source has a syntax error.
+        ConfigError: the suffix is not in `SUFFIXES`, or the source has a syntax error.
     """
     if suffix not in SUFFIXES:
         hint = did_you_mean(suffix, SUFFIXES)
@@ -65,7 +66,7 @@ class DataDocument:
 
 
 class PythonDocument:
-    """A Python file. It is executed; the variable `_base_` contains the values of its bases."""
+    """A Python file. It is executed; its `_base_` variable contains the values of its bases."""
 
     def __init__(self, source: str, path: Path) -> None:
         self._path = path
@@ -75,6 +76,8 @@ class PythonDocument:
         except (SyntaxError, ValueError) as error:
             location = f"{path}:{error.lineno}" if isinstance(error, SyntaxError) else str(path)
             raise ConfigError(f"{location}: {getattr(error, 'msg', error)}") from None
+        except (MemoryError, RecursionError):  # raised by Python's parser
+            raise ConfigError(f"{path}: the expressions are nested too deeply") from None
         self.base_names = self._take_base_names()
 
     def _take_base_names(self) -> list[str]:
@@ -129,13 +132,18 @@ class _Fill(ast.NodeTransformer):
             return node
         if node.value in self._placeholders:
             return self.visit_Name(ast.copy_location(ast.Name(node.value, ast.Load()), node))
-        node.value = self._placeholders.fill_text(node.value)
+        text = self._placeholders.fill_text(node.value)
+        if isinstance(text, Reference):  # which a constant cannot contain
+            name = f"__slipstream_text_{len(self._names)}__"
+            self._names[name] = text
+            return ast.copy_location(ast.Name(name, ast.Load()), node)
+        node.value = text
         return node
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
         for part in node.values:
             if isinstance(part, ast.Constant):
-                part.value = self._placeholders.fill_text(str(part.value))
+                part.value = str(self._placeholders.fill_text(str(part.value)))
             else:
                 self.visit(part)
         return node
@@ -149,7 +157,7 @@ def _base_names(value: Any, path: Path) -> list[str]:
 
 
 def _parse_yaml(text: str, path: Path) -> Any:
-    import yaml  # not at the top of the module, because a Runner without configuration files does not need it
+    import yaml  # imported here, because a Runner without configuration files does not need it
 
     from slipstream.config.yaml_format import Loader
 
@@ -176,6 +184,10 @@ def _parse_json(text: str, path: Path) -> Any:
         return json.loads(text, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}:{error.lineno}: {error.msg}") from None
+    except ConfigError:
+        raise
+    except ValueError as error:  # integers with thousands of digits
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def _parse_toml(text: str, path: Path) -> Any:
@@ -188,6 +200,8 @@ def _parse_toml(text: str, path: Path) -> Any:
         message, _, location = str(error).removesuffix(")").rpartition(" (")
         line = re.search(r"line (\d+)", location)
         raise ConfigError(f"{path}:{line[1] if line else text.count(chr(10)) + 1}: {message}") from None
+    except ValueError as error:  # integers with thousands of digits
+        raise ConfigError(f"{path}: {error}") from None
 
 
 _PARSERS: dict[str, Callable[[str, Path], Any]] = {

@@ -22,7 +22,7 @@ def parse_value(text: str) -> Any:
     The text is parsed and never evaluated.
 
     Raises:
-        ConfigError: Brackets or quotes do not match.
+        ConfigError: brackets or quotes do not match.
     """
     text = text.strip()
     if not text:
@@ -45,7 +45,7 @@ def _scalar(text: str) -> Any:
 
 
 class _Reader:
-    """Recursive descent parser of one text."""
+    """A recursive descent parser for one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from slipstream.config.document import SUFFIXES, open_document
+from slipstream.config.limits import check_depth
 from slipstream.config.merge import merge
 from slipstream.errors import ConfigError, did_you_mean
 
@@ -20,30 +22,47 @@ class Loaded(NamedTuple):
     text: str
 
 
-def load_file(path: Path, chain: tuple[Path, ...] = ()) -> Loaded:
+# Data files may import these packages, besides modules that the program has already imported.
+_IMPORTABLE = ("slipstream", "torch", "torchmetrics")
+_TRUST = "If you trust the file, add --trust on the command line, or pass trust=True in Python"
+
+
+def load_file(path: Path, chain: tuple[Path, ...] = (), trust: bool = False) -> Loaded:
     """Load `path`; `chain` lists the files that have it as a base, outermost first.
 
+    Args:
+        path: the file. If it is a Python file, it and its bases are trusted.
+        chain: the files that have it as a base.
+        trust: whether a base of a data file may be a Python file, which is executed.
+
     Raises:
-        ConfigError: The file is missing or unreadable, contains an error, or is its own base.
+        ConfigError: the file is missing or unreadable, contains an error, or is its own base.
     """
     if path.resolve() in [parent.resolve() for parent in chain]:
         cycle = " -> ".join(str(file) for file in (*chain, path))
         raise ConfigError(f"{chain[0]}: a file cannot be its own base: {cycle}")
-    return load_text(_read(path, chain), path, path.suffix.lower(), chain)
+    return load_text(_read(path, chain), path, path.suffix.lower(), chain, trust)
 
 
-def load_text(source: str, path: Path, suffix: str, chain: tuple[Path, ...] = ()) -> Loaded:
+def load_text(
+    source: str, path: Path, suffix: str, chain: tuple[Path, ...] = (), trust: bool = False
+) -> Loaded:
     """Load `source` as if it were the content of a file at `path`, in the format of `suffix`.
 
     Raises:
-        ConfigError: See `load_file`.
+        ConfigError: see `load_file`.
     """
     try:
         document = open_document(source, path, suffix)
-        bases = _load_bases([path.parent / name for name in document.base_names], (*chain, path))
-        values = _merge(bases.values, document.values(bases.values), path)
+        paths = [path.parent / name for name in document.base_names]
+        trust = trust or suffix == ".py"
+        _check_trusted(paths, path, trust)
+        bases = _load_bases(paths, (*chain, path), trust)
+        own = document.values(bases.values)
+        check_depth(own, str(path))
+        values = _merge(bases.values, own, path)
     except RecursionError:
-        raise ConfigError(f"{path}: the values contain themselves or are nested too deeply") from None
+        raise ConfigError(f"{path}: the values contain a cycle or are nested too deeply") from None
     return Loaded(values, f"{bases.text}{path}\n{source}\n")
 
 
@@ -54,12 +73,21 @@ def _merge(base: dict[str, Any], over: dict[str, Any], path: Path) -> dict[str, 
         raise ConfigError(f"{error.args[0]} ({path})", error.path) from None
 
 
-def _load_bases(paths: list[Path], chain: tuple[Path, ...]) -> Loaded:
+def _check_trusted(bases: list[Path], path: Path, trust: bool) -> None:
+    for base in bases:
+        if base.suffix.lower() == ".py" and not trust:
+            raise ConfigError(
+                f"{path} is a data file, and its base {base} is Python code, which would be executed. {_TRUST}",
+                "_base_",
+            )
+
+
+def _load_bases(paths: list[Path], chain: tuple[Path, ...], trust: bool) -> Loaded:
     values: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     texts = []
     for path in paths:
-        base = load_file(path, chain)
+        base = load_file(path, chain, trust)
         for key in base.values:
             if key in origin:
                 raise ConfigError(
@@ -82,8 +110,8 @@ def _read(path: Path, chain: tuple[Path, ...]) -> str:
         raise ConfigError(f"{what} does not exist{_nearest_file(path)}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{what} is not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise ConfigError(f"{what} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{what} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _nearest_file(path: Path) -> str:
@@ -94,11 +122,18 @@ def _nearest_file(path: Path) -> str:
     )
 
 
-def import_custom(values: dict[str, Any], source: str) -> None:
+def import_custom(values: dict[str, Any], source: str, trust: bool) -> None:
     """Import the modules in `custom_imports=dict(imports=[...])`, which register their classes.
 
+    Args:
+        values: the configuration.
+        source: its file, for error messages.
+        trust: whether any module may be imported, rather than only those that are imported already and those of
+            slipstream, torch and torchmetrics.
+
     Raises:
-        ConfigError: A module cannot be imported and `allow_failed_imports` is not set.
+        ConfigError: the value is malformed, a module may not be imported, or a module cannot be imported and
+            `allow_failed_imports` is not set.
     """
     custom = values.get("custom_imports")
     if not custom:
@@ -110,6 +145,12 @@ def import_custom(values: dict[str, Any], source: str) -> None:
             f"expected dict(imports=['package.module']), not {custom!r} ({source})", "custom_imports"
         )
     for name in names:
+        if not (trust or _is_importable(name)):
+            raise ConfigError(
+                f"the module '{name}' is not imported, because {source} is a data file and importing executes code. "
+                f"{_TRUST}; or import the module in your program before it loads the file",
+                "custom_imports",
+            )
         try:
             importlib.import_module(name)
         except ImportError as error:
@@ -118,3 +159,8 @@ def import_custom(values: dict[str, Any], source: str) -> None:
                 raise ConfigError(
                     f"cannot import '{name}': {error}; {remedy} ({source})", "custom_imports"
                 ) from error
+
+
+def _is_importable(name: str) -> bool:
+    package, *rest = name.split(".")
+    return name in sys.modules or (package in _IMPORTABLE and "__main__" not in rest)

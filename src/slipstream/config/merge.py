@@ -22,13 +22,13 @@ def merge(
     `base`; the result does not contain `_delete_`. A dict also replaces None.
 
     Args:
-        base: The lower layer.
-        over: The upper layer, which has priority.
-        list_keys: Where `base` has a list and `over` a dict, treat the keys of the dict as positions in the list.
-        path: Config path of both, for error messages.
+        base: the lower layer.
+        over: the upper layer, which has priority.
+        list_keys: if a dict is merged into a list, treat the keys of the dict as positions in the list.
+        path: config path of both, for error messages.
 
     Raises:
-        ConfigError: A dict would be merged into a value of a different type, or a position does not exist.
+        ConfigError: a dict and a value of a different type cannot be merged, or a position does not exist.
     """
     if over.get(DELETE):
         return dict(_clean(over))
@@ -70,7 +70,7 @@ def _clean(value: Any) -> Any:
 
 
 def nest(key: str, value: Any) -> dict[str, Any]:
-    """Return `{"a": {"b": value}}` for the key `"a.b"`."""
+    """Return `{"a": {"b": value}}` for the `"a.b"` key."""
     first, *rest = key.split(".")
     for segment in reversed(rest):
         value = {segment: value}

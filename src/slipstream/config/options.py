@@ -6,11 +6,11 @@ import dataclasses
 import types
 import typing
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from slipstream.config.merge import join
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
-from slipstream.typecheck import describe, matches
+from slipstream.typecheck import describe, matches, shown
 
 __all__ = ["optional", "options"]
 
@@ -23,21 +23,21 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     Fields whose annotation is a dataclass (or a union with one) are built from nested mappings.
 
     Args:
-        cls: A dataclass, usually frozen.
-        mapping: The values by field name. An instance of `cls` is returned unchanged; None gives the defaults.
-        path: Config path of the mapping, for error messages.
+        cls: a dataclass, usually frozen.
+        mapping: the values by field name. An instance of `cls` is returned unchanged; None selects the defaults.
+        path: config path of the mapping, for error messages.
 
     Raises:
-        UnknownNameError: A key is not a field; the message names the nearest field.
-        ConfigError: A value does not match the annotation, a field without a default is missing, or `cls`
+        UnknownNameError: a key is not a field; the message names the nearest field.
+        ConfigError: a value does not match the annotation, a field without a default is missing, or `cls`
             rejects the values.
     """
     if isinstance(mapping, cls):
         return mapping
     if mapping is not None and not isinstance(mapping, Mapping):
-        raise ConfigError(f"must be a dict with the fields of {cls.__name__}, not {mapping!r}", path)
+        raise ConfigError(f"must be a dict with the fields of {cls.__name__}, not {shown(mapping)}", path)
     fields = {f.name: f for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     values = {}
     for key, value in (mapping or {}).items():
         if key not in fields:
@@ -46,12 +46,14 @@ def options(cls: type[T], mapping: Any, path: str) -> T:
     missing = dataclasses.MISSING
     for name, field in fields.items():
         if name not in values and field.default is missing and field.default_factory is missing:
-            raise ConfigError(f"must be {describe(hints[name])}, but the key is missing", join(path, name))
+            raise ConfigError(
+                f"the required key is missing; it must be {describe(hints[name])}", join(path, name)
+            )
     return _construct(cls, values, path)
 
 
 def optional(cls: type[T], value: Any, path: str) -> T | None:
-    """Return an option that can be disabled: None for None and False, defaults for True, otherwise as `options`."""
+    """Return None if `value` is None or False, the defaults if it is True, and otherwise the result of `options`."""
     if value is None or value is False:
         return None
     return options(cls, {} if value is True else value, path)
@@ -59,8 +61,9 @@ def optional(cls: type[T], value: Any, path: str) -> T | None:
 
 def _field(annotation: Any, value: Any, path: str) -> Any:
     """Check `value` against the annotation of its field and return it."""
-    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    members = typing.get_args(annotation) if union else (annotation,)
+    kind = typing.get_args(annotation)[0] if typing.get_origin(annotation) is Annotated else annotation
+    union = typing.get_origin(kind) in (typing.Union, types.UnionType)
+    members = typing.get_args(kind) if union else (kind,)
     nested = [m for m in members if isinstance(m, type) and dataclasses.is_dataclass(m)]
     if not nested:
         fits = matches(value, annotation)
@@ -70,7 +73,7 @@ def _field(annotation: Any, value: Any, path: str) -> Any:
         # `matches` accepts any value for a dataclass, so check each member of the union.
         fits = any(isinstance(value, m) if m in nested else matches(value, m) for m in members)
     if not fits:
-        raise ConfigError(f"must be {describe(annotation)}, not {value!r}", path)
+        raise ConfigError(f"must be {describe(annotation)}, not {shown(value)}", path)
     return value
 
 

@@ -22,7 +22,7 @@ def parse_override(text: str) -> tuple[str, Any]:
     dict, `'1'` a string; `1,2` is the list `[1, 2]`, as in MMEngine. Any other text is a string.
 
     Raises:
-        ConfigError: There is no `=`, a segment of the key is empty, or brackets or quotes do not match.
+        ConfigError: there is no `=`, a segment of the key is empty, or brackets or quotes do not match.
     """
     key, equals, value = text.partition("=")
     key = key.strip()
@@ -43,8 +43,8 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
     has a `type`, is empty or absent, or is in `known` as `parent.*`. In these cases, a builder checks the key.
 
     Raises:
-        UnknownNameError: The key is unknown; the message names the nearest valid key in the configuration.
-        ConfigError: A segment is below a value that has no keys.
+        UnknownNameError: the key is unknown; the message names the nearest valid key in the configuration.
+        ConfigError: a segment is below a value that has no keys.
     """
     known = set(known)
     node: Any = tree
@@ -74,7 +74,7 @@ def check_override(tree: dict[str, Any], key: str, known: Iterable[str], source:
 
 
 def _nearest(key: str, tree: dict[str, Any], known: set[str]) -> str:
-    """Return `"; did you mean 'x'?"` for the dotted key whose whole text or last segments are nearest to `key`."""
+    """Return `"; did you mean 'x'?"` for the dotted key most similar to `key`, in full or in its last segments."""
     length = key.count(".") + 1
 
     def similarity(candidate: str) -> tuple[float, float, str]:

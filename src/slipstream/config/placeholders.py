@@ -1,30 +1,33 @@
-"""Placeholders `{{ ... }}` of configuration files: file name, values of bases, environment variables."""
+"""Placeholders `{{ ... }}` in configuration files: file names, values of bases, and environment variables."""
 
 from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from slipstream.config.config_dict import unwrap
 from slipstream.config.flow import parse_value
+from slipstream.config.limits import MAX_COPIES
 from slipstream.config.merge import dotted_keys
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.redaction import Reference, is_secret_name
 
-__all__ = ["Placeholders"]
+__all__ = ["Placeholders", "fill_references"]
 
 _PATTERN = re.compile(
     r"\{\{[ \t]*(?:"
     r"(?P<file>fileDirname|fileBasename|fileBasenameNoExtension|fileExtname)"
     r"|_base_\.(?P<base>[^\s{}]+)"
-    r"|\$(?P<env>\w+)(?::(?P<default>[^}\n]*?))?"
-    r")[ \t]*\}\}"
+    r"|\$(?P<env>\w+)(?::(?P<default>[^{}\n]*+))?"  # *+ does not backtrack, so that the search takes linear time
+    r")[ \t]*+\}\}"
 )
-# Strings and comments of JSON and TOML.
-_CLOSED = re.compile(
-    r'''"""(?:\\.|[^\\])*?"""|'{3}.*?'{3}|"(?:\\.|[^"\\\n])*"|'[^'\n]*'|\#[^\n]*''', re.DOTALL
+# Strings and comments of JSON and TOML. A string that is not closed matches, too, so that the search takes linear time.
+_STRING = re.compile(
+    r'''"""(?:\\.|[^\\])*?(?:"""|\Z)|'{3}.*?(?:'{3}|\Z)|"(?:\\.|[^"\\\n])*"?|'[^'\n]*'?|\#[^\n]*''', re.DOTALL
 )
 _TOKEN = re.compile(r"_slipstream_placeholder_\d+_")
 
@@ -35,24 +38,28 @@ class Placeholders:
     `text` is the source with a token in place of each placeholder, so that a parser of the format can read it. `fill`
     replaces the tokens with the values. A placeholder that is a whole value has a type: a base value is copied, and an
     environment variable outside quotes is parsed like an override. A placeholder inside a longer string becomes text.
-    Placeholders in comments are ignored.
+    Placeholders in comments are ignored. Text from an environment variable is a `Reference`.
 
     Args:
-        source: The text of the file.
-        path: The path of the file.
-        quote: Whether tokens outside strings need quotes, because the format has no bare words (JSON, TOML).
+        source: the text of the file.
+        path: the path of the file.
+        quote: whether tokens outside strings need quotes, because the format has no unquoted strings (JSON, TOML).
     """
 
     def __init__(self, source: str, path: Path, *, quote: bool) -> None:
         self.bases: Mapping[str, Any] = {}
+        self._copies = 0
         self._path = path
         self._found: dict[str, re.Match[str]] = {}
-        self.text = _PATTERN.sub(lambda match: self._token(match, quote), source)
+        inside = _inside_strings(source) if quote else set()
+        self.text = _PATTERN.sub(
+            lambda match: self._token(match, quote and match.start() not in inside), source
+        )
 
     def _token(self, match: re.Match[str], quote: bool) -> str:
         token = f"_slipstream_placeholder_{len(self._found)}_"
         self._found[token] = match
-        return f'"{token}"' if quote and not _inside_string(match) else token
+        return f'"{token}"' if quote else token
 
     def __contains__(self, token: str) -> bool:
         return token in self._found
@@ -61,7 +68,7 @@ class Placeholders:
         """Return `value` with all tokens replaced, including those in keys of dicts.
 
         Raises:
-            ConfigError: No base has the key, or the environment variable is not set and has no default.
+            ConfigError: no base has the key, or the environment variable is not set and has no default.
         """
         if isinstance(value, dict):
             return {self.fill(key): self.fill(item) for key, item in value.items()}
@@ -72,19 +79,31 @@ class Placeholders:
         if value in self._found:
             match = self._found[value]
             found = self._look_up(match)
-            return parse_value(found) if match["env"] and not _in_quotes(match) else found
+            return _typed(found, match) if match["env"] else found
         return self.fill_text(value)
 
     def fill_text(self, text: str) -> str:
         """Return `text` with every token replaced by its value as text."""
-        return _TOKEN.sub(lambda token: str(self._look_up(self._found[token[0]])), text)
+
+        def value(token: re.Match[str]) -> Any:
+            return self._look_up(self._found[token[0]])
+
+        def reference(token: re.Match[str]) -> str:
+            match, found = self._found[token[0]], value(token)
+            if match["env"] and match["env"] in os.environ:
+                return _reference(match)
+            return found.reference if isinstance(found, Reference) else str(found)
+
+        filled = _TOKEN.sub(lambda token: str(value(token)), text)
+        referring = _TOKEN.sub(reference, text)
+        return filled if referring == filled else Reference(filled, referring)
 
     def _look_up(self, match: re.Match[str]) -> Any:
         if match["file"]:
             return self._file_part(match["file"])
         if match["base"]:
             return self._base_value(match)
-        found: str | None = os.environ.get(match["env"], match["default"])
+        found: str | None = os.environ.get(match["env"], _default(match))
         if found is None:
             name = match["env"]
             raise ConfigError(
@@ -114,10 +133,64 @@ class Placeholders:
                 raise UnknownNameError(
                     f"{self._location(match)}: no base has the key '{match['base']}'{hint}"
                 )
+        self._copies += _size(value)
+        if self._copies > MAX_COPIES:
+            raise ConfigError(
+                f"{self._location(match)}: the placeholders `_base_` stand for more than "
+                f"{MAX_COPIES:,} values and characters"
+            )
         return unwrap(value)
 
     def _location(self, match: re.Match[str]) -> str:
         return f"{self._path}:{match.string.count(chr(10), 0, match.start()) + 1}"
+
+
+def fill_references(value: Any) -> Any:
+    """Return a dumped configuration with its references to environment variables (`{{ $NAME }}`) replaced.
+
+    Those to secrets, and those to variables that are not set and have no default, remain.
+    """
+    if isinstance(value, dict):
+        return {key: fill_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill_references(item) for item in value]
+    if not isinstance(value, str):
+        return value
+
+    def filled(match: re.Match[str]) -> str:
+        name = match["env"]
+        found = None if name is None or is_secret_name(name) else os.environ.get(name, _default(match))
+        return match[0] if found is None else found
+
+    return _PATTERN.sub(filled, value)
+
+
+def _size(value: Any) -> int:
+    """Return the number of values and characters in nested dicts and lists."""
+    if isinstance(value, Mapping):
+        return 1 + sum(map(_size, value.values()))
+    if isinstance(value, list | tuple):
+        return 1 + sum(map(_size, value))
+    return 1 + (len(value) if isinstance(value, str) else 0)
+
+
+def _typed(text: str, match: re.Match[str]) -> Any:
+    """Return the value of an environment variable that is a whole value."""
+    name = match["env"]
+    # A key such as 0123e45 must not become a number.
+    as_text = _in_quotes(match) or is_secret_name(name)
+    value = text if as_text else parse_value(text)
+    if name not in os.environ:  # the default, which is part of the file
+        return value
+    if isinstance(value, str):
+        return Reference(value, _reference(match))
+    return value
+
+
+def _reference(match: re.Match[str]) -> str:
+    name, default = match["env"], _default(match)
+    secret = default is None or is_secret_name(name)
+    return f"{{{{ ${name} }}}}" if secret else f"{{{{ ${name}:{default} }}}}"
 
 
 def _in_quotes(match: re.Match[str]) -> bool:
@@ -125,7 +198,17 @@ def _in_quotes(match: re.Match[str]) -> bool:
     return before == after and before in ("'", '"')
 
 
-def _inside_string(match: re.Match[str]) -> bool:
-    """Return whether the placeholder is inside a JSON or TOML string."""
-    before = _CLOSED.sub("", match.string[: match.start()])
-    return "'" in before or '"' in before
+def _inside_strings(source: str) -> set[int]:
+    """Return the positions of the placeholders inside JSON or TOML strings."""
+    places = [match.start() for match in _PATTERN.finditer(source)]
+    masked = _PATTERN.sub(lambda match: "_" * len(match[0]), source) if places else ""
+    found: set[int] = set()
+    for string in _STRING.finditer(masked):
+        if string[0][0] != "#":
+            found.update(places[bisect_left(places, string.start()) : bisect_left(places, string.end())])
+    return found
+
+
+def _default(match: re.Match[str]) -> str | None:
+    default: str | None = match["default"]
+    return None if default is None else default.rstrip(" \t")

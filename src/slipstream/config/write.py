@@ -18,18 +18,18 @@ from slipstream.errors import ConfigError, did_you_mean
 __all__ = ["to_text"]
 
 _WIDTH = 110
-# Assigning these names in a Python file would break the generated code below.
+# The generated Python source uses these names, so it must not assign them.
 _USED_BY_SOURCE = ("dict", "float", "globals")
 
 
 def to_text(values: dict[Any, Any], suffix: str) -> str:
     """Return `values` as text in the format of `suffix`.
 
-    Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths
-    as strings, NumPy numbers as Python numbers. Tuples are kept in Python and become lists in other formats.
+    Classes, functions and objects such as `torch.bfloat16` are written as their dotted import string, paths as
+    strings, and NumPy numbers as Python numbers. Tuples are kept in Python and become lists in other formats.
 
     Raises:
-        ConfigError: The format does not support a value; the message names its key.
+        ConfigError: the format does not support a value; the message names its key.
     """
     if suffix not in _WRITERS:
         hint = did_you_mean(suffix, _WRITERS)

@@ -7,8 +7,11 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Dumper", "Loader", "scalar"]
+from slipstream.config.limits import MAX_COPIES, MAX_DEPTH
 
+__all__ = ["BoundedLoader", "Dumper", "Loader", "scalar"]
+
+_TOO_DEEP = f"the values are nested too deeply; the limit is {MAX_DEPTH} levels"
 _TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0b[01]+|0x[0-9a-fA-F]+|0|[1-9][0-9]*(?:_[0-9]+)*)\Z")
 _FLOAT = re.compile(
@@ -21,10 +24,61 @@ _NUMBER_START = list("-+.0123456789")
 _REPLACED = {_TAG + name for name in ("int", "float", "timestamp", "value")}
 
 
-class Loader(yaml.SafeLoader):
-    """Safe loader with the number syntax of YAML 1.2; duplicate keys are errors."""
+class BoundedLoader(yaml.SafeLoader):
+    """PyYAML's safe loader with limits on the depth of the values and on the number of values from aliases.
 
-    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it so
+    An alias (`*name`) stands for all values below its anchor, so a short file can describe billions of values.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        self._depth = self._nodes = self._copies = 0
+        self._sizes: dict[int, int] = {}
+
+    def compose_node(self, parent: Any, index: Any) -> yaml.Node | None:
+        """Return the next node.
+
+        Raises:
+            yaml.composer.ComposerError: the document exceeds a limit.
+        """
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            alias: Any = super().compose_node(parent, index)
+            size = self._sizes.get(id(alias), 0)
+            self._nodes += size
+            self._copies += size
+            self._check(
+                self._copies <= MAX_COPIES, f"the aliases stand for more than {MAX_COPIES:,} values", mark
+            )
+            return alias  # type: ignore[no-any-return]
+        self._depth += 1
+        self._check(self._depth <= MAX_DEPTH, _TOO_DEEP, self.peek_event().start_mark)
+        before = self._nodes
+        self._nodes += 1
+        node: Any = super().compose_node(parent, index)
+        self._sizes[id(node)] = self._nodes - before
+        self._depth -= 1
+        return node  # type: ignore[no-any-return]
+
+    def fetch_flow_collection_start(self, token_class: Any) -> None:
+        """Read an opening bracket; the scanner reads many of them before the first node is composed.
+
+        Raises:
+            yaml.composer.ComposerError: the document exceeds a limit.
+        """
+        self._check(self.flow_level <= MAX_DEPTH, _TOO_DEEP, self.get_mark())
+        super().fetch_flow_collection_start(token_class)
+
+    @staticmethod
+    def _check(fits: bool, problem: str, mark: Any) -> None:
+        if not fits:
+            raise yaml.composer.ComposerError(None, None, problem, mark)
+
+
+class Loader(BoundedLoader):
+    """Bounded loader with the number syntax of YAML 1.2; duplicate keys are errors."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML declares it this way
         first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -33,7 +87,7 @@ class Loader(yaml.SafeLoader):
         """Return the node of a mapping.
 
         Raises:
-            yaml.constructor.ConstructorError: The mapping has a duplicate key.
+            yaml.constructor.ConstructorError: the mapping has a duplicate key.
         """
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         seen = set()
@@ -47,7 +101,7 @@ class Loader(yaml.SafeLoader):
 
 
 class Dumper(yaml.SafeDumper):
-    """Safe dumper; it quotes strings that `Loader` or another YAML parser would convert to a different type."""
+    """Safe dumper that quotes strings if `Loader` or another YAML parser converts them to a different type."""
 
 
 def _represent_str(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

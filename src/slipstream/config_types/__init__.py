@@ -8,7 +8,7 @@ when they are read. For type checkers:
 - For a dict in a variable, write `speed = SpeedCfg(compile=True)`. For `speed = dict(compile=True)`, mypy infers
   `dict[str, bool]`, a type without known keys, and reports an error where the dict is passed.
 - Mappings with values of type `Any`, such as a `dict[str, Any]` or a `Config` and its parts, are not checked. Use the
-  annotation `dict[str, Any]` for a dict with arguments of your own class, and for a changed part of a `Config`
+  annotation `dict[str, Any]` for a dict with arguments of your own class, and for a modified part of a `Config`
   (`{**cfg.train_dataloader, "num_workers": 0}`).
 """
 

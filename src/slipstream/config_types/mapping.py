@@ -22,9 +22,9 @@ class AnyMapping(Protocol):
         ...
 
     if MYPY:
-        # `Any` is compatible with `ValidOption`; the type that is inferred for a value in a literal is not.
+        # `Any` is compatible with `ValidOption`; the type inferred for a value in a literal is not.
         def __getitem__(self, key: str, /) -> ValidOption: ...  # pyright: ignore[reportRedeclaration]
 
     else:
-        # With `ValidOption`, pyright would reject every `dict(...)`, because it does not compare it with a TypedDict.
+        # With `ValidOption`, pyright rejects every `dict(...)`, because it does not match `dict(...)` with a TypedDict.
         def __getitem__(self, key: str, /) -> Any: ...

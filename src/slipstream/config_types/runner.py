@@ -113,6 +113,8 @@ class DataLoaderCfg(TypedDict, total=False):
     pin_memory_device: str
     in_order: bool
     num_batch_per_epoch: int | None
+    skip_errors: int
+    stall_warning: float
 
 
 class LimitedLoaderCfg(TypedDict, total=False):
@@ -147,7 +149,7 @@ class EnvCfg(TypedDict, total=False):
 
 
 class _HookCfg(TypedDict, total=False):
-    """The keys common to the dicts of both hooks."""
+    """The keys common to `CheckpointHookCfg` and `LoggerHookCfg`."""
 
     type: Required[_Type]
     interval: int
@@ -170,6 +172,7 @@ class CheckpointHookCfg(_HookCfg, total=False):
     best_filename: str | None
     save_epochs: Sequence[int]
     consolidate: bool
+    async_save: bool
 
 
 class LoggerHookCfg(_HookCfg, total=False):
@@ -190,3 +193,4 @@ class DefaultHooksCfg(TypedDict, total=False):
     logger: Hook | LoggerHookCfg | AnyMapping | None
     param_scheduler: Hook | Mapping[str, Any] | None
     checkpoint: Hook | CheckpointHookCfg | AnyMapping | None
+    preemption: Hook | Mapping[str, Any] | None

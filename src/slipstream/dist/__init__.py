@@ -26,14 +26,16 @@ from slipstream.dist.info import (
     is_main_process,
     master_only,
 )
-from slipstream.dist.launch import init_dist
+from slipstream.dist.launch import check_dist_cfg, init_dist
 from slipstream.dist.objects import (
     all_gather_object,
     broadcast_object_list,
     collect_results,
     collect_results_cpu,
     collect_results_gpu,
+    gather_named_tensors,
     gather_object,
+    own_or_mean,
     sync_random_seed,
 )
 from slipstream.dist.placement import LAUNCHERS, Launcher, infer_launcher
@@ -52,11 +54,13 @@ __all__ = [
     "broadcast",
     "broadcast_object_list",
     "cast_data_device",
+    "check_dist_cfg",
     "collect_results",
     "collect_results_cpu",
     "collect_results_gpu",
     "expand_nodelist",
     "gather",
+    "gather_named_tensors",
     "gather_object",
     "get_backend",
     "get_comm_device",
@@ -74,6 +78,7 @@ __all__ = [
     "is_distributed",
     "is_main_process",
     "master_only",
+    "own_or_mean",
     "report_progress",
     "sync_random_seed",
 ]

@@ -1,8 +1,8 @@
 """Collectives on tensors, named as in MMEngine; they also work without a process group.
 
-`src` and `dst` are global ranks, as in torch. Tensors with different shapes on different ranks would cause wrong
-results or a broken connection. If the group has a CPU backend, the ranks therefore first compare the shapes and
-dtypes of their tensors. This takes one small message and does not synchronize with the accelerator.
+`src` and `dst` are global ranks, as in torch. Tensors with different shapes on different ranks cause wrong results or
+a broken connection. Therefore, if the group has a CPU backend, the ranks first compare the shapes and dtypes of their
+tensors. This requires one small collective and does not synchronize with the accelerator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def all_reduce(data: Tensor, op: str = "sum", group: dist.ProcessGroup | None = 
 
 
 def all_reduce_dict(data: dict[str, Tensor], op: str = "sum", group: dist.ProcessGroup | None = None) -> None:
-    """Reduce every tensor of `data` like `all_reduce`, with one message for each dtype.
+    """Reduce every tensor of `data` like `all_reduce`, with one all-reduce for each dtype.
 
     The tensors in the dict are replaced by new tensors; the original tensors are not modified.
     """
@@ -148,7 +148,7 @@ def _reduce_buckets(
 ) -> None:
     """Reduce tensors in place in buckets of one dtype and device.
 
-    A bucket holds at most `limit` bytes; a negative limit means no limit.
+    A bucket contains at most `limit` bytes, or one larger tensor. A negative limit means no limit.
     """
     buckets: list[list[Tensor]] = []
     kinds: dict[tuple[torch.dtype, str], tuple[list[Tensor], int]] = {}

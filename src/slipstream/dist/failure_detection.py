@@ -1,4 +1,4 @@
-"""Failure detection: end all processes of a job when one fails, instead of hanging in a collective.
+"""Failure detection, which ends all processes of a job when one fails, so that none of them hangs in a collective.
 
 Rank 0 keeps one connection to every other rank, and a thread in each process waits for messages on it. A process
 sends "bye" when it exits normally and "failed" with its error when it fails. If a connection closes without a
@@ -52,7 +52,7 @@ def report_progress(where: Callable[[], str] | None) -> None:
 
 
 def announce_failure(text: str) -> None:
-    """Notify the other ranks that this rank has failed; they also exit.
+    """Notify the other ranks that this rank has failed, so that they also exit.
 
     Uncaught exceptions are announced automatically. A command line that prints its own error and calls
     `sys.exit(1)` must call this function first, because Python does not expose the exit status to other code.
@@ -83,11 +83,11 @@ def start_failure_detection() -> None:
     else:
         warnings.warn(
             f"rank {rank} cannot connect to rank 0 at port {port} of {', '.join(hosts)}; if one of them fails, the "
-            "other will not exit until its next collective fails",
+            "other does not exit until its next collective fails",
             RuntimeWarning,
             stacklevel=3,
         )
-    barrier()  # fails if a rank dies before all are connected
+    barrier()  # raises an error if a rank exits before all ranks are connected
 
 
 def stop_failure_detection() -> None:
@@ -251,7 +251,7 @@ class FailureDetector:
 
 
 def _listen() -> tuple[socket.socket, list[str]]:
-    """Return the listening socket of rank 0, and the host names at which the other ranks may reach it."""
+    """Return the listening socket of rank 0, and the host names to which the other ranks can connect."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     local = os.environ.get("LOCAL_WORLD_SIZE")
     # In a job with two machines, MASTER_ADDR may be 127.0.0.1 on the first one.
@@ -265,7 +265,7 @@ def _listen() -> tuple[socket.socket, list[str]]:
 
 
 def _own_address(master: str) -> list[str]:
-    """Return the address of this machine on the network of the master; connecting a UDP socket sends no packet."""
+    """Return this machine's address on the master's network; connecting a UDP socket sends no packet."""
     with contextlib.suppress(OSError):
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as sock:
@@ -330,7 +330,7 @@ def _excepthook(
 
 
 def _is_consequence(error: BaseException | None) -> bool:
-    """Return whether the error may be a consequence of the failure of another rank."""
+    """Return whether the error may be a consequence of another rank's failure."""
     while error is not None:
         if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error)):
             return True

@@ -132,7 +132,7 @@ def get_backend(group: dist.ProcessGroup | None = None) -> str | None:
 
 
 def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
-    """Return the device on which the backend moves tensors: the accelerator, or the CPU for gloo and MPI."""
+    """Return the device whose tensors the backend transfers: the accelerator, or the CPU for gloo and MPI."""
     if get_backend(group) in (None, "gloo", "mpi"):
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -144,7 +144,7 @@ def get_comm_device(group: dist.ProcessGroup | None = None) -> torch.device:
 def flag_device(group: dist.ProcessGroup | None = None) -> torch.device:
     """Return the device for small values that the host reads: the CPU if the group has a CPU backend.
 
-    Reading a value from the accelerator would synchronize with it.
+    Reading a value from the accelerator synchronizes with it.
     """
     return torch.device("cpu") if "cpu:" in dist.get_backend_config(group) else get_comm_device(group)
 
@@ -155,7 +155,7 @@ def is_main_process(group: dist.ProcessGroup | None = None) -> bool:
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate `func` to run on rank 0 only; it returns None on other ranks."""
+    """Decorate `func` so that it runs only on rank 0 and returns None on other ranks."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -14,11 +15,16 @@ from slipstream.dist.info import is_distributed
 from slipstream.dist.placement import Placement, placement
 from slipstream.dist.rendezvous import open_store
 from slipstream.errors import DistributedError, did_you_mean
+from slipstream.typecheck import Rule, matches, shown
 
-__all__ = ["init_dist"]
+__all__ = ["check_dist_cfg", "init_dist"]
+
+_Seconds = Annotated[float, Rule(lambda seconds: 0 < seconds < 10**9, "above 0")]
 
 _BACKENDS = {"cuda": "nccl", "npu": "hccl", "xpu": "xccl"}
 _OPTIONS = (
+    "backend",
+    "init_backend",
     "timeout",
     "init_timeout",
     "port",
@@ -42,9 +48,9 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
 
     Args:
         launcher: `pytorch`, `slurm` or `mpi`.
-        backend: the default is gloo for CPU tensors and objects and the accelerator's backend for its tensors:
-            `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator the default is `gloo`.
-        init_backend: must be `torch`; other values of MMEngine are not supported.
+        backend: the default is gloo for CPU tensors and objects, and the accelerator's backend for its tensors:
+            `cpu:gloo,cuda:nccl` (hccl on NPU, xccl on XPU). Without an accelerator, the default is `gloo`.
+        init_backend: must be `torch`; MMEngine's other values are not supported.
         kwargs: `timeout` of collectives in seconds, `init_timeout` in seconds for all processes to connect
             (default 300), `port`, and other arguments of `torch.distributed.init_process_group`.
 
@@ -54,7 +60,8 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     """
     if is_distributed():
         return
-    _check(backend, kwargs)
+    check_dist_cfg(kwargs)
+    _check_known(backend)
     if init_backend != "torch":
         raise DistributedError(f"init_backend must be 'torch', not {init_backend!r}")
     here = placement(launcher, os.environ, kwargs.pop("port", None))
@@ -77,14 +84,18 @@ def init_dist(launcher: str, backend: str | None = None, init_backend: str = "to
     start_failure_detection()
 
 
-def _check(backend: str | None, kwargs: dict[str, Any]) -> None:
-    for name, value in kwargs.items():
+def check_dist_cfg(dist_cfg: Mapping[str, Any]) -> None:
+    """Raise a `DistributedError` if `dist_cfg` contains an unknown option or an invalid timeout."""
+    for name, value in dist_cfg.items():
         if name not in _OPTIONS:
             raise DistributedError(f"dist_cfg has no option '{name}'{did_you_mean(name, _OPTIONS)}")
-        if name.endswith("timeout") and not isinstance(value, timedelta):
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not number or value <= 0:
-                raise DistributedError(f"dist_cfg.{name} must be a positive number of seconds, not {value!r}")
+        if name.endswith("timeout") and not isinstance(value, timedelta) and not matches(value, _Seconds):
+            raise DistributedError(
+                f"dist_cfg.{name} must be a positive number of seconds, not {shown(value)}"
+            )
+
+
+def _check_known(backend: str | None) -> None:
     for part in (backend or "gloo").lower().split(","):
         if (name := part.rpartition(":")[2]) not in dist.Backend.backend_list:
             hint = did_you_mean(name, dist.Backend.backend_list)
@@ -101,9 +112,11 @@ def _check_supports(backend: str, device: str) -> None:
     if (own := _BACKENDS.get(device)) is None:
         remedy = f"no backend of torch.distributed is known for {device}; start one process"
     elif own in supported:
-        remedy = f"use '{own}' or 'cpu:gloo,{device}:{own}', or leave it out"
+        remedy = f"use '{own}' or 'cpu:gloo,{device}:{own}', or remove the option"
     else:
-        remedy = f"install a build of torch{'_npu' if device == 'npu' else ''} that has the backend '{own}'"
+        remedy = (
+            f"install a build of torch{'_npu' if device == 'npu' else ''} that includes the backend '{own}'"
+        )
     raise DistributedError(f"dist_cfg.backend: '{backend}' does not support tensors on {device}; {remedy}")
 
 

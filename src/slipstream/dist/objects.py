@@ -5,13 +5,16 @@ Objects are pickled and sent through the CPU backend if the group has one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from slipstream.dist.info import get_rank, get_world_size
+from slipstream.dist.collectives import all_gather
+from slipstream.dist.info import get_comm_device, get_rank, get_world_size
 from slipstream.errors import DistributedError
 
 __all__ = [
@@ -20,7 +23,9 @@ __all__ = [
     "collect_results",
     "collect_results_cpu",
     "collect_results_gpu",
+    "gather_named_tensors",
     "gather_object",
+    "own_or_mean",
     "sync_random_seed",
 ]
 
@@ -47,6 +52,37 @@ def gather_object(data: Any, dst: int = 0, group: dist.ProcessGroup | None = Non
     return gathered
 
 
+def gather_named_tensors(
+    tensors: Mapping[str, Tensor], group: dist.ProcessGroup | None = None
+) -> list[dict[str, Tensor]]:
+    """Return the tensors of all ranks in rank order on rank 0, on the CPU, and an empty list on the other ranks.
+
+    The ranks may have tensors of different names. One tensor is gathered at a time.
+    """
+    kinds = all_gather_object({name: (t.shape, t.dtype, t.layout) for name, t in tensors.items()}, group)
+    gathered: list[dict[str, Tensor]] = [{} for _ in kinds]
+    device = get_comm_device(group)
+    for name, (shape, dtype, layout) in {n: kind for of_rank in kinds for n, kind in of_rank.items()}.items():
+        if layout is torch.strided:
+            sent = tensors[name] if name in tensors else torch.zeros(shape, dtype=dtype, device=device)
+            found: list[Any] = all_gather(sent, group)  # HCCL has no `gather`
+        else:  # sparse tensors of different ranks have different sizes
+            found = all_gather_object(tensors[name].cpu() if name in tensors else None, group)
+        for rank, received in enumerate(found):
+            if name in kinds[rank]:
+                gathered[rank][name] = received.cpu()
+    return gathered if get_rank(group) == 0 else []
+
+
+def own_or_mean(of_ranks: Sequence[Mapping[str, Tensor]], rank: int, world_size: int) -> dict[str, Tensor]:
+    """Return what `gather_named_tensors` gathered from `rank`, or the mean if the number of ranks has changed."""
+    if len(of_ranks) == world_size:
+        return dict(of_ranks[rank])
+    names = {name: None for tensors in of_ranks for name in tensors}
+    present = {name: [tensors[name] for tensors in of_ranks if name in tensors] for name in names}
+    return {name: torch.stack(found).sum(0) / len(of_ranks) for name, found in present.items()}
+
+
 def broadcast_object_list(data: list[Any], src: int = 0, group: dist.ProcessGroup | None = None) -> None:
     """Overwrite the elements of `data` in place with those of rank `src`."""
     if get_world_size(group) > 1:
@@ -58,9 +94,9 @@ def collect_results(
 ) -> list[Any] | None:
     """Return the results of all ranks in sample order on rank 0, and None on the other ranks.
 
-    Rank r holds samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which removes
-    samples that a sampler repeated to give every rank the same number. `device` (cpu, gpu or the name of an
-    accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
+    Rank r has the results of samples r, r + world_size, ... The lists are interleaved and truncated to `size`, which
+    removes samples that a sampler repeated so that every rank has the same number. `device` (cpu, gpu or the name of
+    an accelerator) and `tmpdir` have no effect; they exist for compatibility with MMEngine.
 
     Raises:
         DistributedError: `device` is unknown.
@@ -88,6 +124,6 @@ def collect_results_gpu(result_part: list[Any], size: int) -> list[Any] | None:
 def sync_random_seed(group: dist.ProcessGroup | None = None) -> int:
     """Return a random seed that is the same on every rank."""
     generator = torch.Generator()
-    generator.seed()  # from the operating system, because the seed must not depend on the global generator
+    generator.seed()  # uses the operating system, because the seed must not depend on the global generator
     seed = int(torch.randint(0, 2**31 - 1, (1,), generator=generator))
     return int(all_gather_object(seed, group)[0])

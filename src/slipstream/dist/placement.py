@@ -59,7 +59,7 @@ def placement(launcher: str, environ: Mapping[str, str], port: int | str | None 
     """Read the placement of this process from the environment variables that `launcher` sets.
 
     Raises:
-        DistributedError: a variable is missing or not a number, or the rank is not below the world size. The
+        DistributedError: a variable is missing or not a number, or the rank is not less than the world size. The
             message contains the variable and the launcher.
     """
     from slipstream.dist.slurm import slurm_placement
@@ -70,7 +70,7 @@ def placement(launcher: str, environ: Mapping[str, str], port: int | str | None 
     here = readers[launcher](environ, str(port) if port else None)
     if here.rank >= here.world_size:
         raise DistributedError(
-            f"{here.describe('RANK')} is not below {here.describe('WORLD_SIZE')}; ranks start at 0, and the world "
+            f"{here.describe('RANK')} must be less than {here.describe('WORLD_SIZE')}; ranks start at 0, and the world "
             "size is the total number of processes on all machines"
         )
     return here
@@ -158,7 +158,7 @@ def _mpi_master(world: int, local: int | None, local_size: str) -> str:
 def _mpi_port(environ: Mapping[str, str]) -> str:
     if environ.get("MASTER_PORT"):
         return str(number(environ, "MASTER_PORT", "mpi"))
-    # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets no variable that differs.
+    # Two jobs on one machine need different ports. Open MPI sets a job name; Hydra sets no variable for it.
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
     if not job:
         return DEFAULT_PORT

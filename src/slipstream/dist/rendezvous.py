@@ -1,4 +1,4 @@
-"""Rendezvous of all processes of a job; errors report missing ranks and wrongly set variables."""
+"""Rendezvous of all processes of a job. Errors report missing ranks and incorrect variables."""
 
 from __future__ import annotations
 
@@ -110,8 +110,8 @@ def _store(here: Placement, seconds: float, serves: bool = False) -> Store:
 def _gather(here: Placement, store: Store, seconds: float) -> Store:
     """Create a session on rank 0, count the ranks that connect, and publish the result.
 
-    The result is an error message, or an empty string on success. torchrun's store may contain keys from an earlier
-    start of the processes; the session's prefix separates them from the new keys.
+    The result is an error message, or an empty string on success. After a restart, torchrun's store contains the
+    earlier keys; the session's prefix separates them from the new keys.
     """
     session = secrets.token_hex(8)
     inside = PrefixStore(session, store)
@@ -188,7 +188,7 @@ def _conflict(here: Placement, info: dict[str, Any], seen: set[int]) -> str:
 
 
 def _wait_for_readers(store: Store) -> None:
-    """Wait until the other ranks have read the error, because the store disappears when rank 0 exits."""
+    """Wait until the other ranks have read the error, because the store is lost when rank 0 exits."""
     deadline = time.monotonic() + 5
     with contextlib.suppress(dist.DistError):
         while store.add("read", 0) + 1 < store.add("arrived", 0) and time.monotonic() < deadline:

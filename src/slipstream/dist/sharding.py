@@ -1,6 +1,6 @@
 """Helpers for sharded tensors (`DTensor`) that avoid importing `torch.distributed.tensor`.
 
-This import takes almost a second, and only runs with a sharded model need it.
+This import takes almost a second, and only a sharded model requires it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts of a Slurm node list: `n[01-03,7],gpu1` gives `n01 n02 n03 n7 gpu1`.
+    """Return the hosts of a Slurm node list: `n[01-03,7],gpu1` expands to `n01 n02 n03 n7 gpu1`.
 
     Raises:
         DistributedError: `nodelist` is not a valid node list.

@@ -23,12 +23,12 @@ class Accuracy(CountingMetric):
     `(N,)`.
 
     Args:
-        topk: The values of k.
-        collect_device, prefix, collect_dir: See `BaseMetric`.
+        topk: the values of k.
+        collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
         ConfigError: `topk` is empty or contains a value below 1.
-        DataError: The shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
+        DataError: the shapes do not match, there are fewer classes than k, or (in `evaluate`) class ids are out of
             range.
     """
 
@@ -82,7 +82,7 @@ class Accuracy(CountingMetric):
         """Return the accuracies in percent from the counts; NaN if there are no samples.
 
         Raises:
-            DataError: Targets out of range were counted.
+            DataError: targets out of range were counted.
         """
         *right, total, bad = results
         if bad:

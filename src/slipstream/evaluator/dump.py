@@ -26,17 +26,17 @@ class DumpResults(BaseMetric):
     """Write the predictions to a file, with one entry per sample, and report no metric values.
 
     The file contains a list of tensors and built-in Python values, in the order of the dataset.
-    `torch.load(path, weights_only=True)` can read it. A batch that is a dict or tuple of tensors or lists of the same
-    length is split into samples; a batch that is a list must contain one item per sample.
-    `Evaluator.offline_evaluate` accepts the loaded list.
+    It can be read with `torch.load(path, weights_only=True)` and passed to `Evaluator.offline_evaluate`. A batch that
+    is a dict or tuple of tensors or lists of the same length is split into samples; a batch that is a list must contain
+    one item per sample.
 
     Args:
-        out_file_path: The file, with suffix `.pt` or `.pth`; it appears under this name only when complete.
-        collect_device, collect_dir: See `BaseMetric`.
+        out_file_path: output file with the suffix `.pt` or `.pth`. A temporary file is written first, then renamed.
+        collect_device, collect_dir: see `BaseMetric`.
 
     Raises:
-        ConfigError: The file has a different suffix.
-        DataError: Predictions contain objects other than tensors, arrays and built-in Python values.
+        ConfigError: `out_file_path` has a different suffix.
+        DataError: predictions contain objects other than tensors, arrays and built-in Python values.
     """
 
     def __init__(

@@ -19,12 +19,12 @@ class Evaluator:
     """Pass each batch to the metrics and merge their values.
 
     Args:
-        metrics: One metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
+        metrics: one metric or several, each a `BaseMetric`, a torchmetrics object, or a dict whose `type`
             is a registered metric or a torchmetrics class (`dict(type="MulticlassAccuracy",
             num_classes=10)`).
 
     Raises:
-        ConfigError: An entry is of a different type.
+        ConfigError: an entry has a different type.
     """
 
     def __init__(self, metrics: Any) -> None:
@@ -52,10 +52,10 @@ class Evaluator:
         """Return the values of all metrics over all ranks by name, and reset the metrics.
 
         Args:
-            size: Number of samples in the dataset.
+            size: number of samples in the dataset.
 
         Raises:
-            ConfigError: Two metrics report the same name.
+            ConfigError: two metrics report the same name.
         """
         values: dict[str, float] = {}
         sources: dict[str, str] = {}
@@ -76,9 +76,9 @@ class Evaluator:
         """Return the metrics of stored predictions, in the format of `DumpResults`.
 
         Args:
-            data_samples: One prediction per sample.
-            data: The samples of the dataset, in the same order, for metrics that use them.
-            chunk_size: Number of samples in each call to `process`.
+            data_samples: one prediction per sample.
+            data: the samples of the dataset, in the same order, for metrics that use them.
+            chunk_size: number of samples in each call to `process`.
 
         Raises:
             DataError: `data` and `data_samples` differ in length.
@@ -101,7 +101,7 @@ def _metric(entry: Any) -> BaseMetric:
         target = METRICS.get(kind) if isinstance(kind, str) else kind
         if str(getattr(target, "__module__", "")).startswith(
             "torchmetrics."
-        ):  # TorchMetric takes these options
+        ):  # TorchMetric accepts these options
             options = {key: entry[key] for key in ("name", "prefix") if key in entry}
         # Build from the original dict if possible, because the config path in errors is found by its identity.
         metric = METRICS.build({k: v for k, v in entry.items() if k not in options} if options else entry)

@@ -23,9 +23,9 @@ class BaseMetric(ABC):
 
     Args:
         collect_device: `cpu` or `gpu`, the device used to exchange results between ranks.
-        prefix: Prefix of the metrics' names, as in `prefix/name`; the default is the class attribute
+        prefix: prefix of the metrics' names, as in `prefix/name`; the default is the class attribute
             `default_prefix`, which may be None.
-        collect_dir: A folder shared by all ranks; only with `collect_device='cpu'`.
+        collect_dir: a folder shared by all ranks; only with `collect_device='cpu'`.
 
     Raises:
         ConfigError: `collect_device` is unknown, or `collect_dir` is set without `collect_device='cpu'`.
@@ -63,20 +63,20 @@ class BaseMetric(ABC):
         """Process one batch.
 
         Args:
-            data_batch: The batch from the data loader.
-            data_samples: The model's output for it in predict mode.
+            data_batch: the batch from the data loader.
+            data_samples: the model's output for it in predict mode.
         """
 
     @abstractmethod
     def compute_metrics(self, results: list[Any]) -> dict[str, Any]:
-        """Return the values by name; `results` are those of all ranks, in the order of the samples."""
+        """Return the values by name; `results` contains the results of all ranks, in the order of the samples."""
 
     def evaluate(self, size: int) -> dict[str, Any]:
         """Return the metric's values over all ranks (the same on every rank), and clear the results.
 
         Args:
-            size: Number of samples in the dataset. Further results, from samples that a sampler repeated to give all
-                ranks the same number, are dropped.
+            size: number of samples in the dataset. Results beyond this number are dropped; they are from samples that
+                were repeated to give all ranks the same number.
 
         Raises:
             DistributedError: `compute_metrics` failed on rank 0 (rank 0 raises the original error).

@@ -19,9 +19,9 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
     """Return `(preds, targets)` of a batch.
 
     Args:
-        data_samples: A dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
+        data_samples: a dict with `preds` and `targets`, a tuple `(preds, targets)`, or a list with one such
             dict or tuple per sample, whose tensors are stacked.
-        reader: Name of the metric, for error messages.
+        reader: name of the metric, for error messages.
 
     Raises:
         DataError: `data_samples` has a different structure.
@@ -38,11 +38,11 @@ def read_pair(data_samples: Any, reader: str) -> Pair:
 
 
 def read_tensors(data_samples: Any, reader: str) -> tuple[Tensor, Tensor]:
-    """Return `(preds, targets)` as `read_pair` does, detached; both must be tensors on the same device.
+    """Return `(preds, targets)` like `read_pair`, detached. Both must be tensors on the same device.
 
     Raises:
-        DataError: See `read_pair`. Also if one of them is not a tensor, they are on different devices, or the targets
-            are not integers.
+        DataError: `data_samples` has a different structure, contains values that are not tensors, or contains tensors
+            on different devices, or the targets are not integers.
     """
     preds, targets = read_pair(data_samples, reader)
     for name, value in (("preds", preds), ("targets", targets)):
@@ -87,7 +87,7 @@ def _stack(values: tuple[Any, ...], reader: str) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return torch.tensor(values)
     if not all(isinstance(value, Tensor) for value in values):
-        return list(values)  # for metrics that take lists, such as boxes
+        return list(values)  # for metrics that accept lists, such as boxes
     if len({value.shape for value in values}) > 1:
         raise DataError(
             f"{reader} got samples of different sizes in one batch; set the batch size (or the chunk size) to 1"

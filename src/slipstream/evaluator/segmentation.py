@@ -18,7 +18,7 @@ __all__ = ["IoUMetric"]
 
 _KNOWN = ("mIoU", "mDice", "mFscore")
 _DEFAULT_IGNORE_INDEX = 255
-_COPIES = 64  # at least the number of threads of a GPU that run together (32 or 64)
+_COPIES = 64  # at least the warp size of the GPU (32, or 64 on AMD)
 
 
 @METRICS.register_module()
@@ -40,15 +40,16 @@ class IoUMetric(CountingMetric):
     any integer dtype.
 
     Args:
-        iou_metrics: Which of `mIoU`, `mDice` and `mFscore` to report.
-        ignore_index: Target id of ignored pixels; by default that of the dataset's metainfo, or 255 if it has none.
-        num_classes: Number of classes; by default, the number of the dataset's `classes`.
-        per_class: Also report `IoU/<class name>` for every class.
-        collect_device, prefix, collect_dir: See `BaseMetric`.
+        iou_metrics: which of `mIoU`, `mDice` and `mFscore` to report.
+        ignore_index: target id of ignored pixels; by default, `ignore_index` in the dataset's metainfo (None: no
+            ignored pixels), or 255 if the metainfo does not contain this key.
+        num_classes: number of classes; by default, the number of the dataset's `classes`.
+        per_class: also report `IoU/<class name>` for every class.
+        collect_device, prefix, collect_dir: see `BaseMetric`.
 
     Raises:
         ConfigError: `iou_metrics` contains an unknown name, or the number of classes is unknown.
-        DataError: The shapes do not match, or (in `evaluate`) class ids are out of range.
+        DataError: the shapes do not match, or (in `evaluate`) class ids are out of range.
     """
 
     def __init__(
@@ -131,7 +132,7 @@ class IoUMetric(CountingMetric):
         """Return the metrics in percent from the counts.
 
         Raises:
-            DataError: Targets or predictions out of range were counted.
+            DataError: targets or predictions out of range were counted.
         """
         matrix = self.matrix(results)
         hit, truth, predicted = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
@@ -153,7 +154,7 @@ class IoUMetric(CountingMetric):
         """Return the confusion matrix from the counts; rows are targets, columns are predictions.
 
         Raises:
-            DataError: Targets or predictions out of range were counted.
+            DataError: targets or predictions out of range were counted.
         """
         classes = self.num_classes
         bad_targets, bad_preds = results[-2:]
@@ -171,7 +172,7 @@ class IoUMetric(CountingMetric):
 
 
 def _add_in_copies(counts: Tensor, cells: Tensor, padding_bin: int) -> None:
-    """Count `cells` in copies of the bins, and add the sums of the copies to `counts`.
+    """Count `cells` in several copies of the bins, and add the sum of the copies to `counts`.
 
     Adjacent pixels often have the same class. On an accelerator, threads that add to the same bin wait for each other,
     so adjacent pixels are counted in different copies.

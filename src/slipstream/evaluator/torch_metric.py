@@ -22,20 +22,20 @@ __all__ = ["TorchMetric", "is_torchmetrics"]
 class TorchMetric(BaseMetric):
     """Wrap a torchmetrics `Metric` or `MetricCollection`.
 
-    `metric.update(preds, targets)` is called for each batch. The value is computed once at the end, and the metric is
+    Each batch is passed to `metric.update(preds, targets)`. The value is computed once at the end, and the metric is
     then reset. The metric moves to the device of the first batch. The value is reported under the metric's class name,
     such as `MulticlassAccuracy`. Values in a dict are reported as `<name>/<key>`, and those in a vector as `<name>/0`,
     `<name>/1` and so on. The values of a collection keep their names.
 
-    torchmetrics reduces the values over the ranks. Every processed sample counts, so a sampler must not repeat
+    The values are reduced over the ranks by torchmetrics. Every processed sample counts, so a sampler must not repeat
     samples to give all ranks the same number (Slipstream's sampler does not do this during evaluation). Many
     torchmetrics classes validate each batch on the host, which synchronizes with the device; `validate_args=False`
     prevents this.
 
     Args:
-        metric: The object, or a dict whose `type` is its class.
-        name: Name of the value; by default the class name.
-        prefix: Prefix of the name, as in `prefix/name`.
+        metric: the object, or a dict whose `type` is its class.
+        name: name of the value, by default the class name. For a collection, a prefix of the names, by default none.
+        prefix: prefix of the name, as in `prefix/name`.
 
     Raises:
         ConfigError: `metric` is not a torchmetrics object.
@@ -54,7 +54,7 @@ class TorchMetric(BaseMetric):
         self._on_device = False
 
     def process(self, data_batch: Any, data_samples: Any) -> None:
-        """Update the metric from a dict with `preds` and `targets`, or from a pair `(preds, targets)`.
+        """Update the metric with `preds` and `targets` from `data_samples`, in any form that `read_pair` accepts.
 
         Raises:
             DataError: `data_samples` has a different structure.

@@ -11,6 +11,7 @@ from slipstream.hooks.logging_hooks import LoggerHook, ProgressBarHook
 from slipstream.hooks.nan_guard import NanGuardHook
 from slipstream.hooks.pictures import SegVisualizationHook
 from slipstream.hooks.precise_bn import PreciseBNHook
+from slipstream.hooks.preemption import PreemptionHook
 from slipstream.hooks.profiler import ProfilerHook
 from slipstream.hooks.runtime_info import RuntimeInfoHook
 from slipstream.hooks.schedule import EarlyStoppingHook, EmptyCacheHook, ParamSchedulerHook, SyncBuffersHook
@@ -32,6 +33,7 @@ __all__ = [
     "NanGuardHook",
     "ParamSchedulerHook",
     "PreciseBNHook",
+    "PreemptionHook",
     "Priority",
     "ProfilerHook",
     "ProgressBarHook",

@@ -3,20 +3,29 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from slipstream.checkpoint import load_checkpoint, remove_checkpoint, write_checkpoint
+from slipstream.checkpoint import (
+    check_tensors,
+    load_checkpoint,
+    remove_checkpoint,
+    weights_in,
+    write_checkpoint,
+)
 from slipstream.dist import broadcast_object_list, is_main_process
 from slipstream.dist.sharding import shard_like
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError
+from slipstream.files import check_name
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -31,11 +40,11 @@ class AverageBestHook(Hook):
     """Average the weights of the best epochs at the end of training; save and validate the result.
 
     The hook averages the weights used for validation, which are the EMA weights if there is an `EMAHook`. It saves the
-    weights of each of the best epochs to the folder `average_best` in the work_dir and removes them when a better
-    epoch takes their place. The remaining files are kept, because a resumed run requires them. The hook calls the
-    stages `before_average_val` and `after_average_val` (with `metrics`) before and after the final validation.
-    Floating-point tensors are averaged in float64. Other tensors are copied from the best epoch. The file contains
-    only weights, so load it with `load_from`, not with `resume`.
+    weights of each of the best epochs to the `average_best` folder in the work_dir and removes them when a better
+    epoch replaces them. The remaining files are kept, because a resumed run requires them. The hook calls the stages
+    `before_average_val` and `after_average_val` (with `metrics`) before and after the final validation.
+    Floating-point tensors are averaged in float64. Other tensors are copied from the best epoch. The averaged file
+    contains only weights, so load it with `load_from`, not with `resume`.
 
     Args:
         metric: name of the validation metric that ranks the epochs.
@@ -51,18 +60,22 @@ class AverageBestHook(Hook):
         self,
         metric: str,
         rule: str | None = None,
-        count: int = 10,
+        count: PositiveInt = 10,
         filename: str = "average_model.pth",
     ) -> None:
-        if count < 1:
-            raise ConfigError(f"must be at least 1, not {count}", "count")
+        check(count, PositiveInt, "count")
+        check_name(filename, "filename")
         self.metric, self.count, self.filename = metric, count, filename
         self.greater = better(metric, rule) == "greater"
 
     def before_train(self, runner: Runner) -> None:
         """Restore the list of best epochs of a resumed run."""
         self._folder = Path(runner.work_dir) / FOLDER
-        kept = runner.message_hub.get_info(FOLDER, [])
+        kept = [
+            (value, name)
+            for value, name in runner.message_hub.get_info(FOLDER, [])
+            if Path(name).name == name
+        ]  # a checkpoint may name any path
         exists = [[(self._folder / name).is_file() for _, name in kept] if is_main_process() else None]
         broadcast_object_list(exists)
         self._best: list[tuple[float, str]] = []  # best first
@@ -127,10 +140,15 @@ class AverageBestHook(Hook):
 
 def _mean(paths: Sequence[Path]) -> dict[str, Any]:
     """Return the mean weights of the checkpoints, read one at a time, with non-float tensors from the first one."""
-    first: dict[str, Any] = load_checkpoint(paths[0])["state_dict"]
+    first = weights_in(load_checkpoint(paths[0]), paths[0])
     sums = {key: value.double() for key, value in first.items() if _is_float(value)}
     for path in paths[1:]:
-        state = load_checkpoint(path)["state_dict"]
+        state = weights_in(load_checkpoint(path), path)
+        if missing := sorted(sums.keys() - state.keys()):
+            raise CheckpointError(
+                f"{path}: 'state_dict.{missing[0]}' is missing; delete {FOLDER} and train again"
+            )
+        check_tensors(first, state, "state_dict", path, warnings.warn)
         for key, total in sums.items():
             total += state[key]
     return {key: (sums[key] / len(paths)).to(v.dtype) if key in sums else v for key, v in first.items()}

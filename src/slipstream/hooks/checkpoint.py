@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from slipstream.checkpoint import remove_checkpoint, sharded_name
-from slipstream.dist import is_main_process
 from slipstream.dist.sharding import mesh_of
 from slipstream.errors import ConfigError
+from slipstream.files import check_name
 from slipstream.hooks.hook import Hook
 from slipstream.hooks.schedule import better, pick
 from slipstream.registry import HOOKS
@@ -30,7 +32,7 @@ class CheckpointHook(Hook):
     Args:
         interval: epochs (`by_epoch`) or steps between two checkpoints; -1 saves only the last one.
         by_epoch: whether `interval` counts epochs rather than steps; by default as in the training loop.
-        save_optimizer, save_param_scheduler: whether to save the states of optimizer and schedulers, which
+        save_optimizer, save_param_scheduler: whether to save the states of the optimizer and the schedulers, which
             a resumed run requires.
         out_dir: parent folder for checkpoints, which are saved to a subfolder with the work_dir's name; by default
             they are saved to the work_dir.
@@ -41,12 +43,13 @@ class CheckpointHook(Hook):
             from the metrics' names.
         filename_tmpl: file name with `{}` in place of the number. Without `{}`, each checkpoint overwrites the
             previous one. Default: `epoch_{}.pth` or `iter_{}.pth`.
-        save_begin: number of epochs or steps after which `interval` starts to count.
+        save_begin: number of epochs or steps after which intervals are counted.
         best_filename: file name of the best checkpoint, if `save_best` is a single metric; by default derived from the
             metric's name and the number of epochs or steps.
         save_epochs: epochs (counted from 1) after which to save an additional checkpoint (`ckpt_epoch_1.pth`) that is
             never removed, as with SuperGradients' `save_ckpt_epoch_list`.
         consolidate: gather a sharded model on rank 0 and save one file instead of a folder of shards.
+        async_save: write in a thread while training continues. This uses host memory for a copy of the checkpoint.
     """
 
     priority = "VERY_LOW"
@@ -67,6 +70,7 @@ class CheckpointHook(Hook):
         best_filename: str | None = None,
         save_epochs: Sequence[int] = (),
         consolidate: bool = False,
+        async_save: bool = True,
     ) -> None:
         if interval == 0 or interval < -1:
             raise ConfigError(f"must be at least 1, or -1 (save only the last), not {interval}", "interval")
@@ -86,6 +90,7 @@ class CheckpointHook(Hook):
             "save_optimizer": save_optimizer,
             "save_param_scheduler": save_param_scheduler,
             "consolidate": consolidate,
+            "background": async_save,
         }
         for monitor in self.monitors:
             if monitor != "auto":
@@ -93,15 +98,28 @@ class CheckpointHook(Hook):
 
     def _check_names(self) -> None:
         try:
-            (self.filename_tmpl or "").format(0)
-        except (LookupError, ValueError):
+            fields = [spec for _, _, spec, _ in Formatter().parse(self.filename_tmpl or "") if spec]
+            if any(
+                not re.fullmatch(r"0?\d{0,2}d?", spec) for spec in fields
+            ):  # {:>9999999999} fills the memory
+                raise ValueError
+            name = (self.filename_tmpl or "_").format(0)
+        except (LookupError, ValueError, AttributeError):
             raise ConfigError(
                 f"must contain at most one {{}}, for the number, not {self.filename_tmpl!r}", "filename_tmpl"
             ) from None
+        remedy = "the folder of the checkpoints; set out_dir for another folder"
+        check_name(name, "filename_tmpl", remedy)
+        if self.best_filename is not None:
+            check_name(self.best_filename, "best_filename", remedy)
         if self.best_filename is not None and len(self.monitors) != 1:
             raise ConfigError(
                 f"requires exactly one metric in save_best, not {len(self.monitors)}", "best_filename"
             )
+        if len({monitor.replace("/", "_") for monitor in self.monitors}) < len(self.monitors):
+            raise ConfigError(f"contains metrics with the same file name, {self.monitors}", "save_best")
+        if self.save_epochs and self.filename_tmpl == "ckpt_epoch_{}.pth":
+            raise ConfigError("must not be the name of the checkpoints of save_epochs", "filename_tmpl")
         if any(epoch < 1 for epoch in self.save_epochs):
             raise ConfigError(
                 f"must contain only epochs of 1 or more, not {min(self.save_epochs)}", "save_epochs"
@@ -121,10 +139,53 @@ class CheckpointHook(Hook):
             runner.logger.warning(
                 f"CheckpointHook: save_epochs contains {never}, but training ends after epoch {runner.max_epochs}"
             )
+        self._folder = self._folder_of(runner)
+        runner.folder_lock.lock(self._folder, "out_dir")
+        self._check_other_hooks(runner)
+        resumed = runner.resumed_from and runner.resumed_from.parent.resolve()
+        # A checkpoint in another folder names the files of another run.
+        self._saved_best: set[str] = set()
+        self._owns_files = resumed in (None, self._folder.resolve(), Path(runner.work_dir).resolve())
+        kept = runner.message_hub.get_info(self._kept_key, []) if self._owns_files else []
+        # The list comes from the checkpoint, so it may name files that this hook did not write.
+        self._kept: list[str] = [name for name in kept if self._is_regular(runner, name)]
+
+    def _check_other_hooks(self, runner: Runner) -> None:
+        for other in runner.hooks:
+            if not isinstance(other, CheckpointHook) or other is self:
+                continue
+            if other._folder_of(runner).resolve() == self._folder.resolve() and self._same_name(other):
+                raise self.wrong(
+                    "or another file name is the same in two CheckpointHooks, which would overwrite each other's "
+                    "checkpoints; set another name, or another out_dir, in one of them",
+                    "filename_tmpl",
+                )
+            if common := set(self.monitors) & set(other.monitors):
+                raise self.wrong(
+                    f"contains '{min(common)}' in two CheckpointHooks; remove it from one of them",
+                    "save_best",
+                )
+
+    def _same_name(self, other: CheckpointHook) -> bool:
+        best = self.best_filename is not None and self.best_filename == other.best_filename
+        return self._template == other._template or best or bool(self.save_epochs & other.save_epochs)
+
+    def _folder_of(self, runner: Runner) -> Path:
         work_dir = Path(runner.work_dir)
-        out_dir = self.out_dir and Path(self.out_dir).expanduser().absolute()
-        self._folder = out_dir / work_dir.name if out_dir else work_dir
-        self._kept: list[str] = list(runner.message_hub.get_info("kept_ckpts", []))
+        return Path(self.out_dir).expanduser().absolute() / work_dir.name if self.out_dir else work_dir
+
+    @property
+    def _template(self) -> str:
+        return self.filename_tmpl or ("iter_{}.pth" if self.by_epoch is False else "epoch_{}.pth")
+
+    @property
+    def _kept_key(self) -> str:
+        return f"kept_ckpts/{Path(self.out_dir or '') / self._template}"
+
+    def _is_regular(self, runner: Runner, name: str) -> bool:
+        """Return whether a regular checkpoint of this hook can have this name."""
+        numbers = map(int, re.findall(r"\d+", name))
+        return any(self._name(runner, self._template.format(number)) == name for number in [0, *numbers])
 
     def after_train_epoch(self, runner: Runner) -> None:
         """Save a checkpoint if one is due after this epoch."""
@@ -132,7 +193,8 @@ class CheckpointHook(Hook):
         if self.by_epoch and (self.every_n_epochs(runner, self.interval, self.save_begin) or last):
             self._save_regular(runner, runner.epoch + 1)
         if runner.epoch + 1 in self.save_epochs:
-            self._save(runner, f"ckpt_epoch_{runner.epoch + 1}.pth")
+            name = self._name(runner, f"ckpt_epoch_{runner.epoch + 1}.pth")
+            self._save(runner, name, f"Saved checkpoint {name}", (), by_epoch=True)
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
@@ -145,21 +207,26 @@ class CheckpointHook(Hook):
             self._save_regular(runner, runner.iter + 1)
 
     def _save_regular(self, runner: Runner, number: int) -> None:
-        template = self.filename_tmpl or ("epoch_{}.pth" if self.by_epoch else "iter_{}.pth")
-        name = self._name(runner, template.format(number))
+        name = self._name(runner, self._template.format(number))
         self._kept = [kept for kept in self._kept if kept != name] + [name]
         surplus = self._kept[: -self.max_keep_ckpts] if self.max_keep_ckpts > 0 else []
         self._kept = self._kept[len(surplus) :]
-        runner.message_hub.update_info("kept_ckpts", self._kept)
-        self._save(runner, name, mark_last=True)
-        if is_main_process():  # remove old checkpoints only after the new one is on disk
+        runner.message_hub.update_info(self._kept_key, self._kept)
+        # A run can only resume from a complete checkpoint.
+        complete = self._content["save_optimizer"] and self._content["save_param_scheduler"]
+        self._save(
+            runner, name, f"Saved checkpoint {name}", surplus, by_epoch=self.by_epoch, mark_last=complete
+        )
+
+    def _save(self, runner: Runner, name: str, message: str, surplus: Sequence[str], **options: Any) -> None:
+        """Save a checkpoint; when it is complete, log `message` and remove the checkpoints in `surplus`."""
+
+        def finish() -> None:
+            runner.logger.info(message)
             for old in surplus:
                 remove_checkpoint(self._folder, old)
 
-    def _save(self, runner: Runner, name: str, mark_last: bool = False) -> None:
-        folder = str(self._folder)
-        runner.save_checkpoint(folder, name, by_epoch=self.by_epoch, mark_last=mark_last, **self._content)
-        runner.logger.info(f"Saved checkpoint {name}")
+        runner.save_checkpoint(str(self._folder), name, **options, **self._content, on_saved=finish)
 
     def _name(self, runner: Runner, name: str) -> str:
         sharded = mesh_of(runner.model) is not None and not self._content["consolidate"]
@@ -174,6 +241,8 @@ class CheckpointHook(Hook):
         for monitor in self.monitors:
             key = next(iter(metrics)) if monitor == "auto" else monitor
             if self._save_if_best(runner, key, pick(self, metrics, key, "save_best")):
+                if runner.hooks_at("after_new_best"):
+                    runner.wait_for_checkpoint()
                 runner.call_hook("after_new_best", metrics=metrics)
 
     def _save_if_best(self, runner: Runner, key: str, value: float) -> bool:
@@ -184,15 +253,18 @@ class CheckpointHook(Hook):
         if not math.isfinite(value) or not improved:
             return False
         previous = hub.get_info(f"best_ckpt/{key}")
-        count, by = (runner.epoch, "epoch") if self.by_epoch else (runner.iter, "iter")
-        name = self._name(runner, self.best_filename or f"best_{key.replace('/', '_')}_{by}_{count}.pth")
+        prefix = f"best_{key.replace('/', '_')}_{'epoch' if self.by_epoch else 'iter'}_"
+        count = runner.epoch if self.by_epoch else runner.iter
+        name = self._name(runner, self.best_filename or f"{prefix}{count}.pth")
         hub.update_info(f"best_score/{key}", value)
         hub.update_info(f"best_ckpt/{key}", name)
+        # The name of the previous one comes from the checkpoint, so it may name a file that this hook did not write.
+        own = key in self._saved_best or self._owns_files
+        surplus = [previous] if own and previous and previous != name and previous.startswith(prefix) else []
+        self._saved_best.add(key)
+        message = f"Saved the best checkpoint ({key} {value:.4f}) to {name}"
         # by_epoch=None, because the epoch (or step) is already counted.
-        runner.save_checkpoint(str(self._folder), name, by_epoch=None, **self._content)
-        runner.logger.info(f"Saved the best checkpoint ({key} {value:.4f}) to {name}")
-        if previous and previous != name and is_main_process():
-            remove_checkpoint(self._folder, previous)
+        self._save(runner, name, message, surplus, by_epoch=None)
         return True
 
     def _rule(self, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Check that the model and the dataset have the same number of classes."""
+"""Set the model's number of classes from the dataset, or check that the numbers match."""
 
 from __future__ import annotations
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from slipstream.checkpoint import check_tensors, restoring
 from slipstream.dist.sharding import mesh_of
-from slipstream.errors import ConfigError
+from slipstream.errors import CheckpointError, ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.registry import HOOKS, MODELS
@@ -63,6 +64,7 @@ class EMAHook(Hook):
         self.ema_model: BaseAveragedModel | None = None
         self.model: nn.Module
         self._swapped = False
+        self._resumed: dict[str, Any] | None = None
         self._part: AveragePart | None = None
         self._in_step = False
 
@@ -77,12 +79,17 @@ class EMAHook(Hook):
             self.ema_model = self._new_average(self.model)
 
     def before_train(self, runner: Runner) -> None:
-        """Initialise the average from the model's weights, unless it was resumed; add it to the training step."""
+        """Initialize the average from the model's weights, unless it was resumed; add it to the training step."""
         self._show(average=False)
         if self.begin_epoch and not runner.by_epoch:
             raise self.wrong("counts epochs, but training is iteration-based; use begin_iter", "begin_epoch")
         average = self._average
         average.total_steps = self._updates(runner)
+        if self._resumed is not None:
+            with restoring("ema_state_dict", "the resumed checkpoint"):
+                average.module.load_state_dict(self.model.state_dict())  # for tensors that were not saved
+                average.load_state_dict(self._resumed, strict=self.strict_load)
+            self._resumed = None
         if average.steps == 0:
             average.module.load_state_dict(self.model.state_dict())
         if (mean := average.mean_update()) < (average.total_steps - average.interval) / 2:
@@ -93,11 +100,10 @@ class EMAHook(Hook):
             )
         optim = runner.optim_wrapper
         assert optim is not None, "training requires an optimizer wrapper"
-        if (
-            self._in_step and self._part is not None
-        ):  # left by an earlier training run with the same optimizer
+        # Remove the part of an earlier training run with the same optimizer.
+        if self._in_step and self._part is not None:
             optim.parts.remove(self._part)
-        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged once it has run.
+        # The NaN guard restores the buffers after a non-finite step, so they can only be averaged after it has run.
         # Sharded weights may get new storage when they are first gathered.
         guarded = getattr(optim, "guard", None) is not None
         self._part = AveragePart(
@@ -164,15 +170,42 @@ class EMAHook(Hook):
         }
 
     def after_load_checkpoint(self, runner: Runner, checkpoint: dict[str, Any]) -> None:
-        """If the run is resumed, restore the average and the weights; otherwise, load the average as weights."""
-        if "ema_state_dict" not in checkpoint or not runner.resuming:
+        """If the run is resumed, restore the average and the weights; otherwise, load the average as weights.
+
+        The average changes in `before_train`, after all entries of the checkpoint have been checked.
+        """
+        self._resumed = None
+        if not runner.resuming:
+            return
+        if "ema_state_dict" not in checkpoint:
+            self._warn_if_missing(runner, checkpoint["meta"])
             return
         saved = checkpoint.pop("ema_state_dict")
         prefix = "module."
         weights = {k.removeprefix(prefix): v for k, v in saved.items() if k.startswith(prefix)}
         average = {prefix + key: value for key, value in checkpoint["state_dict"].items()}
-        self._average.load_state_dict({**average, "steps": saved["steps"]}, strict=self.strict_load)
+        self._resumed = {**average, "steps": saved["steps"]}
+        self._check_resumed(runner, average)
         checkpoint["state_dict"] = weights
+
+    def _check_resumed(self, runner: Runner, average: dict[str, Any]) -> None:
+        """Check that a saved average belongs to this model."""
+        own = {key: value for key, value in self._average.state_dict().items() if key != "steps"}
+        check_tensors(own, average, "state_dict", "the average of the checkpoint", runner.logger.warning)
+        names = sorted(own.keys() ^ average.keys())
+        if names:
+            text = f"the average of the checkpoint belongs to a different model: only one of them contains {names[:5]}"
+            if self.strict_load or not own.keys() & average.keys():
+                raise CheckpointError(f"'state_dict': {text}")
+            runner.logger.warning(f"EMAHook: {text}; the average of other tensors starts again")
+
+    def _warn_if_missing(self, runner: Runner, meta: dict[str, Any]) -> None:
+        begin = self.begin_iter + self._average.interval * _accumulation(runner)
+        if meta.get("iter", 0) >= begin and meta.get("epoch", 0) >= self.begin_epoch:
+            runner.logger.warning(
+                "EMAHook: the checkpoint has no 'ema_state_dict'. The average starts again from the weights in "
+                "'state_dict'"
+            )
 
     @property
     def _average(self) -> BaseAveragedModel:
@@ -180,7 +213,7 @@ class EMAHook(Hook):
         return self.ema_model
 
     def _show(self, average: bool) -> None:
-        """Swap the average or the weights into the model, if they are not there already."""
+        """Swap the average or the training weights into the model, unless they are already there."""
         if self._average.steps and average != self._swapped:
             self._average.swap(self.model)
             self._swapped = average
@@ -188,7 +221,7 @@ class EMAHook(Hook):
 
 @contextmanager
 def validation_weights(runner: Runner) -> Iterator[nn.Module]:
-    """Yield the unwrapped model with the weights used for validation, which an `EMAHook` provides if there is one."""
+    """Yield the unwrapped model with its validation weights, which are the EMA weights if there is an `EMAHook`."""
     before = [(hook, hook._swapped) for hook in runner.hooks if isinstance(hook, EMAHook)]
     try:
         for hook, _ in before:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -20,9 +20,9 @@ class GcHook(Hook):
     """Run garbage collection every `interval` steps, at the same steps on every rank.
 
     By default, Python runs a collection when enough objects have been allocated. This happens at different steps on
-    different ranks, and the other ranks wait in the next gradient sync. After `warmup` steps, this hook disables
-    automatic collection and freezes the existing objects (modules, optimizer, compiled code), which later collections
-    then skip. At the end of training, or when `close` is called, the hook restores the previous state.
+    different ranks, and the other ranks then wait in the next gradient reduction. After `warmup` steps, this hook
+    disables automatic collection and freezes the existing objects (modules, optimizer, compiled code), which later
+    collections skip. At the end of training, or when `close` is called, the hook restores the previous state.
 
     Args:
         interval: number of steps (batches during validation) between two collections.
@@ -31,10 +31,9 @@ class GcHook(Hook):
 
     priority = "LOWEST"
 
-    def __init__(self, interval: int = 1000, warmup: int = 10) -> None:
-        for name, value, least in (("interval", interval, 1), ("warmup", warmup, 0)):
-            if value < least:
-                raise ConfigError(f"must be at least {least}, not {value}", name)
+    def __init__(self, interval: PositiveInt = 1000, warmup: NonNegativeInt = 10) -> None:
+        check(interval, PositiveInt, "interval")
+        check(warmup, NonNegativeInt, "warmup")
         self.interval = interval
         self.warmup = warmup
         self._steps = 0

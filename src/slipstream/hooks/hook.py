@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.typecheck import matches, shown
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -36,8 +37,11 @@ def get_priority(priority: int | str | Priority) -> int:
             hint = did_you_mean(priority, Priority.__members__)
             raise ConfigError(f"unknown hook priority '{priority}'{hint}")
         return int(Priority[priority.upper()])
-    if not 0 <= priority <= 100:
-        raise ConfigError(f"a hook priority must be between 0 and 100, not {priority}")
+    if not matches(priority, int) or not 0 <= priority <= 100:
+        raise ConfigError(
+            f"a hook priority must be one of {', '.join(Priority.__members__)}, or an int between 0 and 100, not "
+            f"{shown(priority)}"
+        )
     return int(priority)
 
 
@@ -50,6 +54,8 @@ class Hook:
     """
 
     priority: int | str = "NORMAL"
+    runs_last: ClassVar[bool] = False
+    """Whether the hook runs after the hooks of all priorities, because it may end the run."""
     source: Mapping[str, Any] | None = None
     """The configuration that the hook was built from, used to locate errors in the user config."""
     stages: ClassVar[tuple[str, ...]] = (

@@ -8,6 +8,7 @@ from typing import Any
 from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook, get_priority
 from slipstream.registry import HOOKS
+from slipstream.typecheck import shown
 
 __all__ = ["HookList"]
 
@@ -31,18 +32,20 @@ class HookList:
                 priority = source.get("priority", priority)
                 hook = HOOKS.build({key: value for key, value in source.items() if key != "priority"})
             if not isinstance(hook, Hook):
-                raise ConfigError(f"a hook must be a slipstream.hooks.Hook, not {type(hook).__name__}")
+                raise ConfigError(
+                    f"a hook must be a slipstream.hooks.Hook or a dict with a 'type', not {shown(hook)}"
+                )
             if isinstance(source, Mapping):
                 hook.source = source
             if priority is not None:
                 hook.priority = priority
-            own = get_priority(hook.priority)
+            own = _order(hook)
         except ConfigError as error:
             if isinstance(source, Mapping):
-                # The same dict object as in the user config, so that it can be found by identity.
+                # This is the same dict object as in the user config, where it is found by identity.
                 error.source = source  # type: ignore[attr-defined]
             raise
-        position = sum(get_priority(other.priority) <= own for other in self._hooks)
+        position = sum(_order(other) <= own for other in self._hooks)
         self._hooks.insert(position, hook)
         self._at.clear()
 
@@ -59,3 +62,7 @@ class HookList:
 
     def __len__(self) -> int:
         return len(self._hooks)
+
+
+def _order(hook: Hook) -> tuple[bool, int]:
+    return hook.runs_last, get_priority(hook.priority)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.logging import ProgressBar
 from slipstream.registry import HOOKS
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -31,14 +32,13 @@ class LoggerHook(Hook):
 
     def __init__(
         self,
-        interval: int = 10,
+        interval: PositiveInt = 10,
         ignore_last: bool = True,
-        interval_exp_name: int = 1000,
+        interval_exp_name: PositiveInt = 1000,
         log_metric_by_epoch: bool = True,
     ) -> None:
         for name, value in {"interval": interval, "interval_exp_name": interval_exp_name}.items():
-            if value < 1:
-                raise ConfigError(f"must be at least 1, not {value}", name)
+            check(value, PositiveInt, name)
         self.interval = interval
         self.ignore_last = ignore_last
         self.interval_exp_name = interval_exp_name
@@ -54,7 +54,7 @@ class LoggerHook(Hook):
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
     ) -> None:
-        """Log the mean losses since the last line."""
+        """Log the losses if a line is due after this step."""
         step = batch_idx if self._by_epoch else runner.iter
         if (step + 1) % self.interval and (self._ignore_last or not self._ends(runner, batch_idx)):
             return
@@ -119,7 +119,8 @@ class ProgressBarHook(Hook):
     ) -> None:
         """Update the bar."""
         if self._bar is not None:
-            self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
+            with suppress(OSError):  # the terminal may be closed
+                self._bar.update(runner.iter + 1, f"epoch {runner.epoch + 1}")
 
     def after_train(self, runner: Runner) -> None:
         """Remove the bar."""
@@ -128,5 +129,6 @@ class ProgressBarHook(Hook):
     def close(self) -> None:
         """Remove the bar. The Runner also calls this after an error."""
         if self._bar is not None:
-            self._bar.stop()
+            with suppress(OSError):  # the terminal may be closed
+                self._bar.stop()
             self._bar = None

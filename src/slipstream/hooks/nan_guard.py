@@ -1,4 +1,4 @@
-"""Skip training steps with non-finite loss or gradients, or report the module that caused a non-finite loss."""
+"""Skip training steps with a non-finite loss or gradient, or report the module that caused a non-finite loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NanGuardHook"]
 
 @HOOKS.register_module()
 class NanGuardHook(Hook):
-    """Skip training steps with non-finite loss or gradients, or stop training at a non-finite loss.
+    """Skip training steps with a non-finite loss or gradient, or stop training at a non-finite loss.
 
     Args:
         action, locate, max_skipped: see `NanGuardOptions`.
@@ -34,7 +34,7 @@ class NanGuardHook(Hook):
         self.locator: Locator | None = None
         self._undo = ExitStack()
         self.skipped = 0
-        """Number of steps skipped so far, as of the last `read_logs`."""
+        """Number of skipped steps, as of the last `read_logs`."""
 
     def before_run(self, runner: Runner) -> None:
         """Install the guard and the locator, before the model is compiled."""
@@ -73,7 +73,7 @@ class NanGuardHook(Hook):
         if new:
             where = f". {self.locator.report()}" if self.locator is not None else ""
             runner.logger.warning(
-                f"Skipped {new} step{'s' if new > 1 else ''} with non-finite loss or gradients, up to iteration "
+                f"Skipped {new} step{'s' if new > 1 else ''} with a non-finite loss or gradient, up to iteration "
                 f"{runner.iter + 1}{where}"
             )
 

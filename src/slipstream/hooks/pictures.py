@@ -12,9 +12,10 @@ from torch import Tensor
 
 from slipstream.dataset.loading.loader import length
 from slipstream.dist import is_main_process
-from slipstream.errors import ConfigError, DataError
+from slipstream.errors import DataError
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -36,10 +37,9 @@ class SegVisualizationHook(Hook):
 
     priority = "LOW"
 
-    def __init__(self, num_samples: int = 4, interval: int = 1) -> None:
+    def __init__(self, num_samples: PositiveInt = 4, interval: PositiveInt = 1) -> None:
         for name, value in {"num_samples": num_samples, "interval": interval}.items():
-            if value < 1:
-                raise ConfigError(f"must be at least 1, not {value}", name)
+            check(value, PositiveInt, name)
         self.num_samples, self.interval = num_samples, interval
         self._validations = 0
         self._rows: list[tuple[Tensor, Tensor, Tensor]] = []

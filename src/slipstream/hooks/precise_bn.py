@@ -14,11 +14,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from slipstream.checkpoint import get_random_state, set_random_state
 from slipstream.dist import all_gather_object, all_reduce
-from slipstream.errors import ConfigError, ModelError
+from slipstream.errors import ModelError
 from slipstream.hooks.ema import validation_weights
 from slipstream.hooks.hook import Hook
 from slipstream.model import unwrap_model
 from slipstream.registry import HOOKS
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -32,8 +33,8 @@ class PreciseBNHook(Hook):
 
     The new statistics are the mean and variance of the layer's inputs over `num_samples` training samples, computed
     from the batch statistics by the law of total variance (Wu and Johnson 2021, arXiv 2105.07576, section 3). The
-    hook uses the weights used for validation, which are the EMA weights if there is an `EMAHook`. The samples are split
-    over the ranks. The hook does not affect training, because batches, random numbers and other buffers stay the same.
+    hook uses the validation weights, which are the EMA weights if there is an `EMAHook`. The samples are split over the
+    ranks. The hook does not affect training: it restores the random states and all other buffers.
 
     Layers with `momentum=None` keep their statistics, which are already means over all batches. Layers frozen in
     evaluation mode also keep their statistics. The forward passes run in eager mode, even if the model is compiled.
@@ -45,10 +46,9 @@ class PreciseBNHook(Hook):
 
     priority = "BELOW_NORMAL"
 
-    def __init__(self, num_samples: int, interval: int = 1) -> None:
+    def __init__(self, num_samples: PositiveInt, interval: PositiveInt = 1) -> None:
         for name, value in (("num_samples", num_samples), ("interval", interval)):
-            if value < 1:
-                raise ConfigError(f"must be at least 1, not {value}", name)
+            check(value, PositiveInt, name)
         self.num_samples, self.interval = num_samples, interval
 
     def before_train(self, runner: Runner) -> None:
@@ -65,8 +65,7 @@ class PreciseBNHook(Hook):
             )
         elif not hasattr(model, "loss_step"):
             raise ModelError(
-                "PreciseBNHook requires a model with a loss_step(batch) method; derive the model from "
-                "slipstream.model.BaseModel"
+                "PreciseBNHook requires a model with a loss_step(batch) method; subclass slipstream.model.BaseModel"
             )
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -105,7 +104,7 @@ def _preserve_state(runner: Runner, model: nn.Module) -> Iterator[None]:
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     drawn = None if loader.generator is None else loader.generator.get_state()
     try:
-        # Forward pre-hooks would cause a recompilation of the model.
+        # Forward pre-hooks on a compiled model cause a recompilation.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             yield
     finally:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.profiler import profile, schedule, tensorboard_trace_handler
 
 from slipstream.dist import is_main_process
-from slipstream.errors import ConfigError
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -20,11 +20,11 @@ __all__ = ["ProfilerHook"]
 
 @HOOKS.register_module()
 class ProfilerHook(Hook):
-    """On rank 0, write a trace of some steps to `work_dir/profile`, for TensorBoard or chrome://tracing.
+    """On rank 0, write a trace of a few steps to `work_dir/profile`, for TensorBoard or chrome://tracing.
 
     Args:
         profile_times: number of steps to record.
-        wait, warmup: number of steps to skip, and number of steps to profile without recording them.
+        wait, warmup: number of steps to skip first, and number of steps to profile next without recording them.
         record_shapes, profile_memory, with_stack, with_flops: as in `torch.profiler.profile`.
     """
 
@@ -32,19 +32,17 @@ class ProfilerHook(Hook):
 
     def __init__(
         self,
-        profile_times: int = 1,
-        wait: int = 1,
-        warmup: int = 1,
+        profile_times: PositiveInt = 1,
+        wait: NonNegativeInt = 1,
+        warmup: NonNegativeInt = 1,
         record_shapes: bool = False,
         profile_memory: bool = False,
         with_stack: bool = False,
         with_flops: bool = False,
     ) -> None:
-        if profile_times < 1:
-            raise ConfigError(f"must be at least 1, not {profile_times}", "profile_times")
-        for name, value in {"wait": wait, "warmup": warmup}.items():
-            if value < 0:
-                raise ConfigError(f"must be at least 0, not {value}", name)
+        check(profile_times, PositiveInt, "profile_times")
+        check(wait, NonNegativeInt, "wait")
+        check(warmup, NonNegativeInt, "warmup")
         self._schedule = schedule(wait=wait, warmup=warmup, active=profile_times, repeat=1)
         self._options: dict[str, Any] = {
             "record_shapes": record_shapes,
@@ -58,7 +56,7 @@ class ProfilerHook(Hook):
         """Start the profiler."""
         if is_main_process():
             folder = str(Path(runner.work_dir) / "profile")
-            self._profiler = profile(  # of the CPU and the accelerator
+            self._profiler = profile(
                 schedule=self._schedule,
                 on_trace_ready=tensorboard_trace_handler(folder),
                 **self._options,

@@ -12,6 +12,7 @@ from slipstream.dist import all_reduce_params, get_world_size
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.hooks.hook import Hook
 from slipstream.registry import HOOKS
+from slipstream.typecheck import NonNegative, NonNegativeInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner import Runner
@@ -26,7 +27,7 @@ class ParamSchedulerHook(Hook):
     priority = "LOW"
 
     def before_train(self, runner: Runner) -> None:
-        """Group the schedulers by when they step."""
+        """Group the schedulers into iteration-based, epoch-based and metric-based ones."""
         schedulers = runner.all_param_schedulers
         self._on_metrics = [s for s in schedulers if getattr(s, "need_val_args", False)]
         self._by_epoch = [s for s in schedulers if s.by_epoch]  # includes schedulers based on metrics
@@ -57,7 +58,7 @@ _GREATER = re.compile(
 
 
 def better(key: str, rule: str | None) -> str:
-    """Return `greater` or `less`: `rule` if it is set, else inferred from the metric's name.
+    """Return `greater` or `less`: `rule` if it is set, otherwise inferred from the metric's name.
 
     Raises:
         ConfigError: `rule` is invalid, or the name is ambiguous.
@@ -106,14 +107,14 @@ class EarlyStoppingHook(Hook):
         self,
         monitor: str,
         rule: str | None = None,
-        min_delta: float = 0.1,
+        min_delta: NonNegative = 0.1,
         strict: bool = False,
         check_finite: bool = True,
-        patience: int = 5,
+        patience: NonNegativeInt = 5,
         stopping_threshold: float | None = None,
     ) -> None:
-        if patience < 0:
-            raise ConfigError(f"must be at least 0, not {patience}", "patience")
+        check(patience, NonNegativeInt, "patience")
+        check(min_delta, NonNegative, "min_delta")
         self.monitor, self.rule = monitor, better(monitor, rule)
         self.min_delta, self.strict, self.check_finite = min_delta, strict, check_finite
         self.patience, self.stopping_threshold = patience, stopping_threshold
@@ -132,7 +133,7 @@ class EarlyStoppingHook(Hook):
         return f"early_stopping/{self.monitor}"
 
     def after_val_epoch(self, runner: Runner, metrics: dict[str, float] | None = None) -> None:
-        """Compare the metric with its best value so far."""
+        """Compare the metric with its best value, and stop training if required."""
         if not runner.is_training:
             return
         if self.monitor not in (metrics or {}) and not self.strict:

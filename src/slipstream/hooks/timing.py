@@ -22,7 +22,7 @@ _MOST_UNREAD = 1000
 class IterTimerHook(Hook):
     """Record `time` and `data_time` (seconds) of every batch, and `eta` (seconds).
 
-    On an accelerator, the time of a single step only covers its launch. Means over a log interval are accurate.
+    On an accelerator, the time of a single step only includes its launch. Means over a log interval are accurate.
     """
 
     def __init__(self) -> None:

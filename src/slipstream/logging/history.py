@@ -126,7 +126,7 @@ class HistoryBuffer:
         return next(self._newest(self._values, 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the newest 1,000 entries as plain lists, which `torch.load(weights_only=True)` reads."""
+        """Return the newest 1,000 entries as plain lists, which `torch.load(weights_only=True)` can read."""
         return {
             "log_history": list(self._values)[-_SAVED_ENTRIES:],
             "count_history": list(self._counts)[-_SAVED_ENTRIES:],

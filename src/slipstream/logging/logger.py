@@ -1,4 +1,4 @@
-"""One logger per Runner: coloured lines on a terminal, plain lines otherwise, and a log file."""
+"""One logger per Runner: colored lines on a terminal, plain lines otherwise, and a log file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.redaction import Redactor
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,9 +28,9 @@ _loggers: ContextVar[Mapping[str, MMLogger]] = ContextVar("slipstream_loggers", 
 
 
 class MMLogger(logging.Logger):
-    """A logger that belongs to one Runner; created by `build_logger`.
+    """The logger of one Runner, created by `build_logger`.
 
-    It is not part of Python's logger hierarchy, so two Runners in one process share no handlers.
+    It is not part of Python's logger hierarchy, so two Runners in one process do not share handlers.
 
     Attributes:
         console: the rich Console for the log lines; a `ProgressBar` on it stays below the lines.
@@ -42,7 +43,7 @@ class MMLogger(logging.Logger):
         self.rank = rank
 
     def __reduce__(self) -> tuple[Callable[..., MMLogger], tuple[Any, ...]]:
-        # Modules and datasets that hold a logger may be copied or sent to a worker. The copy has no log file.
+        # Modules and datasets with a logger may be copied or sent to a worker process. The copy has no log file.
         return build_logger, (self.name, None, self.handlers[0].level, self.rank)
 
     def close(self) -> None:
@@ -92,14 +93,14 @@ class _ConsoleHandler(logging.Handler):
         try:
             line = self.format(record)
             if self.console.is_terminal:
-                self._print_coloured(line, record.levelname)
+                self._print_colored(line, record.levelname)
             else:  # rich would wrap the line at 80 columns
                 self.console.file.write(line + "\n")
                 self.console.file.flush()
         except Exception:
             self.handleError(record)
 
-    def _print_coloured(self, line: str, level_name: str) -> None:
+    def _print_colored(self, line: str, level_name: str) -> None:
         from rich.text import Text
 
         text = Text(line)
@@ -114,6 +115,7 @@ def build_logger(
     log_file: str | Path | None = None,
     level: int | str = "INFO",
     rank: int = 0,
+    redactor: Redactor | None = None,
 ) -> MMLogger:
     """Return a new logger that shares no state with other loggers.
 
@@ -122,12 +124,14 @@ def build_logger(
         log_file: file for the lines of all levels; its folder is created if it does not exist.
         level: minimum level printed to the console of rank 0; other ranks only print errors.
         rank: rank of this process.
+        redactor: replaces secrets in log lines; by default only those of the environment and known tokens.
 
     Raises:
         ConfigError: `level` is not a level of Python's `logging`.
     """
     shown = _level_number(level)
     logger = _on_console(name, _console(), shown if rank == 0 else max(shown, logging.ERROR), rank)
+    logger.addFilter(redactor or Redactor())
     if log_file is not None:
         Path(log_file).parent.mkdir(parents=True, exist_ok=True)
         file_handler = logging.FileHandler(log_file, encoding="utf-8")
@@ -147,7 +151,7 @@ def print_log(msg: object, logger: logging.Logger | str | None = None, level: in
 
     Raises:
         UnknownNameError: this context has no logger with that name.
-        ConfigError: `logger` is of a different type.
+        ConfigError: `logger` has a different type.
     """
     if logger is None:
         print(msg)

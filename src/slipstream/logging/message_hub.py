@@ -73,7 +73,7 @@ class MessageHub:
                 raise DataError(f"the dict of scalar '{key}' has no key 'value': {value!r}")
 
     def update_info(self, key: str, value: Any, resumed: bool = True) -> None:
-        """Set an info of any type. Checkpoints contain it if `resumed` is True and it has only built-in types."""
+        """Set an info of any type. Checkpoints contain it if `resumed` is True and all its types are built-in."""
         self._infos[key] = value
         self._resumed[key] = resumed
 
@@ -101,7 +101,10 @@ class MessageHub:
         return self._infos.get(key, default)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the scalars and infos as built-in types, for `torch.load(weights_only=True)`; omit other infos."""
+        """Return the entries recorded with `resumed=True`, in a form that `torch.load(weights_only=True)` can read.
+
+        Infos of non-built-in types are omitted.
+        """
         return {
             "log_scalars": {key: h.state_dict() for key, h in self._scalars.items() if self._resumed[key]},
             "runtime_info": {

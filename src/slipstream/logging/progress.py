@@ -15,7 +15,7 @@ _SECONDS_BETWEEN_DRAWS = 0.1
 
 
 class ProgressBar:
-    """A bar with a counter, the remaining time and a short text. Without a terminal, nothing is displayed.
+    """A bar with a counter, the remaining time and a short text. It is only displayed on a terminal.
 
     Args:
         console: the logger's console (`MMLogger.console`), so that log lines scroll above the bar.

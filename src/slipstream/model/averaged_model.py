@@ -19,6 +19,7 @@ from slipstream.dist.sharding import local, mesh_of
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.registry import MODELS
 from slipstream.step.average import copied_to
+from slipstream.typecheck import PositiveInt, check
 
 __all__ = [
     "BaseAveragedModel",
@@ -33,11 +34,11 @@ _VALUES = methodcaller("values")
 
 
 class BaseAveragedModel(nn.Module):
-    """A copy of a model that holds a running average of its weights.
+    """A copy of a model with a running average of its weights.
 
-    Subclasses define `weight(step)`, the factor of the current weights in update number `step`. The first update
-    copies the weights. The step count is a Python integer, so an update does not synchronize with the device. Training
-    steps update the average through `AveragePart`.
+    Subclasses define `weight(step)`, the factor of the current weights in update `step`. The first update copies the
+    weights. The step count is a Python integer, so an update does not synchronize with the device. Training steps
+    update the average through `AveragePart`.
 
     Args:
         model: the model to average (unwrapped).
@@ -49,9 +50,9 @@ class BaseAveragedModel(nn.Module):
     """
 
     every_batch: bool = True
-    """Whether a batch that does not end an accumulation window counts as an update."""
+    """Whether every batch counts as an update, not only the last batch of an accumulation window."""
     total_steps: int | None = None
-    """Number of updates in the whole training run; the owner of the average sets it."""
+    """Number of updates in the whole training run, set by the owner of the average."""
 
     def __init__(
         self,
@@ -61,8 +62,7 @@ class BaseAveragedModel(nn.Module):
         update_buffers: bool = False,
     ) -> None:
         super().__init__()
-        if interval < 1:
-            raise ConfigError(f"must be at least 1, not {interval}", "interval")
+        check(interval, PositiveInt, "interval")
         self.module = (_copy(model) if mesh_of(model) is None else _sharded_copy(model)).requires_grad_(False)
         if device is not None:
             self.module.to(device)
@@ -74,7 +74,7 @@ class BaseAveragedModel(nn.Module):
         self._cached: tuple[nn.Module, _Averaged, _Averaged] | None = None
 
     def weight(self, step: int) -> float:
-        """Return the factor of the model's current weights in update number `step`."""
+        """Return the factor of the model's current weights in update `step`."""
         raise NotImplementedError
 
     def next_weight(self) -> float:
@@ -88,7 +88,7 @@ class BaseAveragedModel(nn.Module):
     def mean_update(self) -> float:
         """Return the mean of the update numbers (from 1), weighted by their factors in the average after `total_steps`.
 
-        For a plain mean of all weights, the result is the middle of training.
+        For a plain mean of the weights after each update, the result is the middle of training.
         """
         assert self.total_steps is not None, "total_steps must be set"
         last = self.weight(self.total_steps - 1)
@@ -126,10 +126,10 @@ class BaseAveragedModel(nn.Module):
 
     @torch.no_grad()
     def swap(self, model: nn.Module) -> None:
-        """Exchange averages and current weights; a second call restores both.
+        """Swap the averages and the current weights; a second call restores both.
 
-        On one device the tensors exchange their storages without a copy. Between devices, and for a sharded model,
-        the values are copied.
+        On one device, the tensors swap their storages without a copy. Between devices, and for a sharded model, the
+        values are copied.
         """
         # FSDP2 keeps references to the storages of sharded weights, and a captured graph stores their addresses.
         in_place = mesh_of(model) is not None
@@ -146,7 +146,7 @@ class BaseAveragedModel(nn.Module):
         return self.module(*args, **kwargs)
 
     def pairs(self, model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
-        """Return averages and weights in the same order, without copies; for a sharded model, its local shards."""
+        """Return the averages and the weights in the same order, without copies (local shards of a sharded model)."""
         cached = self._cached
         if cached is None or cached[0] is not model or not (is_compiling() or cached[2].is_current()):
             # A tuple, because a Module attribute would register the model as a submodule.
@@ -191,7 +191,7 @@ class _Averaged:
 
     params: list[Tensor]
     buffers: list[tuple[nn.Module, str]]
-    """Owner and name of each buffer, because a forward may assign a new tensor to it."""
+    """Owner and name of each buffer, because a forward pass may replace its tensor."""
     owned: list[dict[str, Any]]
     """The submodules and parameters of each module of the model."""
     values: list[Any]
@@ -215,13 +215,13 @@ def _check_shapes(averages: list[Tensor], currents: list[Tensor]) -> None:
     shapes = [[tensor.shape for tensor in tensors] for tensors in (averages, currents)]
     if shapes[0] != shapes[1]:
         raise ModelError(
-            "a layer was replaced with one that has different parameters, which the weight average does not "
-            "contain; replace layers before the average is created"
+            "a layer was replaced after the weight average was created, and the new layer has different parameters; "
+            "replace layers before creating the average"
         )
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """Return a copy of the model without DDP wrappers, because an average is not trained."""
+    """Return a copy of the model without DDP wrappers, which only training requires."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -232,8 +232,8 @@ def _copy(model: nn.Module) -> nn.Module:
 def _averaged_buffers(model: nn.Module) -> list[int]:
     """Return the indices of the buffers that can be averaged and are saved.
 
-    Buffers with infinite values (an attention mask, an initial minimum) are excluded, because averaging an infinite
-    value with itself gives NaN.
+    Buffers with infinite values (an attention mask, an initial minimum) are excluded, because the average of two
+    infinite values is NaN.
     """
     saved = model.state_dict()
     return [
@@ -244,7 +244,7 @@ def _averaged_buffers(model: nn.Module) -> list[int]:
 
 
 def _check_precision(model: nn.Module, weight: float, key: str) -> None:
-    """Raise if the dtype of a parameter is too imprecise for updates with the factor `weight`."""
+    """Raise a ConfigError if a parameter's dtype is too imprecise for updates with the factor `weight`."""
     for name, param in model.named_parameters():
         if param.is_floating_point() and torch.finfo(param.dtype).eps > weight:
             raise ConfigError(
@@ -256,7 +256,7 @@ def _check_precision(model: nn.Module, weight: float, key: str) -> None:
 
 
 def _sharded_copy(model: nn.Module, copied: dict[Any, Any] | None = None) -> nn.Module:
-    """Return a module with copies of all tensors of a sharded model, which deepcopy rejects; it has no `forward`."""
+    """Return copies of a sharded model's tensors in a module without `forward`; deepcopy does not support them."""
     copied = {None: None} if copied is None else copied
     new = copied[model] = nn.Module()
     for name, param in model._parameters.items():
@@ -289,7 +289,7 @@ class ExponentialMovingAverage(BaseAveragedModel):
         super().__init__(model, interval, device, update_buffers)
         if not 0 < momentum < 1:
             raise ConfigError(
-                f"must lie between 0 and 1, not {momentum}; it is the factor of the new weights, 1 - decay",
+                f"must be between 0 and 1, not {momentum}; it is the factor of the new weights, 1 - decay",
                 "momentum",
             )
         _check_precision(model, momentum, "momentum")
@@ -302,12 +302,11 @@ class ExponentialMovingAverage(BaseAveragedModel):
 
 @MODELS.register_module()
 class MomentumAnnealingEMA(ExponentialMovingAverage):
-    """An EMA with the momentum max(momentum, gamma / (gamma + step)), which reduces the influence of early weights."""
+    """An EMA with the momentum max(momentum, gamma / (gamma + step)), so early weights have less influence."""
 
     def __init__(self, model: nn.Module, momentum: float = 0.0002, gamma: int = 100, **kwargs: Any) -> None:
         super().__init__(model, momentum, **kwargs)
-        if gamma < 1:
-            raise ConfigError(f"must be at least 1, not {gamma}", "gamma")
+        check(gamma, PositiveInt, "gamma")
         self.gamma = gamma
 
     def weight(self, step: int) -> float:
@@ -317,7 +316,7 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
 @dataclass(frozen=True)
 class DecaySchedule:
-    """Schedule of the decay of an EMA, with the keys of SuperGradients' `ema_params`."""
+    """Schedule of an EMA's decay, with the keys of SuperGradients' `ema_params`."""
 
     decay: float = 0.9999
     """Maximum decay, between 0 and 1; the decay is the factor of the old average in an update."""
@@ -331,7 +330,7 @@ class DecaySchedule:
     def __post_init__(self) -> None:
         if not 0 < self.decay < 1:
             raise ConfigError(
-                f"must lie between 0 and 1, not {self.decay}; it is the factor of the old average in an update",
+                f"must be between 0 and 1, not {self.decay}; it is the factor of the old average in an update",
                 "decay",
             )
         if self.decay_type not in self.types:
@@ -347,7 +346,7 @@ class DecaySchedule:
             raise ConfigError(f"must be positive, not {self.beta}", "beta")
 
     def at(self, step: int, total_steps: int | None) -> float:
-        """Return the decay of update number `step` of `total_steps`, counted from 1.
+        """Return the decay of update `step` of `total_steps`, counted from 1.
 
         `constant` is `decay`; `threshold` is `min(decay, (1 + step) / (10 + step))`; `exp` is
         `decay * (1 - exp(-beta * step / total_steps))`.
@@ -404,7 +403,7 @@ class ScheduledEMA(BaseAveragedModel):
 
 @MODELS.register_module()
 class StochasticWeightAverage(BaseAveragedModel):
-    """The mean of all weights (Izmailov et al. 2018, arXiv 1803.05407).
+    """The mean of the weights after each update (Izmailov et al. 2018, arXiv 1803.05407).
 
     Args:
         model: the model to average (unwrapped).

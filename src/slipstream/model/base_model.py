@@ -47,7 +47,7 @@ class BaseModel(BaseModule):
             self.data_preprocessor = MODELS.build(data_preprocessor or {}, default_args=default)
 
     def train_step(self, data: Any, optim_wrapper: OptimWrapper) -> dict[str, Tensor]:
-        """Train on one batch and return 0-dim device tensors to log; override it for other training steps (GANs)."""
+        """Train on one batch and return 0-dim device tensors to log. Override it for other training steps (GANs)."""
         return EagerStep(self.loss_step, self, optim_wrapper, self.parse_losses)(data)
 
     def loss_step(self, data: Any) -> dict[str, Tensor]:
@@ -97,8 +97,8 @@ def _explain(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], 
         signature.bind(*args, **kwargs, mode="loss")
     except TypeError:
         expected = [name for name in signature.parameters if name != "mode"]
-        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} elements"
+        found = f"the keys {sorted(kwargs)}" if kwargs else f"{len(args)} element{'s' * (len(args) != 1)}"
         raise DataError(
-            f"the batch has {found}, but {type(inner).__name__}.forward takes {expected} (and mode); "
+            f"the batch has {found}, but {type(inner).__name__}.forward accepts {expected} (and mode); "
             "change the dataset's output or the arguments of forward"
         ) from error

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.registry import MODELS
+from slipstream.typecheck import check
 
 __all__ = ["BaseModule", "ModuleDict", "ModuleList", "Sequential"]
 
@@ -21,6 +22,9 @@ class BaseModule(nn.Module):
 
     def __init__(self, init_cfg: Any = None) -> None:
         super().__init__()
+        several = isinstance(init_cfg, list | tuple)
+        for cfg in init_cfg if several else [init_cfg]:
+            check(cfg, Mapping if several else Mapping | None, "init_cfg")
         self.init_cfg = copy.deepcopy(init_cfg)
         self._is_init = False
 

@@ -45,7 +45,7 @@ class BaseDataPreprocessor(nn.Module):
     def cast_data(self, data: Any) -> Any:
         """Move every tensor in `data` and apply device transforms; other values are returned unchanged."""
         if isinstance(data, Tensor):
-            if data.device == self._device:  # takes a third of the time of a no-op `to`
+            if data.device == self._device:  # three times as fast as a no-op `to`
                 return data
             return data.to(self._device, non_blocking=self.non_blocking)
         if isinstance(data, list | tuple):
@@ -56,14 +56,14 @@ class BaseDataPreprocessor(nn.Module):
         return data.to(self._device) if hasattr(data, "to") else data
 
     def _apply(self, fn: Any, recurse: bool = True) -> BaseDataPreprocessor:
-        # The module has no parameter that stores the device, so it tracks every call to .to().
+        # The module has no parameters from which to read its device, so it tracks every call to .to().
         super()._apply(fn, recurse)
         self._device = fn(torch.empty(0, device=self._device)).device
         return self
 
 
 def _like(data: Any, values: list[Any]) -> Any:
-    """Return `values` in a sequence of the type of `data`, including named tuples."""
+    """Return `values` as a sequence of the same type as `data`, which may be a named tuple."""
     return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
 
 
@@ -72,8 +72,8 @@ class ImgDataPreprocessor(BaseDataPreprocessor):
     """Stack, pad and normalize images on the device: `inputs` (uint8 or float) become float32 (N, C, H, W).
 
     Args:
-        mean, std: values for each channel on the scale of the inputs (0..255 for uint8). Specify both or neither.
-            Specify neither if the dataset's transforms normalize the images.
+        mean, std: one value, or one per channel, on the scale of the inputs (0..255 for uint8). Specify both or
+            neither. Specify neither if the dataset's transforms normalize the images.
         pad_size_divisor: pad the images at the right and bottom to a height and width that are multiples of this.
         pad_value: value of the padding, applied after normalization.
         bgr_to_rgb, rgb_to_bgr: reverse the order of the channels.

@@ -25,7 +25,7 @@ class SlidingWindow:
     stride: tuple[int, int] = (768, 768)
     """Horizontal and vertical distance between windows, in pixels."""
     batch_size: int = 4
-    """Number of windows in a batch; it limits the memory that the network uses."""
+    """Number of windows in a batch, which limits the network's memory use."""
 
     def __post_init__(self) -> None:
         for name, pair in (("crop_size", self.crop_size), ("stride", self.stride)):
@@ -52,8 +52,8 @@ def slide(network: Callable[[Tensor], Any], images: Tensor, window: SlidingWindo
     zeros at the right and bottom. Logits are summed in at least float32 on the device of the images.
 
     Args:
-        network: returns logits (n, C, h, w) for windows, or a tuple whose first element is the logits. Logits of
-            a different size are resized to the size of the windows.
+        network: module that returns logits (n, C, h, w) for a batch of windows, or a tuple with the logits as its
+            first element. Logits of a different size are resized to the size of the windows.
         images: inputs of the network, already normalized.
         window: size and stride of the windows.
 
@@ -87,7 +87,7 @@ def _starts(length: int, window: int, stride: int) -> list[int]:
 
 
 def _coverage(line: Tensor, starts: list[int], window: int) -> Tensor:
-    """Return how many windows contain each position of a row or column."""
+    """Return the number of windows that contain each position of a row or column."""
     counts = torch.zeros_like(line)
     for start in starts:
         counts[start : start + window] += 1

@@ -20,7 +20,7 @@ from slipstream.errors import ModelError
 
 __all__ = ["SyncBatchNorm", "average_batchnorm", "convert_sync_batchnorm", "revert_sync_batchnorm", "summing"]
 
-_ONE_MESSAGE = 2**18  # number of values up to which one larger message is faster than two smaller messages
+_ONE_MESSAGE = 2**18  # number of values up to which one larger all-reduce is faster than two smaller ones
 
 _Send = Callable[[Tensor], Tensor]
 
@@ -33,11 +33,11 @@ class SyncBatchNorm(_BatchNorm):
     """BatchNorm with statistics over the batches of all ranks; its state is compatible with `nn.BatchNorm*d`.
 
     The means and variances of all ranks are merged as in Chan, Golub and LeVeque 1979: first the weighted mean of the
-    means, then the squared deviations from it. This avoids cancellation and supports different batch sizes on the
-    ranks. The collectives are functional: they are differentiable, `torch.compile(fullgraph=True)` can trace them,
-    and they work with gloo and nccl.
+    means, then the squared deviations from it. This avoids cancellation, and ranks may have different batch sizes. The
+    functional collectives are differentiable, can be traced by `torch.compile(fullgraph=True)`, and support gloo and
+    nccl.
 
-    In evaluation mode, or with one process, it behaves like BatchNorm.
+    In evaluation mode or with one process, this module behaves like BatchNorm.
     """
 
     original_class: type[_BatchNorm] | None = None
@@ -107,7 +107,7 @@ def _saving(low: Tensor, instead_of: Tensor) -> Iterator[None]:
             return saved
         if low._version != version:
             raise ModelError(
-                "the input of a SyncBatchNorm was changed in place after the forward pass, but its backward pass needs "
+                "the input of a SyncBatchNorm was changed in place after the forward pass, but the backward pass needs "
                 "the original values; use an operation that is not in place"
             )
         return low.float()
@@ -121,7 +121,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dims = [0, *range(2, x.ndim)]
     if x.numel():
         var, mean = torch.var_mean(x, dims, correction=0)
-    else:  # zeros that depend on x, because the other ranks' backward passes wait for this rank
+    else:  # depends on x, because the other ranks' backward passes wait for this rank
         var = mean = x.sum(dims)
     count = torch.full((1,), x.numel() // x.shape[1], dtype=x.dtype, device=x.device)
     if get_world_size() * (2 * len(mean) + 1) <= _ONE_MESSAGE:
@@ -130,7 +130,7 @@ def _global_moments(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments of all ranks with one message in forward and one in backward."""
+    """Merge the moments of all ranks with one collective in forward and one in backward."""
     rank, size = get_dist_info()
     own = torch.cat([count, mean, var])
     rows = _sum_over_ranks(F.pad(own[None], (0, 0, rank, size - rank - 1)))  # one row for each rank
@@ -142,7 +142,7 @@ def _merge_gathered(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, T
 
 
 def _merge_summed(mean: Tensor, var: Tensor, count: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Merge the moments with two messages each in forward and backward, whose size is independent of the world size."""
+    """Merge the moments with two collectives in each direction; their size is independent of the world size."""
     sums = _sum_over_ranks(torch.cat([mean * count, count]))
     total = sums[-1:].detach()
     whole_mean = sums[:-1] / total
@@ -162,7 +162,7 @@ def _all_reduce(x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Replace every BatchNorm in the module with a `SyncBatchNorm` that has the same tensors, and return the module."""
+    """Replace every BatchNorm in the module with a `SyncBatchNorm` with the same tensors, and return the module."""
     if isinstance(module, _BatchNorm):
         return (
             module
@@ -176,10 +176,10 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def average_batchnorm(model: nn.Module) -> None:
-    """Average the running BatchNorm statistics over all ranks in one message; SyncBN statistics already match.
+    """Average the running BatchNorm statistics over all ranks in one all-reduce; SyncBN statistics already match.
 
-    The statistics differ because each rank processes different batches. Without this average, the checkpoint would
-    contain only the statistics of rank 0, while validation uses the statistics of every rank.
+    The statistics differ because each rank processes different batches. Without averaging, the checkpoint would contain
+    the statistics of rank 0, whereas each rank would validate with its local statistics.
     """
     plain = [
         module

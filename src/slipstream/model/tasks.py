@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from slipstream.errors import DataError, ModelError
+from slipstream.errors import ConfigError, DataError, ModelError
 from slipstream.model.base_model import BaseModel
+from slipstream.model.labels import check_labels, wrong_label
 from slipstream.registry import MODELS
+from slipstream.typecheck import shown
 
 __all__ = ["Classifier", "Segmentor", "Task", "main_output"]
 
@@ -24,26 +26,42 @@ class Task(BaseModel):
 
     num_classes: int | None = None
     """Number of classes of the dataset, if known; the network must have the same number of outputs."""
+    _checked_labels = False
 
     def __init__(self, network: Configured, loss: Configured | None, data_preprocessor: Any) -> None:
         super().__init__(data_preprocessor)
+        loss = nn.CrossEntropyLoss() if loss is None else loss
+        for name, value in (("network", network), ("loss", loss)):
+            if not callable(value) and not isinstance(value, Mapping):
+                raise ConfigError(f"must be a module or a dict with a 'type', not {shown(value)}", name)
         self.network: nn.Module = MODELS.build(network) if isinstance(network, Mapping) else network
-        self.loss: nn.Module = (
-            MODELS.build(loss) if isinstance(loss, Mapping) else loss or nn.CrossEntropyLoss()
-        )
+        self.loss: nn.Module = MODELS.build(loss) if isinstance(loss, Mapping) else loss
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return the loss, or the dict of losses, that the loss module computes."""
+        """Return the losses computed by the loss module.
+
+        Raises:
+            DataError: there are no targets, or a target is not a class of the network. On an accelerator, only the
+                first batch is checked.
+        """
         if targets is None:
             raise DataError("the batch has no 'targets', which mode 'loss' requires")
-        loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
+        if not torch.compiler.is_compiling() and not self._checked_labels:
+            self._checked_labels = True
+            check_labels(self.loss, main_output(outputs), targets)
+        try:
+            loss = self.loss(outputs, targets if targets.is_floating_point() else targets.long())
+        except IndexError as error:  # raised on the CPU only, because other devices run asynchronously
+            if not str(error).startswith("Target "):
+                raise
+            raise wrong_label(self.loss, main_output(outputs), str(error).rstrip(".")) from error
         return loss if isinstance(loss, dict) else {"loss": loss}
 
     def check_classes(self, scores: Any) -> None:
-        """Compare the number of channels of the main output with the number of classes of the dataset.
+        """Check that the main output has one channel for each of the dataset's classes.
 
         Raises:
-            ModelError: the numbers differ.
+            ModelError: the number of channels is different.
         """
         if self.num_classes is None or not isinstance(scores, Tensor):
             return
@@ -107,7 +125,7 @@ class Segmentor(Task):
 
 
 def main_output(outputs: Any) -> Tensor:
-    """Return the main output of a network: the first if there are several."""
+    """Return a network's main output, which is the first if there are several."""
     output: Tensor = outputs[0] if isinstance(outputs, tuple | list) else outputs
     return output
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -28,15 +28,16 @@ __all__ = [
 def initialize(module: nn.Module, init_cfg: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
     """Apply one or more initializers to `module`.
 
-    Each initializer is a dict with a `type`. The optional `layer` contains names of classes or base classes to which
-    it applies; by default it applies to all layers with weights. The optional `override` contains other settings for
-    children, selected by `name`. With `override` and without `layer`, only these children are initialized.
+    Each initializer is a dict with a `type`. The optional `layer` contains the names of the layer classes (or their
+    base classes) to initialize; by default, all layers with weights are initialized. The optional `override` contains
+    other settings for children, selected by `name`. With `override` and without `layer`, only these children are
+    initialized.
     """
     for cfg in [init_cfg] if isinstance(init_cfg, Mapping) else init_cfg:
         cfg = dict(cfg)
         override = cfg.pop("override", None)
         if override is None or cfg.get("layer"):
-            WEIGHT_INITIALIZERS.build(cfg)(module)
+            _apply(cfg, module)
         for special in [override] if isinstance(override, Mapping) else override or []:
             _override(module, dict(special), cfg)
 
@@ -48,11 +49,21 @@ def _override(module: nn.Module, special: dict[str, Any], outer: dict[str, Any])
             f"override requires the name of a child of {type(module).__name__}, got {name!r}", "init_cfg"
         )
     cfg = special if "type" in special else {k: v for k, v in outer.items() if k != "layer"} | special
-    WEIGHT_INITIALIZERS.build(cfg)(getattr(module, name))
+    _apply(cfg, getattr(module, name))
+
+
+def _apply(cfg: Mapping[str, Any], module: nn.Module) -> None:
+    try:
+        WEIGHT_INITIALIZERS.build(cfg)(module)
+    except ConfigError as error:
+        error.path = f"init_cfg.{error.path}" if error.path else "init_cfg"
+        raise
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(f"{cfg.get('type')}: {error}", "init_cfg") from error
 
 
 class _Init:
-    """Initialize each layer of the classes `layer`: fill its weight with `_fill`, and its bias with a constant.
+    """Initialize all layers of the classes in `layer`: weights with `_fill`, and biases with a constant.
 
     With `bias_prob`, the sigmoid of the bias equals this probability (Lin et al. 2017, section 4.1).
     """
@@ -67,7 +78,7 @@ class _Init:
         self.layers = {layer} if isinstance(layer, str) else set(layer or ())
 
     def __call__(self, module: nn.Module) -> None:
-        """Initialize the layers of `module` to which this initializer applies."""
+        """Initialize the matching layers of `module`."""
         for part in module.modules():
             if not self.layers or self.layers & {kind.__name__ for kind in type(part).__mro__}:
                 self._apply(part)
@@ -161,7 +172,7 @@ class KaimingInit(_Init):
     def __init__(
         self,
         a: float = 0.0,
-        mode: str = "fan_out",
+        mode: Literal["fan_in", "fan_out"] = "fan_out",
         nonlinearity: str = "relu",
         distribution: str = "normal",
         **kwargs: Any,
@@ -185,17 +196,16 @@ class Caffe2XavierInit(KaimingInit):
 
 @WEIGHT_INITIALIZERS.register_module(name=["Pretrained", "PretrainedInit"])
 class PretrainedInit:
-    """Load the weights of a checkpoint; with `prefix`, only the weights under this prefix."""
+    """Load the weights of a checkpoint or, with `prefix`, those of its submodule `prefix`."""
 
     def __init__(self, checkpoint: str, prefix: str | None = None, map_location: str = "cpu") -> None:
         self.checkpoint, self.prefix, self.map_location = checkpoint, prefix, map_location
 
     def __call__(self, module: nn.Module) -> None:
-        """Load the weights into `module`; names that exist only in the module or only in the checkpoint are skipped."""
-        from slipstream.checkpoint import load_checkpoint, load_weights
+        """Load the weights into `module`. Missing and unexpected names are ignored."""
+        from slipstream.checkpoint import load_checkpoint, load_weights, weights_in
 
-        state = load_checkpoint(self.checkpoint, self.map_location)
-        state = state.get("state_dict", state)
+        state = weights_in(load_checkpoint(self.checkpoint, self.map_location), self.checkpoint)
         if self.prefix:
             dot = self.prefix.rstrip(".") + "."
             state = {key.removeprefix(dot): value for key, value in state.items() if key.startswith(dot)}

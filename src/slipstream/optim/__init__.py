@@ -6,7 +6,7 @@ from slipstream.optim.constructor import DefaultOptimWrapperConstructor, build_o
 from slipstream.optim.library import BertAdam, RMSpropTF
 from slipstream.optim.optim_wrapper import GradClip, OptimWrapper
 from slipstream.optim.optim_wrapper_dict import OptimWrapperDict
-from slipstream.optim.scheduler import *  # noqa: F403  (thirty schedulers, listed in __all__)
+from slipstream.optim.scheduler import *  # noqa: F403
 from slipstream.optim.zero import ZeroRedundancyOptimizer
 
 __all__ = [

@@ -1,20 +1,24 @@
-"""Mixed precision: autocast in forward and loss, and loss scaling for float16."""
+"""Mixed precision: autocast for forward and loss, and loss scaling for float16."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from slipstream.config import options
 from slipstream.errors import ConfigError
 from slipstream.optim.kernels import init_momentum, kernels_chosen, use_fused, why_not_fused
 from slipstream.optim.optim_wrapper import OptimWrapper, device_of
 from slipstream.registry import OPTIM_WRAPPERS
+from slipstream.typecheck import Positive, PositiveInt, Rule, matches, shown
 
 __all__ = ["AmpOptimWrapper"]
 
@@ -27,19 +31,30 @@ _DTYPES = {
 }
 
 
+@dataclass(frozen=True)
+class LossScale:
+    """`loss_scale=dict(...)`: the options of `torch.amp.GradScaler`."""
+
+    init_scale: Positive = 2.0**16
+    growth_factor: Annotated[float, Rule(lambda factor: 1 < factor < math.inf, "above 1")] = 2.0
+    backoff_factor: Annotated[float, Rule(lambda factor: 0 < factor < 1, "between 0 and 1")] = 0.5
+    growth_interval: PositiveInt = 2000
+    enabled: bool = True
+
+
 @OPTIM_WRAPPERS.register_module()
 class AmpOptimWrapper(OptimWrapper):
     """An `OptimWrapper` that runs forward and loss under `torch.autocast`, on any device.
 
-    Fused kernels skip a step with an overflow without synchronization. With float16 on an accelerator, optimizers
-    that support fused kernels therefore use them, unless they were built with `fused=` or `foreach=`. With other
-    optimizers, the host synchronizes with the device in each step to check for an overflow.
+    Fused kernels skip steps that overflow without synchronization. With float16 on an accelerator, optimizers that
+    support fused kernels therefore use them, unless they were built with `fused=` or `foreach=`. With other optimizers,
+    the host synchronizes with the device in each step to check for an overflow.
 
     Args:
         loss_scale: `"dynamic"`, a fixed number, or the options of `torch.amp.GradScaler`. Only used for float16;
-            bfloat16 has the range of float32 and needs no scaling.
-        dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the autocast dtype of the device (float16
-            on CUDA and NPU, bfloat16 on the CPU).
+            bfloat16 has the range of float32 and does not require scaling.
+        dtype: `"float16"`, `"bfloat16"`, a `torch.dtype`, or None for the device's default autocast dtype (float16 on
+            CUDA and NPU, bfloat16 on the CPU).
         kwargs: arguments of `OptimWrapper`.
     """
 
@@ -53,7 +68,7 @@ class AmpOptimWrapper(OptimWrapper):
         self._requested_dtype = _read_dtype(dtype)
         self._loss_scale = loss_scale
         self._fixed_scale = float(loss_scale) if isinstance(loss_scale, int | float) else None
-        _make_scaler("cpu", loss_scale)  # checks the options for every dtype and device
+        _make_scaler("cpu", loss_scale)  # validate the options for all dtypes and devices
 
     # These properties are read at the first step, because the wrapper may be created before its model is moved to the
     # device.
@@ -79,7 +94,7 @@ class AmpOptimWrapper(OptimWrapper):
         return _make_scaler(self.device_type, self._loss_scale)
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context of forward and loss: autocast, and `no_sync` inside an accumulation window."""
+        """Return the context manager for forward and loss: autocast, and `no_sync` inside an accumulation window."""
         autocast = self.autocast()
         if self._accumulative_counts == 1 and self.guard is None:
             return autocast
@@ -89,7 +104,7 @@ class AmpOptimWrapper(OptimWrapper):
         return stack
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return only the autocast context."""
+        """Return the context manager for autocast."""
         return torch.autocast(self.device_type, dtype=self.dtype)
 
     @property
@@ -101,7 +116,7 @@ class AmpOptimWrapper(OptimWrapper):
         return loss if self.loss_scaler is None else self.loss_scaler.scale(loss)
 
     def step(self, **kwargs: Any) -> None:
-        """Unscale, clip, step unless a gradient overflowed, and adapt the scale."""
+        """Unscale and clip the gradients, step unless a gradient overflowed, and adapt the scale."""
         if self.loss_scaler is None:
             super().step(**kwargs)
             return
@@ -115,14 +130,14 @@ class AmpOptimWrapper(OptimWrapper):
         scaler.update(self._fixed_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the optimizer state, and the loss scaler's state as `loss_scaler` if there is one."""
+        """Return the optimizer state and, if there is a loss scaler, its state as `loss_scaler`."""
         state = super().state_dict()
         if self.loss_scaler is not None:
             state["loss_scaler"] = self.loss_scaler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the states of optimizer and loss scaler; the saved run may have had no loss scaler."""
+        """Restore the optimizer state and, if it was saved, the loss scaler's state."""
         state = dict(state_dict)
         scaler = state.pop("loss_scaler", None)
         if self.loss_scaler is not None and scaler:
@@ -131,7 +146,7 @@ class AmpOptimWrapper(OptimWrapper):
 
 
 def _no_overflow(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> Tensor:
-    """Return whether all gradients that `scaler` has unscaled are finite, as a 0-dim bool tensor."""
+    """Return whether all gradients unscaled by `scaler` are finite, as a 0-dim bool tensor."""
     counts = list(scaler._found_inf_per_device(optimizer).values())
     total: Tensor = sum((count.to(counts[0].device) for count in counts[1:]), start=counts[0])
     return total == 0
@@ -146,15 +161,12 @@ def _read_dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
 
 
 def _make_scaler(device: str, loss_scale: str | float | Mapping[str, Any]) -> torch.amp.GradScaler:
-    if loss_scale == "dynamic":
-        options: Mapping[str, Any] = {}
-    elif isinstance(loss_scale, int | float) and not isinstance(loss_scale, bool) and loss_scale > 0:
-        options = {"init_scale": float(loss_scale)}
-    elif isinstance(loss_scale, Mapping):
-        options = loss_scale
-    else:
-        raise ConfigError(f"must be 'dynamic', a positive number or a dict, not {loss_scale!r}", "loss_scale")
-    try:
-        return torch.amp.GradScaler(device, **options)
-    except (TypeError, AssertionError) as error:
-        raise ConfigError(str(error), "loss_scale") from error
+    if isinstance(loss_scale, str) and loss_scale == "dynamic":
+        loss_scale = {}
+    elif matches(loss_scale, Positive):
+        loss_scale = {"init_scale": loss_scale}
+    elif not isinstance(loss_scale, Mapping):
+        raise ConfigError(
+            f"must be 'dynamic', a positive number or a dict, not {shown(loss_scale)}", "loss_scale"
+        )
+    return torch.amp.GradScaler(device, **asdict(options(LossScale, loss_scale, "loss_scale")))

@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import Optimizer
 
+from slipstream.config import options
 from slipstream.errors import ConfigError, ModelError, did_you_mean
 from slipstream.optim.library import check_shapes
 from slipstream.optim.optim_wrapper import OptimWrapper
 from slipstream.registry import OPTIM_WRAPPER_CONSTRUCTORS, OPTIM_WRAPPERS, OPTIMIZERS
-from slipstream.typecheck import matches
+from slipstream.typecheck import NonNegative, check, check_optimizer_options
 
 __all__ = ["NORMS", "DefaultOptimWrapperConstructor", "ParamwiseOptions", "build_optim_wrapper"]
 
@@ -27,19 +28,19 @@ _DEFORMABLE = {"DeformConv2d", "ModulatedDeformConv2d"}  # by name, because the 
 class ParamwiseOptions:
     """`paramwise_cfg`: factors of the optimizer's `lr` and `weight_decay` for some of the parameters.
 
-    If the name of a parameter contains one of `custom_keys`, only this key applies to it. If it contains several
-    keys, the longest key applies; among equally long keys, the alphabetically first one applies.
+    If the name of a parameter contains one of `custom_keys`, only this key applies. If it contains several keys, the
+    longest one applies; among keys of equal length, the first one in alphabetical order applies.
     """
 
-    custom_keys: dict[str, Any] = field(
+    custom_keys: dict[str, dict[str, Any]] = field(
         default_factory=dict
     )  # {part of a name: lr_mult, decay_mult, options}
-    bias_lr_mult: float | None = None  # biases, but not of norm layers
-    bias_decay_mult: float | None = None  # biases, but not of norm layers
-    norm_decay_mult: float | None = None  # weights and biases of norm layers
-    flat_decay_mult: float | None = None  # other parameters with one dimension
-    dwconv_decay_mult: float | None = None  # weights of depth-wise convolutions
-    dcn_offset_lr_mult: float | None = None  # `conv_offset` inside deformable convolutions
+    bias_lr_mult: NonNegative | None = None  # biases, except those of norm layers
+    bias_decay_mult: NonNegative | None = None  # biases, except those of norm layers
+    norm_decay_mult: NonNegative | None = None  # weights and biases of norm layers
+    flat_decay_mult: NonNegative | None = None  # other 1-dim parameters
+    dwconv_decay_mult: NonNegative | None = None  # weights of depth-wise convolutions
+    dcn_offset_lr_mult: NonNegative | None = None  # `conv_offset` in deformable convolutions
     bypass_duplicate: bool = False  # a repeated parameter keeps its first options
 
     @classmethod
@@ -49,40 +50,42 @@ class ParamwiseOptions:
         Raises:
             ConfigError: a key or a value is invalid; the message contains the key.
         """
-        known = {f.name for f in fields(cls)}
         if open_ended:
+            known = {f.name for f in fields(cls)}
             cfg = {key: value for key, value in cfg.items() if key in known}
-        for key, value in cfg.items():
-            if key not in known:
-                raise ConfigError(f"no such option '{key}'{did_you_mean(key, known)}", "paramwise_cfg")
-            if key == "custom_keys":
-                _check_custom_keys(value)
-            elif not matches(value, bool if key == "bypass_duplicate" else float | None):
-                raise ConfigError(f"{key} must be a number, not {value!r}", "paramwise_cfg")
-        return cls(**cfg)
+        return options(cls, cfg, "paramwise_cfg")
+
+    def __post_init__(self) -> None:
+        for key, values in self.custom_keys.items():
+            for name in ("lr_mult", "decay_mult"):
+                if name in values:
+                    check(values[name], NonNegative, _path(key, name))
+            for name in values:
+                check(name, str, _path(key))
+            check_optimizer_options(values, _path(key))
 
     def uses(self, suffix: str) -> str | None:
-        """Return the name of an option that is set and ends in `suffix` (`"lr_mult"`), or None."""
+        """Return the name of an option that is set and whose name ends with `suffix` (`"lr_mult"`), or None."""
         for name in (f.name for f in fields(self)):
             if name.endswith(suffix) and getattr(self, name) is not None:
                 return name
-        return next((f"custom_keys['{k}']" for k, v in self.custom_keys.items() if suffix in v), None)
+        return next((_path(k) for k, v in self.custom_keys.items() if suffix in v), None)
 
 
 @OPTIM_WRAPPER_CONSTRUCTORS.register_module()
 class DefaultOptimWrapperConstructor:
-    """Build the optimizer and its wrapper for a model.
+    """Builds the optimizer and its wrapper for a model.
 
     Parameters with the same options form one group, because the optimizer launches kernels for each group. Frozen
-    parameters (`requires_grad=False`) are in no group. To train them later, unfreeze them before this call or add
-    them with `optimizer.add_param_group`.
+    parameters (`requires_grad=False`) are not in any group. To train them later, unfreeze them before this call, or
+    add them with `optimizer.add_param_group`.
 
     A subclass may override `add_params` to set the options of every parameter (layer-wise decay). It can read
     additional keys from `self.paramwise_cfg`.
 
     Args:
-        optim_wrapper_cfg: arguments of the wrapper (`type` is `OptimWrapper` by default), including `optimizer`: a
-            configuration or an optimizer.
+        optim_wrapper_cfg: arguments of the wrapper (`type` is `OptimWrapper` by default), including `optimizer`, which
+            is a configuration or an optimizer.
         paramwise_cfg: see `ParamwiseOptions`.
 
     Raises:
@@ -109,6 +112,7 @@ class DefaultOptimWrapperConstructor:
             raise ConfigError(
                 f"must be a dict such as dict(type='SGD', lr=0.01), not {self.optimizer_cfg!r}", "optimizer"
             )
+        check_optimizer_options(self.optimizer_cfg, "optimizer")
         self.base_lr: Any = self.optimizer_cfg.get("lr")
         self.base_wd: float | None = self.optimizer_cfg.get("weight_decay")
         for suffix, base, name in (
@@ -119,11 +123,11 @@ class DefaultOptimWrapperConstructor:
                 raise ConfigError(f"{key} requires '{name}' in the optimizer configuration", "paramwise_cfg")
 
     def __call__(self, model: nn.Module) -> OptimWrapper:
-        """Return the wrapper with an optimizer of the trainable parameters of `model`.
+        """Return the wrapper, with an optimizer of the trainable parameters of `model`.
 
         Raises:
-            ModelError: the model has no trainable parameter, or a parameter occurs twice with different options.
-            ConfigError: a custom key matches no parameter, or contains an option that the optimizer does not have.
+            ModelError: the model has no trainable parameters, or a parameter occurs twice with different options.
+            ConfigError: a custom key matches no parameter, or sets an option that the optimizer does not have.
         """
         optimizer = self.optimizer_cfg
         if not isinstance(optimizer, Optimizer):
@@ -197,7 +201,7 @@ class DefaultOptimWrapperConstructor:
         names = {id(p): name for name, p in model.named_parameters()}
         if not any(p.requires_grad for p in model.parameters()):
             raise ModelError(
-                f"{type(model).__name__} has no trainable parameter ({len(names)} are frozen); "
+                f"{type(model).__name__} has no trainable parameters ({len(names)} are frozen); "
                 "call requires_grad_(True) on the parameters to train"
             )
         self._check_custom_keys_match(model)
@@ -218,7 +222,7 @@ class DefaultOptimWrapperConstructor:
                 earlier = seen.setdefault(id(parameter), key)
                 if earlier != key and not self.paramwise.bypass_duplicate:
                     raise ModelError(
-                        f"the parameter '{names.get(id(parameter))}' is in the model twice with different options; "
+                        f"the parameter '{names.get(id(parameter))}' occurs in the model twice with different options; "
                         "set paramwise_cfg=dict(bypass_duplicate=True) to keep the first options"
                     )
                 group = groups.setdefault(earlier, {"params": {}, **options})
@@ -236,12 +240,12 @@ class DefaultOptimWrapperConstructor:
 
     def _check_options(self, optimizer: Optimizer) -> None:
         known = {"lr_mult", "decay_mult", *optimizer.defaults}
-        for key, options in self.paramwise.custom_keys.items():
-            for option in options:
+        for key, values in self.paramwise.custom_keys.items():
+            for option in values:
                 if option not in known:
                     raise ConfigError(
                         f"{type(optimizer).__name__} has no option '{option}'{did_you_mean(option, known)}",
-                        f"paramwise_cfg.custom_keys['{key}']",
+                        f"paramwise_cfg.{_path(key)}",
                     )
 
 
@@ -251,7 +255,7 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
     Args:
         model: a model, optionally wrapped for data parallelism.
         cfg: a dict with the keys `optimizer`, `paramwise_cfg`, `constructor` (by default
-            `DefaultOptimWrapperConstructor`), and the arguments of the wrapper. It is not changed.
+            `DefaultOptimWrapperConstructor`), and the arguments of the wrapper. This function does not change it.
     """
     wrapper_cfg = dict(cfg)
     constructor = OPTIM_WRAPPER_CONSTRUCTORS.build(
@@ -266,30 +270,25 @@ def build_optim_wrapper(model: nn.Module, cfg: Mapping[str, Any]) -> OptimWrappe
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside data-parallel wrappers: modules whose only content is the child `module`."""
+    """Return the model inside data-parallel wrappers, which are modules whose only child is named `module`."""
     while [name for name, _ in model.named_children()] == ["module"] and not model._parameters:
         model = model.get_submodule("module")
     return model
 
 
 def _hashable(options: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
-    """Return a key that is equal for equal options."""
+    """Return a hashable key, which is equal for equal options."""
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else repr(v)) for k, v in options.items()))
 
 
-def _check_custom_keys(custom_keys: Any) -> None:
-    if not isinstance(custom_keys, Mapping):
-        raise ConfigError(f"custom_keys must be a dict, not {custom_keys!r}", "paramwise_cfg")
-    for key, options in custom_keys.items():
-        if not isinstance(options, Mapping):
-            raise ConfigError(
-                f"must be a dict such as dict(lr_mult=0.1), not {options!r}",
-                f"paramwise_cfg.custom_keys['{key}']",
-            )
+def _path(key: str, name: str = "") -> str:
+    """Return the path of a custom key, or of one of its options, in `paramwise_cfg`."""
+    quoted = f".{key}" if key.isidentifier() else f"['{key}']"  # parts of names contain dots
+    return f"custom_keys{quoted}" + (f".{name}" if name else "")
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return all parts and prefixes of the names, as suggestions for a custom key."""
+    """Return all components and prefixes of the names, as suggestions for a custom key."""
     found: set[str] = set()
     for name in names:
         parts = name.split(".")

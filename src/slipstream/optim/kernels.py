@@ -1,4 +1,4 @@
-"""Selection of optimizer kernels: fused kernels, which update many tensors at a time, or torch's default."""
+"""Selection of optimizer kernels: fused kernels, which update many tensors at a time, or torch's defaults."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def kernels_chosen(optimizer: Optimizer) -> bool:
 
 
 def why_not_fused(optimizer: Optimizer) -> str | None:
-    """Return why `optimizer` cannot run fused kernels, or None if it can."""
+    """Return the reason that `optimizer` cannot run fused kernels, or None if it can."""
     name, kernel = type(optimizer).__name__, _fused_kernel(type(optimizer))
     if kernel is None or "fused" not in optimizer.defaults:
         having = (other for other in dir(torch.optim) if hasattr(torch, f"_fused_{other.lower()}_"))
         return f"{name} has no fused kernel; {', '.join(having)} have one"
     if any(group["differentiable"] for group in optimizer.param_groups):
-        return "fused kernels cannot be differentiable"
+        return "fused kernels do not support differentiable=True"
     for param in _parameters(optimizer):
         if not _runs_on(kernel, param.device):
             return f"torch has no fused {name} kernel for {param.device.type}"
@@ -57,9 +57,9 @@ def use_fused(optimizer: Optimizer) -> None:
 
 
 def init_momentum(optimizer: Optimizer) -> None:
-    """Initialize the momentum of a fused optimizer, in case the first step overflows; call this before each step.
+    """Initialize the momentum of a fused optimizer. Call this function before each step.
 
-    torch (2.13) leaves the momentum of parameters uninitialized if it skips their first step.
+    torch (2.13) leaves the momentum of parameters uninitialized if their first step is skipped on overflow.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return  # the host skips the step
@@ -69,7 +69,7 @@ def init_momentum(optimizer: Optimizer) -> None:
         # Only SGD has dampening. A scheduler also adds a momentum to the groups of other optimizers.
         if not group.get("fused") or not group.get("momentum") or "dampening" not in group:
             continue
-        if group["dampening"]:  # the first step ignores dampening, so zeros would be wrong
+        if group["dampening"]:  # the first step ignores dampening, so zeros are not equivalent
             optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
             continue
         for param in group["params"]:
@@ -80,12 +80,12 @@ def init_momentum(optimizer: Optimizer) -> None:
 def with_own_kernels(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved state with the kernel options of `optimizer` instead of those of the saved run.
 
-    torch would restore the saved options, even if the current device has no fused kernel.
+    Otherwise, torch restores the saved options, even if the current device has no fused kernel.
     """
     groups, kept = list(state_dict["param_groups"]), ("fused", "foreach", "capturable")
     for index, own in enumerate(optimizer.param_groups[: len(groups)]):
         groups[index] = {**groups[index], **{key: own[key] for key in kept if key in own}}
-    # Other kernels count steps on the host. A count on the device would cause a synchronization in every step.
+    # Kernels that are neither fused nor capturable count steps on the host; reading a count on the device synchronizes.
     on_host = {number for group in groups if _counts_on_host(group) for number in group["params"]}
     state = {
         key: _with_count_on_host(values) if key in on_host else values
@@ -110,7 +110,7 @@ def _fused_kernel(kind: type) -> str | None:
 
 
 def _runs_on(kernel: str, device: torch.device) -> bool:
-    # torch's list of supported devices does not show whether a backend has this kernel.
+    # torch's list of supported devices does not specify which kernels a backend has.
     if device.type == "meta":
         return False
     key = torch._C._dispatch_key_for_device(device.type)
@@ -118,7 +118,7 @@ def _runs_on(kernel: str, device: torch.device) -> bool:
 
 
 def _adagrad_runs_on_cuda() -> bool:
-    # torch 2.11 has the kernel, but its Adagrad accepts fused=True only for other devices.
+    # torch 2.11 has the kernel, but its Adagrad rejects fused=True on CUDA.
     return torch.__version__ >= "2.12"
 
 

@@ -14,8 +14,8 @@ __all__ = ["lay_out_states"]
 def lay_out_states(optimizer: Optimizer) -> None:
     """Convert the loaded states of an optimizer to the strides of their parameters.
 
-    The states of a checkpoint have the memory format of the run that wrote it (channels_last or not). torch's fused
-    optimizers read parameters and states as flat arrays, so different strides silently give wrong results.
+    The states in a checkpoint have the memory format of the run that saved it (channels_last or not). torch's fused
+    optimizers read parameters and states as flat arrays, so different strides silently produce wrong results.
     """
     for param, states in optimizer.state.items():
         if is_sharded(param):

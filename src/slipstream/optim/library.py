@@ -1,4 +1,4 @@
-"""Optimizers that torch does not have (RMSpropTF, BertAdam), and a check of Muon's parameters."""
+"""Optimizers that are not in torch (RMSpropTF, BertAdam), and a check of Muon's parameters."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
 class _Foreach(Optimizer):
-    """An optimizer that updates all parameters of a group and dtype at once, and counts the steps of each group."""
+    """An optimizer that updates all parameters of a group and dtype together, and counts the steps of each group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient, after calling `closure`; return the result of `closure`."""
+        """Call `closure`, update all parameters that have a gradient, and return the result of `closure`."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -60,14 +60,15 @@ class RMSpropTF(_Foreach):
         lr: learning rate.
         alpha: decay of the mean squares.
         eps: added to the mean squares.
-        weight_decay: factor of the weights that are added to the gradient.
+        weight_decay: weight decay coefficient; `weight_decay * p` is added to the gradient.
         momentum: decay of the momentum.
-        centered: subtract the square of the mean gradient from the mean squares.
-        decoupled_decay: multiply the weights by `1 - weight_decay` instead, regardless of the learning rate.
-        lr_in_momentum: if False, multiply by the learning rate after the momentum, like torch.
+        centered: whether to subtract the square of the mean gradient from the mean squares.
+        decoupled_decay: whether to multiply the weights by `1 - weight_decay` instead, independent of `lr`.
+        lr_in_momentum: whether to multiply gradients by `lr` before they are added to the momentum; if False, multiply
+            the momentum by `lr`, like torch.
 
     Raises:
-        ConfigError: a number is negative.
+        ConfigError: an argument is negative.
     """
 
     def __init__(
@@ -135,18 +136,18 @@ class BertAdam(_Foreach):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        warmup: fraction of `t_total` in which the learning rate rises from 0; -1 disables the warm-up. As in
+        warmup: fraction of `t_total` in which the learning rate increases from 0; -1 disables the warm-up. As in
             torch_npu, `warmup_linear` without a warm-up starts at half the learning rate.
         t_total: number of steps of the schedule; -1 means a constant learning rate.
         schedule: `warmup_linear`, `warmup_constant`, `warmup_cosine` or `warmup_poly`.
         b1: decay of the mean gradient.
         b2: decay of the mean squares.
         e: added to the root of the mean squares.
-        weight_decay: factor of the weights that are added to the update.
-        max_grad_norm: maximum norm of the gradients of each group and dtype; no limit if 0 or less.
+        weight_decay: weight decay coefficient; `weight_decay * p` is added to the update.
+        max_grad_norm: maximum norm of the gradients of each group and dtype; 0 or a negative number disables the limit.
 
     Raises:
-        ConfigError: an option is out of its range.
+        ConfigError: an option is out of range.
     """
 
     def __init__(
@@ -169,7 +170,7 @@ class BertAdam(_Foreach):
         if schedule not in _SCHEDULES:
             raise ConfigError(f"must be one of {', '.join(_SCHEDULES)}, not {schedule!r}", "schedule")
         if t_total != -1 and t_total < 1:
-            raise ConfigError(f"must be a positive number of steps, or -1, not {t_total}", "t_total")
+            raise ConfigError(f"must be a positive number of steps or -1, not {t_total}", "t_total")
         options = dict(lr=lr, warmup=warmup, t_total=t_total, schedule=schedule, b1=b1, b2=b2, e=e)
         super().__init__(params, {**options, "weight_decay": weight_decay, "max_grad_norm": max_grad_norm})
 

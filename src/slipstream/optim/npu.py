@@ -1,4 +1,4 @@
-"""Ascend's fused optimizers: torch_npu's classes if installed, otherwise equivalent optimizers."""
+"""Ascend's fused optimizers: torch_npu's classes if it is installed, otherwise equivalent optimizers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _register(
         return _fastest(substitute(params, **adapt(kwargs)))
 
     build.__name__ = build.__qualname__ = name
-    build.__doc__ = f"Return `torch_npu.optim.{name}`, or `{equivalent}` if torch_npu is missing."
+    build.__doc__ = f"Return a `torch_npu.optim.{name}`, or a `{equivalent}` if torch_npu is not available."
     OPTIMIZERS.register_module(module=build)
     return build
 
@@ -89,8 +89,8 @@ def _fastest(optimizer: Optimizer) -> Optimizer:
 
 
 def _lamb(options: dict[str, Any]) -> dict[str, Any]:
-    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True leaves the step
-    # size unchanged; with False, the library divides it by `1 - beta1^t`.
+    # As in the paper, the trust ratio includes weight decay. Contrary to its name, adam_debias=True disables bias
+    # correction of the step size; with False, the library divides the step size by `1 - beta1^t`.
     options = {"weight_decouple": False, "adam_debias": True, **options}
     if "use_global_grad_norm" in options:
         options["pre_norm"] = options.pop("use_global_grad_norm")
@@ -98,7 +98,7 @@ def _lamb(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adamp(options: dict[str, Any]) -> dict[str, Any]:
-    return {"foreach": None, **options}  # the default is a loop that synchronizes for each weight
+    return {"foreach": None, **options}  # the library's default is a loop that synchronizes for each weight
 
 
 NpuFusedAdadelta = _register("Adadelta", "torch.optim")

@@ -9,64 +9,62 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from operator import itemgetter
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.config import options
 from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
-from slipstream.errors import ConfigError, LossError, ModelError, did_you_mean
+from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.optim.kernels import with_own_kernels
 from slipstream.optim.layouts import lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import scale_
 from slipstream.step.parts import StepPart, apply_update
+from slipstream.typecheck import PositiveInt, Rule, check
 
 __all__ = ["ClipGradients", "GradClip", "OptimWrapper", "total_norm"]
 
 _NO_CONTEXT = nullcontext()
 
 
+_Limit = Annotated[float, Rule(lambda value: value > 0, "above 0")]
+"""An infinite limit does not clip, but the norm of the gradients is still logged."""
+
+
 @dataclass(frozen=True)
 class GradClip:
-    """Options of gradient clipping; `dict(max_norm=35, norm_type=2)` in a configuration."""
+    """Options of gradient clipping, for example `dict(max_norm=35, norm_type=2)` in a configuration."""
 
     type: Literal["norm", "value"] = "norm"
-    max_norm: float | None = None
-    norm_type: float = 2.0
-    clip_value: float | None = None
+    max_norm: _Limit | None = None
+    norm_type: _Limit = 2.0
+    clip_value: _Limit | None = None
 
     @classmethod
     def from_dict(cls, cfg: Mapping[str, Any]) -> GradClip:
-        """Read `clip_grad`; type norm requires `max_norm`, type value requires `clip_value`.
+        """Read `clip_grad`; type 'norm' requires `max_norm`, and type 'value' requires `clip_value`.
 
         Raises:
-            ConfigError: a key is unknown, or the limit is missing.
+            ConfigError: a key is unknown, a value is invalid, or the limit is missing.
         """
-        for key in cfg:
-            if key not in cls.__dataclass_fields__:
-                raise ConfigError(
-                    f"no such option '{key}'{did_you_mean(key, cls.__dataclass_fields__)}", "clip_grad"
-                )
-        clip = cls(**cfg)
-        if clip.type not in ("norm", "value"):
-            raise ConfigError(f"type must be 'norm' or 'value', not {clip.type!r}", "clip_grad")
-        limit = clip.max_norm if clip.type == "norm" else clip.clip_value
-        if not isinstance(limit, int | float) or limit <= 0:
-            name = "max_norm" if clip.type == "norm" else "clip_value"
-            raise ConfigError(f"type '{clip.type}' requires a positive {name}, not {limit!r}", "clip_grad")
+        clip = options(cls, cfg, "clip_grad")
+        name = "max_norm" if clip.type == "norm" else "clip_value"
+        if getattr(clip, name) is None:
+            raise ConfigError(f"type '{clip.type}' requires a positive {name}", "clip_grad")
         return clip
 
 
 class ClipGradients(StepPart):
-    """Clip the gradients before the update, by their total norm or by value."""
+    """Clips the gradients before the update, by their total norm or by value."""
 
     def __init__(self, options: GradClip) -> None:
         self.options = options
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> Mapping[str, Tensor]:
-        """Clip in place; for type norm, return the norm before clipping as `grad_norm` (0-dim, on the device)."""
+        """Clip in place; for type 'norm', return the norm before clipping as `grad_norm` (0-dim, on the device)."""
         options = self.options
         if options.type == "value":
             assert options.clip_value is not None
@@ -93,13 +91,13 @@ class _Guard(Protocol):
         """Save the state that a forward pass changes."""
 
     def poison(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward; its gradients are NaN if it is not finite."""
+        """Return the loss for backward, whose gradients are NaN if the loss is not finite."""
 
     def step(self, optim: OptimWrapper) -> None:
         """Call `optim.step()`; the call has no effect if a gradient is not finite."""
 
     def settle(self, finite: Tensor) -> None:
-        """Finish a step that ran elsewhere; restore the saved state unless `finite`."""
+        """Restore the saved state unless `finite`, after a step that did not run in `step`."""
 
 
 @OPTIM_WRAPPERS.register_module()
@@ -109,27 +107,26 @@ class OptimWrapper:
     Args:
         optimizer: a `torch.optim.Optimizer`.
         accumulative_counts: number of batches in an accumulation window, which ends with an optimizer step. Each
-            loss is divided by the size of its window, so the step uses the mean gradient of the window. The last
-            window of a run may be smaller.
+            loss is divided by the size of its window, so the step uses the mean gradient of the window. The last window
+            of a run may be smaller.
         clip_grad: options of `GradClip`, or None.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        accumulative_counts: int = 1,
+        accumulative_counts: PositiveInt = 1,
         clip_grad: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
-        if accumulative_counts < 1:
-            raise ConfigError(f"must be at least 1, not {accumulative_counts}", "accumulative_counts")
+        check(accumulative_counts, PositiveInt, "accumulative_counts")
         self.optimizer = optimizer
         if (reason := _unsupported_reason(optimizer)) is not None:
             raise ConfigError(reason, "optimizer")
         self.clip_grad = GradClip.from_dict(clip_grad) if clip_grad else None
         self.parts: list[StepPart] = [ClipGradients(self.clip_grad)] if self.clip_grad else []
-        """Parts that run around each update, in this order, in eager and compiled steps."""
+        """Parts that eager and compiled steps run around each update, in this order."""
         self.on_gradients: Callable[[], None] | None = None
         """Called before each update, when `p.grad` contains the gradients of the whole accumulation window."""
         self.grad_norm: Tensor | None = None
@@ -138,7 +135,7 @@ class OptimWrapper:
         self.guard: _Guard | None = None
         """Checks on the device whether the loss and gradients of a step are finite; None disables the check."""
         self.finite: Tensor | None = None
-        """Whether the gradients are finite (0-dim bool), during an update that the guard checks; otherwise None."""
+        """Whether the gradients are finite (0-dim bool) during an update that the guard checks, otherwise None."""
         self._accumulative_counts = accumulative_counts
         self._inner_count = 0
         self._max_counts = -1
@@ -146,10 +143,10 @@ class OptimWrapper:
     # ---- one step -------------------------------------------------------------------------------
 
     def update_params(self, loss: Tensor, **kwargs: Any) -> None:
-        """Add the gradients of `loss`; at the end of an accumulation window, update the weights.
+        """Accumulate the gradients of `loss`; at the end of an accumulation window, update the weights.
 
         Args:
-            loss: a scalar.
+            loss: a scalar tensor.
             kwargs: arguments of `Tensor.backward`, for example `inputs`.
         """
         self.backward(self.scale_loss(loss), **kwargs)
@@ -187,7 +184,7 @@ class OptimWrapper:
         self._amplify(loss).backward(**kwargs)
 
     def _amplify(self, loss: Tensor) -> Tensor:
-        """Return the loss for backward."""
+        """Return the loss for backward; overridden to multiply it by the loss scale."""
         return loss
 
     def step(self, **kwargs: Any) -> None:
@@ -211,7 +208,7 @@ class OptimWrapper:
         if kwargs or self.overrides_zero_grad:
             self.optimizer.zero_grad(**kwargs)
             return
-        # Same as the optimizer's zero_grad, without the profiler record.
+        # Equivalent to the optimizer's zero_grad, but without the profiler record.
         for group in self.optimizer.param_groups:
             for param in group["params"]:
                 param.grad = None
@@ -221,7 +218,7 @@ class OptimWrapper:
     # ---- accumulation ---------------------------------------------------------------------------
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Set the number of completed batches and the total number of batches (-1: unknown)."""
+        """Set the number of completed batches and the total number of batches (-1 if unknown)."""
         self._inner_count = init_counts
         self._max_counts = max_counts
 
@@ -230,7 +227,7 @@ class OptimWrapper:
         return self._ends_window(self._inner_count)
 
     def should_sync(self) -> bool:
-        """Return whether the next batch ends its accumulation window, so its backward must sync gradients."""
+        """Return whether the next batch ends its accumulation window, and its backward must sync gradients."""
         return self._ends_window(self._inner_count + 1)
 
     def claim_gradients(self) -> None:
@@ -243,7 +240,7 @@ class OptimWrapper:
         """Check that no other wrapper has accumulated the gradients in `p.grad`.
 
         Raises:
-            ModelError: another wrapper has an unfinished accumulation window; both windows would be wrong.
+            ModelError: `p.grad` contains another wrapper's unfinished accumulation window.
         """
         for param in self.parameters():
             if param.grad is not None and vars(param).get("_window_of", id(self)) != id(self):
@@ -272,7 +269,7 @@ class OptimWrapper:
         return remainder if in_last else counts
 
     def optim_context(self, model: Any) -> AbstractContextManager[Any]:
-        """Return the context of the forward and backward passes: `no_sync` inside an accumulation window."""
+        """Return the context manager for forward and backward, which is `no_sync` inside an accumulation window."""
         if self.guard is not None:
             self.guard.before_forward()
         if self._accumulative_counts > 1 and not self.should_sync() and hasattr(model, "no_sync"):
@@ -281,7 +278,7 @@ class OptimWrapper:
         return _NO_CONTEXT
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return only the autocast context of forward and loss."""
+        """Return the context manager for autocast, which has no effect in this class."""
         return _NO_CONTEXT
 
     # ---- for steps that implement these features themselves --------------------------------------------
@@ -303,8 +300,12 @@ class OptimWrapper:
 
     @property
     def batches(self) -> int:
-        """Number of batches trained so far, including those before a resume."""
+        """Number of trained batches, including those before a resume."""
         return self._inner_count
+
+    @batches.setter
+    def batches(self, count: int) -> None:
+        self._inner_count = count
 
     # ---- accessors ------------------------------------------------------------------------------
 
@@ -324,7 +325,7 @@ class OptimWrapper:
         return self.optimizer.defaults
 
     def get_lr(self) -> dict[str, list[float]]:
-        """Return the learning rate of each group; this synchronizes if learning rates are tensors."""
+        """Return the learning rate of each group. This may synchronize if learning rates are tensors."""
         return {"lr": [float(group["lr"]) for group in self.param_groups]}
 
     def get_momentum(self) -> dict[str, list[float]]:
@@ -341,7 +342,7 @@ class OptimWrapper:
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer state; the states of sharded parameters are sharded."""
+        """Restore the optimizer state, and shard the states of sharded parameters."""
         params = dict(enumerate(self.parameters()))
         if any(is_sharded(param) for param in params.values()):
             state = {
@@ -359,7 +360,7 @@ class OptimWrapper:
 
 
 def _unsupported_reason(optimizer: Optimizer) -> str | None:
-    """Return why the optimizer is not supported and what to do, or None if it is supported."""
+    """Return the reason that the optimizer is not supported, with a remedy, or None if it is supported."""
     closure = inspect.signature(inspect.unwrap(type(optimizer).step)).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         return (
@@ -373,7 +374,7 @@ def check_loss(loss: Any) -> None:
     """Check that `loss` supports backward.
 
     Raises:
-        LossError: `loss` is not a tensor, or not a scalar.
+        LossError: `loss` is not a scalar tensor.
         ModelError: `loss` does not depend on a trainable parameter.
     """
     if not isinstance(loss, Tensor):

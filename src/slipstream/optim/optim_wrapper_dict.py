@@ -1,4 +1,4 @@
-"""Dict of several named optimizers, for models that override `train_step`."""
+"""Dict of named optimizers, for models that override `train_step`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OptimWrapperDict"]
 
 
 class OptimWrapperDict(OptimWrapper):
-    """A dict of `OptimWrapper`s; the model's `train_step` accesses each by name (for example in GANs)."""
+    """A dict of `OptimWrapper` objects; the model's `train_step` accesses them by name (for example in GANs)."""
 
     def __init__(self, **optim_wrappers: OptimWrapper) -> None:
         for name, wrapper in optim_wrappers.items():
@@ -54,16 +54,16 @@ class OptimWrapperDict(OptimWrapper):
             wrapper.zero_grad(**kwargs)
 
     def initialize_count_status(self, model: nn.Module, init_counts: int, max_counts: int) -> None:
-        """Do nothing, because only the model controls how often each optimizer steps."""
+        """Do nothing, because the model determines how often each optimizer steps."""
 
     @property
     def accumulative_counts(self) -> int:
-        """Always 1, because each wrapper has its own accumulation."""
+        """Always 1, because each wrapper has its own number of batches per step."""
         return 1
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all optimizers, in order."""
+        """The parameter groups of all optimizers, in order."""
         return [group for wrapper in self.values() for group in wrapper.param_groups]
 
     def get_lr(self) -> dict[str, list[float]]:
@@ -108,7 +108,7 @@ class OptimWrapperDict(OptimWrapper):
         return self.optim_wrappers.values()
 
     def items(self) -> ItemsView[str, OptimWrapper]:
-        """Return the pairs of name and wrapper."""
+        """Return the names and wrappers as pairs."""
         return self.optim_wrappers.items()
 
     def __repr__(self) -> str:

@@ -27,14 +27,14 @@ _NAMING = ("params", "param_names")
 class ZeroRedundancyOptimizer(Optimizer):
     """An optimizer whose state is partitioned over the processes (Rajbhandari et al. 2020, stage 1).
 
-    Each parameter belongs to one process. The largest parameters are assigned first, to the process with the fewest
-    values. In each step, a process updates the parameters in its partition and gathers the other parameters, which
-    needs memory for one more copy of the parameters. With one process it behaves like the inner optimizer. The inner
-    optimizer must update each parameter independently, as all torch optimizers do.
+    Each parameter belongs to one process. The largest parameters are assigned first, each to the process with the
+    fewest elements. In each step, a process updates the parameters in its partition and gathers all others, which
+    requires memory for another copy of the parameters. With one process, the class behaves like the inner optimizer.
+    The inner optimizer must update each parameter independently, as torch's optimizers do.
 
-    `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, and
-    also with only the inner optimizer. torch's class of the same name does not support this: it requires parameters of
-    one dtype, and its state is available on only one rank, after `consolidate_state_dict`.
+    `state_dict` has the format of the inner optimizer, so a run can resume with any number of processes, and also with
+    only the inner optimizer. torch's class of the same name requires parameters of one dtype, and its state is
+    available on only one rank, after `consolidate_state_dict`.
 
     Args:
         params: parameters or parameter groups.
@@ -101,16 +101,16 @@ class ZeroRedundancyOptimizer(Optimizer):
                     torch._foreach_copy_(partition, _slots(part, partition))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group and partition it; every rank must call this."""
+        """Add a parameter group and partition it. All ranks must call this method."""
         super().add_param_group(param_group)
         if hasattr(self, "optim"):  # False during construction
             self._assign(self.param_groups[-1]["params"])
             self.optim.add_param_group(self._own(self.param_groups[-1]))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the full state (on the CPU) on rank 0, and this rank's partition of the state on the other ranks.
+        """Return the full state on rank 0, and this rank's partition of the state on the other ranks.
 
-        Every rank must call this.
+        With several processes, the tensors are on the CPU. All ranks must call this method.
         """
         own = super().state_dict()
         if len(self._partitions) > 1:
@@ -118,7 +118,7 @@ class ZeroRedundancyOptimizer(Optimizer):
         return own
 
     def _gather_state(self, state: dict[int, Any]) -> dict[int, Any]:
-        """Return the states of all ranks on rank 0; the ranks send one at a time to limit memory use."""
+        """Return the states of all ranks on rank 0; the ranks send one after another, to limit memory use."""
         state = tree_map_only(Tensor, lambda t: t.cpu(), state)
         for source in range(1, len(self._partitions)):
             if get_rank() == source:

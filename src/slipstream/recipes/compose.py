@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,10 @@ from slipstream.config.override import check_override
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.extras import extra
 from slipstream.recipes.find import FOLDER, find_recipe, read_yaml
+from slipstream.recipes.interpolations import check_interpolations
 from slipstream.recipes.resolvers import register_resolvers
+from slipstream.recipes.untrusted import check_files, check_hydra, check_search_path
+from slipstream.redaction import Reference
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -49,22 +53,25 @@ _NEW_KEYS = re.compile(rf"(?=({'|'.join(_TOP)})=|({_OPEN})\.)")
 _SUPERGRADIENTS = "super_gradients"
 
 
-def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None) -> dict[str, Any]:
+def compose(
+    name: str, overrides: Iterable[str] = (), config_dir: str | Path | None = None, trust: bool = False
+) -> dict[str, Any]:
     """Return a recipe as built-in Python values. Nothing is built and no module in it is imported.
 
-    The defaults list is followed, overrides are applied and interpolations are resolved. `training_params`, in the
-    file or in an override, is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
+    The defaults list is followed, overrides are applied and interpolations are resolved. In the file and in overrides,
+    `training_params` is a synonym for `training_hyperparams`. The shortcuts lr, batch_size, val_batch_size, ema,
     epochs, resume and num_workers are expanded. Hydra's global state is restored, so this function also works inside a
     Hydra job.
 
     Args:
-        name: Name of a recipe, or path of a YAML file.
+        name: name of a recipe, or path of a YAML file.
         overrides: Hydra overrides: `key=value`, `group=option`, `+key=value`, `~key`.
-        config_dir: Folder with your own recipes and groups, which take precedence over the built-in ones.
+        config_dir: folder with your own recipes and groups, which take precedence over the built-in ones.
+        trust: whether the recipe's `hydra.searchpath` may name any package (`pkg://`), which Hydra imports.
 
     Raises:
-        UnknownNameError: If a recipe, group option or key does not exist. The message suggests the nearest name.
-        ConfigError: If a file or an override is invalid, or an interpolation cannot be resolved.
+        UnknownNameError: if a recipe, group option or key does not exist. The message suggests the nearest name.
+        ConfigError: if a file or an override is invalid, or an interpolation cannot be resolved.
     """
     with extra("recipes"):
         from omegaconf import OmegaConf
@@ -72,16 +79,21 @@ def compose(name: str, overrides: Iterable[str] = (), config_dir: str | Path | N
 
     normalized = normalize_overrides(overrides)
     path = find_recipe(name, config_dir)
-    read_yaml(path)  # reports syntax errors with their line
+    check_files(path, normalized, search_folders(path, config_dir))  # reports syntax errors with line numbers
     with _hydra(path.parent):
-        cfg = load(path, normalized, config_dir)
+        cfg = load(path, normalized, config_dir, trust)
         OmegaConf.set_struct(cfg, False)
         del cfg["hydra"]
         _merge_synonyms(cfg, normalized)
+        raw: Any = OmegaConf.to_container(cfg, resolve=False)
+        check_interpolations(raw, str(path))
         try:
             plain = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException as error:
             raise ConfigError(f"{_first_line(error)} (in {path})", str(error.full_key or "")) from None
+        except RecursionError:
+            raise ConfigError(f"{path}: the values contain a cycle or are nested too deeply") from None
+        plain = _with_references(plain, raw)
     values: dict[str, Any] = _without_targets(plain)
     _expand_shortcuts(values)
     return values
@@ -105,23 +117,25 @@ def search_folders(path: Path, config_dir: str | Path | None) -> list[Path]:
     return list(dict.fromkeys(folder.resolve() for folder in folders))
 
 
-def load(path: Path, overrides: Sequence[str], config_dir: str | Path | None = None) -> DictConfig:
+def load(
+    path: Path, overrides: Sequence[str], config_dir: str | Path | None = None, trust: bool = False
+) -> DictConfig:
     """Return the composed recipe with Hydra's settings and unresolved interpolations.
 
     Raises:
-        ConfigError: See `compose`.
+        ConfigError: see `compose`.
     """
     import hydra
     from hydra.errors import HydraException, MissingConfigException
     from omegaconf.errors import OmegaConfBaseException
 
     kept = [override for override in overrides if not override.startswith("hydra.searchpath=")]
-    searchpath = _searchpath(path, overrides, config_dir)
+    searchpath = _searchpath(path, overrides, config_dir, trust)
     try:
         return hydra.compose(path.stem, [*kept, *searchpath], return_hydra_config=True)
     except MissingConfigException as error:
         raise _missing(error, path, search_folders(path, config_dir)) from None
-    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError) as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, OSError, ValueError) as error:
         _raise_unknown_key(error, path, overrides, config_dir)
         raise ConfigError(f"{_first_line(error)} (in {path})") from None
     except TypeError:  # raised by Hydra, without a message, if an override sets an item of a list
@@ -130,32 +144,47 @@ def load(path: Path, overrides: Sequence[str], config_dir: str | Path | None = N
         ) from None
 
 
-def _searchpath(path: Path, overrides: Sequence[str], config_dir: str | Path | None) -> list[str]:
+def _searchpath(
+    path: Path, overrides: Sequence[str], config_dir: str | Path | None, trust: bool
+) -> list[str]:
     """Return the override that adds our folders to the recipe's search path and removes SuperGradients' package."""
     value = next(
         (override.partition("=")[2] for override in overrides if override.startswith("hydra.searchpath=")), ""
     )
     own = yaml.safe_load(value) if value else (read_yaml(path).get("hydra") or {}).get("searchpath")
     kept = [str(entry) for entry in own or () if not str(entry).startswith(f"pkg://{_SUPERGRADIENTS}")]
+    # A search path in the overrides is trusted; one in the recipe file is checked, unless `trust` is set.
+    if not (value or trust):
+        check_search_path(kept, path)
     folders = [f"file://{folder}" for folder in search_folders(path, config_dir)[1:]]
     quoted = ["'" + entry.replace("'", r"\'") + "'" for entry in [*kept, *folders]]
     return [f"hydra.searchpath=[{','.join(quoted)}]"]
 
 
-def hydra_overrides(path: Path, overrides: Iterable[str], config_dir: str | Path | None = None) -> list[str]:
+def hydra_overrides(
+    path: Path, overrides: Iterable[str], config_dir: str | Path | None = None, trust: bool = False
+) -> list[str]:
     """Return the overrides with which `hydra.main` reads a recipe without creating output folders.
 
-    Each shortcut is followed by the overrides that it stands for, so that `--cfg job` shows its effect.
+    The overrides that shortcuts expand to are added, so that `--cfg job` shows their effect.
 
     Raises:
-        ConfigError: If the recipe cannot be composed; see `compose`.
+        ConfigError: if the recipe cannot be composed; see `compose`.
     """
+    from omegaconf import OmegaConf
+
     normalized = normalize_overrides(overrides)
+    check_files(path, normalized, search_folders(path, config_dir))
     with _hydra(path.parent):
-        callbacks = load(path, [], config_dir).hydra.callbacks
+        cfg = load(path, [], config_dir, trust)
+        raw: Any = OmegaConf.to_container(cfg, resolve=False)
+        check_interpolations(raw, str(path))
+        if not trust:
+            check_hydra(raw["hydra"], path)
+        callbacks = cfg.hydra.callbacks
         gone = [name for name in callbacks if _SUPERGRADIENTS in str(callbacks[name].get("_target_", ""))]
     root, name = "${oc.select:ckpt_root_dir,null}", f"${{oc.select:experiment_name,{path.stem}}}"
-    settings = {
+    fixed = {
         "hydra.output_subdir": "null",
         "hydra/job_logging": "none",
         "hydra.run.dir": ".",
@@ -166,16 +195,16 @@ def hydra_overrides(path: Path, overrides: Iterable[str], config_dir: str | Path
     return [
         *(override for override in normalized if not override.startswith("hydra.searchpath=")),
         *_shortcut_targets(normalized),
-        *_searchpath(path, normalized, config_dir),
+        *_searchpath(path, normalized, config_dir, trust),
         *(f"~hydra.callbacks.{name}" for name in gone),
-        *(f"{key}={value}" for key, value in settings.items() if key not in present),
+        *(f"{key}={value}" for key, value in fixed.items() if key not in present),
     ]
 
 
 def _shortcut_targets(overrides: Iterable[str]) -> Iterator[str]:
-    """Yield the overrides that shortcuts stand for.
+    """Yield the overrides that shortcuts expand to.
 
-    Sweeps are left out, because Hydra would run the Cartesian product of a sweep and its copies.
+    Sweeps are omitted, because Hydra would run the Cartesian product of a sweep and its copies.
     """
     with extra("recipes"):
         from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -216,8 +245,23 @@ def _merge_synonyms(cfg: DictConfig, overrides: Sequence[str]) -> None:
             OmegaConf.update(cfg, override.key_or_group, override.value())
 
 
+def _with_references(value: Any, raw: Any) -> Any:
+    """Return `value` with text from environment variables (`${oc.env:NAME}` in `raw`) as a `Reference`."""
+    if isinstance(value, dict) and isinstance(raw, dict):
+        return {key: _with_references(item, raw.get(key)) for key, item in value.items()}
+    if isinstance(value, list) and isinstance(raw, list):
+        return [_with_references(item, part) for item, part in zip(value, raw, strict=True)]
+    if not (isinstance(value, str) and isinstance(raw, str)):
+        return value
+    reference = value
+    for name in re.findall(r"\$\{\s*oc\.env:\s*(\w+)", raw):
+        if found := os.environ.get(name):
+            reference = reference.replace(found, f"{{{{ ${name} }}}}")
+    return value if reference == value else Reference(value, reference)
+
+
 def _without_targets(value: Any) -> Any:
-    """Return `value` with each `_target_` dict that stands for a built-in Python value replaced by that value."""
+    """Return `value` with SuperGradients' `_target_` dicts for lists and enums replaced by built-in values."""
     if isinstance(value, list):
         return [_without_targets(item) for item in value]
     if not isinstance(value, dict):
@@ -247,7 +291,7 @@ def _expand_shortcuts(values: dict[str, Any]) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the message of a Hydra, OmegaConf or PyYAML error without its hints for programmers."""
+    """Return the message of a Hydra, OmegaConf or PyYAML error without its hints for developers."""
     from hydra.errors import OverrideParseException
 
     lines = str(error if str(error) else error.__cause__).strip().splitlines()

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from slipstream.config.yaml_format import BoundedLoader
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 
 __all__ = ["FOLDER", "find_recipe", "is_composed", "read_yaml", "recipes"]
@@ -34,12 +35,12 @@ def find_recipe(name: str, config_dir: str | Path | None = None) -> Path:
     """Return the path of a recipe, given its name, or of a configuration file, given its path.
 
     Args:
-        name: Name of a recipe, or a path with its extension.
-        config_dir: Folder with your own recipes, which take precedence over the built-in ones.
+        name: name of a recipe, or a path with its extension.
+        config_dir: folder with your own recipes, which take precedence over the built-in ones.
 
     Raises:
-        UnknownNameError: If no such recipe or file exists.
-        ConfigError: If `config_dir` is not a folder.
+        UnknownNameError: if no such recipe or file exists.
+        ConfigError: if `config_dir` is not a folder.
     """
     if config_dir is not None and not Path(config_dir).is_dir():
         raise ConfigError(f"folder not found: {config_dir}", "--config-dir")
@@ -60,7 +61,7 @@ def is_composed(path: Path) -> bool:
     """Return whether a recipe is written in SuperGradients' syntax and composed by Hydra.
 
     Raises:
-        ConfigError: If the file cannot be read.
+        ConfigError: if the file cannot be read.
     """
     if path.suffix not in (".yaml", ".yml") or not path.is_file():
         return False
@@ -76,12 +77,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Return the values of one file without resolving anything, or an empty dict if it is not a mapping.
 
     Raises:
-        ConfigError: If the file cannot be read or parsed. The message contains the file and the line.
+        ConfigError: if the file cannot be read or parsed, or exceeds the limits of `BoundedLoader`. The
+            message contains the file and the line.
     """
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        values = yaml.load(path.read_text(encoding="utf-8-sig"), BoundedLoader)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from None
     return values if isinstance(values, dict) else {}

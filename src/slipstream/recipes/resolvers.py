@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from slipstream.errors import ConfigError
+from slipstream.files import check_name
 
 __all__ = ["output_dir", "register_resolvers"]
 
 
 def output_dir(ckpt_root_dir: str | None, experiment_name: str) -> str:
     """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
-    return str(Path(ckpt_root_dir or "work_dirs") / experiment_name)
+    return str(
+        Path(ckpt_root_dir or "work_dirs") / check_name(experiment_name, "experiment_name", "ckpt_root_dir")
+    )
 
 
 def register_resolvers() -> None:

@@ -1,10 +1,12 @@
-"""Registries, which map the `type=` names of a configuration to classes and functions and build objects from them."""
+"""Registries that map the `type` names in configurations to classes and functions, and build objects from them."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
 import inspect
+import math
+import re
 import sys
 import types
 import typing
@@ -15,7 +17,7 @@ from contextvars import ContextVar
 from typing import Any, TypeVar, overload
 
 from slipstream.errors import BuildError, ConfigError, SlipstreamError, UnknownNameError, did_you_mean
-from slipstream.typecheck import describe, matches
+from slipstream.typecheck import describe, matches, shown
 
 __all__ = ["Registry", "build_from_cfg", "default_scope", "init_default_scope", "locate"]
 
@@ -50,13 +52,13 @@ class Registry:
     """A mapping from names to classes or functions, with one child registry per downstream library.
 
     Args:
-        name: Kind of the entries (`"model"`), for error messages.
-        build_func: The function that `build` calls to build an object from a configuration.
-        parent: The registry to search if a name is not found here.
-        scope: Name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
+        name: kind of the entries (`"model"`), for error messages.
+        build_func: the function that `build` calls to build an object from a configuration.
+        parent: the registry to search if a name is not found here.
+        scope: name of the library that registers here (`"mmseg"` in `type="mmseg.FCNHead"`);
             by default the top-level package of the caller.
-        locations: Modules to import if a name is not found; importing them registers their classes.
-        namespaces: Modules whose public classes count as registered (`"torch.optim"`).
+        locations: modules to import if a name is not found; importing them registers their classes.
+        namespaces: modules whose public classes count as registered (`"torch.optim"`).
 
     Example:
         >>> MODELS = Registry("model")
@@ -116,7 +118,7 @@ class Registry:
         """Register `module` under `name` (default: its `__name__`), as a call or as a decorator.
 
         Raises:
-            UnknownNameError: Another object is registered under the name, and `force` is not set.
+            UnknownNameError: another object is registered under the name, and `force` is not set.
         """
         if module is not None:
             return self._register(module, name, force)
@@ -163,10 +165,10 @@ class Registry:
         return f"Registry(name={self.name!r}, scope={self.scope!r}, entries={sorted(self.module_dict)})"
 
     def build(self, cfg: Any, *args: Any, **kwargs: Any) -> Any:
-        """Build an object from `cfg`, a dict with a `type`, which is a registered name or a class.
+        """Build an object from `cfg`, a dict whose `type` is a registered name, a class or a function.
 
         Raises:
-            BuildError, UnknownNameError: The object cannot be built; the message contains the config path.
+            BuildError, UnknownNameError: the object cannot be built; the message contains the config path.
         """
         return self.build_func(cfg, *args, **kwargs, registry=self)
 
@@ -174,14 +176,14 @@ class Registry:
         """Return the object registered as `key`.
 
         Raises:
-            UnknownNameError: The name is neither registered nor importable; the message names the nearest entry.
+            UnknownNameError: the name is neither registered nor importable; the message names the nearest entry.
         """
         found = self.get(key)
         if found is None:
             registries, name = self._split(key)
             hint = did_you_mean(name, {known for registry in registries for known in registry.names()})
             extras = "".join(
-                f"; {package} may have it: pip install 'slipstream[{extra}]'"
+                f"; if it is part of {package}, run: pip install 'slipstream[{extra}]'"
                 for package, extra in _EXTRAS.items()
                 if any(registry._is_missing(package) for registry in registries)
             )
@@ -208,7 +210,7 @@ class Registry:
         if dot and (registry := self._in_scope(scope)) is not None:
             return [registry], name
         preferred = self._in_scope(_scope.get() or "")
-        # The root must not come first, even as default scope, because it would hide overrides of a child.
+        # The root must not come first, even as default scope, because it hides overrides of a child.
         return [self] if preferred in (None, self.root) else [preferred, self], key
 
     def _in_scope(self, scope: str) -> Registry | None:
@@ -270,31 +272,56 @@ def build_from_cfg(cfg: Any, registry: Registry, default_args: Mapping[str, Any]
     """Build the object that `cfg` describes.
 
     Args:
-        cfg: A dict whose `type` is a registered name, a class or a function; the other keys are its
+        cfg: a dict whose `type` is a registered name, a class or a function; the other keys are its
             arguments. `cfg` is not modified.
-        registry: The registry in which names are looked up.
-        default_args: Default arguments, which `cfg` overrides; may contain `type`.
+        registry: the registry in which names are looked up.
+        default_args: default arguments, which `cfg` overrides; may contain `type`.
 
     Raises:
-        UnknownNameError: The `type` is not registered.
-        BuildError: An argument is unknown, missing, of the wrong type, or rejected by the constructor.
+        UnknownNameError: the `type` is not registered.
+        BuildError: an argument is unknown, missing, of the wrong type, or rejected by the constructor.
     """
     if not isinstance(cfg, Mapping):
-        raise BuildError(f"a {registry.name} must be configured with a dict that has a 'type', not {cfg!r}")
+        raise BuildError(
+            f"a {registry.name} must be configured with a dict that has a 'type', not {shown(cfg)}"
+        )
     arguments = {**(default_args or {}), **cfg}
     if "type" not in arguments:
-        raise _with_source(ConfigError(f"a {registry.name} needs a 'type'; got the keys {sorted(cfg)}"), cfg)
+        raise _with_source(ConfigError(f"a {registry.name} needs a 'type'; got the keys {list(cfg)}"), cfg)
     kind = arguments.pop("type")
     try:
         target = registry.resolve(kind) if isinstance(kind, str) else kind
+        if not callable(target):
+            raise BuildError(
+                f"{shown(kind)} is not callable; use a registered name, a class or a function", "type"
+            )
         _check_arguments(target, arguments)
         return target(**arguments)
     except ConfigError as error:
         raise _with_source(error, cfg) from error.__cause__
-    except (TypeError, ValueError) as error:
-        if isinstance(error, SlipstreamError):
+    except _WRONG_ARGUMENT as error:
+        if isinstance(error, SlipstreamError) or type(error).__name__ == "OutOfMemoryError":
             raise
-        raise _with_source(BuildError(f"{_name(kind)}: {error}"), cfg) from error
+        raise _with_source(BuildError(f"{_name(kind)}: {_reason(error)}"), cfg) from error
+
+
+_WRONG_ARGUMENT = (
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    RuntimeError,
+)
+"""Exceptions of constructors that are reported with the config path; others, such as OSError, pass unchanged."""
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of a constructor's exception, with Python's message about an unknown argument reworded."""
+    if found := re.search(r"got an unexpected keyword argument '([^']*)'", str(error)):
+        return f"there is no parameter '{found[1]}'"
+    return str(error) if isinstance(error, TypeError | ValueError) else f"{type(error).__name__}: {error}"
 
 
 def locate(target: Any, tree: Any) -> str | None:
@@ -330,6 +357,8 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
     known = signature.parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in known.values())
     for key in arguments:
+        if not isinstance(key, str):
+            raise BuildError(f"the names of parameters must be strings, not {shown(key)}")
         if key not in known and not open_ended:
             hint = did_you_mean(key, known)
             raise BuildError(f"{_name(target)} has no parameter '{key}'{hint}")
@@ -346,22 +375,40 @@ def _check_arguments(target: Any, arguments: Mapping[str, Any]) -> None:
 
 
 def _check_types(target: Any, arguments: Mapping[str, Any]) -> None:
-    # Only this package's annotations are checked; those of other packages are often inexact.
-    if not str(getattr(target, "__module__", "")).startswith("slipstream."):
+    # Annotations of other packages are often inexact; torch.nn's numbers are checked because layers accept any object.
+    module = str(getattr(target, "__module__", ""))
+    if not module.startswith(("slipstream.", "torch.nn.")):
         return
-    constructor = target.__init__ if inspect.isclass(target) else target
     for key, value in arguments.items():
-        hint = _hint(constructor, key)
-        if not matches(value, hint):
-            raise BuildError(f"must be {describe(hint)}, not {value!r}", key)
+        hint = _hint(target, key)
+        fits = matches(value, hint) if module.startswith("slipstream.") else _is_like_number(value, hint)
+        if not fits:
+            raise BuildError(f"must be {describe(hint)}, not {shown(value)}", key)
 
 
-def _hint(constructor: Any, key: str) -> Any:
-    """Return the annotation of a parameter, or Any if its type is only imported under TYPE_CHECKING."""
-    holder = types.SimpleNamespace(__annotations__={key: constructor.__annotations__.get(key, Any)})
-    holder.__module__ = constructor.__module__
+def _is_like_number(value: Any, hint: Any) -> bool:
+    """Return whether `value` can be used as a number other than NaN, or the annotation is not a number."""
+    if hint not in (int, float, int | None, float | None):
+        return True
+    number = hasattr(value, "__float__") or hasattr(value, "__index__")
+    return value is None or (number and not (isinstance(value, float) and math.isnan(value)))
+
+
+def _hint(target: Any, key: str) -> Any:
+    """Return the annotation of a parameter, or Any if its type is only imported under TYPE_CHECKING.
+
+    A parameter that is not in the signature of a class is one of its `**kwargs`, which a base class accepts.
+    """
+    functions = (
+        [vars(base).get("__init__") for base in target.__mro__] if inspect.isclass(target) else [target]
+    )
+    function = next((f for f in functions if key in getattr(f, "__annotations__", ())), None)
+    if function is None:
+        return Any
+    holder = types.SimpleNamespace(__annotations__={key: function.__annotations__[key]})
+    module = vars(sys.modules[function.__module__])
     try:
-        return typing.get_type_hints(holder, vars(sys.modules[constructor.__module__]))[key]
+        return typing.get_type_hints(holder, module, include_extras=True)[key]
     except NameError:
         return Any
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slipstream.errors import ConfigError
 from slipstream.registry.registry import ROOT_SCOPE, Registry, build_from_cfg
+from slipstream.typecheck import check, check_optimizer_options
 
 __all__ = [
     "DATASETS",
@@ -47,6 +50,28 @@ def _build_model(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
     return build_from_cfg(cfg, registry, default_args)
 
 
+def _build_optimizer(cfg: Any, registry: Registry, default_args: Any = None) -> Any:
+    """Build an optimizer. PyTorch's optimizers accept NaN and infinity, and their errors do not name the key."""
+    if isinstance(cfg, Mapping):
+        try:
+            check_optimizer_options(cfg)
+            _check_flags(cfg, registry)
+        except ConfigError as error:
+            error.source = cfg  # type: ignore[attr-defined]  # locates the error in the user config
+            raise
+    return build_from_cfg(cfg, registry, default_args)
+
+
+def _check_flags(cfg: Mapping[str, Any], registry: Registry) -> None:
+    """Check the options whose default is a bool, such as `nesterov`; an optimizer accepts any value for them."""
+    kind = cfg.get("type")
+    target = registry.get(kind) if isinstance(kind, str) else kind
+    parameters = inspect.signature(target).parameters if inspect.isclass(target) else {}
+    for key, value in cfg.items():
+        if key in parameters and isinstance(parameters[key].default, bool):
+            check(value, bool, key)
+
+
 RUNNERS = _root("runner", "slipstream.runner")
 RUNNER_CONSTRUCTORS = _root("runner constructor")
 LOOPS = _root("loop", "slipstream.runner.loops")
@@ -82,6 +107,7 @@ WEIGHT_INITIALIZERS = _root("weight initializer", "slipstream.model.weight_init"
 OPTIMIZERS = _root(
     "optimizer",
     "slipstream.optim",
+    build_func=_build_optimizer,
     namespaces=["torch.optim", "torch.distributed.optim", "pytorch_optimizer.optimizer"],
 )
 OPTIM_WRAPPERS = _root("optimizer wrapper", "slipstream.optim")

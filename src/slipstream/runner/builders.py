@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
 
+from slipstream.config.merge import join
 from slipstream.dist.sharding import is_sharded, mesh_of
 from slipstream.errors import ConfigError, ModelError
 from slipstream.model import unwrap_model
@@ -22,9 +23,10 @@ __all__ = ["build_model", "build_optim", "build_schedulers", "scale_lr"]
 
 
 def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) -> nn.Module:
-    """Return the model; build it first if `model` is a configuration.
+    """Return `model`, or build the model if `model` is a configuration.
 
     Raises:
+        ConfigError: `model` is neither a module nor a dict.
         ModelError: the model has no `train_step`.
     """
     if isinstance(model, Mapping):
@@ -34,7 +36,7 @@ def build_model(model: nn.Module | Mapping[str, Any], data_preprocessor: Any) ->
         raise ConfigError(f"must be a torch.nn.Module or a dict, not {type(model).__name__}", "model")
     if not hasattr(unwrap_model(model), "train_step"):
         raise ModelError(
-            f"{type(model).__name__} has no train_step. Derive it from slipstream.model.BaseModel and return "
+            f"{type(model).__name__} has no train_step. Subclass slipstream.model.BaseModel and return "
             "the losses from forward(..., mode='loss'), or wrap the network in slipstream.model.Segmentor or "
             "Classifier"
         )
@@ -55,7 +57,7 @@ def build_optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     optim = _optim(model, cfg)
     if mesh_of(model) is not None and not any(is_sharded(p) for g in optim.param_groups for p in g["params"]):
         raise ConfigError(
-            "the optimizer was created before the model was sharded and would update the old parameters; "
+            "the optimizer was created before the model was sharded and refers to the unsharded parameters; "
             "pass a dict instead, so that the optimizer is built after sharding"
         )
     return optim
@@ -67,7 +69,7 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if isinstance(cfg, Optimizer):
         return OptimWrapper(cfg)
     if not isinstance(cfg, Mapping):
-        raise ConfigError(f"must be an OptimWrapper or a dict, not {type(cfg).__name__}")
+        raise ConfigError(f"must be an OptimWrapper, an optimizer or a dict, not {type(cfg).__name__}")
     if isinstance(cfg.get("optimizer"), Optimizer):
         return _one(cfg)
     if "optimizer" in cfg or "constructor" in cfg:
@@ -75,7 +77,7 @@ def _optim(model: nn.Module, cfg: Any) -> OptimWrapper:
     if cfg and all(isinstance(part, OptimWrapper) for part in cfg.values()):
         return OptimWrapperDict(**cfg)
     raise ConfigError(
-        f"requires the key 'optimizer', or a dict of OptimWrapper objects; got the keys {sorted(cfg)}"
+        f"must contain the key 'optimizer' or only OptimWrapper objects; got the keys {sorted(cfg)}"
     )
 
 
@@ -89,19 +91,22 @@ def build_schedulers(cfg: Any, optim: OptimWrapper, loop: BaseLoop) -> Any:
     if isinstance(optim, OptimWrapperDict):
         named = isinstance(cfg, Mapping) and "type" not in cfg and set(cfg) <= set(optim)
         per_name = {name: cfg.get(name) if named else cfg for name in optim}
-        return {name: _schedulers(part, optim[name], loop) for name, part in per_name.items()}
-    return _schedulers(cfg, optim, loop)
+        return {
+            name: _schedulers(
+                part, optim[name], loop, f"param_scheduler.{name}" if named else "param_scheduler"
+            )
+            for name, part in per_name.items()
+        }
+    return _schedulers(cfg, optim, loop, "param_scheduler")
 
 
-def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any) -> list[Any]:
-    several = isinstance(cfg, Sequence) and not isinstance(cfg, str)
-    parts = cfg if several else [] if cfg is None else [cfg]
-    return [_scheduler(part, optim, loop) for part in parts]
+def _schedulers(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> list[Any]:
+    if isinstance(cfg, list | tuple):
+        return [_scheduler(part, optim, loop, f"{path}[{index}]") for index, part in enumerate(cfg)]
+    return [] if cfg is None else [_scheduler(cfg, optim, loop, path)]
 
 
-def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
-    if isinstance(cfg, str | int | float):
-        raise ConfigError(f"must be a scheduler or a dict with a 'type', not {cfg!r}", "param_scheduler")
+def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any, path: str) -> Any:
     try:
         return build_param_scheduler(
             cfg,
@@ -111,15 +116,13 @@ def _scheduler(cfg: Any, optim: OptimWrapper, loop: Any) -> Any:
             max_iters=loop.max_iters,
         )
     except ConfigError as error:
-        error.source = cfg  # type: ignore[attr-defined]  # locates the error in the user config
+        error.path = join(path, error.path) if error.path else path
+        error.source = None  # type: ignore[attr-defined]  # the path is complete
         raise
 
 
-def scale_lr(optim: OptimWrapper, options: Mapping[str, Any], samples: int) -> str:
-    """Multiply every learning rate by `samples` (per step) / `base_batch_size`; return a log line about it."""
-    base = options.get("base_batch_size")
-    if not isinstance(base, int) or base < 1:
-        raise ConfigError(f"requires an integer base_batch_size of at least 1, not {base!r}", "auto_scale_lr")
+def scale_lr(optim: OptimWrapper, base: int, samples: int) -> str:
+    """Multiply every learning rate by `samples` (per step) / `base` and return a log message."""
     factor = samples / base
     for group in optim.param_groups:
         for name in ("lr", "initial_lr"):

@@ -9,13 +9,14 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 
 from slipstream.devices import default_device
 from slipstream.dist import (
+    check_dist_cfg,
     get_backend,
     get_rank,
     get_world_size,
@@ -26,9 +27,11 @@ from slipstream.dist import (
 )
 from slipstream.dist.placement import placement
 from slipstream.errors import DistributedError
+from slipstream.typecheck import NonNegativeInt, Rule
 
 __all__ = [
     "EnvOptions",
+    "MpOptions",
     "Randomness",
     "collect_env",
     "set_random_seed",
@@ -36,12 +39,15 @@ __all__ = [
 ]
 
 
+Seed = Annotated[int, Rule(lambda seed: 0 <= seed < 2**63, "between 0 and 2**63 - 1")]
+
+
 @dataclass(frozen=True)
 class Randomness:
-    """Options of the Runner's argument `randomness`."""
+    """Options of the Runner's `randomness` argument."""
 
-    seed: int | None = None
-    """Seed of all random number generators. None draws one seed for all ranks and logs it."""
+    seed: Seed | None = None
+    """Seed of all random number generators. If None, one seed is drawn for all ranks and logged."""
     deterministic: bool = False
     """Use only deterministic algorithms, including on the accelerator. This is slower."""
     diff_rank_seed: bool = False
@@ -49,26 +55,39 @@ class Randomness:
 
 
 @dataclass(frozen=True)
+class MpOptions:
+    """Options of `env_cfg.mp_cfg`."""
+
+    mp_start_method: Literal["fork", "spawn", "forkserver"] | None = None
+    """How data loader workers are started; None keeps the setting of the process."""
+    opencv_num_threads: Annotated[int, Rule(lambda count: -1 <= count <= 1024, "from -1 to 1024")] | None = (
+        None
+    )
+    """Number of OpenCV's threads in each worker; None keeps the setting of the process."""
+
+
+@dataclass(frozen=True)
 class EnvOptions:
-    """Options of the Runner's argument `env_cfg`."""
+    """Options of the Runner's `env_cfg` argument."""
 
     cudnn_benchmark: bool = False
     """Let cuDNN benchmark its algorithms for each new input shape, which is faster if input shapes are constant."""
-    mp_cfg: dict[str, Any] = field(default_factory=dict)
-    """`mp_start_method` (how data loader workers are started) and `opencv_num_threads` (threads in each worker)."""
-    dist_cfg: dict[str, Any] = field(default_factory=dict)
+    mp_cfg: MpOptions = field(default_factory=MpOptions)
+    """How data loader workers are started, and their number of threads."""
+    dist_cfg: Mapping[str, Any] = field(default_factory=dict)
     """`backend`, `timeout` of collectives (s), `init_timeout` (s), and other arguments of `init_process_group`."""
-    resource_limit: int = 4096
+    resource_limit: NonNegativeInt = 4096
     """Minimum soft limit on the number of open files; many workers require a high limit."""
 
 
 def setup_env(launcher: str, options: EnvOptions) -> None:
-    """Initialize the process group and set the open-file limit, the start method and OpenCV's threads."""
+    """Initialize the process group, and set the open-file limit and the options of worker processes."""
     _raise_file_limit(options.resource_limit)
-    if method := options.mp_cfg.get("mp_start_method"):
+    if method := options.mp_cfg.mp_start_method:
         torch.multiprocessing.set_start_method(method, force=True)
-    if (threads := options.mp_cfg.get("opencv_num_threads")) is not None and "cv2" in sys.modules:
+    if (threads := options.mp_cfg.opencv_num_threads) is not None and "cv2" in sys.modules:
         sys.modules["cv2"].setNumThreads(threads)
+    check_dist_cfg(options.dist_cfg)
     if launcher != "none" and not is_distributed():
         dist_cfg = dict(options.dist_cfg)
         if dist_cfg.get("backend") == "nccl" and not torch.cuda.is_available():

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -15,10 +16,13 @@ from slipstream.dataset.loading.loader import length
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.logging import HistoryBuffer
 from slipstream.registry import LOG_PROCESSORS
+from slipstream.typecheck import PositiveInt, Rule, check, matches, shown
 
 __all__ = ["LogProcessor"]
 
 Tag = dict[str, Any]
+_LONGEST = timedelta.max.total_seconds() // 2
+"""Upper bound of the remaining time that is shown, in seconds; `timedelta` cannot represent larger values."""
 
 
 @LOG_PROCESSORS.register_module()
@@ -29,7 +33,7 @@ class LogProcessor:
     is shown.
 
     Args:
-        window_size: number of newest values to average.
+        window_size: number of recent values to average.
         by_epoch: count iterations within epochs (`Epoch(train) [1][100/500]`) rather than over the run
             (`Iter(train) [100/80000]`).
         custom_cfg: additional statistics, each a dict with `data_src` (the scalar's name without its mode, such as
@@ -38,7 +42,7 @@ class LogProcessor:
             (default: `data_src`, so the statistic replaces that scalar), and other arguments of the method.
         num_digits: number of digits after the decimal point.
         log_with_hierarchy: keep the mode in the names passed to the visualizer (`train/loss`).
-        mean_pattern: regular expression for the names to average.
+        mean_pattern: regular expression for the names of the scalars to average.
 
     Raises:
         ConfigError: an entry of `custom_cfg` is invalid, or `mean_pattern` is not a regular expression.
@@ -49,15 +53,14 @@ class LogProcessor:
 
     def __init__(
         self,
-        window_size: int = 10,
+        window_size: PositiveInt = 10,
         by_epoch: bool = True,
         custom_cfg: list[dict[str, Any]] | None = None,
-        num_digits: int = 4,
+        num_digits: Annotated[int, Rule(lambda digits: 0 <= digits <= 20, "between 0 and 20")] = 4,
         log_with_hierarchy: bool = False,
         mean_pattern: str = r".*(loss|time|data_time|grad_norm).*",
     ) -> None:
-        if window_size < 1:
-            raise ConfigError(f"must be at least 1, not {window_size}", "window_size")
+        check(window_size, PositiveInt, "window_size")
         try:
             self.mean_pattern = re.compile(mean_pattern)
         except re.error as error:
@@ -89,7 +92,7 @@ class LogProcessor:
         parts.append(" ".join(f"{name}: {rate:.{self.num_digits}e}" for name, rate in rates.items()))
         eta = runner.message_hub.get_info("eta")
         if eta is not None and "time" in shown and "data_time" in shown:
-            parts.append(f"eta: {timedelta(seconds=int(eta))}")
+            parts.append(f"eta: {timedelta(seconds=int(min(eta, _LONGEST)))}")
             parts += [f"{name}: {self._format(shown.pop(name))}" for name in ("time", "data_time")]
         if self.by_epoch and mode != "test":
             tag["epoch"] = _epoch(runner, mode)
@@ -113,7 +116,7 @@ class LogProcessor:
             batch_idx: number of batches in the epoch.
             mode: `"val"` or `"test"`.
             with_non_scalar: include the mode's infos (for example, a confusion matrix) in the returned scalars. The
-                line always includes them.
+                log line always includes them.
         """
         shown = self._scalars(runner, mode, batch_idx)
         for name in ("time", "data_time"):
@@ -151,7 +154,7 @@ class LogProcessor:
         return any(_log_name(entry) == name for entry in self.custom_cfg)
 
     def _header(self, runner: Any, batch_idx: int | None, mode: str) -> str:
-        """Return `Epoch(train) [1][ 10/500]`; if `batch_idx` is None, all batches are done."""
+        """Return a header such as `Epoch(train) [1][ 10/500]`. If `batch_idx` is None, all batches are done."""
         if mode == "train" and not self.by_epoch:
             return f"Iter(train) [{_right(runner.iter + 1, runner.max_iters)}/{runner.max_iters}]"
         batches = length(getattr(runner, f"{mode}_dataloader")) or "?"
@@ -245,5 +248,5 @@ def _check_window(size: Any, by_epoch: bool, path: str) -> None:
     if size == "epoch":
         if not by_epoch:
             raise ConfigError("'epoch' requires by_epoch=True; use a number or 'global'", path)
-    elif not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise ConfigError(f"must be a positive integer, 'epoch' or 'global', not {size!r}", path)
+    elif not matches(size, PositiveInt) or size > sys.maxsize:
+        raise ConfigError(f"must be a positive integer, 'epoch' or 'global', not {shown(size)}", path)

@@ -15,9 +15,11 @@ from slipstream.dist import broadcast_object_list, get_rank, is_main_process
 from slipstream.errors import ConfigError
 from slipstream.extras import is_installed
 from slipstream.logging import MessageHub, Meter, MMLogger, build_logger
+from slipstream.redaction import Redactor
 from slipstream.registry import LOG_PROCESSORS, VISUALIZERS
 from slipstream.runner.log_processor import LogProcessor
 from slipstream.runner.user_config import add_config_path
+from slipstream.typecheck import shown
 from slipstream.visualization import Visualizer, default_backends
 
 __all__ = ["Logs", "RunName", "config_text", "name_run", "open_logs", "write_config"]
@@ -62,11 +64,22 @@ def _create_folder(work_dir: Path, stamp: str) -> str:
             (work_dir / name).mkdir(parents=True)
         except FileExistsError:
             continue
+        except OSError as error:
+            raise ConfigError(
+                f"cannot create a folder in {work_dir}: {error.strerror}", "work_dir"
+            ) from error
         return name
     raise FileExistsError(f"{work_dir / stamp} and 999 folders with a numeric suffix already exist")
 
 
-def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visualizer: Any) -> Logs:
+def open_logs(
+    name: RunName,
+    level: str,
+    by_epoch: bool,
+    processor: Any,
+    visualizer: Any,
+    redactor: Redactor | None = None,
+) -> Logs:
     """Create the logger, message hub, meter, log processor and visualizer; only rank 0 writes files."""
     main = is_main_process()
     log_file = name.log_dir / f"{name.timestamp}.log" if main else None
@@ -78,15 +91,23 @@ def open_logs(name: RunName, level: str, by_epoch: bool, processor: Any, visuali
     if visualizer is None:
         visualizer = {"vis_backends": default_backends()}
     if not main and not isinstance(visualizer, Mapping):
-        visualizer = {}  # a Visualizer object would write from every rank
+        visualizer = {}  # a Visualizer object writes on every rank
     if isinstance(visualizer, Mapping):
         silent = {} if main else {"vis_backends": None}
         defaults = {"type": "Visualizer", "name": name.experiment, "save_dir": str(name.log_dir)}
         with add_config_path({}, "visualizer"):
             visualizer = VISUALIZERS.build({**visualizer, **silent}, default_args=defaults)
-    logger = build_logger(name.experiment, log_file, level, get_rank())
+    for key, built, method in (
+        ("visualizer", visualizer, "add_scalars"),
+        ("log_processor", processor, "get_log_after_iter"),
+    ):
+        if not hasattr(built, method):
+            raise ConfigError(
+                f"must be an object with the method '{method}', or a dict, not {shown(built)}", key
+            )
+    logger = build_logger(name.experiment, log_file, level, get_rank(), redactor)
     if without_tensorboard:
-        logger.info("No TensorBoard files are written; to enable them: pip install 'slipstream[tensorboard]'")
+        logger.info("TensorBoard is not installed. To log to it, run: pip install 'slipstream[tensorboard]'")
     return Logs(logger, hub, Meter(hub), processor, visualizer)
 
 
@@ -105,10 +126,10 @@ def write_config(
 
 
 def config_text(cfg: Config, form: str = "yaml") -> str:
-    """Return the configuration as text, or a comment with the reason if it contains objects."""
+    """Return the configuration as text without secrets, or a comment with the reason if it contains objects."""
     import yaml
 
     try:
-        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.to_dict())))
+        return cfg.pretty_text if form == "py" else yaml.safe_dump(json.loads(json.dumps(cfg.redacted())))
     except (ConfigError, TypeError, ValueError) as error:
         return f"# This configuration contains objects that cannot be written as text: {error}\n"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,31 @@ from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import get_random_state
 from slipstream.dataset.loading.feed import DeviceFeed, can_draw_ahead
-from slipstream.dataset.loading.loader import batch_size, build_dataloader, is_infinite, set_epoch
-from slipstream.dataset.loading.lockstep import agree_on_length, until_all_end, until_one_ends
+from slipstream.dataset.loading.loader import (
+    batch_size,
+    build_dataloader,
+    is_infinite,
+    length,
+    set_epoch,
+)
+from slipstream.dataset.loading.lockstep import (
+    agree_on_length,
+    check_complete,
+    until_all_end,
+    until_one_ends,
+)
 from slipstream.dataset.loading.samplers import EpochBatchSampler
+from slipstream.dataset.loading.samples import skipped_samples
+from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
+from slipstream.dataset.loading.workers import end_workers
 from slipstream.dist import get_rank, get_world_size, report_progress
 from slipstream.errors import ConfigError, DataError
 from slipstream.evaluator import Evaluator
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.registry import EVALUATOR, LOOPS
+from slipstream.runner.checks import error_notes, warn_of_single_sample
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.runner.runner import Runner
@@ -41,20 +57,46 @@ class BaseLoop:
     """
 
     mode = "train"
+    _loading: Loading | None = None
+    """The current pass over the loader."""
 
     def __init__(self, runner: Runner, dataloader: Loadable) -> None:
         self._runner = runner
-        name = f"{self.mode}_dataloader"
-        self.dataloader = build_dataloader(dataloader, runner.seed, name, training=self.mode == "train")
+        self.dataloader = build_dataloader(dataloader, runner.seed, self._name, training=self.mode == "train")
 
     @property
     def runner(self) -> Runner:
         """The Runner that owns this loop."""
         return self._runner
 
+    @property
+    def _name(self) -> str:
+        """The name of the loader's option."""
+        return f"{self.mode}_dataloader"
+
     def run(self) -> Any:
         """Run the whole loop."""
         raise NotImplementedError
+
+    def _load(self) -> Loading:
+        """Start a pass over the loader."""
+        if self._loading is not None:
+            self._loading.close()
+        self._loading = Loading(self.dataloader, self._name, self._warn_of_stall)
+        return self._loading
+
+    def _warn_of_stall(self, text: str) -> None:
+        if get_rank() == 0:
+            self._runner.logger.warning(text)
+        else:  # only errors of other ranks are printed
+            self._runner.logger.error(f"Rank {get_rank()}: {text}")
+
+    def end_loading(self) -> None:
+        """Stop all worker processes of the loader."""
+        if self._loading is not None:
+            self._loading.close()
+            self._loading = None
+        end_workers(self.dataloader)
 
 
 class _TrainLoop(BaseLoop):
@@ -74,8 +116,8 @@ class _TrainLoop(BaseLoop):
         super().__init__(runner, dataloader)
         self.epoch_length = agree_on_length(self.dataloader, runner.logger.warning)
         """Number of batches per epoch, the same on every rank; None if the dataset has no length."""
-        if val_interval < 1:
-            raise ConfigError(f"must be at least 1, not {val_interval}", "train_cfg.val_interval")
+        check(val_begin, NonNegativeInt, "val_begin")
+        check(val_interval, PositiveInt, "val_interval")
         self.val_begin = val_begin
         self._milestones = [0, *(milestone for milestone, _ in dynamic_intervals or ())]
         self._intervals = [val_interval, *(interval for _, interval in dynamic_intervals or ())]
@@ -122,7 +164,7 @@ class _TrainLoop(BaseLoop):
         return (batch_size(self.dataloader) or 1) * get_world_size()
 
     def position(self, by_epoch: bool | None) -> dict[str, Any]:
-        """Return the position for a checkpoint.
+        """Return the training position to save in a checkpoint.
 
         Args:
             by_epoch: True at the end of an epoch that is not yet counted, False after a step that is not yet
@@ -139,7 +181,7 @@ class _TrainLoop(BaseLoop):
         }
 
     def resume_at(self, position: Mapping[str, Any]) -> None:
-        """Continue at a saved position; if the batch size or world size changed, keep the number of samples."""
+        """Continue at a saved position. If the batch size or world size changed, keep the number of samples."""
         samples, logger = self.samples_per_step, self._runner.logger
         before = position.get("samples_per_step", samples)
         start = position.get("inner_samples", 0) // samples
@@ -162,7 +204,7 @@ class _TrainLoop(BaseLoop):
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
         """Continue after `iteration` steps, at batch `start` of epoch `epoch`.
 
-        If `validated` is False, the loop first runs validation that is due at this point, if any.
+        If `validated` is False, the loop first runs validation if it is due.
         """
         self._epoch, self._iter, self._start = epoch, iteration, start
         self.inner_iter, self._validated = start, validated
@@ -184,8 +226,8 @@ class _TrainLoop(BaseLoop):
         if not self._validated:
             self._runner.restore_random_state()
             self._validate()
-            # Restore this state again after the loader is started, because in the middle of an epoch the loader drew
-            # its random numbers before the checkpoint was written.
+            # In the middle of an epoch, the loader drew its random numbers before the checkpoint was written.
+            # Therefore this state is restored again after the loader starts.
             self._runner.resumed_random_state = get_random_state()
 
     def _validate(self) -> None:
@@ -201,11 +243,10 @@ class _TrainLoop(BaseLoop):
         if start == 0:
             self._runner.restore_random_state()  # before the loader draws its random numbers for a new epoch
         set_epoch(self.dataloader, self._epoch, start)
-        batches: Iterator[Any] = iter(self.dataloader)
+        batches: Iterator[Any] = iter(self._load())
         if start and not isinstance(self.dataloader.batch_sampler, EpochBatchSampler):
-            next(
-                islice(batches, start - 1, None), None
-            )  # this sampler cannot seek; skip batches by loading them
+            # This sampler cannot seek: load the finished batches to skip them.
+            next(islice(batches, start - 1, None), None)
         self._runner.restore_random_state()
         if self._runner.speed.prefetch and can_draw_ahead(self.dataloader):
             batches = DeviceFeed(self.dataloader, self._runner.device, self._runner.speed.prefetch).ahead(
@@ -213,17 +254,27 @@ class _TrainLoop(BaseLoop):
             )
         return enumerate(until_one_ends(batches, self.dataloader, self._runner.logger.warning), start)
 
+    def _end_pass(self) -> None:
+        """Check the number of batches of a pass that has ended, and log the samples that were skipped so far."""
+        check_complete(self.dataloader, self._name, self.inner_iter, self.epoch_length)
+        self._log_skipped()
+
+    def _log_skipped(self) -> None:
+        if skipped := skipped_samples(self.dataloader.dataset):
+            self._runner.logger.warning(f"{self._name} has skipped {skipped}")
+
     @contextmanager
     def _annotate_errors(self) -> Iterator[None]:
         """Add the current step to every error, and to the report printed when another rank fails."""
         report_progress(self._where)
         try:
-            yield
+            with explain_worker_errors(self._name):
+                yield
         except Exception as error:
             rank = f"on rank {get_rank()} of {get_world_size()}, " if get_world_size() > 1 else ""
             error.add_note(f"({rank}in {self._where()})")
-            if "find_unused_parameters" in str(error):
-                error.add_note("(set it with cfg=dict(find_unused_parameters=True))")
+            for note in error_notes(error):
+                error.add_note(note)
             raise
         report_progress(None)
 
@@ -250,13 +301,12 @@ class EpochBasedTrainLoop(_TrainLoop):
         self,
         runner: Runner,
         dataloader: Loadable,
-        max_epochs: int,
-        val_begin: int = 1,
-        val_interval: int = 1,
+        max_epochs: PositiveInt,
+        val_begin: NonNegativeInt = 1,
+        val_interval: PositiveInt = 1,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
-        if max_epochs < 1:
-            raise ConfigError(f"max_epochs must be at least 1, not {max_epochs}")
+        check(max_epochs, PositiveInt, "max_epochs")
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         if is_infinite(self.dataloader):
             raise ConfigError(
@@ -285,6 +335,8 @@ class EpochBasedTrainLoop(_TrainLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
+        runner.model.train()
+        warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         with self._annotate_errors():
             self._run_missed_validation()
             while self._epoch < self.max_epochs and not self.stop_training:
@@ -300,6 +352,7 @@ class EpochBasedTrainLoop(_TrainLoop):
         runner.model.train()
         for idx, data_batch in self._numbered_batches():
             self.run_iter(idx, data_batch)
+        self._end_pass()
         runner.call_hook("after_train_epoch")
         self._epoch += 1
         self.inner_iter = 0
@@ -307,7 +360,7 @@ class EpochBasedTrainLoop(_TrainLoop):
 
 @LOOPS.register_module()
 class IterBasedTrainLoop(_TrainLoop):
-    """Train for `max_iters` steps, with as many passes over the data as required.
+    """Train for `max_iters` steps, repeating the data as needed.
 
     Args:
         runner: the Runner that owns the loop.
@@ -325,13 +378,12 @@ class IterBasedTrainLoop(_TrainLoop):
         self,
         runner: Runner,
         dataloader: Loadable,
-        max_iters: int,
-        val_begin: int = 1,
-        val_interval: int = 1000,
+        max_iters: PositiveInt,
+        val_begin: NonNegativeInt = 1,
+        val_interval: PositiveInt = 1000,
         dynamic_intervals: list[tuple[int, int]] | None = None,
     ) -> None:
-        if max_iters < 1:
-            raise ConfigError(f"max_iters must be at least 1, not {max_iters}")
+        check(max_iters, PositiveInt, "max_iters")
         super().__init__(runner, dataloader, val_begin, val_interval, dynamic_intervals)
         self.max_iters = max_iters
 
@@ -347,6 +399,8 @@ class IterBasedTrainLoop(_TrainLoop):
         """Train and validate; return the model."""
         runner = self._runner
         runner.call_hook("before_train")
+        runner.model.train()
+        warn_of_single_sample(runner.model, self.dataloader, runner.logger.warning)
         runner.call_hook("before_train_epoch")  # the whole run counts as one epoch
         runner.model.train()
         batches = self._batches()
@@ -356,6 +410,7 @@ class IterBasedTrainLoop(_TrainLoop):
                 idx, data_batch = next(batches)
                 self.run_iter(idx, data_batch)
                 self._validate()
+        self._log_skipped()
         runner.call_hook("after_train_epoch")
         runner.call_hook("after_train")
         return runner.model
@@ -368,6 +423,7 @@ class IterBasedTrainLoop(_TrainLoop):
                 yield numbered
             if empty:
                 raise DataError("the training loader yields no batches; check batch_size and drop_last")
+            self._end_pass()
             self._epoch += 1
 
     def resume(self, epoch: int, iteration: int, start: int, validated: bool = True) -> None:
@@ -377,7 +433,7 @@ class IterBasedTrainLoop(_TrainLoop):
 
 
 class _EvalLoop(BaseLoop):
-    """A pass over data without training.
+    """Base class for the validation and test loops.
 
     Args:
         runner: the Runner that owns the loop.
@@ -409,7 +465,18 @@ class _EvalLoop(BaseLoop):
         predict = getattr(runner.model, f"{mode}_step", None) or getattr(
             unwrap_model(runner.model), f"{mode}_step"
         )
+        with explain_worker_errors(self._name):
+            self._run_batches(predict)
+        dataset: Any = self.dataloader.dataset
+        metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
+        runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
+        runner.call_hook(f"after_{mode}")
+        return metrics
+
+    def _run_batches(self, predict: Callable[[Any], Any]) -> None:
+        runner, mode = self._runner, self.mode
         before, after = runner.hooks_at(f"before_{mode}_iter"), runner.hooks_at(f"after_{mode}_iter")
+        self.batches = 0
         for idx, (data_batch, counts) in enumerate(self._batches()):
             for hook in before if counts else ():
                 hook(runner, batch_idx=idx, data_batch=data_batch)
@@ -421,17 +488,13 @@ class _EvalLoop(BaseLoop):
             self.evaluator.process(data_samples=outputs, data_batch=data_batch)
             for hook in after:
                 hook(runner, batch_idx=idx, data_batch=data_batch, outputs=outputs)
-        dataset: Any = self.dataloader.dataset
-        metrics = self.evaluator.evaluate(len(dataset) if hasattr(dataset, "__len__") else sys.maxsize)
-        runner.call_hook(f"after_{mode}_epoch", metrics=metrics)
-        runner.call_hook(f"after_{mode}")
-        return metrics
+        check_complete(self.dataloader, self._name, self.batches, length(self.dataloader))
 
     def _batches(self) -> Iterator[tuple[Any, bool]]:
-        """Return pairs (batch, counts); `counts` is False for padding batches that keep the ranks in step."""
+        """Return pairs (batch, counts); `counts` is False for padding batches that keep the ranks synchronized."""
         if getattr(self._runner.model, "forward_needs_all_ranks", False):
-            return until_all_end(self.dataloader)
-        return ((batch, True) for batch in self.dataloader)
+            return until_all_end(self._load(), self.dataloader)
+        return ((batch, True) for batch in self._load())
 
 
 @LOOPS.register_module()

@@ -42,7 +42,7 @@ def read_plan(arguments: Mapping[str, Any], cfg: Mapping[str, Any]) -> SpeedPlan
 
 
 def _check_params(params: Any) -> None:
-    """Reject keys of SuperGradients' `training_params` that are not speed options, which a Runner would ignore."""
+    """Reject keys of SuperGradients' `training_params` that are not speed options: a Runner ignores them."""
     for key in params if isinstance(params, Mapping) else ():
         if key not in PARAMS_OPTIONS:
             raise UnknownNameError(
@@ -53,7 +53,7 @@ def _check_params(params: Any) -> None:
 
 
 def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -> Capabilities:
-    """Return the capabilities of this machine, model and run, which `complete_plan` requires."""
+    """Return the capabilities of this machine, model and run for `complete_plan`."""
     return Capabilities.here(
         device_type(),
         model,
@@ -64,7 +64,7 @@ def capabilities_of(model: nn.Module, optim_wrapper: Any, deterministic: bool) -
 
 
 def complete_plan(plan: SpeedPlan, capabilities: Capabilities, log: Callable[[str], None]) -> SpeedPlan:
-    """Fill in the options that depend on the capabilities; log the result and the options without effect.
+    """Set the options that depend on the capabilities. Log all options, with the reason for each that has no effect.
 
     Raises:
         ConfigError: an option, or a combination of options, is not supported here.
@@ -105,7 +105,7 @@ def make_step(
         return build_step(training, plan, warn, log)
     if own is core and isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         raise ModelError(
-            f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize its "
+            f"{type(core).__name__} overrides train_step, so {type(model).__name__} cannot synchronize the "
             "gradients; set model_wrapper_cfg=dict(type='MMSeparateDistributedDataParallel')"
         )
     if plan.compile is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -11,18 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from slipstream.checkpoint import (
-    find_latest_checkpoint,
+    META,
+    check,
     load_checkpoint,
+    newest_checkpoints,
     read_meta,
     revise,
+    verify_checkpoint,
+    weights_in,
 )
 from slipstream.dist import (
+    all_gather_object,
     all_reduce,
     all_reduce_params,
     broadcast,
     broadcast_object_list,
+    gather_named_tensors,
     get_rank,
+    get_world_size,
     is_main_process,
+    own_or_mean,
 )
 from slipstream.dist.sharding import is_sharded, local, mesh_of, shard_like
 from slipstream.errors import CheckpointError, NonFiniteLossError
@@ -33,15 +41,15 @@ from slipstream.model.wrappers import (
     unsharded_gradients,
     whole_weights,
 )
-from slipstream.optim import OptimWrapper
+from slipstream.optim import OptimWrapper, OptimWrapperDict
 
 __all__ = [
-    "check_complete",
     "check_weights",
     "find_resume",
     "init_weights",
     "optimizer_state",
     "read_checkpoint",
+    "restore_counts",
     "restore_optimizer",
     "restore_schedulers",
     "scheduler_states",
@@ -50,45 +58,74 @@ __all__ = [
 
 def find_resume(
     resume: bool | str | Path, load_from: str | Path | None, work_dir: str
-) -> tuple[Path | None, int | None]:
-    """Return the checkpoint to resume from and the seed of the run that wrote it, or (None, None).
+) -> tuple[Path | None, int | None, list[str]]:
+    """Return the checkpoint to resume from, the seed of its run, and warnings; or (None, None, []).
 
-    Rank 0 searches for the checkpoint and broadcasts the result, because the work_dir may only exist on its machine.
+    With `resume=True` and without `load_from`, this is the newest checkpoint in the work_dir that is not damaged. Rank
+    0 searches for checkpoints and broadcasts the results, because the work_dir may only exist on its machine.
 
     Raises:
-        CheckpointError: the checkpoint cannot be read, or a rank cannot access it.
+        CheckpointError: no checkpoint can be read, or a rank cannot access it.
     """
-    found: list[Any] = [None, None, None]
+    latest = resume is True and not load_from
+    paths, warning = (
+        _latest(work_dir)
+        if latest
+        else ([Path(str(load_from if resume is True else resume))] if resume else [], None)
+    )
+    problems: list[CheckpointError] = []
+    for path in paths:
+        position, problem = _intact(path)
+        if problem is not None:
+            problems.append(problem)
+        elif not latest or "iter" in position:
+            lines = [*([warning] if warning else []), *map(str, problems)]
+            if lines:
+                lines.append(
+                    f"Resuming from {path}; all steps after iteration {position['iter']} are repeated"
+                )
+            return path, position.get("seed"), lines
+    if problems:
+        raise problems[0]
+    return None, None, []
+
+
+def _latest(work_dir: str) -> tuple[list[Path], str | None]:
+    """Return the checkpoints that rank 0 finds in its work_dir; see `newest_checkpoints`."""
+    found: list[Any] = [None, None]
     if is_main_process():
         try:
-            found[:2] = _find_resume(resume, load_from, work_dir)
+            found[0] = newest_checkpoints(work_dir)
         except CheckpointError as error:
-            found[2] = error
+            found[1] = error
     broadcast_object_list(found)
-    path, seed, problem = found
-    if problem is not None:
-        raise problem
-    if path is not None and not path.exists():
-        raise CheckpointError(
-            f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
-        )
-    return path, seed
+    if found[1] is not None:
+        raise found[1]
+    paths, warning = found[0]
+    return paths, warning
 
 
-def _find_resume(
-    resume: bool | str | Path, load_from: str | Path | None, work_dir: str
-) -> tuple[Path | None, int | None]:
-    if resume is True:
-        path = Path(load_from) if load_from else find_latest_checkpoint(work_dir)
-    else:
-        path = Path(resume) if resume else None
-    if path is None:
-        return None, None
-    return path, read_meta(path).get("seed")
+def _intact(path: Path) -> tuple[dict[str, Any], CheckpointError | None]:
+    """Return the `meta` entry of a checkpoint that is intact, or the reason why it is not; equal on all ranks."""
+    found: list[Any] = [{}, None]
+    try:
+        if not path.exists() and not is_main_process():
+            raise CheckpointError(
+                f"rank {get_rank()} cannot access {path}; put the work_dir on a shared file system"
+            )
+        if is_main_process():
+            found[0] = read_meta(path)
+            check(found[0], META, path, "meta")
+        verify_checkpoint(path, get_rank(), get_world_size())
+    except CheckpointError as error:
+        found[1] = error
+    broadcast_object_list(meta := found[:1])
+    problems = [problem for problem in all_gather_object(found[1]) if problem is not None]
+    return meta[0], problems[0] if problems else None
 
 
 def init_weights(model: nn.Module) -> None:
-    """Call `init_weights` of the (unwrapped) model and broadcast rank 0's weights."""
+    """Call `init_weights` of the unwrapped model, if it has one, and broadcast rank 0's weights."""
     if not hasattr(model, "init_weights"):
         return
     with whole_weights(model):
@@ -103,55 +140,54 @@ def read_checkpoint(
     map_location: str | torch.device,
     revise_keys: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    """Read a checkpoint; rename and shard the weights in `state_dict` like those of the unwrapped model."""
+    """Read a checkpoint for the unwrapped `model`, rename its weights, and shard them like the model's parameters."""
     checkpoint = load_checkpoint(path, map_location, mesh_of(model))
     checkpoint.setdefault("state_dict", {k: v for k, v in checkpoint.items() if isinstance(v, Tensor)})
+    weights_in(checkpoint, path)
     # Remove a wrapper's prefix, unless the model has a submodule with the same name.
     parameters, prefix = dict(model.named_parameters()), "module."
     own = any(key.startswith(prefix) for key in model.state_dict())
     checkpoint["state_dict"] = revise(checkpoint["state_dict"], () if own else revise_keys)
     for part in ("state_dict", "ema_state_dict"):
-        for key, value in checkpoint.get(part, {}).items():
-            own_param = parameters.get(key, parameters.get(key.removeprefix(prefix)))
-            checkpoint[part][key] = shard_like(value, own_param)
+        saved = checkpoint.get(part)
+        if not isinstance(saved, dict):
+            continue
+        for key, value in saved.items():
+            own_param = parameters.get(key, parameters.get(str(key).removeprefix(prefix)))
+            saved[key] = shard_like(value, own_param)
     return checkpoint
 
 
-def check_complete(checkpoint: Mapping[str, Any], warn: Callable[[str], None]) -> None:
-    """Check that a checkpoint contains more than weights.
-
-    Raises:
-        CheckpointError: the checkpoint does not contain a run's position.
-    """
-    if "ema_state_dict" in checkpoint:  # an EMAHook would have removed the key
-        warn(
-            "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from the "
-            "averaged weights"
-        )
-    if "iter" not in checkpoint.get("meta", {}):
-        raise CheckpointError("the checkpoint only contains weights and cannot be resumed; use load_from")
-
-
 def optimizer_state(model: nn.Module, optim: OptimWrapper) -> dict[str, Any]:
-    """Return the checkpoint entries of the optimizer and of an unfinished accumulation window."""
-    state: dict[str, Any] = {"optimizer": optim.state_dict()}
-    if gradients := _pending_gradients(unwrap_model(model)):
-        state["gradients"] = gradients
+    """Return the checkpoint entries of the optimizer, pending gradients and DDP communication hook."""
+    counts = {name: wrapper.batches for name, wrapper in _wrappers(optim).items()}
+    state = {"optimizer": optim.state_dict(), "batches": counts, **_pending_gradients(unwrap_model(model))}
     if remembered := comm_hook_state(model):
         state["comm_hook"] = remembered
     return state
 
 
-def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping[str, Any]) -> None:
-    """Restore the entries returned by `optimizer_state`.
+def restore_counts(model: nn.Module, optim: OptimWrapper, counts: Mapping[str, int]) -> None:
+    """Restore the number of batches of each wrapper, which determines where its accumulation windows end.
 
-    Raises:
-        CheckpointError: the checkpoint has no optimizer state.
+    The count of a single wrapper is normally the number of iterations, which `initialize_count_status` sets. It differs
+    if `train_step` updates the weights several times per batch.
     """
-    optim.load_state_dict(_required(checkpoint, "optimizer"))
+    for name, wrapper in _wrappers(optim).items():
+        wrapper.batches = counts.get(name, wrapper.batches)
+
+
+def _wrappers(optim: OptimWrapper) -> dict[str, OptimWrapper]:
+    return dict(optim.items()) if isinstance(optim, OptimWrapperDict) else {"": optim}
+
+
+def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping[str, Any]) -> None:
+    """Restore the entries returned by `optimizer_state`."""
+    optim.load_state_dict(checkpoint["optimizer"])
     parameters = dict(unwrap_model(model).named_parameters())
-    for name, gradient in checkpoint.get("gradients", {}).items():
-        parameters[name].grad = shard_like(gradient, parameters[name]).to(parameters[name].device)
+    own = own_or_mean(checkpoint.get("rank_gradients", ()), get_rank(), get_world_size())
+    for name, gradient in {**own, **checkpoint.get("gradients", {})}.items():
+        parameters[name].grad = shard_like(gradient, parameters[name]).to(parameters[name])
     load_comm_hook_state(model, checkpoint.get("comm_hook", {}))
 
 
@@ -163,40 +199,34 @@ def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
 
 
 def restore_schedulers(schedulers: list[Any] | dict[str, list[Any]], checkpoint: Mapping[str, Any]) -> None:
-    """Restore the schedulers from a checkpoint.
+    """Restore the schedulers from a checkpoint."""
+    states = checkpoint["param_schedulers"]
+    if isinstance(schedulers, dict):
+        for name, part in schedulers.items():
+            restore_schedulers(part, {"param_schedulers": states.get(name, [])})
+        return
+    for scheduler, state in zip(schedulers, states, strict=True):
+        scheduler.load_state_dict(state)
 
-    Raises:
-        CheckpointError: the checkpoint has no schedulers, or a different number of them.
+
+def _pending_gradients(model: nn.Module) -> dict[str, Any]:
+    """Return the entries of an unfinished accumulation window, if it has gradients.
+
+    `rank_gradients` contains each rank's gradients, on rank 0. The gradients of a sharded model are averaged over all
+    ranks in `gradients`.
     """
-    states = _required(checkpoint, "param_schedulers")
-    pairs: list[tuple[list[Any], list[Any]]] = (
-        [(part, states.get(name, [])) for name, part in schedulers.items()]
-        if isinstance(schedulers, dict)
-        else [(schedulers, states)]
-    )
-    for own, saved in pairs:
-        if len(own) != len(saved):
-            raise CheckpointError(
-                f"the checkpoint has {len(saved)} parameter schedulers, but the configuration has {len(own)}; "
-                "resume with the same param_scheduler, or start a new run with load_from"
-            )
-        for scheduler, state in zip(own, saved, strict=True):
-            scheduler.load_state_dict(state)
-
-
-def _pending_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of an unfinished accumulation window, averaged over all ranks."""
     parameters = dict(model.named_parameters())
-    gradients = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-    gradients |= unsharded_gradients(model)
-    # Sharded gradients are already averaged.
-    plain = {name: gradient for name, gradient in gradients.items() if not is_sharded(gradient)}
-    all_reduce_params(plain.values(), bucket_size_mb=64, op="mean")
-    return gradients | {name: shard_like(gradient, parameters[name]) for name, gradient in plain.items()}
+    found = {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    sharded = {name: gradient.clone() for name, gradient in found.items() if is_sharded(gradient)}
+    unsharded = unsharded_gradients(model)
+    all_reduce_params(unsharded.values(), bucket_size_mb=64, op="mean")
+    sharded |= {name: shard_like(gradient, parameters[name]) for name, gradient in unsharded.items()}
+    own = gather_named_tensors({name: gradient for name, gradient in found.items() if name not in sharded})
+    return {"gradients": sharded, "rank_gradients": own} if sharded or any(own) else {}
 
 
 def check_weights(model: nn.Module, iteration: int) -> None:
-    """Check that all weights are finite. The loss would reveal a non-finite weight only one step later.
+    """Check that all weights are finite. A non-finite weight affects the loss only one step later.
 
     Raises:
         NonFiniteLossError: a weight is NaN or infinite.
@@ -217,12 +247,3 @@ def check_weights(model: nn.Module, iteration: int) -> None:
             "earlier checkpoints are kept. Lower the learning rate, add a warm-up, or clip the gradients "
             "(clip_grad=dict(max_norm=1.0))"
         )
-
-
-def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
-    if key not in checkpoint:
-        raise CheckpointError(
-            f"the checkpoint has no '{key}', so it was probably saved with save_{key.removesuffix('s')}=False. "
-            "Use load_from to start from its weights"
-        )
-    return checkpoint[key]

@@ -1,11 +1,11 @@
-"""The Runner, which owns the objects of a run and executes training, validation and test."""
+"""The Runner, which owns the objects of a run and executes training, validation and testing."""
 
 from __future__ import annotations
 
 import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,23 +15,28 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from slipstream.checkpoint import (
+    BackgroundWriter,
     get_random_state,
     load_weights,
     mark_last_checkpoint,
+    restoring,
     set_random_state,
+    weights_in,
     write_checkpoint,
 )
 from slipstream.config import Config, options
-from slipstream.dataset.loading.workers import end_workers
 from slipstream.devices import default_device
 from slipstream.dist import all_gather_object, get_rank, get_world_size, is_distributed, is_main_process
-from slipstream.errors import ConfigError, did_you_mean
-from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, ProgressBarHook
+from slipstream.dist.sharding import mesh_of
+from slipstream.errors import CheckpointError, ConfigError, did_you_mean
+from slipstream.hooks import GcHook, Hook, HookList, NanGuardHook, PreemptionHook, ProgressBarHook
 from slipstream.model import unwrap_model
 from slipstream.model.sync_batchnorm import average_batchnorm
 from slipstream.optim import OptimWrapper
+from slipstream.preemption import Preempted
+from slipstream.redaction import Redactor, redact_errors
 from slipstream.registry import LOOPS, RUNNERS, default_scope
-from slipstream.runner import builders, planning, resume
+from slipstream.runner import builders, planning, resume, resume_check
 from slipstream.runner.environment import (
     EnvOptions,
     Randomness,
@@ -39,12 +44,15 @@ from slipstream.runner.environment import (
     set_random_seed,
     setup_env,
 )
+from slipstream.runner.folder_lock import FolderLock
 from slipstream.runner.logs import config_text, name_run, open_logs, write_config
 from slipstream.runner.loops import BaseLoop
 from slipstream.runner.user_config import (
     TRIPLES,
+    AutoScaleLr,
     add_config_path,
     add_loop_path,
+    check_arguments,
     loop_options,
     unread_keys,
     with_defaults,
@@ -92,15 +100,15 @@ class Runner:
         auto_scale_lr: `dict(enable=True, base_batch_size=...)` scales every learning rate by
             batch size x processes / base_batch_size (without gradient accumulation, as in MMEngine).
         param_scheduler: one scheduler or several.
-        default_hooks: replaces the default hooks of the same name; None removes a hook.
+        default_hooks: hooks that replace the default hooks of the same name; None removes a hook.
         custom_hooks: additional hooks.
-        data_preprocessor: data preprocessor of a model that is built from its configuration.
+        data_preprocessor: data preprocessor for a model that is built from a configuration.
         load_from: a checkpoint to load weights from.
         resume: True resumes from the latest checkpoint in work_dir (or from `load_from`); a path resumes from
             that checkpoint.
         launcher: `none`, `pytorch`, `slurm` or `mpi`.
         env_cfg, randomness: options of `EnvOptions` and `Randomness`.
-        log_processor, log_level, visualizer: how the run is logged and visualized.
+        log_processor, log_level, visualizer: options for logging and visualization.
         default_scope: the registry scope to search first.
         experiment_name: the run's name in logs.
         cfg: the complete configuration. The keys in `slipstream.speed.CFG_OPTIONS` are read only from this argument.
@@ -145,29 +153,38 @@ class Runner:
         # Build errors report their path in this configuration.
         self._user_cfg = {**self.cfg, **{k: v for k, v in arguments.items() if k != "cfg" and v is not None}}
         self._scope = default_scope
+        self._redactor = Redactor(self._user_cfg)
         self.optim_wrapper: OptimWrapper | None = None
         self.param_schedulers: list[Any] | dict[str, list[Any]] | None = None
         self.step: Step
         self.resumed_random_state: dict[str, Any] | None = None
-        self.is_training = self.resuming = self._loaded = self._compiled = False
+        self.is_training = self.resuming = self._loaded = self._compiled = self._preempted = False
+        self.resumed_from: Path | None = None
+        self._resumed_counts: dict[str, int] = {}
         with self._build_context():
             self._init_parts(arguments)
         # Each Runner keeps its own random state, so several Runners in one process do not affect each other.
         self._random_state = get_random_state()
 
     def _init_parts(self, arguments: dict[str, Any]) -> None:
+        scale_lr = check_arguments(arguments)
         self._loops: dict[str, Any] = {mode: loop_options(mode, arguments) for mode in TRIPLES}
-        self._training = {k: arguments[k] for k in ("auto_scale_lr", "optim_wrapper", "param_scheduler")}
+        self._training = {k: arguments[k] for k in ("optim_wrapper", "param_scheduler")}
+        self._training["auto_scale_lr"] = scale_lr
         plan = planning.read_plan(arguments, self.cfg)
         self._randomness = options(Randomness, arguments["randomness"], "randomness")
         setup_env(arguments["launcher"], options(EnvOptions, arguments["env_cfg"], "env_cfg"))
         self.work_dir = str(Path(arguments["work_dir"]).expanduser().absolute())
-        self._resume_from, seed = resume.find_resume(
+        self._resume_from, seed, problems = resume.find_resume(
             arguments["resume"], arguments["load_from"], self.work_dir
         )
         self._load_from = arguments["load_from"]
         self._set_seed(seed)
         self._open_logs(arguments)
+        for line in problems:
+            self.logger.warning(line)
+        self.folder_lock = FolderLock(self.logger.warning)
+        self._writer = BackgroundWriter()
         self.device = default_device()
         model = builders.build_model(arguments["model"], arguments["data_preprocessor"])
         capabilities = planning.capabilities_of(
@@ -192,7 +209,10 @@ class Runner:
     def from_cfg(cls, cfg: Any) -> Runner:
         """Build a Runner from a configuration whose keys are the constructor's arguments.
 
-        Other keys (variables of the file, `compile`, `model_wrapper_cfg`) remain in `runner.cfg`.
+        Other keys (variables in the file, `compile`, `model_wrapper_cfg`) remain in `runner.cfg`.
+
+        Raises:
+            ConfigError: the configuration has no `model` or `work_dir`, or a value is invalid.
         """
         cfg = cfg if isinstance(cfg, Config) else Config(dict(cfg))
         for required in ("model", "work_dir"):
@@ -212,6 +232,11 @@ class Runner:
         if self._loops["train"] is None:
             raise ConfigError("training requires train_dataloader, train_cfg and optim_wrapper", "Runner")
         with self._run_context():
+            if self._preempted:
+                raise ConfigError(
+                    "this Runner was stopped by a signal; build a new one with resume=True", "Runner"
+                )
+            self.folder_lock.lock(Path(self.work_dir), "work_dir")
             self._build_training()
             self.call_hook("before_run")
             if not self._loaded:
@@ -219,15 +244,20 @@ class Runner:
             self.load_or_resume()
             assert self.optim_wrapper is not None
             self.optim_wrapper.initialize_count_status(self.model, self.iter, self.max_iters)
+            resume.restore_counts(self.model, self.optim_wrapper, self._resumed_counts)
             self.step = planning.make_step(
                 self.model, self.optim_wrapper, self.speed, self.logger.warning, self.logger.info
             )
             self._compiled = self.is_training = True
             try:
                 self.train_loop.run()
+            except Preempted:
+                self._preempted = True
+                raise
             finally:
                 if isinstance(self.step, GraphStep):
                     self.step.pause()
+            self._writer.wait()
             self.read_logs()
             self.call_hook("after_run")
         return self.model
@@ -267,10 +297,13 @@ class Runner:
         if self._loops["val"] is not None:
             self._loop("val")
 
-    def scale_lr(self, optim_wrapper: OptimWrapper, auto_scale_lr: Mapping[str, Any] | None) -> None:
+    def scale_lr(
+        self, optim_wrapper: OptimWrapper, auto_scale_lr: AutoScaleLr | Mapping[str, Any] | None
+    ) -> None:
         """Scale every learning rate by samples per step / `base_batch_size`, if enabled."""
-        if auto_scale_lr and auto_scale_lr.get("enable", False):
-            self.logger.info(builders.scale_lr(optim_wrapper, auto_scale_lr, self.samples_per_step))
+        scale = options(AutoScaleLr, auto_scale_lr, "auto_scale_lr")
+        if scale.enable and scale.base_batch_size is not None:
+            self.logger.info(builders.scale_lr(optim_wrapper, scale.base_batch_size, self.samples_per_step))
 
     def _compile(self) -> None:
         if self.speed.compile is not None and not self._compiled:
@@ -292,23 +325,44 @@ class Runner:
                 yield
         except BaseException as error:
             if isinstance(error, Exception):
-                # DEBUG goes to the log file only; the caller reports the error on the console.
+                # DEBUG records are written only to the log file; the caller reports the error on the console.
                 self.logger.debug(f"{type(error).__name__}: {error}", exc_info=True)
             raise
         finally:
             self._random_state = get_random_state()
             self.is_training = False
+            self._close()
+
+    def _close(self) -> None:
+        """Release everything that a run holds, even if one of the calls fails."""
+        with ExitStack() as stack:  # calls the functions in reverse order
+            stack.callback(self.logger.close)
+            stack.callback(self.visualizer.flush)
+            stack.callback(self.folder_lock.release)
+            stack.callback(self._close_writer)
+            stack.callback(self._end_workers)
             for hook in self._hooks:
-                if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook):
-                    hook.close()
-            self._end_workers()
-            self.visualizer.flush()
-            self.logger.close()
+                if isinstance(hook, ProgressBarHook | GcHook | NanGuardHook | PreemptionHook):
+                    stack.callback(hook.close)
+
+    def _close_writer(self) -> None:
+        self._wait_for_writer()  # raises nothing that would replace the error of the run
+        self._writer.close()
+
+    def _wait_for_writer(self) -> None:
+        try:
+            self._writer.wait()
+        except CheckpointError as error:
+            self.logger.error(f"{error}. Training does not stop, because the next checkpoint may be written")
 
     @contextmanager
     def _build_context(self) -> Iterator[None]:
-        """Search the run's registry scope first, and add the path in the user config to errors."""
-        with add_config_path(self._user_cfg), default_scope(self._scope):
+        """Search the run's registry scope first, add config paths to errors, and remove secrets from them."""
+        with (
+            redact_errors(self._redactor),
+            add_config_path(self._user_cfg),
+            default_scope(self._scope),
+        ):
             yield
 
     # ---- checkpoints ---------------------------------------------------------------------------------
@@ -316,13 +370,13 @@ class Runner:
     def load_or_resume(self) -> None:
         """Resume from the checkpoint found at construction, or load `load_from`. Later calls have no effect.
 
-        A run that does not train only loads the checkpoint.
+        A run without training loads only the weights.
         """
         if self._resume_from is not None and self.optim_wrapper is not None:
             self.resume(self._resume_from)
             self._resume_from = None
         elif not self._loaded and (source := self._resume_from or self._load_from):
-            # Training may start from some of the weights; evaluation requires all of them.
+            # Training can start from a subset of the weights; evaluation requires all of them.
             self.load_checkpoint(source, strict=self.optim_wrapper is None)
         self._loaded = True
 
@@ -333,14 +387,18 @@ class Runner:
         strict: bool = False,
         revise_keys: Sequence[tuple[str, str]] = ((r"^module\.", ""),),
     ) -> dict[str, Any]:
-        """Load the weights of a checkpoint and return the checkpoint."""
+        """Load the weights of a checkpoint into the model and return the checkpoint."""
         checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, revise_keys)
         self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
-        state = checkpoint.get("state_dict", checkpoint)
-        for line in load_weights(unwrap_model(self.model), state, strict, str(filename)):
-            self.logger.warning(f"Loading {filename}: {line}")
-        self.logger.info(f"Loaded {filename}")
+        self._load_weights(checkpoint, strict, filename)
         return checkpoint
+
+    def _load_weights(self, checkpoint: Mapping[str, Any], strict: bool, filename: str | Path) -> None:
+        state = weights_in(checkpoint, filename)
+        with restoring("state_dict", filename):
+            for line in load_weights(unwrap_model(self.model), state, strict, str(filename)):
+                self.logger.warning(f"Loading {filename}: {line}")
+        self.logger.info(f"Loaded {filename}")
 
     def resume(
         self,
@@ -349,22 +407,52 @@ class Runner:
         resume_param_scheduler: bool = True,
         map_location: str | torch.device = "cpu",
     ) -> None:
-        """Resume the run that wrote the checkpoint, at the next step."""
-        self.resuming = True
-        checkpoint = self.load_checkpoint(filename, map_location, strict=True)
-        self._restore(checkpoint, resume_optimizer, resume_param_scheduler)
-        self.resuming = False
+        """Resume training at the step after the checkpoint.
 
-    def _restore(self, checkpoint: Mapping[str, Any], optimizer: bool, schedulers: bool) -> None:
+        Raises:
+            CheckpointError: an entry of the checkpoint is missing, invalid, or belongs to a different run. The message
+                names its key. Nothing is changed in the run, unless the message says so.
+        """
+        keys = ((r"^module\.", ""),)
+        checkpoint = resume.read_checkpoint(unwrap_model(self.model), filename, map_location, keys)
+        resume_check.check_content(checkpoint, filename)
+        self.resumed_from = Path(filename).absolute()
+        self.resuming = True
+        try:
+            self.call_hook("after_load_checkpoint", checkpoint=checkpoint)
+            optim = self.optim_wrapper if resume_optimizer else None
+            schedulers = self.param_schedulers if resume_param_scheduler else None
+            resume_check.check_matches(
+                checkpoint, filename, self.model, optim, schedulers, self.logger.warning
+            )
+            if "ema_state_dict" in checkpoint:  # an EMAHook removes this key
+                self.logger.warning(
+                    "The checkpoint contains averaged weights, but the Runner has no EMAHook: training continues from "
+                    "the averaged weights"
+                )
+            self._load_weights(checkpoint, True, filename)
+            self._restore(checkpoint, filename, optim, schedulers)
+        finally:
+            self.resuming = False
+
+    def _restore(
+        self, checkpoint: Mapping[str, Any], filename: str | Path, optim: OptimWrapper | None, schedulers: Any
+    ) -> None:
         """Restore everything except the weights."""
-        resume.check_complete(checkpoint, self.logger.warning)
         if checkpoint.get("message_hub"):
-            self.message_hub.load_state_dict(checkpoint["message_hub"])
-        if optimizer and self.optim_wrapper is not None:
-            resume.restore_optimizer(self.model, self.optim_wrapper, checkpoint)
-        if schedulers and self.param_schedulers:
-            resume.restore_schedulers(self.param_schedulers, checkpoint)
-        self.train_loop.resume_at(checkpoint["meta"])
+            with restoring("message_hub", filename):
+                self.message_hub.load_state_dict(checkpoint["message_hub"])
+        if optim is not None:
+            with restoring("optimizer", filename):
+                resume.restore_optimizer(self.model, optim, checkpoint)
+            # A single wrapper normally counts iterations, whose number changes with the batch size.
+            counts, iteration = checkpoint.get("batches", {}), checkpoint["meta"]["iter"]
+            self._resumed_counts = {name: n for name, n in counts.items() if name or n != iteration}
+        if schedulers:
+            with restoring("param_schedulers", filename):
+                resume.restore_schedulers(schedulers, checkpoint)
+        with restoring("meta", filename):
+            self.train_loop.resume_at(checkpoint["meta"])
         states = checkpoint["meta"].get("random_state")
         if states and len(states) == get_world_size():
             self.resumed_random_state = states[get_rank()]
@@ -379,6 +467,8 @@ class Runner:
         by_epoch: bool | None = True,
         mark_last: bool = False,
         consolidate: bool = False,
+        background: bool = False,
+        on_saved: Callable[[], None] | None = None,
     ) -> None:
         """Write the run state to `out_dir/filename`. All ranks must call this method.
 
@@ -392,14 +482,38 @@ class Runner:
                 counters already include the current epoch and step.
             mark_last: make this the checkpoint that `resume=True` loads.
             consolidate: gather a sharded model on rank 0 and write one file instead of a folder.
+            background: write in a thread while training continues; the run ends only after the write. Without effect
+                if `consolidate` is True and the model is sharded.
+            on_saved: called on rank 0 when the checkpoint is complete; with `background`, in the thread.
+
+        Raises:
+            CheckpointError: this checkpoint, or the previous one in the background, could not be written.
         """
-        self.read_logs()  # raises an error before a non-finite run replaces its checkpoints
+        self.read_logs()  # raises an error if a loss is not finite, before earlier checkpoints are replaced
         checkpoint = self._state(by_epoch, save_optimizer, save_param_scheduler)
         checkpoint["meta"].update(meta or {})
         self.call_hook("before_save_checkpoint", checkpoint=checkpoint)
-        path = write_checkpoint(checkpoint, Path(out_dir) / filename, self.logger.warning, consolidate)
-        if mark_last and is_main_process():
-            mark_last_checkpoint(self.work_dir, path)
+
+        def finish(path: Path) -> None:
+            if mark_last and is_main_process():
+                mark_last_checkpoint(self.work_dir, path)
+            if on_saved is not None and is_main_process():
+                on_saved()
+
+        target, warn = Path(out_dir) / filename, self.logger.warning
+        if background and not (consolidate and mesh_of(self.model) is not None):
+            self._writer.write(checkpoint, target, warn, finish)
+        else:
+            self._wait_for_writer()  # keep the order of checkpoints
+            finish(write_checkpoint(checkpoint, target, warn, consolidate))
+
+    def wait_for_checkpoint(self) -> None:
+        """Wait until the last checkpoint is written; see `save_checkpoint(background=True)`.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        self._writer.wait()
 
     def _state(
         self, by_epoch: bool | None, save_optimizer: bool, save_param_scheduler: bool
@@ -408,10 +522,11 @@ class Runner:
         resume.check_weights(unwrap_model(self.model), self.iter + 1)
         if self.is_training:
             average_batchnorm(self.model)
+        hub = self.message_hub.state_dict()
         state: dict[str, Any] = {
             "meta": self._meta(by_epoch),
             "state_dict": unwrap_model(self.model).state_dict(),
-            "message_hub": self.message_hub.state_dict(),
+            "message_hub": {**hub, "runtime_info": self._redactor.tree(hub["runtime_info"])},
         }
         if save_optimizer and self.optim_wrapper is not None:
             state |= resume.optimizer_state(self.model, self.optim_wrapper)
@@ -433,7 +548,7 @@ class Runner:
         }
 
     def restore_random_state(self) -> None:
-        """Restore the random state of the resumed checkpoint, just before the first step; later calls do nothing."""
+        """Restore the random state of the resumed checkpoint just before the first step. Later calls have no effect."""
         if self.resumed_random_state is not None:
             set_random_state(self.resumed_random_state)
             self.resumed_random_state = None
@@ -466,7 +581,7 @@ class Runner:
         return self._hooks.at(stage)
 
     def call_hook(self, fn_name: str, **kwargs: Any) -> None:
-        """Run a stage: one of `Hook.stages`, or any other method that a hook defines."""
+        """Call the method `fn_name`, usually one of `Hook.stages`, of every hook that defines it."""
         for method in self._hooks.at(fn_name):
             method(self, **kwargs)
 
@@ -494,7 +609,12 @@ class Runner:
             Path(self.work_dir), arguments["experiment_name"] or (Path(file).stem if file else None)
         )
         logs = open_logs(
-            name, arguments["log_level"], self.by_epoch, arguments["log_processor"], arguments["visualizer"]
+            name,
+            arguments["log_level"],
+            self.by_epoch,
+            arguments["log_processor"],
+            arguments["visualizer"],
+            self._redactor,
         )
         self.timestamp, self.experiment_name = name.timestamp, name.experiment
         self.log_dir = str(name.log_dir)
@@ -526,7 +646,7 @@ class Runner:
     def _end_workers(self) -> None:
         for loop in self._loops.values():
             if isinstance(loop, BaseLoop):
-                end_workers(loop.dataloader)
+                loop.end_loading()
 
     @property
     def train_loop(self) -> Any:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any
 
+from slipstream.config import options
 from slipstream.errors import ConfigError, did_you_mean
+from slipstream.hooks import Hook
 from slipstream.registry import LOOPS
 from slipstream.registry.registry import locate
 from slipstream.runner.loops import EpochBasedTrainLoop, IterBasedTrainLoop, TestLoop, ValLoop
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check, shown
 
 __all__ = [
     "DEFAULT_HOOKS",
     "TRIPLES",
+    "AutoScaleLr",
     "add_config_path",
     "add_loop_path",
+    "check_arguments",
     "loop_options",
     "unread_keys",
     "with_defaults",
@@ -31,6 +38,7 @@ DEFAULT_HOOKS: Mapping[str, Mapping[str, Any]] = {
     "logger": {"type": "LoggerHook"},
     "param_scheduler": {"type": "ParamSchedulerHook"},
     "checkpoint": {"type": "CheckpointHook"},
+    "preemption": {"type": "PreemptionHook"},
 }
 
 TRIPLES = {
@@ -38,6 +46,56 @@ TRIPLES = {
     "val": ("val_dataloader", "val_cfg", "val_evaluator"),
     "test": ("test_dataloader", "test_cfg", "test_evaluator"),
 }
+
+
+_TYPES: Mapping[str, Any] = {
+    "work_dir": str | Path,
+    "default_hooks": Mapping | None,
+    "custom_hooks": Sequence | None,
+    "load_from": str | Path | None,
+    "resume": bool | str | Path | None,
+    "launcher": str,
+    "log_level": str | NonNegativeInt,
+    "default_scope": str | None,
+    "experiment_name": str | None,
+}
+"""The types of the Runner's arguments that are neither built nor read as options."""
+
+
+@dataclass(frozen=True)
+class AutoScaleLr:
+    """Options of the Runner's argument `auto_scale_lr`."""
+
+    enable: bool = False
+    """Whether to scale the learning rates."""
+    base_batch_size: PositiveInt | None = None
+    """Number of samples per step for which the learning rates were chosen; required if `enable` is set."""
+
+    def __post_init__(self) -> None:
+        if self.enable and self.base_batch_size is None:
+            raise ConfigError(
+                "is required if enable is True: set the number of samples per step for which the learning "
+                "rates were chosen",
+                "base_batch_size",
+            )
+
+
+def check_arguments(arguments: Mapping[str, Any]) -> AutoScaleLr:
+    """Check the types of a Runner's arguments, and return the options of `auto_scale_lr`.
+
+    Raises:
+        ConfigError: an argument has a type that the Runner does not support.
+    """
+    for name, annotation in _TYPES.items():
+        check(arguments[name], annotation, name)
+    if "\0" in str(arguments["work_dir"]) or not str(arguments["work_dir"]):
+        raise ConfigError(f"must be the path of a folder, not {shown(arguments['work_dir'])}", "work_dir")
+    for name, hook in (arguments["default_hooks"] or {}).items():
+        if hook is not None and not isinstance(hook, Mapping | Hook):
+            raise ConfigError(
+                f"must be a hook, a dict with a 'type', or None, not {shown(hook)}", f"default_hooks.{name}"
+            )
+    return options(AutoScaleLr, arguments["auto_scale_lr"], "auto_scale_lr")
 
 
 def with_defaults(hooks: Mapping[str, Any] | None, by_epoch: bool) -> list[Any]:
@@ -52,7 +110,7 @@ def unread_keys(cfg: Iterable[str], known: list[str]) -> Iterator[str]:
 
     Unknown keys are not errors, because a configuration file may define variables.
     """
-    for key in cfg:
+    for key in map(str, cfg):
         if key not in known and (near := get_close_matches(key, known, n=1, cutoff=0.85)):
             yield f"The configuration key '{key}' is not used; did you mean '{near[0]}'?"
 
@@ -75,7 +133,7 @@ def loop_options(mode: str, arguments: Mapping[str, Any]) -> dict[str, Any] | No
             f"{'is' if len(missing) == 1 else 'are'} missing"
         )
     if not isinstance(arguments[cfg_name], Mapping):
-        raise ConfigError(f"must be a dict, not {arguments[cfg_name]!r}", cfg_name)
+        raise ConfigError(f"must be a dict, not {shown(arguments[cfg_name])}", cfg_name)
     options = {**arguments[cfg_name], "dataloader": arguments[loader]}
     if mode == "train":
         return _train_options(options)
@@ -97,8 +155,7 @@ def _train_options(options: dict[str, Any]) -> dict[str, Any]:
             f"requires by_epoch=True (with max_epochs) or by_epoch=False (with max_iters){hint}", "train_cfg"
         )
     by_epoch = options.pop("by_epoch")
-    if not isinstance(by_epoch, bool):
-        raise ConfigError(f"must be True or False, not {by_epoch!r}", "train_cfg.by_epoch")
+    check(by_epoch, bool, "train_cfg.by_epoch")
     return {"type": EpochBasedTrainLoop if by_epoch else IterBasedTrainLoop, **options}
 
 

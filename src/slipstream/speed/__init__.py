@@ -1,4 +1,4 @@
-"""Speed options, one module each, and `SpeedPlan`, which selects the options of a run."""
+"""Speed options, and `SpeedPlan`, which contains the options of a run."""
 
 from slipstream.speed.auto import Capabilities
 from slipstream.speed.compile import CompileOptions, compile_model, read_compile

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from slipstream.checkpoint import ACCELERATED, check, check_like, check_optimizer, check_tensors
 from slipstream.devices import default_device
 from slipstream.dist import get_world_size
-from slipstream.errors import ConfigError, DataError, ModelError
+from slipstream.errors import CheckpointError, ConfigError, DataError, ModelError
 from slipstream.model import BaseAveragedModel, unwrap_model
 from slipstream.model.data_preprocessor import BaseDataPreprocessor
 from slipstream.optim import OptimWrapper
@@ -59,19 +61,20 @@ def accelerate(
     """Return a training step: `log = step(batch)` runs forward, loss, backward, gradient sync, clipping and update.
 
     If a process group exists (from `slipstream.dist.init_dist` or torch), gradients are averaged over its processes.
-    The model, and `loss_fn` if it is a module, are moved to the accelerator in place; use the same objects afterwards.
+    The model, and `loss_fn` if it is a module, are moved to the accelerator in place.
 
     Args:
         model: any module.
         optimizer: an optimizer of the model's parameters.
-        loss_fn: `loss_fn(outputs, targets)` for batches `(inputs, targets)` or `(*inputs, targets)`. It returns a
-            scalar or a dict; the entries whose name contains `loss` are summed.
+        loss_fn: `loss_fn(outputs, targets)`, where each batch is `(inputs, targets)` or `(*inputs, targets)`. It
+            returns a scalar tensor, or a dict whose entries with `loss` in their name are summed.
         speed: `'auto'`, a dict of the fields of `SpeedPlan`, or None for no options.
-        total_steps: number of batches in the whole training run. It is required for `ema` of type 'exp'; with
-            `accumulate`, it allows the last window to be smaller.
+        total_steps: number of batches in the whole training run; required for `ema` of type 'exp'. With `accumulate`,
+            it allows the last window to be smaller.
 
     Raises:
-        ConfigError: an option is invalid or not supported here.
+        ConfigError: an option is invalid or not supported by this function.
+        ModelError: a parameter of the optimizer is on a different device than the model.
     """
     if not callable(loss_fn):
         raise ConfigError(f"must be a function of outputs and targets, not {loss_fn!r}", "loss_fn")
@@ -88,7 +91,7 @@ def accelerate(
             raise ConfigError(remedy, plan.config_path(option))
     if plan.parallel is not None and plan.parallel.sharded:
         raise ConfigError(
-            "requires an optimizer that is built after sharding; use a Runner",
+            "requires an optimizer that is built after the model is sharded; use a Runner",
             plan.config_path("parallel"),
         )
     prepared = prepare_model(model, plan, device)
@@ -100,10 +103,10 @@ def accelerate(
 
 
 def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device) -> None:
-    """Check that the optimizer has no parameters that were left behind when a part of the model was moved.
+    """Check that all parameters of the optimizer are on the model's device type.
 
     Raises:
-        ModelError: a parameter of the optimizer is on a different device than the model.
+        ModelError: a parameter is on a different device.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -111,18 +114,15 @@ def _check_devices(optimizer: Optimizer, model: nn.Module, device: torch.device)
                 raise ModelError(
                     f"the optimizer contains a parameter of shape {tuple(param.shape)} on {param.device}, which is not "
                     f"in the model on {device}. If a part of the model was moved after the optimizer was built, build "
-                    f"the optimizer afterwards; if the parameter belongs to something else, move it to {device}"
+                    f"the optimizer after the move. If the parameter is not part of the model, move it to {device}"
                 )
 
 
 def _move_state(optimizer: Optimizer) -> None:
-    """Move the optimizer state to its parameters' devices.
-
-    This is needed if the model was moved after the optimizer had already taken steps.
-    """
+    """Move the optimizer state to its parameters' devices, for a model that was moved after optimizer steps."""
     for param, values in optimizer.state.items():
         for name, value in values.items():
-            if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the host
+            if isinstance(value, Tensor) and value.ndim:  # step counts (0-dim) may be on the CPU
                 values[name] = value.to(param.device)
 
 
@@ -140,7 +140,7 @@ def _losses(
 
 
 class TrainStep:
-    """A training step with its state; the return value of `accelerate`."""
+    """A training step with its state, returned by `accelerate`."""
 
     def __init__(
         self,
@@ -179,13 +179,13 @@ class TrainStep:
             self._add_average(plan.ema, total_steps)
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on one batch; return `loss` and other values as 0-dim tensors, without waiting for the device."""
+        """Train on one batch; return `loss` and other values as 0-dim tensors, without synchronizing."""
         logs: dict[str, Tensor] = self._step(batch)
         return logs
 
     @property
     def compiled_scope(self) -> str | None:
-        """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None (eager)."""
+        """Scope of the compiled code: 'step' (even before its graph is ready), 'model', 'block', or None if eager."""
         if isinstance(self._step, GraphStep) and self._step.uses_graph:
             return "step"
         scope = self.plan.compile.scope if self.plan.compile is not None else None
@@ -229,7 +229,7 @@ class TrainStep:
 
     @contextmanager
     def averaged(self) -> Iterator[nn.Module]:
-        """Swap the averaged weights into the model inside the context, if the plan has `ema`."""
+        """Swap the averaged weights into the unwrapped model inside the context, if the plan has `ema`."""
         core = unwrap_model(self.model)
         with ExitStack() as stack:
             if self.average is not None and self.average.steps:
@@ -238,7 +238,11 @@ class TrainStep:
             yield core
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state except the model's: optimizer, loss scale, averaged weights and number of steps."""
+        """Return all state except the model's.
+
+        This includes the optimizer, the loss scale, the averaged weights, the number of steps, and the gradients of an
+        unfinished accumulation window.
+        """
         state: dict[str, Any] = {"optimizer": self.optim.state_dict(), "steps": self.steps}
         if self.average is not None:
             state["average"] = self.average.state_dict()
@@ -247,11 +251,42 @@ class TrainStep:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state from `state_dict`, even one from the middle of an accumulation window."""
+        """Load a state from `state_dict`, including the gradients of an unfinished accumulation window.
+
+        Raises:
+            CheckpointError: an entry is missing, invalid, or belongs to a different model or optimizer. Nothing is
+                changed.
+        """
+        self._check(state)
         self.optim.load_state_dict(state["optimizer"])
         self.optim.initialize_count_status(self.model, state["steps"], self._total_steps or -1)
         if self.average is not None and "average" in state:
             self.average.load_state_dict(state["average"])
         params = list(self.optim.parameters())
         for param, grad in zip(params, state.get("gradients", [None] * len(params)), strict=True):
-            param.grad = None if grad is None else grad.to(param.device, copy=True)
+            param.grad = None if grad is None else grad.to(param, copy=True)
+
+    def _check(self, state: Mapping[str, Any]) -> None:
+        source = "the state"
+        check(state, ACCELERATED, source)
+        params = list(self.optim.parameters())
+        check_optimizer(self.optim.optimizer, state["optimizer"], "optimizer", source)
+        scaler, saved = getattr(self.optim, "loss_scaler", None), state["optimizer"].get("loss_scaler")
+        if scaler is not None and saved not in (None, {}):
+            check_like(scaler.state_dict(), saved, "optimizer.loss_scaler", source)
+        if self.average is not None and "average" in state:
+            own = self.average.state_dict()
+            if own.keys() != state["average"].keys():
+                names = sorted(map(str, own.keys() ^ state["average"].keys()))
+                raise CheckpointError(
+                    f"{source}: 'average' belongs to a different model; only one contains {names[:5]}"
+                )
+            averaged = {key: value for key, value in state["average"].items() if key != "steps"}
+            check_tensors(own, averaged, "average", source, warnings.warn)
+        gradients = state.get("gradients", [None] * len(params))
+        if len(gradients) != len(params):
+            raise CheckpointError(
+                f"{source}: 'gradients' has {len(gradients)} entries, but the optimizer has {len(params)} parameters"
+            )
+        found = {str(index): gradient for index, gradient in enumerate(gradients) if gradient is not None}
+        check_tensors({str(i): p for i, p in enumerate(params)}, found, "gradients", source, warnings.warn)

@@ -1,8 +1,8 @@
 """Speed option: recompute the activations of blocks in backward instead of storing them.
 
-Chen et al. 2016 (arXiv 1604.06174), with torch's `checkpoint`. The recomputation has no side effects: it draws the same
-random numbers, does not update buffers (such as BatchNorm's running statistics), and does not repeat SyncBN's
-communication.
+Chen et al. 2016 (arXiv 1604.06174), implemented with torch's `checkpoint`. The recomputation has no side effects: it
+draws the same random numbers, does not update buffers (such as BatchNorm's running statistics), and does not repeat
+SyncBN's communication.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ def read_activation_checkpointing(value: Any) -> ActivationCheckpointingOptions 
 def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions) -> list[str]:
     """Checkpoint the activations of blocks of `model`, in place; return the names of these blocks.
 
-    Names of modules and keys of the state dict do not change, the model can be copied, and a forward pass without
-    gradients is not affected. `model` must not be wrapped in DDP yet, but may be sharded by `fully_shard`.
+    Module names and state dict keys do not change. The model can be copied. A forward pass without gradients is not
+    affected. `model` must not be wrapped in DDP, but may be sharded by `fully_shard`.
 
     Raises:
         ConfigError: a name matches no module or matches a container that is never called, or the model has no
             repeated blocks.
     """
     chosen = _outermost(model, _chosen(model, how.modules))
-    # torch warns that in-place operations could change stored results; a test checks that they do not.
+    # torch warns that in-place operations may change stored results; a test checks that they do not.
     logging.getLogger("torch._higher_order_ops.wrap").addFilter(_not_about_context_fn)
     for module in chosen.values():
         if not is_recomputed(module):
@@ -90,7 +90,7 @@ def checkpoint_activations(model: nn.Module, how: ActivationCheckpointingOptions
 
 
 def _names(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return the names and modules inside a model; a shared module occurs once for each of its names."""
+    """Return the names and submodules of a model; a shared module occurs once for each of its names."""
     return list(model.named_modules(remove_duplicate=False))[1:]
 
 
@@ -104,7 +104,7 @@ def _chosen(model: nn.Module, patterns: list[str] | None) -> set[nn.Module]:
 
 
 def _outermost(model: nn.Module, blocks: set[nn.Module]) -> dict[str, nn.Module]:
-    """Return the blocks that occur at least once outside the other blocks, by name."""
+    """Return a dict from names to the blocks that occur at least once outside all other blocks."""
     names = [(name, module) for name, module in _names(model) if module in blocks]
     every = {name for name, _ in names}
     outer: dict[nn.Module, str] = {}
@@ -126,16 +126,16 @@ def is_recomputed(module: nn.Module) -> bool:
 def _recomputed(
     module: nn.Module, forward: Callable[..., Any], offload: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Checkpoint a call of `forward`; a `partial` of this function replaces it and can be copied and pickled."""
+    """Checkpoint a call to `forward`; a `partial` of this function, which can be pickled, replaces `forward`."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    # torch searches only positional inputs for devices, whose random states it saves, and for tensors to offload, so
-    # pass keyword arguments as positional inputs.
+    # Pass keyword arguments as positional inputs, because torch searches only these for tensors to offload and for
+    # devices whose random state it saves.
     block, args = partial(_call, forward, tuple(kwargs)), (*args, *kwargs.values())
     if torch.compiler.is_compiling():  # the compiler recomputes inside the graph, without side effects
         contexts = partial(create_selective_checkpoint_contexts, _keep_in_graph)
         return checkpoint(block, *args, use_reentrant=False, context_fn=contexts)
-    # Inputs such as a dataclass hide their tensors from torch, but the block's parameters are on the same device.
+    # torch does not find tensors inside a dataclass, for example, so pass a tensor on the device of the parameters.
     tensor = next(chain(module.parameters(), module.buffers()), None)
     inputs = (None if tensor is None else torch.empty(0, device=tensor.device), *args)
     with saved_tensors_hooks(_to_host, _from_host) if offload else nullcontext():
@@ -148,7 +148,7 @@ def _recomputed(
 
 
 def _without_first(block: Callable[..., Any], first: Tensor | None, *inputs: Any) -> Any:
-    """Call `block` without `first`, a tensor on the device whose random state torch must save."""
+    """Call `block` without `first`, which only specifies the device whose random state torch saves."""
     return block(*inputs)
 
 
@@ -159,7 +159,7 @@ def _call(forward: Callable[..., Any], names: tuple[str, ...], *inputs: Any) -> 
 
 
 def _keep_in_graph(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save the results of random operators and of communication, and recompute all other results."""
+    """Save the results of random operators and collectives, and recompute all other results."""
     random = torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
     communicates = getattr(operator, "namespace", "") == "_c10d_functional"
     return CheckpointPolicy.MUST_SAVE if random or communicates else CheckpointPolicy.PREFER_RECOMPUTE
@@ -192,15 +192,15 @@ def _contexts(module: nn.Module) -> tuple[AbstractContextManager[None], Abstract
 
 
 class _Recomputation(AbstractContextManager[None]):
-    """Context of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
+    """Context manager of a recomputation, with the buffers and SyncBN sums of the forward pass; reusable.
 
-    On exit, the buffers are restored to their values from before the recomputation.
+    On exit, the buffers are restored to their values before the recomputation.
     """
 
     def __init__(self) -> None:
-        # For each buffer: the dict that holds it, its name, and its value before forward.
+        # For each buffer: the module's dict of buffers, its name, and its value before forward.
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
-        # The sums over processes that SyncBN received.
+        # SyncBN's sums over processes.
         self._sums: list[Tensor] = []
         self._exit = ExitStack()
 

@@ -29,9 +29,9 @@ class AdaptiveClipOptions:
     """`adaptive_clip=dict(...)`; True selects the defaults."""
 
     clip_factor: float = 0.01
-    """Maximum ratio of the gradient's norm to the weight's norm, for each unit."""
+    """Maximum ratio of the norm of the gradient to the norm of the weights, for each unit."""
     eps: float = 1e-3
-    """Lower bound of a weight's norm, so that units whose weights are zero can be trained."""
+    """Lower bound for the norm of a unit's weights, so that units whose weights are zero can be trained."""
     exclude: list[str] = field(default_factory=list)
     """Modules whose gradients are not clipped, by name (with `*` and `?`) or class. The paper excludes the last
     linear layer: `exclude=['head']`."""
@@ -53,7 +53,7 @@ class AdaptiveClipOptions:
 
 
 class ClipUnits(StepPart):
-    """Scale the gradient of each unit so that its norm is at most `clip_factor * max(norm of its weights, eps)`.
+    """Scales the gradient of each unit so that its norm is at most `clip_factor * max(norm of its weights, eps)`.
 
     A unit is one index of a weight's first dimension, as in `nn.Linear` and convolutions; a parameter with one
     dimension or none is one unit.
@@ -65,7 +65,7 @@ class ClipUnits(StepPart):
 
     def __init__(self, clip_factor: float, eps: float, excluded: Sequence[nn.Parameter] = ()) -> None:
         self.clip_factor, self.eps = clip_factor, eps
-        self.excluded = dict.fromkeys(excluded)  # torch.compile can trace lookups in a dict, but not in a set
+        self.excluded = dict.fromkeys(excluded)  # torch.compile traces lookups in a dict, but not in a set
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
         """Clip in place."""

@@ -40,6 +40,7 @@ from slipstream.speed.plan import SpeedPlan
 from slipstream.speed.precision import convert_to_fp8, tf32
 from slipstream.speed.process import process_switches
 from slipstream.step.parts import StepPart
+from slipstream.step.trained_parameters import keeps_parameters
 
 __all__ = [
     "add_parts",
@@ -58,7 +59,7 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
     """Return the model on its device with the plan's options applied, wrapped if there are several processes.
 
     Raises:
-        ConfigError: the model is already wrapped, and an option must be applied to the unwrapped model.
+        ConfigError: the model is already wrapped, but an option requires the unwrapped model.
     """
     if isinstance(model, DistributedDataParallel | MMFullyShardedDataParallel):
         _refuse_wrapped(model, plan)
@@ -78,14 +79,14 @@ def prepare_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn
 
 
 def to_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Move a model in place, and keep its Parameter objects, which optimizers and tied modules refer to.
+    """Move a model in place, and keep its Parameter objects, which optimizers and tied modules reference.
 
-    `Module.to` replaces them on devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs.
+    On devices whose tensors cannot become the `data` of a CPU tensor, such as NPUs, `Module.to` replaces them.
 
     Raises:
-        ModelError: a parameter cannot keep its identity, because weak references or an autograd graph refer to it.
+        ModelError: a parameter cannot be kept, because weak references or an autograd graph refer to it.
     """
-    if torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+    if keeps_parameters(device):
         return model.to(device)
     for name, param in model.named_parameters():
         if param.device == device:
@@ -96,7 +97,7 @@ def to_device(model: nn.Module, device: torch.device) -> nn.Module:
             if is_lazy(param)
             else nn.Parameter(param.detach().to(device), param.requires_grad)
         )
-        vars(moved).update(vars(param))  # attributes that the user set, which would move with the old tensor
+        vars(moved).update(vars(param))  # attributes set by the user; swap_tensors also swaps them
         try:
             torch.utils.swap_tensors(param, moved)
         except RuntimeError as error:
@@ -119,7 +120,7 @@ def _refuse_wrapped(model: nn.Module, plan: SpeedPlan) -> None:
 
 def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Module:
     """Return the model in the multi-process wrapper that the plan selects."""
-    # A model with its own train_step calls its submodules directly, so each submodule gets its own wrapper.
+    # A model that overrides train_step calls its submodules directly, so wrap each submodule separately.
     default = MMSeparateDistributedDataParallel if overrides_train_step(model) else MMDistributedDataParallel
     cfg: dict[str, Any] = {"type": default, **(plan.parallel.wrapper if plan.parallel else {})}
     kind = cfg["type"]
@@ -131,7 +132,7 @@ def wrap_model(model: nn.Module, plan: SpeedPlan, device: torch.device) -> nn.Mo
         defaults["broadcast_buffers"] = False
         defaults["find_unused_parameters"] = plan.find_unused_parameters
     with warnings.catch_warnings():
-        # torch deprecates this argument of DDP; its replacement still syncs buffers once, at the start.
+        # torch deprecates this argument of DDP, but its replacement still syncs buffers once, at the start.
         warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
         wrapped: nn.Module = MODEL_WRAPPERS.build(cfg, default_args=defaults)
     return wrapped
@@ -145,7 +146,7 @@ def overrides_train_step(model: nn.Module) -> bool:
 
 
 def plan_optim(cfg: Any, plan: SpeedPlan, device: torch.device) -> Any:
-    """Return the configuration of the optimizer wrapper, if any, with the plan's precision, accumulation and clipping.
+    """Return the optimizer wrapper's configuration, if any, with the plan's precision, accumulation and clipping.
 
     Raises:
         ConfigError: `cfg` is an existing or custom wrapper whose settings differ from those of the plan.
@@ -196,14 +197,14 @@ class _MakesPart(Protocol):
     """Options that create a step part."""
 
     def part(self, model: nn.Module, optim: OptimWrapper) -> StepPart:
-        """Return the part for the unwrapped `model` and the wrapper `optim` that will contain it."""
+        """Return the part for the unwrapped `model` and the wrapper `optim`."""
 
 
 def add_parts(plan: SpeedPlan, model: nn.Module, optim: OptimWrapper) -> None:
     """Insert the parts of the plan's options at the start of `optim.parts`, in the order of the plan's fields.
 
-    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. If there are several optimizers, each
-    gets its own parts. A part replaces an existing part of the same class, so a second call changes nothing.
+    Gradients are centralized, then clipped by unit, then clipped by `clip_grad`. Each of several optimizers has its own
+    parts. A part replaces an existing part of the same class, so a second call has no effect.
 
     Raises:
         ConfigError: an option does not support the model or the optimizer.
@@ -227,8 +228,8 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
     """Raise a `ConfigError` if the wrapper ignores the part, or if the part does not support the model."""
     if (method := _ignores_parts(type(optim))) is not None:
         raise ConfigError(
-            f"{type(optim).__name__}.{method} overrides OptimWrapper.{method} without calling it, so this option would "
-            f"have no effect; call super().{method}() there, or use OptimWrapper",
+            f"this option has no effect, because {type(optim).__name__}.{method} overrides OptimWrapper.{method} "
+            f"without calling it; call super().{method}() in it, or use OptimWrapper",
             option,
         )
     if part.replaces_gradients and overrides_train_step(model):
@@ -244,7 +245,7 @@ def _check_part(part: StepPart, option: str, model: nn.Module, optim: OptimWrapp
 
 
 def _ignores_parts(kind: type[OptimWrapper]) -> str | None:
-    """Return the name of a method that overrides one of `OptimWrapper` without running the parts, or None."""
+    """Return the name of a method that overrides a method of `OptimWrapper` without running the parts, or None."""
     for method in ("update_params", "update", "step"):
         for owner in kind.__mro__:
             override = vars(owner).get(method)
@@ -271,7 +272,7 @@ def _names(code: CodeType) -> set[str]:
 
 @contextmanager
 def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None]) -> Iterator[None]:
-    """Set the plan's process-wide switches for this device type inside the context."""
+    """Enable the plan's process-wide settings for this device type inside the context."""
     on_cuda = device.type == "cuda"
     with ExitStack() as stack:
         if on_cuda and plan.precision is not None and plan.precision.name == "tf32":
@@ -283,7 +284,7 @@ def switches(plan: SpeedPlan, device: torch.device, warn: Callable[[str], None])
 
 @contextmanager
 def _with_config_path(plan: SpeedPlan, option: str) -> Iterator[None]:
-    """Set the path of a `ConfigError` to the config path of the option."""
+    """Replace the option's name in the path of a `ConfigError` with the option's config path."""
     try:
         yield
     except ConfigError as error:

@@ -20,12 +20,12 @@ __all__ = ["Capabilities", "Choice", "choose", "convolution_share"]
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Properties of the machine, the run and the model that a plan depends on."""
+    """Properties of the machine, the run and the model that determine a plan."""
 
     device: str = "cpu"
     """Device type: `cpu`, `cuda`, `npu`, `xpu`, `mps`."""
     capability: tuple[int, int] = (0, 0)
-    """Compute capability of an NVIDIA GPU; (0, 0) elsewhere."""
+    """Compute capability of an NVIDIA GPU; (0, 0) for other devices."""
     bf16: bool = False
     """Whether the device supports bfloat16 without emulation."""
     torchao: bool = False
@@ -126,6 +126,8 @@ def _precision(capabilities: Capabilities) -> Choice:
 
 def _compile(capabilities: Capabilities, convolutional: bool) -> Choice:
     if capabilities.device == "cpu" and convolutional:
-        why = "compilation takes minutes; convolutions then take 0.6 to 0.9 times as long; try compile=True"
+        why = (
+            "compilation can take minutes; convolutions then take 0.6 to 0.9 times as long; try compile=True"
+        )
         return Choice("compile", why, on=False)
-    return Choice("compile", "compilation takes a minute or more; measure compile=True", on=False)
+    return Choice("compile", "compilation can take minutes; measure compile=True", on=False)

@@ -13,7 +13,7 @@ __all__ = ["named_blocks"]
 
 
 def named_blocks(model: nn.Module, patterns: Sequence[str], path: str) -> list[nn.Module]:
-    """Return the submodules of a model that match the patterns, in the model's order, each once.
+    """Return the submodules of a model that match the patterns, in the model's order, without duplicates.
 
     Args:
         model: the model; the result never contains the model itself.

@@ -43,17 +43,17 @@ class CompileOptions:
     mode: str | None = None
     """`default`, `reduce-overhead`, `max-autotune` or `max-autotune-no-cudagraphs`."""
     dynamic: bool | None = None
-    """Whether shapes may vary; None means that this is detected automatically."""
+    """Whether shapes may vary; if None, this is detected automatically."""
     fullgraph: bool = False
     """Whether a graph break is an error."""
     options: dict[str, Any] | None = None
     """Backend options."""
     scope: Literal["step", "model", "block"] | None = None
-    """The unit that becomes one graph: the whole training step, the model's forward, or each of its blocks. None tries
-    `step` and falls back to `model`."""
+    """The unit that is compiled as one graph: the whole training step, the model's forward, or each of its blocks. None
+    tries `step` and falls back to `model`."""
     blocks: list[str] = field(default_factory=list)
-    """The blocks that scope 'block' compiles: names of modules (`backbone.layer1`, or `layers.*` with wildcards) or of
-    classes. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children
+    """The blocks that scope 'block' compiles, as names of modules (`backbone.layer1`, or `layers.*` with wildcards) or
+    of classes. The default is the repeated blocks: children of a `ModuleList` or `Sequential` that have children
     themselves and whose class occurs at least twice."""
     cache: bool | str = True
     """Where to cache compiled code: True for the user's cache folder, a path, or False to disable the cache."""
@@ -82,7 +82,6 @@ def read_compile(value: Any) -> CompileOptions | None:
     Raises:
         ConfigError: the value has an unsupported type, or an option is unknown.
     """
-    # A string is the name of a scope.
     how = optional(CompileOptions, {"scope": value} if isinstance(value, str) else value, "compile")
     if how is None:
         return None
@@ -100,11 +99,14 @@ def compile_model(
 ) -> None:
     """Compile `model`, or with scope 'block' its blocks, in place, for training and evaluation.
 
-    The keys of the state dict do not change. Call this before the model is wrapped in DDP, and before `fully_shard`
-    shards the blocks. Compilation happens in the first calls. If a module cannot be compiled, it runs eagerly, and so
-    do all blocks of its class; `warn` is called once with the reason.
+    The keys of the state dict do not change. Call this function before the model is wrapped in DDP, and before
+    `fully_shard` shards the blocks. The modules are compiled in their first calls. If a module cannot be compiled, all
+    blocks of its class run eagerly, and `warn` is called once with the reason.
 
     Args:
+        model: the unwrapped model.
+        how: the options.
+        warn: called with a message.
         warn_limit: whether to also call `warn` if torch's recompile limit is reached.
 
     Raises:
@@ -123,7 +125,7 @@ def compile_model(
 
 
 def compiled_blocks(model: nn.Module, how: CompileOptions) -> list[nn.Module]:
-    """Return the modules that scope 'block' compiles, without blocks that are inside other blocks.
+    """Return the modules that scope 'block' compiles: the blocks that are not inside another block.
 
     Raises:
         ConfigError: a name matches no module, or `how.blocks` is empty and the model has no repeated blocks.
@@ -141,7 +143,7 @@ def _repeated(model: nn.Module) -> list[nn.Module]:
             "compile.blocks",
         )
     blocks = set(found)
-    # Skip every nn.Sequential that contains blocks, because it would need its own graph.
+    # Skip every nn.Sequential that contains blocks, because it requires its own graph.
     return [m for m in found if type(m) is not nn.Sequential or blocks.isdisjoint(list(m.modules())[1:])]
 
 
@@ -167,23 +169,23 @@ def _compile(modules: list[nn.Module], how: CompileOptions, limit: Mapping[str, 
 
 
 def backend_options(how: CompileOptions) -> dict[str, Any]:
-    """Return the options of the backend, including those that the mode implies."""
+    """Return the backend's options, including those that the mode sets."""
     options: dict[str, Any] = {}
     if how.backend == "inductor":
-        # Draw the same random numbers (of dropout, for example) as eager training.
+        # Draw the same random numbers (for dropout, for example) as eager training.
         options["fallback_random"] = True
         options |= torch._inductor.list_mode_options(how.mode) if how.mode else {}
     return options | (how.options or {})
 
 
 def backend_problem(model: nn.Module, how: CompileOptions) -> str | None:
-    """Return why the backend cannot compile for the model's device, or None."""
+    """Return the reason that the backend cannot compile for the model's device, or None."""
     param = next(model.parameters(), None)
     return None if param is None or how.backend != "inductor" else inductor_problem(param.device.type)
 
 
 def inductor_problem(device_type: str) -> str | None:
-    """Return why inductor cannot compile for this kind of device, or None."""
+    """Return the reason that inductor cannot compile for this device type, or None."""
     from torch._inductor.codegen.common import get_scheduling_for_device, init_backend_registration
 
     init_backend_registration()
@@ -196,10 +198,11 @@ def inductor_problem(device_type: str) -> str | None:
 
 
 def _call_of(module: nn.Module, fullgraph: bool) -> Callable[..., Any]:
-    """Return the function that `nn.Module.compile` compiles, wrapped if torch would skip it silently.
+    """Return the function to compile for a module, wrapped if torch silently skips the original.
 
-    torch.compile skips functions in torch's own files: always for torch's own modules, and for other modules if their
-    forward cannot be traced. With `fullgraph`, torch 2.11 and 2.12 do not report the latter.
+    torch.compile can silently skip `Module._call_impl`, because it is defined in torch. This always happens for torch's
+    own modules, and for other modules if their `forward` cannot be traced. In the second case, torch 2.11 and 2.12 do
+    not report it even with `fullgraph`.
     """
     forward = getattr(type(module), "forward", None)  # None for a scripted module
     if not (fullgraph or str(getattr(forward, "__module__", "")).startswith("torch.")):
@@ -232,7 +235,7 @@ def _has_recompile_limit() -> bool:
 
 
 def _cloning(compiled: Any) -> Callable[..., Any]:
-    """Wrap a function to clone its outputs, which the next replay of a CUDA graph would overwrite."""
+    """Wrap a function to clone its outputs, because the next replay of a CUDA graph overwrites them."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
@@ -252,16 +255,16 @@ class _Group:
         for each in self.modules:
             each._compiled_call_impl = None
         self.warn(
-            f"{type(module).__name__} cannot be compiled ({explain_failure(error)}); it runs eagerly. "
-            f"{'Fix the line named above, or remove' if failed_line(error) else 'Remove'} compile"
+            f"{type(module).__name__} cannot be compiled ({explain_failure(error)}) and runs eagerly. "
+            f"{'Fix this line, or remove' if failed_line(error) else 'Remove'} the `compile` option"
         )
 
     def notice(self, module: nn.Module, since: int) -> None:
-        """Warn once if torch has reached its recompile limit since the time `since`."""
+        """Warn once if torch has reached its recompile limit after `since` (`time.time_ns()`)."""
         if self.warn_limit and (varied := limit_hit(since)):
             self.warn_limit = False
             self.warn(
-                f"{type(module).__name__} reached torch's recompile limit; inputs that need a new graph run eagerly. "
+                f"{type(module).__name__} reached torch's recompile limit. Inputs that need a new graph run eagerly. "
                 f"Cause of the last recompile: {varied}. Set compile=dict(dynamic=True), or use fewer batch shapes"
             )
 
@@ -294,11 +297,11 @@ class _Guarded:
         return result
 
     def _first_call(self, *args: Any, **kwargs: Any) -> Any:
-        """Call for the first time in this grad mode; restore the model's buffers if the call fails."""
+        """Call the module for the first time in this grad mode; restore its buffers if the call fails."""
         # With graph breaks, an earlier graph may have updated BatchNorm before a later one fails.
         before = [(buffer, buffer.clone()) for buffer in self.model.buffers()]
         try:
-            # Compile the backward graph now, because a failure during backward would be unrecoverable.
+            # Compile the backward graph now, because a failure during backward is not recoverable.
             with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
                 result = self.compiled(*args, **kwargs)
         except BaseException:
@@ -311,7 +314,7 @@ class _Guarded:
 
 
 def _is_compiler_error(error: Exception) -> bool:
-    """Return whether an error comes from torch's compiler and not from the model."""
+    """Return whether torch's compiler, not the model, raised an error."""
     kinds = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
-    # With fullgraph=True, torch 2.13 raises this error after the call if it has compiled nothing.
+    # With fullgraph=True, torch 2.13 raises the second error after the call if it has not compiled any code.
     return isinstance(error, kinds) or "found no compiled frames" in str(error)

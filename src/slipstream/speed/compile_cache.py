@@ -22,7 +22,7 @@ from slipstream.version import __version__
 __all__ = ["cache_folder", "folder_now", "use_cache"]
 
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-_TAG = "CACHEDIR.TAG"  # marks cache folders for backup programs, see bford.info/cachedir
+_TAG = "CACHEDIR.TAG"  # marks the folder as a cache for backup programs, see bford.info/cachedir
 _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 # Compiled code of Slipstream. It may be deleted at any time.
 """
@@ -31,17 +31,17 @@ _TAG_TEXT = """Signature: 8a477f597d28d172789f06886806bc55
 def use_cache(model: nn.Module, how: CompileOptions, plan: Any, warn: Callable[[str], None]) -> Path | None:
     """Set inductor's cache folder for this run, and return it.
 
-    Call this before anything is compiled. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
-    process, so the last run wins. Returns None, and changes nothing, if the user has set the variable, if `how`
-    disables the cache, or for backends other than inductor. Torch looks up code by its own hash of the graph, the
-    options and the versions, so it never loads the code of a different graph.
+    Call this function before any compilation. It sets the environment variable TORCHINDUCTOR_CACHE_DIR for the whole
+    process, so the latest run determines the folder. It changes nothing and returns None if the user has set the
+    variable, if `how` disables the cache, or for backends other than inductor. The keys of torch's cache are hashes of
+    the graph, the options and the versions, so torch does not load the code of a different graph.
 
     Args:
         model: the model, on its device.
-        how: `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE, XDG_CACHE_HOME/slipstream,
-            ~/.cache/slipstream).
-        plan: other options that affect the compiled code; its `repr` is part of the folder's key.
-        warn: called if the user's cache folder is not usable; torch's default folder is used instead.
+        how: the options; `cache` is a folder, or True for the user's cache folder (SLIPSTREAM_CACHE,
+            XDG_CACHE_HOME/slipstream, ~/.cache/slipstream).
+        plan: other options that affect the compiled code; its `repr` is part of the folder's hash.
+        warn: called if the user's cache folder is not usable, and torch's default folder is used instead.
 
     Raises:
         ConfigError: the folder in `how.cache` is not writable, or is writable by other users.
@@ -80,14 +80,14 @@ def folder_now(folder: str | None) -> Iterator[None]:
 def cache_folder(model: nn.Module, how: CompileOptions, plan: Any) -> Path:
     """Return the cache folder for a model, a plan, this machine and the installed versions, without creating it.
 
-    The folder depends on the shapes of the weights, not on their values.
+    The folder depends on the shapes of the weights, but not on their values.
     """
     shapes = [
         (name, tuple(tensor.shape), str(tensor.dtype))
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
     ]
     versions = (torch.__version__, __version__, platform.python_version())
-    # Remove addresses from the repr of functions, because they differ between processes.
+    # Remove memory addresses from the repr of functions, because they differ between processes.
     key = re.sub(r" at 0x[0-9a-f]+", "", repr((shapes, how, plan, versions, _machine(model))))
     name = f"{type(model).__name__}-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
     return (Path(how.cache).expanduser().absolute() if isinstance(how.cache, str) else _user_cache()) / name
@@ -97,7 +97,7 @@ def _user_cache() -> Path:
     configured = os.environ.get("SLIPSTREAM_CACHE")
     if configured:
         return Path(configured).expanduser().absolute() / "compile"
-    # The XDG specification requires relative paths to be ignored.
+    # As required by the XDG specification, ignore relative paths.
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (xdg if xdg.is_absolute() else Path.home() / ".cache") / "slipstream" / "compile"
 
@@ -128,7 +128,7 @@ def _chosen_by_user() -> bool:
 
 
 def _make(folder: Path) -> None:
-    """Create the folder, and check that only this user can write to it, since its code is executed."""
+    """Create the folder, and check that only this user can write to it, because its code is executed."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if os.name == "posix":
         found = folder.stat()

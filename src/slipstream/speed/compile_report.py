@@ -1,4 +1,4 @@
-"""Report graph breaks, recompiles and skipped CUDA graphs of torch.compile, with lines of the user's code."""
+"""Report torch.compile's graph breaks, recompiles and skipped CUDA graphs, with lines of the user's code."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _EXPECTED = 4
 
 
 def explain_failure(error: BaseException) -> str:
-    """Return why torch could not compile, with the line of user code if torch reports it.
+    """Return the reason that torch could not compile, with the line of user code if torch reports it.
 
     Args:
-        error: the exception that the compiled function raised.
+        error: the exception raised by the compiled function.
 
     Returns:
-        "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
+        For example "Unsupported: Data-dependent branching, at net.py:18: `if y.sum() > 0:`".
     """
     own = NotCapturedError.inside(error) or error
     varied = next((why for record in reversed(_records()) if (why := _recompile_reason(record))), "")
@@ -43,14 +43,14 @@ def explain_failure(error: BaseException) -> str:
         return str(own)
     if "consumed returned tensor's grad_fn" in str(error):
         return (
-            "a module or the loss stores a tensor that requires grad between steps, for example a hidden state, "
-            "pruning, or torch.nn.utils.weight_norm and spectral_norm; detach the tensor, or use "
+            "a module or the loss stores a tensor that requires grad between steps (for example a hidden state, or a "
+            "weight computed by pruning, torch.nn.utils.weight_norm or spectral_norm); detach the tensor, or use "
             "torch.nn.utils.parametrizations"
         )
     if "appears to not have been used in the graph" in str(error):
-        return "some batches give no gradient to parameters that other batches train, so they need different graphs"
+        return "some parameters receive a gradient from only some batches, so these batches need different graphs"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    # After "backend='inductor' raised:", the next line holds the reason.
+    # After "backend='inductor' raised:", the next line contains the reason.
     reason = " ".join(lines[: 2 if lines[0].endswith("raised:") else 1]) if lines else "no reason given"
     if isinstance(error, torch._dynamo.exc.FailOnRecompileLimitHit):
         cause = f"; cause of the last recompile: {varied}" if varied else ""
@@ -77,12 +77,12 @@ def _is_user_file(file: str) -> bool:
 
 
 def limit_hit(since: int) -> str:
-    """Return the cause of the last recompile if torch has reached its recompile limit, else an empty string.
+    """Return the cause of the last recompile if torch has reached its recompile limit, otherwise an empty string.
 
     Beyond the limit, inputs that need a new graph run eagerly.
 
     Args:
-        since: only compilations since this `time.time_ns()` count.
+        since: a `time.time_ns()`; earlier compilations are ignored.
     """
     for record in _records():
         if getattr(record, "start_time_us", 0) >= since // 1000 and (varied := _limit_hit(record)):
@@ -114,23 +114,24 @@ class CompileSummary:
     graphs: int = 0
     """Number of captured graphs, including those after graph breaks and from recompiles."""
     cache_hits: int = 0
-    """Number of compiled graphs (forward and backward) that inductor found in its cache."""
+    """Number of graphs (forward and backward) whose code inductor found in its cache."""
     cache_misses: int = 0
-    """Number of graphs that inductor had to compile."""
+    """Number of graphs that inductor compiled."""
     breaks: dict[str, int] = field(default_factory=dict)
     """Location and reason of each graph break."""
     recompiles: dict[str, int] = field(default_factory=dict)
     """Function and cause of each recompile."""
     unexpected: int = 0
-    """Number of recompiles beyond four per function (validation, smaller last batch, other heights and widths)."""
+    """Number of recompiles beyond the expected four per function, which are due to validation, a smaller last batch,
+    other heights and other widths."""
     eager: dict[str, int] = field(default_factory=dict)
-    """Cause of the last recompile before torch's recompile limit was reached; further such calls ran eagerly."""
+    """Cause of the last recompile of each function that reached torch's recompile limit and then ran eagerly."""
     skipped: dict[str, int] = field(default_factory=dict)
-    """Why torch skipped CUDA graphs that were requested."""
+    """Reasons that torch skipped CUDA graphs."""
 
     @property
     def troubled(self) -> bool:
-        """Whether an entry reduces speed, so that `text()` should be logged as a warning."""
+        """Whether an entry reduces speed, and `text()` should be logged as a warning."""
         return bool(self.breaks or self.unexpected or self.eager or self.skipped)
 
     def text(self) -> str:
@@ -163,13 +164,11 @@ def _count(number: int, name: str) -> str:
 
 
 class CompileReport:
-    """Counts what torch compiles between `start` and `finish`.
-
-    Torch counts per process, so compilations of other models in the same period are included.
+    """Counts torch's compilations between `start` and `finish`, including those of other models in this process.
 
     Args:
         kinds: number of different blocks that share one function (scope 'block'); the expected number of recompiles
-            scales with it.
+            is proportional to it.
     """
 
     def __init__(self, kinds: int = 1) -> None:
@@ -183,7 +182,7 @@ class CompileReport:
         self._new: list[Any] = []
         self._before = _counts()
         self._old_breaks = list(_breaks())
-        # Torch keeps only 64 records, so collect them at every compilation.
+        # PyTorch keeps only 64 records, so collect them at every compilation.
         torch._dynamo.callback.callback_handler.register_start_callback(self._collect)
 
     def _collect(self, _: Any = None) -> None:
@@ -228,13 +227,13 @@ class CompileReport:
         )
 
     def _new_breaks(self) -> Counter[str]:
-        # Compare objects, not lengths: torch._dynamo.reset() clears the list.
+        # Compare objects, not lengths, because torch._dynamo.reset() clears the list.
         old = {id(each) for each in self._old_breaks}
         new = [each for each in _breaks() if id(each) not in old]
         return Counter(_where(each.user_stack) + ": " + each.reason.strip().splitlines()[0] for each in new)
 
     def _skips(self, number: int) -> dict[str, int]:
-        """Return why CUDA graphs were skipped; torch counts all skips, but records reasons only at compile time."""
+        """Return the reasons of `number` skipped CUDA graphs; torch records reasons only at compile time."""
         reasons = [getattr(record, "cudagraph_skip_reason", None) for record in self._new]
         known = Counter(reason.strip().splitlines()[0] for reason in reasons if reason)
         rest = number - sum(known.values())

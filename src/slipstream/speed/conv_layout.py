@@ -23,18 +23,18 @@ _BY_STRIDES = {
 }  # fmt: skip
 """Operators whose result depends on the strides of their operand."""
 _HEAVY = 8
-"""A convolution stays contiguous if its weight has more than this many times the elements of its activations."""
+"""Convolutions stay contiguous if the weight has more than this many times the elements of the activations."""
 
 
 class LayOutConvolutions(CustomGraphPass):
-    """`lay_out_convolutions` as a pass with a uuid, which inductor needs to cache compiled code."""
+    """`lay_out_convolutions` as a pass with a uuid, which inductor requires to cache compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Rewrite the graph."""
         lay_out_convolutions(graph)
 
     def uuid(self) -> Any:
-        """Return a hash of this file, which invalidates cached code if the pass changes."""
+        """Return a hash of this file, so that a change to the pass invalidates cached code."""
         return get_hash_for_files((__file__,))
 
 
@@ -42,13 +42,13 @@ def lay_out_convolutions(graph: fx.Graph) -> None:
     """Rewrite 2-d convolutions and their gradients in place, and recompute the strides of all other nodes.
 
     A 1x1 convolution becomes a matrix product over the pixels. All others use channels_last, unless the weight is much
-    larger than the activations. In that case channels_last is slow, because oneDNN writes the gradient of the weight in
-    a different order, and torch then transposes it.
+    larger than the activations. In that case, channels_last is slow: oneDNN writes the gradient of the weight in a
+    different order, and torch then transposes it.
 
     With `layout_optimization` off, inductor passes operands to a convolution with the strides of `node.meta["val"]`.
-    This pass recomputes them from the first node to the last, so BatchNorm and ReLU between two convolutions use the
-    layout of the convolutions. Operators that depend on strides, draw random numbers or are not part of torch get their
-    operands with the strides of eager training.
+    This pass recomputes these strides from the first node to the last, so BatchNorm and ReLU between two convolutions
+    use the layout of the convolutions. Operators that depend on strides, draw random numbers or are not part of torch
+    receive operands with the strides of eager training.
 
     Graphs with dynamic shapes are not changed.
     """
@@ -111,7 +111,7 @@ class _Layouts:
         _update_strides(node)
 
     def _copied(self, node: fx.Node, wanted: torch.memory_format) -> fx.Node:
-        """Return `node` if its result has the wanted layout, otherwise a copy in that layout, created only once."""
+        """Return `node` if its result has the layout `wanted`, otherwise a cached copy in that layout."""
         value = node.meta["val"]
         # `is_contiguous` ignores the strides of dimensions of size one; inductor does not.
         if value.stride() == torch.empty_like(value, memory_format=wanted).stride():
@@ -138,7 +138,7 @@ class _Layouts:
     # ---- 1x1 convolutions as matrix products -----------------------------------------------------------
 
     def _rows(self, image: fx.Node) -> fx.Node:
-        """Return a channels_last image as a matrix: a row for each pixel, a column for each channel."""
+        """Return a channels_last image as a matrix with a row for each pixel and a column for each channel."""
         last = self._call(_ATEN.permute.default, image, [0, 2, 3, 1])
         return self._call(_RESHAPE, last, [-1, image.meta["val"].shape[1]])
 
@@ -198,7 +198,7 @@ def _needs_eager_strides(node: fx.Node) -> bool:
 
 def _update_strides(node: fx.Node) -> None:
     """Recompute the fake result of a node, including its strides, from its operands."""
-    if node.target is _VIEW:  # with different strides, view may be impossible
+    if node.target is _VIEW:  # the new strides may not support a view
         node.target = _RESHAPE
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda arg: arg.meta["val"])
     tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]

@@ -1,4 +1,4 @@
-"""Speed option: a weight average over the steps, for validation and for saving.
+"""Speed option: an average of the weights over training steps, for validation and checkpoints.
 
 `EMAHook` or `accelerate` adds a `slipstream.step.average.AveragePart` to the training step to update the average.
 """
@@ -14,6 +14,7 @@ from torch import nn
 from slipstream.config import optional
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model import BaseAveragedModel, DecaySchedule, ScheduledEMA, StochasticWeightAverage
+from slipstream.typecheck import NonNegativeInt, PositiveInt, check
 
 __all__ = ["EmaOptions", "check_begin", "read_ema"]
 
@@ -25,16 +26,16 @@ class EmaOptions:
     """`ema=dict(...)`."""
 
     decay: float | None = None
-    """Maximum decay, which is the factor of the old average in an update; None means 0.9999."""
+    """Maximum decay (factor of the old average in an update); None means 0.9999."""
     type: str = "exp"
-    """Schedule of the decay: `constant`, `threshold` or `exp`; or `swa` for the plain mean of all weights."""
+    """Decay schedule: `constant`, `threshold` or `exp`; or `swa` for the mean of the weights over all updates."""
     beta: float | None = None
     """Rate at which the decay of type `exp` approaches its maximum; None means 15. Only for `exp`."""
-    interval: int = 1
+    interval: PositiveInt = 1
     """Number of weight updates per update of the average. The average is updated at the first weight update."""
-    begin_iter: int = 0
+    begin_iter: NonNegativeInt = 0
     """First iteration whose weights are averaged."""
-    begin_epoch: int = 0
+    begin_epoch: NonNegativeInt = 0
     """First epoch whose weights are averaged; set at most one of `begin_iter` and `begin_epoch`."""
 
     def __post_init__(self) -> None:
@@ -47,8 +48,7 @@ class EmaOptions:
             raise ConfigError(
                 "does not apply to type 'swa', which is a plain mean; remove it", next(iter(kwargs))
             )
-        if self.interval < 1:
-            raise ConfigError(f"must be at least 1, not {self.interval}", "interval")
+        check(self.interval, PositiveInt, "interval")
         check_begin(self.begin_iter, self.begin_epoch)
 
     def _schedule_kwargs(self) -> dict[str, float]:
@@ -76,8 +76,7 @@ def read_ema(value: Any) -> EmaOptions | None:
 
 def check_begin(begin_iter: int, begin_epoch: int) -> None:
     """Raise a ConfigError if both are set, or if either is negative."""
+    for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
+        check(value, NonNegativeInt, name)
     if begin_iter and begin_epoch:
         raise ConfigError("set begin_iter or begin_epoch, not both", "begin_epoch")
-    for name, value in {"begin_iter": begin_iter, "begin_epoch": begin_epoch}.items():
-        if value < 0:
-            raise ConfigError(f"must not be negative, got {value}", name)

@@ -44,7 +44,7 @@ def read_front_ends(
 ) -> dict[str, FrontEnd]:
     """Return the keys of each front end, by the prefix of its config paths.
 
-    Keys that are not options are not checked here.
+    This function does not check keys that are not options.
 
     Raises:
         ConfigError: `speed` or `training_params` is not a dict, or `cfg` sets an unsupported option.
@@ -123,7 +123,7 @@ def _wrapper_keys(wrapper: Any, device: str) -> FrontEnd:
 
 
 def _short(dtype: Any, device: str) -> str | None:
-    """Return `fp16` or `bf16`; a `dtype` of None stands for autocast's default dtype on this device type."""
+    """Return the short name of a dtype, such as `bf16`; None means autocast's default dtype on this device type."""
     return _LOWER.get(str(dtype or torch.get_autocast_dtype(device)).removeprefix("torch."))
 
 
@@ -169,7 +169,7 @@ def _ema(params: FrontEnd) -> Any:
     if not params.get("ema"):
         return params.get("ema")
     ema = dict(params.get("ema_params") or {})
-    if "exp_activation" in ema:  # SuperGradients' older key for the type
+    if "exp_activation" in ema:  # an older key of SuperGradients
         exponential = ema.pop("exp_activation")
         ema.setdefault("decay_type", "exp" if exponential else "constant")
     if "decay_type" in ema:

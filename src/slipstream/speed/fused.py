@@ -1,4 +1,4 @@
-"""Speed option: fused optimizer kernels, which update many weights with one launch."""
+"""Speed option: fused optimizer kernels, which update many weights in a single kernel launch."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def read_fused(value: Any) -> bool | None:
 
 
 def fuse(optimizer: Optimizer, wanted: bool | None) -> bool:
-    """Switch `optimizer` to fused kernels; return whether it uses them.
+    """Switch `optimizer` to fused kernels according to `wanted`; return whether it uses them.
 
     By default, torch uses foreach kernels on accelerators and a loop over the weights on the CPU.
 
     Args:
-        optimizer: the optimizer; it may have made steps already.
-        wanted: None selects fused kernels if torch has them for the class, the devices and the dtypes, unless the
-            optimizer was built with `fused=` or `foreach=`; False does not change the optimizer.
+        optimizer: the optimizer; may have already taken steps.
+        wanted: True requires fused kernels. None selects them if torch has them for the class, the devices and the
+            dtypes, unless the optimizer was built with `fused=` or `foreach=`. False does not change the optimizer.
 
     Raises:
         ConfigError: `wanted` is True, and fused kernels are not supported.

@@ -32,13 +32,13 @@ class GradientCentralizationOptions:
 
 
 class CentralizeGradients(StepPart):
-    """Subtract the mean over all dimensions except the first from the gradient of each weight, before the update."""
+    """Subtract from each weight's gradient its mean over all dimensions except the first, before the update."""
 
     def __init__(self, conv_only: bool = False) -> None:
         self.min_ndim = 3 if conv_only else 2
 
     def before_update(self, params: Sequence[nn.Parameter], grads: list[Tensor]) -> None:
-        """Centralize in place; gradients with one dimension (biases, normalization) are not changed."""
+        """Centralize the gradients in place; 1-dim gradients (biases, normalization) are not changed."""
         for grad in grads:
             if grad.ndim >= self.min_ndim:
                 grad.sub_(grad.mean(dim=tuple(range(1, grad.ndim)), keepdim=True))

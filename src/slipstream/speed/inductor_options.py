@@ -12,17 +12,17 @@ __all__ = ["inductor_options"]
 def inductor_options(device_type: str) -> dict[str, Any]:
     """Return inductor's options for a step on this device type, in the format of `torch.compile(options=...)`.
 
-    CPU time relative to an eager loop in channels_last (benchmarks/one_graph.py), measured on one core of an AMD EPYC
-    with AVX2, torch 2.13, batches of 4x3x64x64: PP-LiteSeg-T 1.18 with inductor's default layouts, 0.86 with the model
-    and the batch in channels_last, 0.66 with these options. Other networks with these options: STDC1 0.68, RegSeg 0.74,
+    Measured CPU time relative to an eager loop in channels_last (benchmarks/one_graph.py, one core of an AMD EPYC with
+    AVX2, torch 2.13, batches of 4x3x64x64): PP-LiteSeg-T 1.18 with inductor's default layouts, 0.86 with the model and
+    the batch in channels_last, 0.66 with these options. Other networks with these options: STDC1 0.68, RegSeg 0.74,
     SegFormer-B0 0.81, DDRNet-23-slim 0.62.
     """
     if device_type != "cpu":
         return {}
     return {
-        # Inductor's layout optimization covers only the forward pass: it computes convolutions in channels_last, but
-        # passes operands with eager strides to `convolution_backward`, which requires extra copies and transposes.
-        # LayOutConvolutions assigns strides instead, and inductor follows them if this option is off.
+        # Inductor's layout optimization covers only the forward pass. It computes convolutions in channels_last, but
+        # passes operands with eager strides to `convolution_backward`, which causes extra copies and transposes.
+        # LayOutConvolutions assigns strides instead, and inductor uses them if this option is off.
         "layout_optimization": False,
         "post_grad_custom_pre_pass": LayOutConvolutions(),
     }

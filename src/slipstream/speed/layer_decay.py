@@ -28,7 +28,7 @@ __all__ = ["DecayLayers", "LayerDecayOptions", "layer_factors", "read_layer_deca
 
 _KEY = "layer_decay"
 _KERNELS = ("params", "param_names", "lr", "fused", "foreach", "capturable", "differentiable")
-"""Settings of a parameter group that do not change the update, and settings that `_try` passes itself."""
+"""Settings of a parameter group that do not affect the update, and settings that `_try` sets."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class LayerDecayOptions:
     """`layer_decay=dict(...)`; True selects the defaults, and a number sets the decay."""
 
     decay: float = 0.75
-    """Factor by which the learning rate is multiplied from each layer to the layer before it, in (0, 1]."""
+    """Ratio of the learning rate of a layer to that of the next layer, in (0, 1]."""
     layers: list[str] | None = None
     """The layers from input to output, by name (with `*` and `?`) or class; each matching module is one layer. The
     default is the outermost repeated blocks of the model."""
@@ -78,13 +78,14 @@ def read_layer_decay(value: Any) -> LayerDecayOptions | None:
 
 
 class DecayLayers(StepPart):
-    """Scale the update of each parameter by a factor: `previous + factor * (updated - previous)`.
+    """Scales the update of each parameter by a factor: `previous + factor * (updated - previous)`.
 
     For optimizers whose update is proportional to the learning rate (`scales_with_lr`), this is equivalent to a step
-    with `factor` times the learning rate, including weight decay. The learning rates that schedulers set do not change.
+    with `factor` times the learning rate, including weight decay. The learning rates in the parameter groups do not
+    change.
 
     Args:
-        factors: the factor of each parameter; 1 for parameters that are missing.
+        factors: the factor of each parameter; missing parameters have the factor 1.
     """
 
     needs_previous = True
@@ -100,11 +101,11 @@ class DecayLayers(StepPart):
 
 
 def layer_factors(model: nn.Module, how: LayerDecayOptions) -> dict[str, float]:
-    """Return the factor of each parameter by name: `decay ** (number of layers from it to the end of the model)`.
+    """Return the learning rate factor of each parameter by name.
 
-    As in BEiT, the factor of the last layer is `decay`, and that of the layer before it is `decay ** 2`. Parameters
-    before the first layer (an embedding) have the smallest factor; those after the last layer (a head) have the factor
-    1. A parameter between two layers belongs to the layer before it. Parameters are in the order of
+    As in BEiT, the factor of the last layer is `decay`, that of the layer before it is `decay ** 2`, and so on.
+    Parameters before the first layer (an embedding) have the smallest factor. Parameters after the last layer (a head)
+    have the factor 1. A parameter between two layers belongs to the layer before it. Parameters are in the order of
     `model.named_parameters()`.
 
     Raises:
@@ -142,7 +143,7 @@ def scales_with_lr(optimizer: Optimizer) -> bool:
     """Return whether the update of an optimizer, with its settings, is proportional to its learning rate.
 
     This function runs an optimizer of the same class on a small float64 weight, with a typical and a large learning
-    rate, because some classes bound the size of an update (Adafactor, Rprop). It returns False for a class that cannot
+    rate, because some classes (Adafactor, Rprop) limit the size of an update. It returns False for a class that cannot
     be built from the settings in `param_groups`.
     """
     inner: Optimizer = getattr(

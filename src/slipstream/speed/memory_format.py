@@ -21,14 +21,14 @@ T = TypeVar("T")
 def to_channels_last(model: nn.Module, weights: bool = True) -> None:
     """Convert the weights of convolutions in place, and add a hook that converts each batch before forward.
 
-    The parameters stay the same objects, and loading a state dict keeps their format. The hook runs in training and
-    validation; it does not copy batches that already have the format.
+    The Parameter objects do not change, and loading a state dict preserves their format. The hook runs in training and
+    validation. It does not copy batches that already have the format.
 
     Args:
         model: the unwrapped model. Convert it before wrapping, because DDP creates its buckets in the memory format of
             the weights.
-        weights: whether to convert the weights. Pass False for a model that is used with `fully_shard`, which requires
-            contiguous weights; with channels_last batches, its convolutions still use this format.
+        weights: whether to convert the weights. Pass False for a model that is sharded with `fully_shard`, which
+            requires contiguous weights. With channels_last batches, its convolutions still use this format.
     """
     for module in model.modules() if weights else ():
         weight = module._parameters.get("weight")
@@ -39,7 +39,7 @@ def to_channels_last(model: nn.Module, weights: bool = True) -> None:
 
 
 def as_channels_last(batch: T) -> T:
-    """Return nested dicts, lists and tuples with their images (4-d or 5-d float or uint8 tensors) in channels_last.
+    """Convert the images (4-d or 5-d float or uint8 tensors) in nested dicts, lists and tuples to channels_last.
 
     Images that already have this format, and all other values, are returned unchanged.
     """

@@ -18,6 +18,7 @@ from slipstream.config import optional
 from slipstream.dist.sharding import is_sharded, local
 from slipstream.errors import ConfigError, NonFiniteLossError, did_you_mean
 from slipstream.step.numerics import all_finite, keep_unless
+from slipstream.typecheck import PositiveInt, check
 
 if TYPE_CHECKING:
     from slipstream.optim import OptimWrapper
@@ -32,15 +33,14 @@ class NanGuardOptions:
     """`nan_guard=dict(...)`."""
 
     action: Literal["stop", "skip"] = "stop"
-    """`stop`: the run ends the next time it logs; `skip`: the step does not change the weights."""
+    """`stop` ends the run the next time it logs. `skip` skips the step, which then does not change the weights."""
     locate: bool = False
-    """Whether to report the first module with a non-finite output; adds a few small kernels after every module."""
-    max_skipped: int = 50
-    """Maximum number of consecutive skipped steps; one more stops the run."""
+    """Whether to report the first module with a non-finite output. This runs a few small kernels after every module."""
+    max_skipped: PositiveInt = 50
+    """Maximum number of consecutive skipped steps; if it is exceeded, the run stops."""
 
     def __post_init__(self) -> None:
-        if self.max_skipped < 1:
-            raise ConfigError(f"must be at least 1, not {self.max_skipped}", "max_skipped")
+        check(self.max_skipped, PositiveInt, "max_skipped")
 
     def hook_cfg(self) -> dict[str, Any]:
         """Return the configuration of the hook that implements the option."""
@@ -62,9 +62,9 @@ def read_nan_guard(value: Any) -> NanGuardOptions | None:
 
 
 def poison(loss: Tensor) -> Tensor:
-    """Return a loss of equal value; if the loss is not finite, its gradients are NaN.
+    """Return the loss unchanged if it is finite, otherwise NaN with NaN gradients.
 
-    Summing gradients over ranks and over an accumulation window then propagates the NaN, so it is enough to check the
+    The sums of gradients over ranks and over an accumulation window propagate NaN, so it is sufficient to check the
     gradients.
     """
     return loss * _nan_unless_finite(loss).to(loss.dtype)
@@ -113,7 +113,7 @@ class SkipCount:
         self.tensor.copy_(torch.stack([total + skipped, (in_a_row + 1) * skipped]))
 
     def read(self) -> tuple[int, int]:
-        """Return both numbers, and reset the first; waits for the device."""
+        """Return both numbers, and reset the first. This synchronizes with the device."""
         total, in_a_row = self.tensor.tolist()
         self.tensor[0] = 0
         return total, in_a_row
@@ -126,17 +126,17 @@ class StepGuard:
     accumulation, the whole window is skipped. All ranks skip the same steps. With a loss scale, the `GradScaler` skips
     steps as usual, and this class counts them.
 
-    A step creates optimizer state if it is the first one, or if new parameters have a gradient. Such a step cannot be
-    undone, so the host waits for the device and steps only if the gradients are finite. If an optimizer may keep state
-    on the host, such as a count of its steps, this applies to every step.
+    A step that creates optimizer state cannot be undone. This applies to the first step, and to steps in which further
+    parameters have a gradient. The host then waits for the device, and calls the optimizer only if the gradients are
+    finite. If an optimizer may store state on the host, such as a step count, this applies to every step.
 
     Args:
         model: the model, unwrapped.
-        device: device of its gradients.
+        device: device of the gradients.
         max_skipped: maximum number of consecutive skipped steps; the next `read` raises an error if there are more.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, max_skipped: int = 50) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, max_skipped: PositiveInt = 50) -> None:
         self.count = SkipCount(device)
         self.max_skipped = max_skipped
         self._model = model
@@ -184,15 +184,15 @@ class StepGuard:
 
     @torch.no_grad()
     def settle(self, finite: Tensor) -> None:
-        """Finish a step: restore the model's buffers unless `finite`, and count the step."""
-        # Compare by name, because forward may assign a new tensor.
+        """Restore the model's buffers unless `finite`, and count the step."""
+        # Find buffers by name, because forward may assign a new tensor.
         current = {name: buffer for name, buffer in self._model.named_buffers() if name in self._before}
         _restore_unless(finite, list(current.values()), [self._before[name] for name in current])
         self._before = {}
         self.count.add(finite)
 
     def read(self) -> int:
-        """Return the number of skipped steps since the last call; waits for the device.
+        """Return the number of skipped steps since the last call. This synchronizes with the device.
 
         Raises:
             NonFiniteLossError: more than `max_skipped` consecutive steps were skipped.
@@ -200,7 +200,7 @@ class StepGuard:
         total, in_a_row = self.count.read()
         if in_a_row > self.max_skipped:
             raise NonFiniteLossError(
-                f"the last {in_a_row} steps were skipped because the loss or a gradient was NaN or infinite; nan_guard "
+                f"the last {in_a_row} steps were skipped because the loss or a gradient was NaN or infinite. nan_guard "
                 f"allows {self.max_skipped} consecutive skips (max_skipped). Lower the learning rate, add a warm-up, "
                 "check the data for NaN or wrong labels, or find the module with "
                 "nan_guard=dict(action='stop', locate=True)"
@@ -209,11 +209,11 @@ class StepGuard:
 
 
 def guard_step(optimizer: Optimizer, step: Callable[[], Any], finite: Tensor) -> None:
-    """Call `step()`, which steps `optimizer`, and undo it unless `finite` (0-dim bool, on the device) is true.
+    """Call `step()`, which calls `optimizer.step()`, and undo it unless `finite` (0-dim bool, on the device) is true.
 
-    Weights and state are restored bit for bit, and the host does not wait for the device. Fused kernels skip the update
-    themselves; for other optimizers, weights and state are copied during the step. State that is a Python number or on
-    a different device than `finite` is not restored. Every parameter with a gradient must already have its state.
+    Weights and state are restored bit for bit, without synchronization. Fused kernels skip the update themselves. For
+    other optimizers, weights and state are copied before the step. State that is a Python number or on a different
+    device than `finite` is not restored. Every parameter with a gradient must already have its state.
     """
     params = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     fused = getattr(optimizer, "_step_supports_amp_scaling", False)
@@ -268,7 +268,7 @@ def _by_kind(tensors: Iterable[Tensor]) -> Iterable[list[Tensor]]:
 def _can_undo(optimizer: Optimizer, params: list[nn.Parameter], device: torch.device) -> bool:
     """Return whether a step changes only the parameters and tensors on the device.
 
-    Classes of other libraries may count steps in Python numbers outside of `optimizer.state`.
+    Classes of other libraries may count steps in Python numbers outside `optimizer.state`.
     """
     known = type(optimizer).__module__.startswith(("torch.optim.", "slipstream."))
     state = (value for param in params for value in optimizer.state.get(param, {}).values())
@@ -300,7 +300,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def _count_on_device(optimizer: Optimizer) -> None:
-    """Keep the step counts of torch's optimizers on the accelerator, where a skipped step can be undone."""
+    """Store the step counts of torch's optimizers on the accelerator, where a skipped step can be undone."""
     supported = _get_capturable_supported_devices()
     for group in optimizer.param_groups:
         if "capturable" not in group or group.get("fused"):
@@ -314,10 +314,10 @@ def _count_on_device(optimizer: Optimizer) -> None:
 
 
 class Locator:
-    """Finds the first module with a non-finite output, using forward hooks that do not wait for the device.
+    """Finds the first module with a non-finite output, using forward hooks that do not synchronize.
 
-    Each module costs a few small kernels per step. `torch.compile(fullgraph=True)` can trace the hooks. They only run
-    if gradients are enabled.
+    The hooks run a few small kernels per module and step, only if gradients are enabled.
+    `torch.compile(fullgraph=True)` can trace them.
 
     Args:
         model: the model, unwrapped and on its device.
@@ -327,7 +327,7 @@ class Locator:
         self.modules = list(model.named_modules())
         device = next(model.parameters()).device
         self._clock = torch.zeros((), dtype=torch.int64, device=device)
-        # For each module: the time of the first non-finite output (0: none), and whether an input was also not finite.
+        # For each module: the time of the first non-finite output (0 if none), and whether an input was not finite.
         self._found = torch.zeros(len(self.modules), 2, dtype=torch.int64, device=device)
         self._hooks = [
             module.register_forward_hook(partial(self._check, index), with_kwargs=True)
@@ -350,12 +350,12 @@ class Locator:
             if isinstance(value, Tensor) and value.is_floating_point() and value.numel()
         ]
         found = torch.zeros_like(self._clock, dtype=torch.bool)
-        for same in _by_kind(tensors):  # a data preprocessor gets tensors on the host
+        for same in _by_kind(tensors):  # the inputs of a data preprocessor are on the host
             found = found | ~all_finite(same)  # a 0-dim CPU tensor is passed to the kernel by value
         return found
 
     def report(self) -> str:
-        """Return a message about the steps since the last report; waits for the device."""
+        """Return a message about the steps since the last report. This synchronizes with the device."""
         found = self._found.tolist()
         self._found.zero_()
         times = {time: index for index, (time, _) in enumerate(found) if time}

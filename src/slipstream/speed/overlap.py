@@ -1,4 +1,4 @@
-"""A pass over inductor's graph that overlaps the all-reduce of gradients with backward."""
+"""A pass over inductor's graph that overlaps gradient all-reduces with backward."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["OVERLAP", "SendEarly", "send_early"]
 
 
 class SendEarly(CustomGraphPass):
-    """`send_early` as a pass with a uuid, which inductor needs to cache compiled code."""
+    """`send_early` as a pass with a uuid, which inductor requires to cache compiled code."""
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder the graph."""
@@ -24,9 +24,9 @@ class SendEarly(CustomGraphPass):
 
 
 def send_early(graph: fx.Graph) -> None:
-    """Move each all-reduce to the point where its bucket is full, and each wait to the first use of its result.
+    """Move each all-reduce to the point at which its bucket is full, and each wait to the first use of its result.
 
-    Without this pass, all of these operators come after the whole backward pass. The order is the same on all ranks
+    Without this pass, all of these operators run after the whole backward pass. The order is the same on all ranks,
     because they compile the same graph.
     """
     nodes = list(graph.nodes)
@@ -40,7 +40,7 @@ def send_early(graph: fx.Graph) -> None:
         if node.target in packing and early.issuperset(node.users):
             early.add(node)
     order = {node: (i, 0) for i, node in enumerate(nodes)}
-    # For each index of a node: the node that was last moved behind it, and the number of nodes that were moved there.
+    # For the index of a node: the last node that was moved behind it, and the number of nodes moved there.
     behind: dict[int, tuple[fx.Node, int]] = {}
     for node in nodes:
         if node in early and node.all_input_nodes:
@@ -56,7 +56,7 @@ def send_early(graph: fx.Graph) -> None:
 
 
 OVERLAP = {
-    # Both options would move the gradients of weights, and so the buckets, to the end of the step.
+    # If enabled, these options move the gradients of weights, and therefore the buckets, to the end of the step.
     "reorder_for_locality": False,
     "reorder_for_peak_memory": False,
     "post_grad_custom_post_pass": SendEarly(),

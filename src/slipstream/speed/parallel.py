@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from slipstream.config import options
 from slipstream.errors import ConfigError, did_you_mean
 from slipstream.model.wrappers import FullyShardedOptions
+from slipstream.typecheck import check
 
 __all__ = ["ParallelOptions", "read_model_wrapper", "read_parallel"]
 
@@ -18,7 +19,7 @@ _SHARDED = "MMFullyShardedDataParallel"
 
 @dataclass(frozen=True)
 class ParallelOptions:
-    """The model's wrapper, if there are several processes."""
+    """The model's wrapper in a run with several processes."""
 
     kind: str
     """`ddp`, `fsdp2`, `hsdp`, or `custom` for a wrapper from the user config."""
@@ -27,7 +28,7 @@ class ParallelOptions:
 
     @property
     def sharded(self) -> bool:
-        """Whether each process holds a shard of every weight."""
+        """Whether each process stores a shard of every weight."""
         return self.kind in ("fsdp2", "hsdp")
 
 
@@ -63,6 +64,9 @@ def read_model_wrapper(cfg: Mapping[str, Any]) -> ParallelOptions | None:
     if not isinstance(wrapper, Mapping):
         raise ConfigError(f"must be a dict, not {wrapper!r}", "model_wrapper_cfg")
     kind = wrapper.get("type", "MMDistributedDataParallel")
+    check(kind, str | Callable[..., Any], "model_wrapper_cfg.type")
+    for key in ("broadcast_buffers", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"):
+        check(wrapper.get(key, False), bool, f"model_wrapper_cfg.{key}")
     name = (kind if isinstance(kind, str) else kind.__name__).rsplit(".", 1)[-1]
     if name == _SHARDED:
         return ParallelOptions("hsdp" if wrapper.get("shard_size") else "fsdp2", wrapper)

@@ -149,13 +149,13 @@ class SpeedPlan:
         training_params: Mapping[str, Any] | None = None,
         device: str = "cpu",
     ) -> SpeedPlan:
-        """Read the options from all front ends; call `complete` to add those that depend on the machine and model.
+        """Read the options from all front ends. Call `complete` to add options that depend on the machine and model.
 
         Args:
             speed: `'auto'`, or a dict of the fields above, including `auto=True`.
             cfg, optim_wrapper, custom_hooks, env_cfg: the arguments of a Runner, with MMEngine's keys.
-            training_params: with SuperGradients' keys.
-            device: device type; selects the dtype of mixed precision if none is specified.
+            training_params: a dict with SuperGradients' keys.
+            device: device type; determines the dtype of mixed precision if none is specified.
 
         Raises:
             ConfigError: an option is unknown, has an invalid value, or is set to two different values.
@@ -183,7 +183,7 @@ class SpeedPlan:
         return cls(**values, auto=any(autos), sources=sources)
 
     def complete(self, capabilities: Capabilities) -> SpeedPlan:
-        """Return the plan with the choices of `auto` for options that are not set.
+        """Return the plan, with the choices of `auto` for options that are not set.
 
         Raises:
             ConfigError: the plan is invalid (`REFUSED`).
@@ -213,7 +213,7 @@ class SpeedPlan:
 
 
 def _reads_auto(speed: Mapping[str, Any], path: str) -> bool:
-    """Check the names of the options in `speed`, and return its `auto`."""
+    """Check the names of the options in `speed`, and return the value of `auto`."""
     known = [*_OPTIONS, "auto"]
     for key in speed:
         if key not in known:
@@ -227,7 +227,7 @@ def _shown(path: str) -> str:
 
 
 def _read(setting: Setting) -> Any:
-    """Return the typed value of a setting; an error names its config path."""
+    """Return the typed value of a setting; errors contain its config path."""
     try:
         return _OPTIONS[setting.option].read(setting.value)
     except ConfigError as error:
@@ -251,10 +251,10 @@ _CONFIG_PATHS: Mapping[str, list[str]] = {
 
 @dataclass(frozen=True)
 class Refusal:
-    """An invalid plan."""
+    """A condition under which a plan is invalid."""
 
     option: str
-    """The option whose config path the error names."""
+    """The option whose config path the error message contains."""
     when: Callable[[SpeedPlan, Capabilities], bool]
     message: str
     """What is wrong, and how to fix it."""
@@ -338,15 +338,15 @@ IDLE = (
     ("parallel", lambda plan, capabilities: plan.parallel is not None and capabilities.world_size == 1,
      "only one process is running; start several with --nproc or a launcher"),
 )  # fmt: skip
-"""Options that have no effect under some condition: name, condition and reason. They do not raise an error, so that the
-same configuration works on a laptop and on a cluster."""
+"""Options that have no effect under some condition: name, condition and reason. They do not raise an error, so the same
+configuration works on a laptop and on a cluster."""
 
 
 def _check(plan: SpeedPlan, capabilities: Capabilities) -> None:
     """Check that a plan is valid.
 
     Raises:
-        ConfigError: an entry of `REFUSED` applies. The error names the config path of the option.
+        ConfigError: an entry of `REFUSED` applies.
     """
     for refusal in REFUSED:
         if refusal.when(plan, capabilities):

@@ -36,7 +36,7 @@ class PrecisionOptions:
     """`precision='bf16'`."""
 
     name: Precision
-    """`fp32` (torch's settings do not change), `tf32`, `bf16`, `fp16` or `fp8`."""
+    """`fp32` (does not change torch's settings), `tf32`, `bf16`, `fp16` or `fp8`."""
 
     @property
     def autocast_dtype(self) -> torch.dtype | None:
@@ -45,7 +45,7 @@ class PrecisionOptions:
 
 
 def read_precision(value: Any) -> PrecisionOptions | None:
-    """Read `precision`; None changes nothing.
+    """Read `precision`; None does not change the precision.
 
     Raises:
         ConfigError: the value is neither one of the five names nor one of torch's names (`bfloat16`, ...).
@@ -62,11 +62,11 @@ def read_precision(value: Any) -> PrecisionOptions | None:
 
 @contextmanager
 def tf32() -> Iterator[None]:
-    """Enable TF32 (10 bits of mantissa) for float32 matrix products and convolutions inside the context.
+    """Enable TF32 (10 stored bits of mantissa) for float32 matrix products and convolutions inside the context.
 
-    It has no effect on devices other than NVIDIA GPUs. Torch has two interfaces for this setting, and raises an error
-    if code reads one after the other has changed it. Inductor reads the older one, so this function uses it, unless the
-    newer one (`fp32_precision`) is already in use.
+    It has no effect on devices other than NVIDIA GPUs. PyTorch has two interfaces for this setting. If one has changed
+    it, reading the other raises an error. Inductor reads the older one, so this function uses it, unless the newer one
+    (`fp32_precision`) is already in use.
     """
     cudnn, mkldnn = cast("Any", torch.backends.cudnn), cast("Any", torch.backends.mkldnn)
     products: list[Any] = [torch.backends.cuda.matmul, mkldnn.matmul]
@@ -84,7 +84,7 @@ def tf32() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        # The line above sets 'ieee' where it was 'none', which would follow torch.backends.fp32_precision.
+        # The line above replaces 'none' (inherit torch.backends.fp32_precision) with 'ieee'.
         for backend, setting in zip(products, settings, strict=True):
             backend.fp32_precision = setting
         cudnn.allow_tf32 = convolutions
@@ -126,7 +126,7 @@ def convert_to_fp8(model: nn.Module) -> int:
         )
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
-    # The inner size of the product for the weights' gradient is the batch size, which can be any number.
+    # In the product for the weights' gradient, the inner size is the batch size, which can be any number.
     config = Float8LinearConfig(pad_inner_dim=True)
     convert_to_float8_training(model, module_filter_fn=lambda module, name: name in names, config=config)
     return len(names)

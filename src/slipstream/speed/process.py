@@ -1,4 +1,4 @@
-"""Speed options that are process-wide settings, restored when a run ends."""
+"""Speed options that change process-wide settings, which are restored at the end of a run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def read_gc(value: Any) -> int | None:
 
 @contextmanager
 def process_switches(benchmark: bool, expandable: bool, warn: Callable[[str], None]) -> Iterator[None]:
-    """Enable the options `cudnn_benchmark` and `expandable_segments` inside the context if the arguments are true."""
+    """Enable the `cudnn_benchmark` and `expandable_segments` options inside the context if the arguments are true."""
     with ExitStack() as stack:
         if benchmark:
             stack.enter_context(cudnn_benchmark())
@@ -69,7 +69,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
     """Enable the allocator's expandable segments inside the context, to reduce memory fragmentation.
 
     Only new allocations are affected; `warn` is called if memory is already reserved. The other settings of
-    PYTORCH_ALLOC_CONF do not change. The previous setting is restored at the end.
+    PYTORCH_ALLOC_CONF do not change. The previous setting is restored on exit.
     """
     before = _allocator_settings()
     # Pass all settings, because torch resets some missing settings to their defaults.
@@ -87,7 +87,7 @@ def expandable_segments(warn: Callable[[str], None]) -> Iterator[None]:
 
 
 def _allocator_settings() -> str:
-    """Return the current settings; torch before 2.12 cannot report them, so these are the settings at startup."""
+    """Return the current settings or, before torch 2.12, the settings at startup."""
     report = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if report is not None:
         return str(report())
@@ -95,7 +95,7 @@ def _allocator_settings() -> str:
 
 
 def _with(settings: str, setting: str) -> str:
-    return f"{settings},{setting}" if settings else setting  # the last value of a setting wins
+    return f"{settings},{setting}" if settings else setting  # the last value of a setting takes precedence
 
 
 def _reserved_bytes() -> int:

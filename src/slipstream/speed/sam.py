@@ -48,14 +48,14 @@ class SamOptions:
 
 
 class SharpnessAware(StepPart):
-    """Compute the gradients at `w + rho * g / norm(g)` instead of at the weights `w`.
+    """Computes the gradients at `w + rho * g / norm(g)` instead of at the weights `w`.
 
-    With `adaptive`, they are computed at `w + rho * t² * g / norm(t * g)`, where `t = abs(w) + eta` for parameters with
-    `weight` in their last name component and 1 for all others, as in the authors' code. In both cases, a loss scale
-    cancels out.
+    With `adaptive`, they are computed at `w + rho * t² * g / norm(t * g)`. As in the authors' code, `t` is
+    `abs(w) + eta` for parameters with `weight` in the last component of their name, and 1 for all others. In both
+    cases, a loss scale cancels out.
 
     Args:
-        model: the model, unwrapped; the second pass does not change its buffers.
+        model: the model, unwrapped. The second pass does not change its buffers.
         how: the options.
     """
 
@@ -64,7 +64,7 @@ class SharpnessAware(StepPart):
     def __init__(self, model: nn.Module, how: SamOptions) -> None:
         self.model, self.how = model, how
         named = model.named_parameters() if how.adaptive else ()
-        # torch.compile can trace lookups in a dict, but not in a set.
+        # torch.compile traces lookups in a dict, but not in a set.
         self.scaled = dict.fromkeys(p for name, p in named if "weight" in name.rpartition(".")[2])
 
     def gradients(

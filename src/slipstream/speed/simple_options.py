@@ -1,4 +1,4 @@
-"""Read the options that other packages implement: `sync_bn` (model), `accumulate`, `clip_grad` (optimizer wrapper)."""
+"""Read options implemented in other packages: `sync_bn` (model), `accumulate` and `clip_grad` (optimizer wrapper)."""
 
 from __future__ import annotations
 

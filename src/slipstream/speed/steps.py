@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -24,11 +24,12 @@ from slipstream.speed.compile_report import explain_failure, failed_line
 from slipstream.speed.plan import SpeedPlan
 from slipstream.step import EagerStep, Step
 from slipstream.step.background import BackgroundCompiler, can_fork
-from slipstream.step.cuda_graph import CudaCapture, RecordedCalls
+from slipstream.step.cuda_graph import CapturedCalls, CudaCapture
 from slipstream.step.dynamo import why_not_recomputed
 from slipstream.step.eager import Losses
 from slipstream.step.graph import GraphStep
 from slipstream.step.sync import GradientSync
+from slipstream.step.trained_parameters import checking_parameters
 from slipstream.step.verification import NotCapturedError, OnlyEagerError, WrongNumbersError
 
 __all__ = ["Training", "build_step", "why_not_one_graph"]
@@ -36,14 +37,14 @@ __all__ = ["Training", "build_step", "why_not_one_graph"]
 
 @dataclass(frozen=True)
 class Training:
-    """The model, the optimizer and the functions that a step combines.
+    """The components of a training step: the model, the optimizer and functions.
 
     Args:
         model: the model, wrapped (for example in DDP) if there are several processes.
-        optim: updates the weights.
+        optim: the optimizer wrapper.
         losses: `losses(module, inputs)` calls `module`, which is `model` or the unwrapped model, and returns losses.
         prepare: moves a batch to the device and converts it to the inputs of `losses`.
-        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
+        reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
     """
 
     model: nn.Module
@@ -59,27 +60,25 @@ def build_step(
     warn: Callable[[str], None],
     info: Callable[[str], None] = lambda _: None,
 ) -> Step:
-    """Return the step that the plan describes; without a `scope`, one graph if possible.
+    """Return the step for a plan. If the plan compiles without a `scope`, it is one graph if possible.
 
     Args:
         training: the model, the optimizer and the losses.
-        plan: selects what to compile, and whether to use a CUDA graph.
+        plan: the options; they determine the scope of compilation, and whether to use a CUDA graph.
         warn: called with a message if the step cannot be compiled as requested.
-        info: called with a message when the compiled step replaces the eager one.
+        info: called with messages about the compiled step, for example when it replaces the eager one.
 
     Raises:
         ConfigError: scope 'step' is set explicitly, but the step cannot be compiled as one graph.
     """
     model, optim, how = training.model, training.optim, plan.compile
+    training = replace(training, prepare=checking_parameters(training.prepare, model, optim))
 
     eager = EagerStep(partial(training.losses, model), model, optim, training.reduce, training.prepare)
     if how is None:
         return eager
     core = unwrap_model(model)
-    if backend_problem(core, how) is not None:
-        compile_model(core, how, warn)  # reports the problem
-        return eager
-    if how.scope in (None, "step"):
+    if how.scope in (None, "step") and backend_problem(core, how) is None:
         reason = why_not_one_graph(model, optim)
         if reason is None:
             return _one_graph(training, eager, core, how, warn, info, plan.cuda_graph)
@@ -93,7 +92,7 @@ def build_step(
 
 
 def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
-    """Return why the whole step cannot be compiled as one graph, or None."""
+    """Return the reason that the whole step cannot be compiled as one graph, or None."""
     if isinstance(optim, OptimWrapperDict):
         return "there are several optimizers"
     for name, module in model.named_modules():
@@ -103,11 +102,11 @@ def why_not_one_graph(model: nn.Module, optim: OptimWrapper) -> str | None:
         if (reason := why_not_recomputed()) is not None:
             return reason
         if any(part.replaces_gradients for part in optim.parts):
-            return "activation_checkpointing in a graph supports one backward pass, but sam has two"
+            return "activation_checkpointing in a graph supports only one backward pass, but sam runs two"
     if model is unwrap_model(model):
         return None
     if not isinstance(model, MMDistributedDataParallel):
-        return f"{type(model).__name__} runs its own communication"
+        return f"{type(model).__name__} performs its own communication"
     if model.find_unused_parameters:
         return "find_unused_parameters searches the autograd graph in each step"
     if not isinstance(model.comm_hook, HalfPrecision | None):
@@ -131,7 +130,7 @@ def _one_graph(
         elif isinstance(reason := NotCapturedError.inside(error), OnlyEagerError):
             warn(f"The step is not compiled: {explain_failure(reason)}. Training continues eagerly")
         else:
-            remedy = "Fix the line named above, or set" if failed_line(error) else "Set"
+            remedy = "Fix this line, or set" if failed_line(error) else "Set"
             warn(
                 f"The step cannot be compiled as one graph ({explain_failure(error)}). Only the model is compiled. "
                 f"{remedy} compile=dict(scope='model')"
@@ -158,7 +157,7 @@ def _one_graph(
         verify=how.verify,
         # A CUDA graph supports only one shape.
         dynamic=False if replays and how.dynamic is None else how.dynamic,
-        record=(lambda: RecordedCalls(CudaCapture(), warn)) if replays else None,
+        capture_calls=(lambda: CapturedCalls(CudaCapture(), warn)) if replays else None,
         background=BackgroundCompiler() if in_background else None,
         info=info,
     )
@@ -172,7 +171,7 @@ def _wrong_numbers(error: WrongNumbersError, how: CompileOptions) -> str:
         )
     return (
         f"The captured step and the eager step compute different results ({error}). Likely causes are hooks, random "
-        "numbers that do not come from torch, state outside modules, an active TorchFunctionMode, and BatchNorm in "
+        "numbers that torch does not generate, state outside modules, an active TorchFunctionMode, and BatchNorm in "
         "a checkpointed block, whose recomputation updates the statistics twice. Training continues eagerly"
     )
 
@@ -206,7 +205,7 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
             with folder_now(folder):
                 made = compile_fx(graph, inputs, config_patches=options)
-            # Unwrap torch's wrapper that disables Dynamo: the callers here disable it themselves.
+            # Remove torch's wrapper that disables Dynamo, because the callers disable it themselves.
             return cast("Callable[..., Any]", getattr(made, "_torchdynamo_orig_callable", made))
         chosen = how.backend if callable(how.backend) else torch._dynamo.lookup_backend(how.backend)
         kwargs = {name: value for name, value in {"mode": how.mode, "options": options}.items() if value}
@@ -217,13 +216,13 @@ def _backend(how: CompileOptions, device_type: str, cuda_graph: bool) -> tuple[C
 
 
 class _OnlyEvaluation:
-    """A model whose compiled code is used only for evaluation, because the graph of the step includes training."""
+    """A model whose compiled code is used only in evaluation, because the step's graph is used in training."""
 
     def __init__(self, model: nn.Module, compiled: Callable[..., Any]) -> None:
         self.model, self.compiled = model, compiled
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A loss may call the model in training mode without gradients, inside an eager step.
+        # Inside an eager step, a loss may call the model in training mode without gradients.
         if torch.is_grad_enabled() or self.model.training:
             return self.model._call_impl(*args, **kwargs)
         return self.compiled(*args, **kwargs)

@@ -4,11 +4,11 @@
 - `graph`: the compiled step; it captures, compiles, verifies and runs graphs.
 - `parts`, `average`: operations around the optimizer's update, in both the eager and the compiled step.
 - `update`, `numerics`, `sync`: the optimizer, the loss scale and the gradient sync inside a graph.
-- `captured`: the state that a step's graphs share, and checks for changes that invalidate them.
-- `verification`, `reference`: the comparison of a new graph with the eager step and with float64.
+- `captured`, `class_changes`: the state shared by a step's graphs, and checks for changes that invalidate them.
+- `verification`, `reference`: comparison of a new graph with the eager step and with float64.
 - `direct`, `cuda_graph`: calls to compiled code without Dynamo, and their replay as CUDA graphs.
 - `background`: compilation in a forked process.
-- `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of a nested batch.
+- `dynamo`, `leaves`: Dynamo settings for the capture, and the leaves of nested batches.
 """
 
 from slipstream.step.eager import EagerStep, Step, sum_losses

@@ -19,11 +19,11 @@ class _Average(Protocol):
 
     interval: int
     steps: int
-    """Number of updates counted so far."""
+    """Number of EMA updates."""
 
     @property
     def every_batch(self) -> bool:
-        """Whether each batch counts as an update, not only the last batch of an accumulation window."""
+        """Whether every batch counts as an update, not only the last batch of an accumulation window."""
 
     def next_weight(self) -> float:
         """Count an update; return the EMA weight of the current parameters."""
@@ -33,7 +33,7 @@ class _Average(Protocol):
 
 
 def update_count(batches: int, skipped: int, window: int) -> int:
-    """Return the number of EMA updates in a run of `batches` batches, of which the first `skipped` do not count.
+    """Return the number of EMA updates in a run of `batches` batches, excluding the first `skipped` batches.
 
     Args:
         window: number of batches per update.
@@ -44,21 +44,22 @@ def update_count(batches: int, skipped: int, window: int) -> int:
 class AveragePart(StepPart):
     """Updates a weight average after each batch that counts as an update.
 
-    With `every_batch` (as in MMEngine), each batch counts; otherwise, only the last batch of an accumulation window.
+    With `every_batch` (as in MMEngine), every batch counts. Otherwise, only the last batch of an accumulation window
+    counts.
 
-    On the host, `before_batch` gets the EMA weight of the new parameters from the average (`next_weight`: 1 for the
-    first update, 0 if the batch does not count, otherwise 1 - decay), and writes it to a tensor with one element. A
-    change in the decay therefore does not require a new graph. `after_batch` computes
-    `average.lerp(parameters, weight)`. A compiled step contains this operation in its graph, unless
+    On the host, `before_batch` writes the EMA weight of the new parameters to a tensor with one element. The weight is
+    1 for the first update, 0 if the batch does not count, and 1 - decay otherwise. Because it is a tensor, a change in
+    the decay does not require a new graph. `after_batch` computes `average.lerp(parameters, weight)`. The graph of a
+    compiled step contains this operation, unless
 
     - the average has an `interval` above 1, or is on a different device than the parameters,
     - the caller sets `on_host`, or
-    - the optimizer's update is not in the graph.
+    - the graph does not contain the optimizer's update.
 
     Args:
         average: the average, a `BaseAveragedModel`.
         model: the averaged model, unwrapped.
-        done: returns the number of batches trained so far.
+        done: returns the number of batches that have been trained.
         window: number of batches in an accumulation window.
         total: number of batches in the whole training run, or None if unknown; the last window may be smaller.
         begun: returns whether averaging has begun at a batch number (from 1).
@@ -79,7 +80,7 @@ class AveragePart(StepPart):
         self._done, self._window, self._total, self._begun = done, window, total, begun
         averages, currents = average.pairs(model)
         self._weight = Scalar(0.0, averages[0].device, precise_dtype(averages[0].device))
-        # With an interval, a graph would read and write the average even in steps that do not change it.
+        # With an interval, a graph reads and writes the average even in steps that do not change it.
         self._elsewhere = any(a.device != c.device for a, c in zip(averages, currents, strict=True))
         self.on_host = on_host or average.interval > 1 or self._elsewhere
         self._counted = (0, 0)
@@ -91,9 +92,9 @@ class AveragePart(StepPart):
         return self.average.every_batch or batch % self._window == 0 or batch == self._total
 
     def before_batch(self) -> None:
-        """Count the next batch, and set the EMA weight of its parameters; 0 if it does not count as an update."""
+        """Count the next batch, and set its EMA weight, which is 0 if the batch does not count as an update."""
         batch = self._done() + 1
-        if self._counted == (batch, self.average.steps):  # the step of the counted batch raised an exception
+        if self._counted == (batch, self.average.steps):  # the batch was counted, but its step raised
             self.average.steps -= 1
         due = self.is_due(batch)
         self._weight.set(self.average.next_weight() if due else 0.0)
@@ -105,7 +106,7 @@ class AveragePart(StepPart):
         if torch.compiler.is_compiling():
             for average, current in zip(*self.average.pairs(self.model), strict=True):
                 weight = self._weight.read().to(average.dtype)
-                # Like the eager step, ignore weights that do not count, because they may not be finite.
+                # Unlike lerp with weight 0, where() also ignores parameters that are not finite.
                 average.copy_(torch.where(weight == 0, average, average.lerp(current.detach(), weight)))
         elif step_weight := self._weight.value:
             averages, currents = self.average.pairs(self.model)
@@ -119,7 +120,7 @@ class AveragePart(StepPart):
 
 
 def copied_to(device: torch.device, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return copies on a different device; the host waits once for all of them, and only if it is their destination."""
+    """Return copies of `tensors` on `device`; if it is the CPU, wait once until all of them are complete."""
     copies = [tensor.to(device, non_blocking=True) for tensor in tensors]
     if device.type == "cpu" and (source := next((t.device for t in tensors if not t.is_cpu), None)):
         torch.accelerator.current_stream(source).synchronize()

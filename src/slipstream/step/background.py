@@ -1,8 +1,8 @@
 """Compile a step in a child process while this process trains eagerly.
 
-The child is created by `fork`, so it has the model, the batch and everything that torch has compiled so far. It writes
-the compiled code to torch's cache on disk, from which this process loads it. The child has no other effect and runs at
-low priority.
+The child is created by `fork`, so it has copies of the model, the batch and torch's state. It writes the compiled code
+to torch's cache on disk, and this process loads the code from there. The child has no other effect and runs at low
+priority.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ import torch
 __all__ = ["BackgroundCompiler", "can_fork"]
 
 _NICE = 12
-"""Increment of the nice value (nice(2)). Training that uses all cores then becomes 2 to 6 % slower
-(`benchmarks/background.py`), and the compilation gets 6 to 7 % of a core."""
+"""Increment of the nice value (nice(2)). Training that uses all cores then becomes 2 to 6% slower
+(`benchmarks/background.py`), and the compilation gets 6 to 7% of a core."""
 _LIMIT = 2 * 3600.0
 """Timeout of the child process in seconds."""
 
@@ -36,15 +36,15 @@ _LIMIT = 2 * 3600.0
 def can_fork(device_type: str) -> bool:
     """Return whether a forked process can compile for a device and share the result through torch's cache.
 
-    Inductor queries the properties of the accelerator, which a forked process cannot use. On macOS, system libraries do
-    not work after a fork.
+    Only the CPU on Linux is supported: inductor queries the properties of an accelerator, which is not possible in a
+    forked process, and macOS system libraries do not work after a fork.
     """
     caches = torch._inductor.config.fx_graph_cache and not torch.compiler.config.force_disable_caches
     return sys.platform == "linux" and device_type == "cpu" and bool(caches)
 
 
 class BackgroundCompiler:
-    """Runs one function at a time in a forked process; only the files that it writes are kept."""
+    """Runs one function at a time in a forked process, and keeps only the files that the function writes."""
 
     def __init__(self) -> None:
         self._pid: int | None = None
@@ -54,7 +54,7 @@ class BackgroundCompiler:
 
     @property
     def started(self) -> bool:
-        """Whether a process was started and has not yet been waited for."""
+        """Whether a process was started, and neither `done` nor `stop` has registered its end."""
         return self._pid is not None
 
     def start(self, work: Callable[[], object]) -> None:
@@ -67,10 +67,10 @@ class BackgroundCompiler:
         self.seconds = None
         self._began = time.monotonic()
         parent = os.getpid()
-        # Block signals, so that no handler runs in the child, or raises here before `_end` is set.
+        # Block signals, so that no handler runs in the child or raises in this process before `_end` is set.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # fork warns about threads, whose locks the child does not use
+            with warnings.catch_warnings():  # the child does not use the locks that fork warns about
                 warnings.simplefilter("ignore", DeprecationWarning)
                 pid = os.fork()
             if pid == 0:
@@ -84,7 +84,7 @@ class BackgroundCompiler:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def done(self) -> bool:
-        """Return whether the process has ended, successfully or not, or was never started."""
+        """Return whether no process is running; a process that exceeds its timeout is killed."""
         if self._pid is None:
             return True
         seconds = time.monotonic() - self._began
@@ -97,7 +97,7 @@ class BackgroundCompiler:
         return self._pid is None
 
     def stop(self) -> None:
-        """End the process, if one was started."""
+        """Kill the process if it is running."""
         if self._pid is not None:
             self._end()
             self._pid = None
@@ -123,19 +123,19 @@ def _kill(pid: int) -> None:
 
 
 def _work_and_exit(work: Callable[[], object], parent: int, mask: Iterable[int]) -> None:
-    """Run the work in the child process, and exit without the parent's exit handlers."""
+    """Call `work` in the child process, and exit without running the parent's exit handlers."""
     status = 1
     try:
         os.setpgid(0, 0)
         os.nice(_NICE)
         _detach_from_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        # Keep the old streams alive: when deleted, they would write the parent's buffered output again.
+        # Keep the old streams alive, because deleting them writes the parent's buffered output again.
         done: list[bool] = []
         work = partial(_suppress_errors, work, done, sys.stdout, sys.stderr)
         sys.stdout = sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w", encoding="utf-8")
-        # The parent's threads (inductor's pool, the OpenMP pool of the forking thread) do not exist here, so run the
-        # work in a new thread. Copy the context, because torch's settings are context variables.
+        # The parent's thread pools (inductor's, and the forking thread's OpenMP pool) do not exist here, so call `work`
+        # in a new thread. Copy the context, because torch's settings are context variables.
         torch._inductor.config.compile_threads = 1
         context = contextvars.copy_context()
         thread = threading.Thread(target=context.run, args=(work,), daemon=True)
@@ -160,7 +160,7 @@ def _detach_from_parent() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for file in [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]:
         with suppress(OSError):  # the descriptor of the directory listing is already closed
-            # Redirect instead of closing: an object that later closes this number could otherwise close another file.
+            # Redirect instead of closing, so that the descriptor is not reused and then closed by its former owner.
             os.fstat(file)
             os.dup2(null, file, inheritable=file < 3)
 

@@ -1,4 +1,4 @@
-"""State that a step's graphs share, checks that they are still valid, and the selection of batches that use them."""
+"""The state shared by a step's graphs, checks of their validity, and the selection of batches that use a graph."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from slipstream.step.verification import NotCapturedError, OnlyEagerError, Unsta
 
 if TYPE_CHECKING:
     from slipstream.optim.optim_wrapper import OptimWrapper
-    from slipstream.step.cuda_graph import RecordedCalls
+    from slipstream.step.cuda_graph import CapturedCalls
 
 __all__ = ["CapturedStep", "Shapes", "check_batch", "shapes"]
 
@@ -36,12 +36,12 @@ _MIN_BATCHES = 2
 
 
 class CapturedStep:
-    """State that a step's graphs share; valid while the trained parameters and their groups do not change.
+    """The state shared by a step's graphs; valid while the trained parameters and their groups do not change.
 
     Args:
         model: the model, unwrapped.
         optim: the optimizer wrapper.
-        params: the parameters that get a gradient.
+        params: the parameters that receive a gradient.
         updates_inside: whether the graph may contain the optimizer's step.
         called: the functions that compute and reduce the losses.
     """
@@ -51,10 +51,10 @@ class CapturedStep:
     """The uncompiled step."""
     direct: DirectCalls | None = None
     """Calls the compiled code without Dynamo, if possible."""
-    recorded: RecordedCalls | None = None
+    cuda_graphs: CapturedCalls | None = None
     """Replays direct calls as CUDA graphs."""
     logged_no_replay = False
-    """Whether a message has been logged saying that the direct calls cannot be replayed."""
+    """Whether it was logged that direct calls cannot be replayed as CUDA graphs."""
 
     def __init__(
         self,
@@ -78,10 +78,11 @@ class CapturedStep:
         self.last_compiled: Any = None
         """The compiled code of the last call."""
         self.agreed: set[bool] = set()
-        """Kinds of batches whose graph all processes have verified: whether the batch ends an accumulation window."""
+        """Kinds of batches whose graph is verified on all ranks: whether the batch is the last of its accumulation
+        window."""
         self.kinds: set[tuple[Any, ...]] = set()
-        """Keys of the batches whose graph was compiled in the background: whether the batch ends an accumulation
-        window, and its shapes, or whether these differ from those of the first batch."""
+        """Kinds of batches whose graph was compiled in the background: whether the batch is the last of its
+        accumulation window, and either its shapes or whether they differ from those of the first batch."""
         self.only_compiles = False
         """Whether this process only compiles and must not run the compiled code."""
         self._hooked = is_hooked(optim.optimizer)
@@ -103,8 +104,8 @@ class CapturedStep:
         now = list(optim.parameters())
         if not (_same_objects(optim.param_groups, self._groups) and _same_objects(now, self._owned)):
             return "the parameter groups"
-        # No graph is captured while parameters have hooks, so any hook is a change. Torch leaves an empty dict behind
-        # when a hook is removed.
+        # No graph is captured while parameters have hooks, so any hook is a change. If a hook was removed, an empty
+        # dict remains.
         if list(map(_REQUIRES_GRAD, self._owned)) != self._seen or any(map(any, map(_HOOKS, self._owned))):
             return "hooks or requires_grad of parameters"
         if _global_hooks() != self._global_hooks:
@@ -123,7 +124,7 @@ class CapturedStep:
         return self.update.refresh() or (None if self.update.keeps_state() else "the optimizer's state")
 
     def held(self) -> list[Tensor] | None:
-        """Return the accumulated gradients, which the graph changes in place; None if the graph does not use them."""
+        """Return the tensors in which the graph stores gradients, or None if the graph does not use `p.grad`."""
         if not self.keeps_gradients:
             return None
         if not self.adds_gradients:
@@ -170,7 +171,7 @@ class CapturedStep:
     def unread(self, inputs: Sequence[Any]) -> list[tuple[str, Tensor, int]]:
         """Return the name, tensor and version of each buffer that is not an input of the graph.
 
-        If the graph contains the update, this includes the optimizer's state.
+        If the graph contains the update, include the optimizer's state.
         """
         known, names = set(map(id, inputs)), self.names()
         tensors = list(self.model.buffers())
@@ -190,12 +191,12 @@ class CapturedStep:
         }
 
     def after_graph(self) -> set[int]:
-        """Return the ids of the tensors that change only after the graph, if it does not contain the update."""
+        """Return the ids of the tensors that change after the graph if the graph does not contain the update."""
         averages = (tensor for part in self.parts for tensor in part.state().values())
         return {id(tensor) for tensor in (*self._owned, *averages)}
 
     def own_tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors of the step that neither the model nor the user replaces."""
+        """Yield the step's own tensors, which neither the model nor the user replaces."""
         yield self.window.tensor
         if self.scale is not None:
             yield from self.scale.state
@@ -259,15 +260,15 @@ def shapes(inputs: Any) -> list[torch.Size]:
     tensors = [leaf for leaf in leaves_of(inputs) if isinstance(leaf, Tensor)]
     try:
         return [tensor.shape for tensor in tensors]
-    except RuntimeError:  # a nested tensor has none
+    except RuntimeError:  # a nested tensor has no shape
         return [torch.Size() if tensor.is_nested else tensor.shape for tensor in tensors]
 
 
 def check_batch(inputs: Any) -> None:
-    """Check for tensors that the compiled step would treat as plain tensors, or whose gradient it does not compute.
+    """Check for tensors that the compiled step does not support.
 
     Raises:
-        OnlyEagerError: the batch contains a tensor of a subclass, a nested tensor, or one that requires a gradient.
+        OnlyEagerError: the batch contains a tensor subclass, a nested tensor, or a tensor that requires a gradient.
     """
     for leaf in leaves_of(inputs):
         if not isinstance(leaf, Tensor):
@@ -285,13 +286,13 @@ def check_batch(inputs: Any) -> None:
 
 
 class Shapes:
-    """Selects the batches that use a graph: those of the first shape, and others once they are frequent enough."""
+    """Selects the batches that use a graph: those with the first batch's shapes, and others if they are frequent."""
 
     def __init__(self) -> None:
         self._first: list[torch.Size] | None = None
         self._steps = self._others = 0
         self.varies = False
-        """Whether the shape of the last batch differs from that of the first."""
+        """Whether the shapes of the latest batch differ from those of the first."""
 
     def worth_a_graph(self, inputs: Any) -> bool:
         """Count a batch, and return whether it should use a graph."""

@@ -23,7 +23,7 @@ _CODE = attrgetter("__code__")
 
 
 class ClassChanges:
-    """Watches the classes of all objects that a step can reach: methods, properties, and values that methods read.
+    """Detects changes to the classes of all objects reachable from a step: methods, properties, and values they read.
 
     Args:
         roots: modules, functions and objects that the step calls.
@@ -46,7 +46,7 @@ class _Watched:
 
     Args:
         kind: the class.
-        read: names of attributes that any method of a step reads.
+        read: names of all attributes that the step's methods read.
     """
 
     def __init__(self, kind: type, read: set[str]) -> None:
@@ -69,7 +69,7 @@ class _Watched:
 
     def changed(self) -> bool:
         """Return whether an attribute was replaced, added or deleted."""
-        if len(self._all) != self._size:  # Python itself may add attributes, such as __annotations__
+        if len(self._all) != self._size:  # Python may add attributes, such as __annotations__
             if set(self._names()) != self._known:
                 return True
             self._size = len(self._all)
@@ -91,7 +91,7 @@ def _is_code(name: str, value: Any) -> bool:
 
 
 def _names_read(kind: type) -> set[str]:
-    """Return the names of globals and attributes that the functions of a class use; empty for classes of torch."""
+    """Return the names of globals and attributes that a class's functions use; empty for torch's classes."""
     if kind.__module__.startswith("torch."):
         return set()
     return set().union(*(_names_in(function.__code__) for function in _functions(kind)))
@@ -112,7 +112,7 @@ def _functions(kind: type) -> Iterator[FunctionType]:
 
 
 def _reachable_classes(roots: Iterable[Any]) -> set[type]:
-    """Return the classes of the objects that functions and objects refer to."""
+    """Return the classes of all objects reachable from `roots` through references."""
     found: set[type] = set()
     stack = list(roots)
     seen: set[int] = set()

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import atexit
-import weakref
 from collections.abc import Callable
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CudaCapture", "RecordedCalls"]
+__all__ = ["CapturedCalls", "CudaCapture"]
 
-_WARM_UPS = (
-    3  # torch recommends warm-up runs, which select kernels and allocate workspaces before the capture
-)
+_WARM_UPS = 3  # as torch recommends: warm-up runs select kernels and allocate workspaces
 _MAX_GRAPHS = 16  # each graph takes time to capture, and memory for its inputs and outputs
 
 
@@ -23,14 +21,14 @@ class Capture(Protocol):
     """Interface for capturing the kernels of a function."""
 
     def warm_up(self, run: Callable[[], Any]) -> Any:
-        """Run the function such that its allocations do not affect a later capture."""
+        """Run the function so that its allocations do not affect a later capture."""
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Capture the function without running its kernels; return its outputs and a function that replays it."""
 
 
 class CudaCapture:
-    """Capture with `torch.cuda.CUDAGraph`."""
+    """Captures kernels with `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -45,11 +43,11 @@ class CudaCapture:
         torch.cuda.current_stream().wait_stream(self._stream)
         return outputs
 
-    def record(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Capture the function as a CUDA graph."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads may call CUDA meanwhile, for example to pin memory.
-        # torch leaves its stream current if a capture fails, so the outer context restores the stream.
+        # In "thread_local" mode, other threads may call CUDA during the capture, for example to pin memory.
+        # If a capture fails, torch does not restore the current stream; the outer context does.
         with (
             torch.cuda.stream(torch.cuda.current_stream()),
             torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"),
@@ -58,15 +56,15 @@ class CudaCapture:
         return outputs, graph.replay
 
 
-class RecordedCalls:
+class CapturedCalls:
     """Captures calls to a function as CUDA graphs, and replays them.
 
-    A call is captured the fourth time it is made with the same function and inputs of the same shapes. The first three
-    calls run normally, and the capture does not run kernels, so no state (such as BatchNorm statistics) needs to be
-    restored. Before a replay, tensor arguments are copied to static buffers; arguments that the function changes in
-    place are copied back after the replay. Outputs are copied. All other tensors that the function reads or changes
-    must be on the device and keep their addresses. At most 16 graphs are captured; other kinds of calls run without a
-    graph. If a capture fails, all further calls run without a graph.
+    Calls are of the same kind if they have the same function, tensor shapes and dtypes, strings and numbers. The fourth
+    call of a kind is captured. The first three run normally, and the capture does not run kernels, so no state (such as
+    BatchNorm statistics) needs to be restored. Before a replay, tensor arguments are copied to static buffers.
+    Arguments that the function changes in place are copied back after the replay. Outputs are copied. All other tensors
+    that the function reads or changes must be on the device and keep their addresses. At most 16 graphs are captured;
+    other kinds of calls run without a graph. If a capture fails, all further calls run without a graph.
 
     Args:
         capture: captures the kernels of a call.
@@ -79,13 +77,14 @@ class RecordedCalls:
         self._graphs: dict[Any, _Graph] = {}
         self._failed = False
         # A graph with collectives must be released before its process group. Functions that are registered later, such
-        # as this one, run earlier at exit.
+        # as this one, run earlier at exit. At the end of a multiprocessing child, only finalizers run, and the one that
+        # destroys the process group (`dist/failure_detection.py`) has a lower priority.
         release = self._graphs.clear
         atexit.register(release)
-        weakref.finalize(self, atexit.unregister, release).atexit = False
+        Finalize(self, _release, (release,), exitpriority=0)
 
     def __call__(self, run: Callable[..., Any], arguments: Any) -> Any:
-        """Call `run(arguments)`, which must not wait for the device, or replay it."""
+        """Call `run(arguments)` or replay it; `run` must not synchronize with the device."""
         if self._failed:
             return run(arguments)
         key = (run, *map(_key, tree_leaves(arguments)))
@@ -108,18 +107,23 @@ class RecordedCalls:
         self._graphs.clear()
         if self._warn is not None:
             self._warn(
-                f"The step cannot be captured as a CUDA graph ({error}); it runs without one. Remove cuda_graph"
+                f"The step cannot be captured as a CUDA graph ({error}), so it runs without one. Remove cuda_graph"
             )
 
     def _directly(self, run: Callable[..., Any], arguments: Any) -> Any:
         if self._warn is not None:
             self._warn(
-                f"The step needs more than {_MAX_GRAPHS} CUDA graphs; other kinds of batches run without one. Shapes, "
-                "strings or numbers in the batch, or optimizer settings, change too often; keep them constant, or "
+                f"The step needs more than {_MAX_GRAPHS} CUDA graphs, so new kinds of batches run without one. Shapes, "
+                "strings or numbers in the batch, or optimizer settings, change too often. Keep them constant, or "
                 "remove cuda_graph"
             )
             self._warn = None
         return run(arguments)
+
+
+def _release(release: Callable[[], None]) -> None:
+    release()
+    atexit.unregister(release)
 
 
 class _Graph:
@@ -129,7 +133,7 @@ class _Graph:
         fixed = tree_map_only(Tensor, torch.clone, arguments)
         self._places = _tensors(fixed)
         versions = [tensor._version for tensor in self._places]
-        self._outputs, self._replay = capture.record(lambda: run(fixed))
+        self._outputs, self._replay = capture.capture(lambda: run(fixed))
         places = zip(self._places, versions, strict=True)
         self._changed = [i for i, (tensor, version) in enumerate(places) if tensor._version != version]
 
@@ -144,7 +148,7 @@ class _Graph:
 
 
 def _key(leaf: Any) -> Any:
-    """Return what distinguishes calls; Dynamo's guards check all other values that the function reads."""
+    """Return the properties of a leaf that distinguish calls; Dynamo's guards check all other values."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype
     return leaf if isinstance(leaf, str | int | float) else None

@@ -2,8 +2,8 @@
 
 In each call, Dynamo evaluates the guards of a captured function, collects the inputs of the graph from their sources,
 calls the code and assembles the outputs. The inputs of a captured step are the batch, the accumulated gradients, and
-tensors that are never replaced, such as parameters. This module collects the tensors that are never replaced only once.
-It still evaluates Dynamo's guards in every step, so all values that the graph treats as constants are checked.
+tensors that are never replaced, such as parameters. This module collects the last group only once. It evaluates
+Dynamo's guards in every step, so all values that the graph treats as constants are still checked.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _VALUES = methodcaller("values")
 
 
 class DirectCalls:
-    """Calls the graphs of a compiled step directly, once each has been called through Dynamo.
+    """Calls each graph of a compiled step directly after its first call through Dynamo.
 
     Args:
         function: the step that Dynamo compiles, `function(inputs, held, ends)`.
@@ -58,14 +58,14 @@ class DirectCalls:
             return None
         now = self._tensors()
         if len(now) != len(self._held) or not all(map(is_, now, self._held)):
-            self._held, self._known = now, []  # the next call goes through Dynamo
+            self._held, self._known = now, []  # the next call uses Dynamo
             return None
         values = self._locals
         values["inputs"], values["held"], values["ends"] = inputs, held, ends
         try:
             structure = structure_of(inputs)
             for call in self._known:
-                # The guards check neither the order of keys nor values that the step does not read.
+                # The guards do not check the order of keys, or values that the step does not read.
                 if call.structure == structure and call.check(values):
                     return call
             return None
@@ -73,7 +73,7 @@ class DirectCalls:
             values["inputs"] = values["held"] = None
 
     def note(self, compiled: Compiled) -> None:
-        """Store the guards of the code that Dynamo compiled last."""
+        """Store the guards of the latest code that Dynamo compiled, in `compiled.guards`."""
         entries = _entries(self._code)
         new = [entry for entry in entries if not any(entry is seen for seen in self._seen)]
         self._seen += new
@@ -81,7 +81,7 @@ class DirectCalls:
             compiled.guards = new[0].guard_manager
 
     def learn(self, compiled: Compiled, arguments: _Arguments, outputs: Outputs) -> _Call | None:
-        """Record a call through Dynamo, so that the next one can be made directly; return None if that is impossible.
+        """Return a direct call for the code that Dynamo called, or None if a direct call is not possible.
 
         Args:
             compiled: the code that Dynamo called.
@@ -171,5 +171,5 @@ def _leaves(arguments: _Arguments) -> list[Any]:
 def _entries(code: Any) -> list[Any]:
     try:
         return list(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))
-    except AttributeError:  # this version of torch lacks the function, so all calls go through Dynamo
+    except AttributeError:  # not in this version of torch; all calls use Dynamo
         return []

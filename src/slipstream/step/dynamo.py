@@ -33,7 +33,7 @@ def _translator() -> Any:
 
 
 def has_side_effects() -> bool:
-    """Return whether Dynamo changes Python objects after the graph; objects that the step creates do not count."""
+    """Return whether Dynamo changes Python objects after the graph, except those that the step creates."""
     from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 
     effects = _translator().output.side_effects
@@ -45,11 +45,11 @@ def has_side_effects() -> bool:
 
 
 def refuse_python_random() -> None:
-    """Check that a step does not use Python's `random`, because the verification would consume its random numbers.
+    """Check that a step does not use Python's `random`, whose numbers the verification would consume.
 
     Raises:
         NotCapturedError: the step uses Python's random module.
-        OnlyEagerError: the step uses a `random.Random`.
+        OnlyEagerError: the step uses a `random.Random` object.
     """
     output = _translator().output
     # Compare names: torch has two such classes, whose modules change between versions.
@@ -61,7 +61,7 @@ def refuse_python_random() -> None:
 
 
 def why_not_recomputed() -> str | None:
-    """Return why torch does not recompute checkpointed activations in the graph of a step, or None."""
+    """Return the reason that torch does not recompute checkpointed activations in a step's graph, or None."""
     if _recomputes():
         return None
     return (
@@ -71,12 +71,12 @@ def why_not_recomputed() -> str | None:
 
 
 def _recomputes() -> bool:
-    # torch 2.11 does not recognize the nodes of `torch.autograd.grad`, and then keeps all activations silently.
+    # torch 2.11 does not recognize the nodes of `torch.autograd.grad`, and silently keeps all activations.
     return torch.__version__ >= "2.12"
 
 
 def refuse_checkpoint(graph: fx.GraphModule) -> None:
-    """Check that a captured step contains no checkpoint that this version of torch ignores.
+    """Check that a captured step contains no activation checkpoint that this version of torch ignores.
 
     Raises:
         NotCapturedError: the model calls `torch.utils.checkpoint`, and torch is older than 2.12.

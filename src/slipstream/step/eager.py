@@ -1,6 +1,6 @@
 """The eager training step: forward, loss, backward, gradient sync, clipping and optimizer update.
 
-The step does not depend on the Runner or the registry. It returns tensors on the device without waiting for them.
+The step does not depend on the Runner or the registry. It returns tensors on the device without synchronizing.
 """
 
 from __future__ import annotations
@@ -26,25 +26,24 @@ Losses = Mapping[str, Tensor | Iterable[Tensor]]
 
 
 class Step(Protocol):
-    """Interface of a training step, which trains on a batch and returns 0-dim tensors on the device."""
+    """Interface of a training step."""
 
     def __call__(self, batch: Any) -> dict[str, Tensor]:
-        """Train on `batch`, and return the values to log, including `loss`."""
+        """Train on `batch`, and return the values to log, including `loss`, as 0-dim tensors on the device."""
         ...
 
 
 class EagerStep:
     """The training step without compilation.
 
-    It is also the fallback of a compiled step, which prepares the inputs itself.
+    It is also the fallback of a compiled step, which prepares the inputs and calls `train`.
 
     Args:
-        forward: `forward(inputs) -> losses`, a dict of scalar tensors; those with `loss` in their name are summed.
-            The function may call a DDP-wrapped model.
+        forward: `forward(inputs) -> losses`, a dict of scalar tensors; may call a DDP-wrapped model.
         model: the module that `forward` calls, wrapped or not; its gradient sync is skipped during accumulation.
-        optim: updates the weights.
-        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
-        prepare: `prepare(batch) -> inputs`, for example a transfer to the device; under autocast, as in MMEngine.
+        optim: the optimizer wrapper.
+        reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
+        prepare: `prepare(batch) -> inputs`, for example a transfer to the device; runs under autocast, as in MMEngine.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class EagerStep:
         """Train on the prepared inputs of a batch, for which `StepPart.before_batch` was called.
 
         Args:
-            with_host_parts: whether to also call `after_batch` of parts with `on_host`.
+            with_host_parts: whether to call `after_batch` also for parts with `on_host`.
         """
         optim = self.optim
         if has_gradients(optim.parameters()):
@@ -83,8 +82,7 @@ class EagerStep:
         part = next((part for part in optim.parts if part.replaces_gradients), None)
         if part is None:
             loss, logs = self._loss(inputs)
-            # Backward; at the end of an accumulation window also clip, step and zero_grad.
-            try:
+            try:  # backward; at the end of an accumulation window, also clip, step and zero_grad
                 optim.update_params(loss, **self._backward_kwargs(loss, inputs))
             except RuntimeError as error:
                 self._check_reentrant(error)
@@ -119,7 +117,7 @@ class EagerStep:
         logs: dict[str, Tensor] = {}
 
         def run() -> None:
-            # Sync in every pass, since the part must see the same gradients in all processes.
+            # Synchronize in every pass, because the part requires the same gradients in all processes.
             with optim.autocast():
                 losses = self.forward(batch)
             loss, values = self.reduce(losses)
@@ -151,7 +149,7 @@ class EagerStep:
         return logs
 
     def _backward_kwargs(self, loss: Tensor, batch: Any) -> dict[str, Any]:
-        """Return the argument `inputs` of backward, which restricts it to this optimizer's parameters, if supported."""
+        """Return arguments that restrict `backward` to this optimizer's parameters, if this is supported."""
         if self._restricts is None:
             # DDP and FSDP wait for the gradients of all parameters; reentrant checkpoints do not support `inputs`.
             wrapped = isinstance(self.model, DistributedDataParallel)
@@ -167,7 +165,7 @@ class EagerStep:
         return {"inputs": inputs} if inputs else {}
 
     def _check_reentrant(self, error: RuntimeError) -> None:
-        """Raise a `ModelError` if a reentrant checkpoint is the cause of an error in backward."""
+        """Raise a `ModelError` if a reentrant checkpoint caused an error in backward."""
         if "use_reentrant" in str(error):
             self._restricts = False
             raise ModelError(
@@ -176,7 +174,7 @@ class EagerStep:
             ) from error
 
     def _drop_leaked_gradients(self) -> None:
-        """Drop gradients of a different step whose backward pass could not be restricted to its own parameters."""
+        """Drop gradients of another step's backward pass, which could not be restricted to its own parameters."""
         if self._restricts is False and self.optim.begins_window():
             self.optim.zero_grad()
 
@@ -205,13 +203,12 @@ def _inputs_among(nodes: set[Any]) -> Iterator[Tensor]:
 
 
 def sum_losses(losses: Losses) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the sum of all losses (with gradient), and detached 0-dim values to log, `loss` first.
+    """Return the sum of all entries with `loss` in their name, and detached 0-dim values to log, `loss` first.
 
-    The sum is logged as `loss`, unless an entry has this name. Entries without `loss` in their name are logged but not
-    summed.
+    The sum is logged as `loss`, unless an entry has this name. All entries are logged.
 
     Raises:
-        LossError: there is no loss, or an entry is neither a scalar tensor nor a list of scalar tensors.
+        LossError: no entry has `loss` in its name, or an entry is neither a scalar tensor nor a list of scalar tensors.
     """
     if not isinstance(losses, Mapping):
         raise LossError(

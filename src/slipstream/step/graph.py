@@ -1,9 +1,8 @@
 """The training step as one compiled graph.
 
 The graph contains the forward pass, loss, backward pass, gradient sync, clipping, optimizer update and weight
-averaging. `GraphStep._define` defines the step. It changes weights, buffers, optimizer state, loss scale and averages
-in place, in the tensors of the module, the optimizer and the other objects. Checkpoints, validation and the eager step
-therefore see the same state.
+averaging. `GraphStep._define` defines the step. It updates weights, buffers, optimizer state, loss scale and averages
+in place. Checkpoints, validation and the eager step therefore use the same tensors.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from slipstream.optim.optim_wrapper import OptimWrapper
-    from slipstream.step.cuda_graph import RecordedCalls
+    from slipstream.step.cuda_graph import CapturedCalls
 
 __all__ = ["GraphStep"]
 
 _REBUILDS = 8
-"""Maximum number of times that changes may invalidate the graph, equal to torch's recompile limit."""
+"""Maximum number of changes that may invalidate the graph; equal to torch's recompile limit."""
 _SETTING_CHANGES = 2
 """After this many changes to settings that graphs treat as constants, the optimizer runs outside the graph."""
 
@@ -55,7 +54,7 @@ class _Called(NamedTuple):
 
     outputs: Outputs
     held: list[Tensor] | None
-    """The gradients of the accumulation window, which the call has changed in place."""
+    """The gradients of the accumulation window, changed in place by the call."""
     learn: tuple[Any, Any, bool] | None = None
     """The arguments of a call through Dynamo, from which `DirectCalls` learns a direct call."""
 
@@ -63,33 +62,33 @@ class _Called(NamedTuple):
 class GraphStep:
     """The training step as one compiled graph, with an eager step as fallback.
 
-    `eager` runs on the first batch, to determine the parameters that get a gradient and to create the optimizer's
-    state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the graph, while
-    `eager` trains on the batch itself. The compiled code runs on all further batches. Each new graph is verified in the
-    same way. The user's Python code therefore runs exactly as often as without compilation, and a failure before the
-    end of the verification has no side effects.
+    The eager step runs on the first batch, to determine which parameters receive a gradient and to create the
+    optimizer's state. On the second batch, the step is captured, compiled and verified on copies of all inputs of the
+    graph, while the eager step trains on the original inputs. The compiled code runs on all further batches. Each new
+    graph is verified in the same way. The user's Python code therefore runs exactly as often as without compilation,
+    and a failure before the end of the verification has no side effects.
 
-    `eager` also runs on batches whose shape differs from that of the first batch, until they are frequent enough for a
-    graph with dynamic shapes. All ranks take the same path in every step: if one rank cannot capture
-    the step, all ranks run it eagerly. With several ranks, every shape uses a graph, because the ranks' batches may
-    differ in shape and all ranks must take the same path.
+    On a single rank, the eager step also runs on batches whose shape differs from that of the first batch, until they
+    are frequent enough for a graph with dynamic shapes. With several ranks, every shape uses a graph: the ranks'
+    batches may differ in shape, but all ranks must take the same path. If one rank cannot capture the step, all ranks
+    run it eagerly.
 
     Args:
         loss_of: `loss_of(inputs) -> losses` for inputs on the device; must be traceable and call the unwrapped model.
-        prepare: `prepare(batch) -> inputs`, operations outside the graph (transfer, normalization), under autocast.
+        prepare: `prepare(batch) -> inputs`, operations before the graph (transfer, normalization); runs under autocast.
         model: the model, unwrapped.
         optim: the optimizer wrapper, with loss scale, accumulation and clipping.
         eager: the eager step; its `train` receives the result of `prepare`.
         backend: a backend of `torch.compile`.
-        recover: called with the exception if the graph cannot be used; returns the step to use from then on, which
-            takes the result of `prepare`.
-        reduce: returns the loss to minimize and the values to log; by default, sums the losses.
+        recover: called with the exception if the graph cannot be used; returns the step that replaces it, whose
+            `train` receives the result of `prepare`.
+        reduce: returns the loss to minimize and the values to log; by default, `sum_losses`.
         sync: averages gradients over the processes; None for a single process.
         verify: whether to compare graphs with the eager step before their first use.
-        dynamic: whether shapes may vary; None means that this is detected automatically.
-        record: creates the object that captures and replays calls as CUDA graphs.
-        background: compiles while training continues eagerly; None means that training waits for the compilation.
-        info: called with a message when the graph is first used.
+        dynamic: whether shapes may vary; if None, this is detected automatically.
+        capture_calls: creates the object that captures and replays calls as CUDA graphs; None disables CUDA graphs.
+        background: compiles while training continues eagerly; if None, training waits for the compilation.
+        info: called with messages to log, for example when the graph is first used.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class GraphStep:
         sync: GradientSync | None = None,
         verify: bool = True,
         dynamic: bool | None = None,
-        record: Callable[[], RecordedCalls] | None = None,
+        capture_calls: Callable[[], CapturedCalls] | None = None,
         background: BackgroundCompiler | None = None,
         info: Callable[[str], None] = lambda _: None,
     ) -> None:
@@ -113,7 +112,7 @@ class GraphStep:
         self.model, self.optim, self.sync = model, optim, sync
         self.eager, self.backend, self.recover = eager, backend, recover
         self.verify, self.dynamic = verify, dynamic
-        self.record, self.background, self.info = record, background, info
+        self.capture_calls, self.background, self.info = capture_calls, background, info
         self._fallback: EagerStep | None = None
         self._shapes = Shapes()
         self._trained: list[nn.Parameter] = []
@@ -186,7 +185,7 @@ class GraphStep:
     # ---- the step --------------------------------------------------------------------------------------
 
     def _define(self, captured: CapturedStep, compiled: bool = True) -> Callable[..., Outputs]:
-        """Return the step as a function; with `compiled`, it raises an error if Dynamo does not trace it."""
+        """Return the step as a function; if `compiled` is true, it raises an error unless Dynamo traces it."""
         optim, loss_of, reduce, sync = self.optim, self.loss_of, self.reduce, self.sync
         params, update, scale, window = captured.params, captured.update, captured.scale, captured.window
         parts, guard, adds = captured.parts, optim.guard, captured.adds_gradients
@@ -211,8 +210,8 @@ class GraphStep:
             return grads if sync is None else sync(grads)
 
         def step(inputs: Any, held: list[Tensor] | None, ends: bool) -> Outputs:
-            """Train on `inputs`; `held` are the accumulated gradients, changed in place."""
-            if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo has skipped the function
+            """Train on `inputs`, and update the accumulated gradients in `held` in place."""
+            if compiled and not torch.compiler.is_dynamo_compiling():  # Dynamo skipped the function
                 raise NotCapturedError(
                     "torch.compile is disabled, or an active TorchDispatchMode does not support it"
                 )
@@ -243,14 +242,14 @@ class GraphStep:
                             part.after_batch()
             return logs, finite
 
-        # Torch counts recompiles per code object, so give each step its own.
+        # PyTorch counts recompiles per code object, so give each step its own.
         step.__code__ = step.__code__.replace()
         return step
 
     # ---- run the step ----------------------------------------------------------------------------------
 
     def _call(self, captured: CapturedStep, inputs: Any, ends: bool) -> _Called | None:
-        """Call the compiled step; return None while it is being compiled."""
+        """Call the compiled step; return None while it is compiled in the background."""
         optim = self.optim
         held = captured.held()
         captured.window.set(optim.window)
@@ -265,11 +264,11 @@ class GraphStep:
         captured.count_batch(ends)
         if call is not None:
             captured.last_compiled = call.compiled
-            if captured.recorded is not None and call.one_device:
-                return _Called(captured.recorded(call, arguments), held)
+            if captured.cuda_graphs is not None and call.one_device:
+                return _Called(captured.cuda_graphs(call, arguments), held)
             return _Called(call(arguments), held)
         if held is not None and not captured.adds_gradients:
-            torch._foreach_zero_(held)  # the verification compares gradients with their initial values
+            torch._foreach_zero_(held)  # the verification reads their initial values
         check_batch(inputs)
         try:
             with tracing():
@@ -285,11 +284,11 @@ class GraphStep:
         if called.learn is not None and captured.direct is not None and captured.last_compiled is not None:
             call = captured.direct.learn(captured.last_compiled, called.learn, called.outputs)
             replays = call is not None and call.one_device
-            if not replays and captured.recorded is not None and not captured.logged_no_replay:
+            if not replays and captured.cuda_graphs is not None and not captured.logged_no_replay:
                 captured.logged_no_replay = True
                 self.info(
-                    "The step is not replayed as a CUDA graph, because it changes Python objects, or reads tensors "
-                    "that are on the host or neither in the batch nor in the model"
+                    "The step is not replayed as a CUDA graph, because it changes Python objects, reads tensors on the "
+                    "CPU, or reads tensors that belong to neither the batch nor the model"
                 )
         logs, finite = called.outputs
         optim.count_batch()
@@ -316,16 +315,16 @@ class GraphStep:
         return logs
 
     def _observe(self, inputs: Any) -> dict[str, Tensor]:
-        """Train eagerly, and record which parameters get a gradient.
+        """Train eagerly, and record which parameters receive a gradient.
 
-        If a capture has failed, and the same parameters get a gradient again, another capture would also fail.
+        If they are the same as in a failed capture, do not capture again.
         """
         optim = self.optim
 
         def seen() -> None:
             self._trained = _with_gradients(optim)
 
-        failed, self._failed = self._failed, None  # not kept if the user's code raises an error
+        failed, self._failed = self._failed, None  # dropped if the user's code raises
         with self._on_gradients(seen):
             logs = self.eager.train(inputs)
         if failed is not None and not self._trained:
@@ -343,7 +342,7 @@ class GraphStep:
             self.optim.on_gradients = None
 
     def _train(self, inputs: Any) -> dict[str, Tensor]:
-        """Train with the graph; if there is none for this kind of batch, capture and verify it first."""
+        """Train with the graph for this kind of batch; if there is none, capture and verify it first."""
         ends = self.optim.should_sync()
         captured = self._step
         try:
@@ -355,22 +354,22 @@ class GraphStep:
             return self._verified(captured, found, inputs, ends)
         except Exception as error:
             if captured is not None and captured.last_compiled is not None and captured.last_compiled.running:
-                raise  # the code failed while running, and may have changed tensors
+                raise  # the code failed while running and may have changed tensors
             if (
                 self.sync is None
                 and captured is not None
                 and captured.has_graphs
                 and NotCapturedError.inside(error) is None
             ):
-                self._reset()  # a different branch of the model may have run, which trains different parameters
+                self._reset()  # a different branch of the model, with different parameters, may have run
                 self._failed, self._started = (error, captured.params), True
                 return self._observe(inputs)
             if self.sync is None or captured is None:
                 return self._fall_back(error, inputs)
             if self.verify and ends not in captured.agreed:
                 return self._verified(captured, error, inputs, ends)
-            # The other ranks run their graph and wait for this rank, so run the uncompiled step, which sends the same
-            # messages.
+            # The other ranks run their graph and wait for this rank, so run the uncompiled step, which performs the
+            # same collectives.
             self.recover(error)
             captured.run, captured.direct = self._define(captured, compiled=False), None
             called = self._call(captured, inputs, ends)
@@ -379,7 +378,7 @@ class GraphStep:
     def _compiles_elsewhere(self, captured: CapturedStep, inputs: Any, ends: bool) -> bool:
         """Start or check the background compilation for this kind of batch; return whether it is running.
 
-        All ranks train eagerly until the last one has finished. Each rank compiles for its own shapes.
+        All ranks train eagerly until all of them have finished. Each rank compiles for its own shapes.
         """
         if self.background is None:
             return False
@@ -395,7 +394,7 @@ class GraphStep:
             self._compiled_in = self.background.seconds
             if self._compiled_in is None:
                 self.info(
-                    "Compilation in the background failed; the step is compiled now, while training waits"
+                    "Compilation in the background failed. Training waits while the step is compiled in the foreground"
                 )
             if not self.verify:
                 self._log_switch()
@@ -403,12 +402,12 @@ class GraphStep:
             self._compiling = None
             return False
         self._compiling = kind
-        with suppress(OSError):  # if no process can be started, compile at the next batch
+        with suppress(OSError):  # if no process can be started, compile in this process at the next batch
             self.background.start(partial(self._only_compile, captured, inputs, ends))
         return True
 
     def _only_compile(self, captured: CapturedStep, inputs: Any, ends: bool) -> None:
-        """Compile for this kind of batch; runs in a forked process."""
+        """Compile for this kind of batch, in a forked process."""
         self.background, captured.only_compiles = None, True
         with suppress(VerificationNeeded):
             self._call(captured, inputs, ends)
@@ -425,7 +424,7 @@ class GraphStep:
         """Create the state that the graphs share; the graphs are compiled at their first call.
 
         Raises:
-            NotCapturedError: there are hooks or parameters that a graph does not support.
+            NotCapturedError: the model has hooks or parameters that a graph does not support.
         """
         inside = self._setting_changes < _SETTING_CHANGES
         captured = CapturedStep(self.model, self.optim, self._trained, inside, (self.loss_of, self.reduce))
@@ -444,19 +443,19 @@ class GraphStep:
         run = torch.compile(captured.function, fullgraph=True, backend=backend, dynamic=self.dynamic)
         captured.run = run
         captured.direct = DirectCalls(captured.function, self.model, captured.own_tensors())
-        captured.recorded = None if self.record is None else self.record()
+        captured.cuda_graphs = None if self.capture_calls is None else self.capture_calls()
         self._step = captured
         return captured
 
     def _compile(
         self, captured: CapturedStep, graph: fx.GraphModule, inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        """Compile a graph that Dynamo has captured; the code runs only after its verification."""
+        """Compile a graph captured by Dynamo; the code runs only after its verification."""
         ends = self.optim.should_sync()
         captured.count_graph(ends)
         refuse_python_random()
         refuse_checkpoint(graph)
-        # Once all ranks have a verified graph, one rank cannot verify a new graph, because the others do not
+        # Once all ranks have a verified graph, a single rank cannot verify a new one, because the others do not
         # participate.
         trusted = not self.verify or (self.sync is not None and ends in captured.agreed)
         compiled = Compiled(graph, self.backend(graph, inputs), trusted, has_side_effects())
@@ -472,7 +471,7 @@ class GraphStep:
     def _verified(
         self, captured: CapturedStep, found: VerificationNeeded | Exception, inputs: Any, ends: bool
     ) -> dict[str, Tensor]:
-        """Train on a batch eagerly, and compare the results with those of the graph on copies."""
+        """Train on a batch eagerly, and compare the results with those of the graph, which runs on copies."""
         failure = None if isinstance(found, VerificationNeeded) else found
         if isinstance(found, VerificationNeeded) and captured.direct is not None:
             captured.direct.note(found.compiled)
@@ -496,7 +495,7 @@ class GraphStep:
         known = list(map(id, captured.params))
 
         def settle() -> None:
-            # If a different branch of the model ran, capture it with the parameters that it trains.
+            # If a different branch of the model ran, capture it with that branch's parameters.
             now = list(map(id, trained if ends else _with_gradients(self.optim)))
             if self.sync is None and (now and now != known if ends else not set(now).issubset(known)):
                 self._reset()
@@ -517,7 +516,7 @@ class GraphStep:
             logs = self.eager.train(inputs, with_host_parts=outside)
         if not outside:
             settle()
-            # After `settle`, which may replace the weights with those of the graph.
+            # Call these parts after `settle`, which may replace the weights with the graph's results.
             for part in self.optim.parts:
                 if part.on_host:
                     part.after_batch()
@@ -533,7 +532,7 @@ class GraphStep:
         unseen: list[tuple[str, Tensor, int]],
         ends: bool,
     ) -> None:
-        """Compare the graph's results with those of the eager step, and accept the graph if they agree."""
+        """Compare the results of the graph and the eager step, and accept the graph if they agree."""
         failure, no_update = None, False
         try:
             for name, tensor, version in unseen:
@@ -578,9 +577,9 @@ class GraphStep:
         self._step, self._trained, self._inferred = None, [], False
 
     def _infer_trained(self) -> None:
-        """Infer the trained parameters from a loaded optimizer state, so a resumed run uses the graph immediately.
+        """Infer the trained parameters from a loaded optimizer state, so that a resumed run uses the graph immediately.
 
-        These are the parameters that have a state, or all parameters if the optimizer is stateless.
+        These are the parameters with a state, or all parameters if the optimizer is stateless.
         """
         self._reset()
         optimizer = self.optim.optimizer
@@ -600,7 +599,7 @@ class GraphStep:
         if self._inferred:
             self._reset()
             return self._observe(inputs)
-        logs = self.eager.train(inputs)  # an error in user code is raised here, without replacing the step
+        logs = self.eager.train(inputs)  # if user code raises, the step is not replaced
         self._replace(error)
         return logs
 

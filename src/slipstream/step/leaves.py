@@ -1,4 +1,4 @@
-"""A faster version of `torch.utils._pytree.tree_leaves` for batches."""
+"""Faster versions of `tree_leaves` and `tree_structure` of `torch.utils._pytree`, for batches."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Tensor:
 def keep_unless(finite: Tensor, tensors: Sequence[Tensor], before: Sequence[Tensor]) -> None:
     """Copy `before` back into `tensors`, in place, unless `finite` (0-dim bool) is true.
 
-    In a compiled graph this causes no additional memory traffic, because it is fused into the update.
+    In a compiled graph, the copy is fused into the update and causes no additional memory traffic.
     """
     for tensor, old in zip(tensors, before, strict=True):
         tensor.copy_(torch.where(finite, tensor, old))
@@ -53,12 +53,12 @@ def scale_(tensors: list[Tensor], factor: Tensor) -> None:
 
 
 def precise_dtype(device: torch.device) -> torch.dtype:
-    """Return float64, which matches Python's floats, if the device supports it; otherwise float32."""
+    """Return float64 (the precision of Python floats) if the device supports it, otherwise float32."""
     return torch.float64 if device.type in ("cpu", "cuda") else torch.float32
 
 
 class Scalar:
-    """A number that the host sets and a graph reads; the tensor is written only if the number changes.
+    """A number set by the host and read by a graph, stored in a tensor that is written only if the number changes.
 
     The tensor has the shape (1,), because Dynamo treats a 0-dim float64 CPU tensor as a Python number.
     """
@@ -74,15 +74,15 @@ class Scalar:
             self.tensor.fill_(value)
 
     def read(self) -> Tensor:
-        """Return the number as a 0-dim tensor; traceable."""
+        """Return the number as a 0-dim tensor. Traceable."""
         return self.tensor.select(0, 0)
 
 
 class LossScale:
-    """A traceable version of `torch.amp.GradScaler` that shares the scale and the growth tracker of `scaler`.
+    """A traceable version of `torch.amp.GradScaler`, which uses the scale and growth tracker tensors of `scaler`.
 
     Args:
-        scaler: the scaler.
+        scaler: the scaler whose tensors are used.
         adapts: whether the scale is dynamic.
         device: device of the loss.
     """
@@ -106,12 +106,12 @@ class LossScale:
         return scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
 
     def is_changed(self) -> bool:
-        """Return whether the settings of the scaler have changed."""
+        """Return whether the scaler's settings have changed."""
         return self._settings() != (self.growth, self.backoff, self.interval)
 
     @property
     def state(self) -> tuple[Tensor, Tensor]:
-        """The tensors that a step changes: scale and growth tracker."""
+        """The scale and the growth tracker, which a step changes in place."""
         return self.scale, self.growth_tracker
 
     def unscale(self, grads: Sequence[Tensor]) -> list[Tensor]:

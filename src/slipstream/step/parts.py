@@ -1,9 +1,9 @@
 """`StepPart`: operations around the optimizer's update, such as gradient clipping.
 
 `OptimWrapper.parts` is the ordered list of parts. The eager step (`EagerStep`) calls them, and the compiled step
-(`GraphStep`) traces the same calls, so each part is implemented only once. Unless `on_host` is set, its methods must be
-traceable: they must not call `.item()` or branch on a tensor's value, and any number that changes must be a
-`slipstream.step.numerics.Scalar`.
+(`GraphStep`) traces the same calls, so each part is implemented only once. All methods except `before_batch`, and
+except `after_batch` if `on_host` is set, must be traceable: they must not call `.item()` or branch on a tensor's value,
+and any number that changes must be a `slipstream.step.numerics.Scalar`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class StepPart:
     """
 
     needs_previous: bool = False
-    """Whether `after_update` gets copies of the parameters from before the update."""
+    """Whether `after_update` receives copies of the parameters before the update."""
     on_host: bool = False
     """Whether `after_batch` must run on the host, outside a compiled step."""
     replaces_gradients: bool = False
     """Whether `gradients` is overridden."""
 
     def before_batch(self) -> None:
-        """Prepare for the next batch on the host; for example, count it, or write changed numbers to tensors."""
+        """Prepare for the next batch, for example count it or write changed numbers to tensors."""
 
     def gradients(
         self,
@@ -46,11 +46,12 @@ class StepPart:
         compute: Callable[[], list[Tensor]],
         first: list[Tensor],
     ) -> list[Tensor]:
-        """Return the gradients of the batch; `compute()` computes them again with the current parameters.
+        """Return the gradients of the batch.
 
         Args:
-            params: the trained parameters; changes to them must be undone before returning.
-            compute: runs the forward and backward passes once more on the same batch.
+            params: the trained parameters; any changes to them must be undone before this method returns.
+            compute: runs the forward and backward passes again on the same batch with the current parameters, and
+                returns the gradients.
             first: the gradients of the first forward and backward passes, with the shapes of `params`.
         """
         return first
@@ -58,16 +59,25 @@ class StepPart:
     def before_update(
         self, params: Sequence[nn.Parameter], grads: list[Tensor]
     ) -> Mapping[str, Tensor] | None:
-        """Change `grads` in place (unscaled, averaged over processes); return 0-dim tensors to log, if any."""
+        """Change `grads` (unscaled, averaged over processes) in place.
+
+        Returns:
+            A dict of 0-dim tensors to log, or None.
+        """
 
     def after_update(self, params: Sequence[nn.Parameter], previous: Sequence[Tensor]) -> None:
-        """Change `params` in place after the update; with `needs_previous`, `previous` holds their old values."""
+        """Change `params` in place after the update.
+
+        Args:
+            params: the trained parameters.
+            previous: copies of `params` before the update; may be empty unless `needs_previous` is set.
+        """
 
     def after_batch(self) -> None:
-        """Process the new weights, for example to update their average."""
+        """Process the new weights, for example update their average."""
 
     def state(self) -> Mapping[str, Tensor]:
-        """Return the tensors that the part changes, by name."""
+        """Return a dict from names to the tensors that the part changes in place and never replaces."""
         return {}
 
 
@@ -83,8 +93,8 @@ def apply_update(
     Both the eager and the compiled step call this under `torch.no_grad()` at the end of an accumulation window.
 
     Args:
-        finite: a 0-dim bool tensor on the device. If it is false, `update` changes nothing, and the parts' changes to
-            the parameters and to the tensors in `state` are undone.
+        finite: a 0-dim bool tensor on the device. If it is false, `update` must not change any tensor, and the parts'
+            changes to the parameters and to their `state` are undone.
     """
     logs: dict[str, Tensor] = {}
     before, after = _overriding(parts, "before_update"), _overriding(parts, "after_update")

@@ -21,8 +21,8 @@ _LOWER = (torch.float32, torch.float16, torch.bfloat16)
 def copies(inputs: Sequence[Any], dtype: torch.dtype | None = None) -> list[Any]:
     """Return the inputs of a graph with copies of the tensors; lower precisions are converted to `dtype`.
 
-    The copies have the same strides, share memory with each other as the originals do, and require grad if the
-    originals do.
+    The copies have the strides and `requires_grad` of the originals. Copies of tensors that share memory also share
+    memory.
     """
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     memory: dict[int, tuple[Any, Tensor]] = {}
@@ -60,13 +60,13 @@ def _extent(tensor: Tensor) -> int:
 
 
 def interpret(graph: fx.GraphModule, inputs: Sequence[Any], double: bool = False) -> None:
-    """Run a graph that Dynamo captured, operator by operator; this changes the tensors in `inputs`.
+    """Run a graph captured by Dynamo, operator by operator. This changes the tensors in `inputs`.
 
     Args:
         graph: the graph that `torch.compile` passes to a backend.
         inputs: inputs of the graph; with `double`, from `copies(..., torch.float64)`.
         double: whether to compute in float64 and without autocast. Random numbers are still drawn in the precision of
-            the graph, so that they do not change.
+            the graph, to get the same numbers.
     """
     with torch.enable_grad(), _InFloat64() if double else nullcontext():
         _Interpreter(graph, double).run(*inputs)

@@ -24,11 +24,11 @@ _COUNTERS = ("state_steps", "mus", "etas")
 """Names that `_init_group` uses for state with one number per parameter."""
 
 _UNSUPPORTED = ("Adafactor", "LBFGS", "Muon", "SparseAdam")
-"""Optimizers that branch on values, and Muon, whose bfloat16 updates lose precision with a tensor learning rate."""
+"""Optimizers that branch on tensor values, and Muon, whose bfloat16 updates lose precision if `lr` is a tensor."""
 
 
 def can_trace(optimizer: Optimizer) -> bool:
-    """Return whether `GraphUpdate` supports the optimizer: a class from torch, without hooks."""
+    """Return whether `GraphUpdate` supports the optimizer: a supported torch class, without step hooks."""
     kind = type(optimizer)
     from_torch = kind.__module__.startswith("torch.optim") and hasattr(kind, "_init_group")
     supported = from_torch and kind.__name__ not in _UNSUPPORTED
@@ -36,12 +36,12 @@ def can_trace(optimizer: Optimizer) -> bool:
 
 
 def is_stateless(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer keeps no state for any parameter."""
+    """Return whether the optimizer has no state for any parameter."""
     return type(optimizer) is SGD and not any(group["momentum"] for group in optimizer.param_groups)
 
 
 def _is_defined_by_torch(function: Any) -> bool:
-    """Return whether torch defines a function and all its wrappers; `__module__` is unreliable for wrappers."""
+    """Return whether torch defines a function and all its wrappers (for which `__module__` is unreliable)."""
     while function.__globals__["__name__"].startswith("torch."):
         if not hasattr(function, "__wrapped__"):
             return True
@@ -50,7 +50,7 @@ def _is_defined_by_torch(function: Any) -> bool:
 
 
 def is_hooked(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer's step has hooks or was replaced; fast enough to call in each step."""
+    """Return whether the optimizer's step has hooks or was replaced; fast enough to be called in each step."""
     own = vars(optimizer).get("step")  # learning rate schedulers wrap it to count calls
     # The attributes are missing if a subclass does not call torch's constructor.
     return bool(
@@ -78,7 +78,7 @@ class GraphUpdate:
 
     Args:
         optimizer: a `torch.optim` optimizer (`can_trace`).
-        params: the optimizer's parameters that get a gradient; their state is created here.
+        params: the optimizer's parameters that receive a gradient; the constructor creates their state.
     """
 
     def __init__(self, optimizer: Optimizer, params: Sequence[Tensor]) -> None:
@@ -91,7 +91,7 @@ class GraphUpdate:
         self._values = list(chain.from_iterable(map(dict.values, optimizer.state.values())))
 
     def __call__(self, grads: Sequence[Tensor]) -> None:
-        """Update the parameters with `grads`, which are in the order of `params`."""
+        """Update the parameters with `grads`, in the order of `params`."""
         view = _OptimizerView(self._groups, grads)
         self._step(view)
         view.write_back()
@@ -158,7 +158,7 @@ class _Group:
             for value in self.tensor_settings.values()
             for number in _as_list(value)
         ]
-        # One 1-d tensor for all numbers: Dynamo treats 0-dim float64 CPU tensors as Python numbers.
+        # Use one 1-dim tensor for all numbers, because Dynamo treats 0-dim float64 CPU tensors as Python numbers.
         self.numbers = torch.stack(numbers) if numbers else torch.empty(0)
         plain = {name: own[name] for name in _AS_TENSORS if name in own} | plain_settings(optimizer, own)
         self.fixed = {
@@ -201,9 +201,9 @@ class _Group:
             name: tuple(next(numbers) for _ in range(count)) if count else next(numbers)
             for name, count in self.layout
         }
-        # Inductor fuses foreach operations into a few kernels. Without foreach, torch 2.13's inductor loses the alpha
-        # of an add to a matrix product. In eager mode on the CPU, torch does not accept tensor learning rates with
-        # foreach.
+        # Inductor fuses foreach operations into a few kernels. Without foreach, inductor in torch 2.13 drops `alpha`
+        # when it adds a tensor to a matrix product. In eager mode on the CPU, foreach does not support tensor learning
+        # rates.
         foreach = self.on_device or torch.compiler.is_compiling()
         settings = {"foreach": foreach, "fused": False, "params": self.params, "number": number}
         if self.has_capturable:
@@ -244,7 +244,7 @@ class _OptimizerView:
 
 
 def _sgd(optimizer: _OptimizerView) -> None:
-    """Step as `torch.optim.SGD` does when its momentum buffers exist.
+    """Perform a step of `torch.optim.SGD` with existing momentum buffers.
 
     torch's version branches on `momentum == 0`, which fails for a tensor.
     """
@@ -265,7 +265,7 @@ def _sgd(optimizer: _OptimizerView) -> None:
 
 
 class _Scratch:
-    """Discards writes to `self.state[param]` by a `step`, because the state tensors are changed in place."""
+    """Discards an optimizer's writes to `self.state[param]`, because the state tensors are changed in place."""
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         return {}
@@ -274,7 +274,7 @@ class _Scratch:
 def _group_by_settings(
     optimizer: Optimizer, params: Sequence[Tensor]
 ) -> list[tuple[list[dict[str, Any]], list[int]]]:
-    """Return lists of groups with identical settings, each with the indices of their `params`."""
+    """Return lists of groups with identical settings, each with the indices of the groups' tensors in `params`."""
     index = {param: i for i, param in enumerate(params)}
     found: list[tuple[dict[str, Any], list[dict[str, Any]], list[int]]] = []
     for group in optimizer.param_groups:
@@ -295,7 +295,7 @@ def _group_by_settings(
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Return whether settings are identical; tensors are compared by identity, since their values are on the device."""
+    """Return whether settings are identical; tensors are compared by identity, to avoid synchronization."""
     return one.keys() == other.keys() and all(
         one[name] is other[name]
         or (not holds_tensors(one[name]) and not holds_tensors(other[name]) and one[name] == other[name])
@@ -304,7 +304,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def plain_settings(optimizer: Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings that the update reads as built-in Python values, without the keys that schedulers add."""
+    """Return the settings of a group as Python values, without keys that schedulers add."""
     excluded = {"foreach", "fused", *_AS_TENSORS}
     return {
         name: value for name, value in group.items() if name in optimizer.defaults and name not in excluded
@@ -329,7 +329,7 @@ def _move_counts(
 def _create_state(
     optimizer: Optimizer, group: dict[str, Any], params: list[Tensor]
 ) -> tuple[list[str], Any, list[list[Tensor]]]:
-    """Create the optimizer's state; return the names of its lists, the return value of `_init_group`, and the lists."""
+    """Create the optimizer's state; return the names of its lists, `_init_group`'s return value, and the lists."""
     kept = [param.grad for param in params]
     for param in params:  # _init_group skips parameters without a gradient
         param.grad = torch.zeros((), dtype=param.dtype, device=param.device).expand(param.shape)

@@ -1,10 +1,10 @@
 """Verify a compiled step against the eager step and float64, without side effects.
 
-The verification computes one batch three times on copies of all inputs of the graph: with the compiled code, by
-interpreting the captured graph with eager kernels, and in float64. The eager step trains on the batch itself. The
-distance between the interpreted graph and float64 is the rounding error of the network. The compiled code and the eager
-step may differ from float64 by a small multiple of this error. A larger error of the eager step means that the captured
-graph is incomplete; a larger error of the compiled code indicates a compiler bug.
+The verification computes the step for one batch three times on copies of all inputs of the graph: with the compiled
+code, by interpreting the captured graph with eager kernels, and in float64. The eager step then trains on the original
+inputs. The distance between the interpreted graph and float64 is the network's rounding error. The compiled code and
+the eager step may differ from float64 by a small multiple of this error. A larger error of the eager step means that
+the captured graph is incomplete. A larger error of the compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _WITHOUT_REFERENCE = 0.2
 
 
 class NotCapturedError(SlipstreamError, RuntimeError):
-    """A step cannot be compiled as one graph, although torch may be able to capture it."""
+    """A step cannot be compiled as one graph."""
 
     @staticmethod
     def inside(error: BaseException) -> NotCapturedError | None:
-        """Return the `NotCapturedError` that `error` is or that torch has wrapped in it, or None."""
+        """Return `error` or the exception wrapped in it if that is a `NotCapturedError`, otherwise None."""
         candidates = (error, getattr(error, "inner_exception", None), error.__cause__)
         return next((each for each in candidates if isinstance(each, NotCapturedError)), None)
 
 
 class OnlyEagerError(NotCapturedError):
-    """A step must run eagerly as a whole, because compilation would change its results."""
+    """The whole step must run eagerly, because compilation would change its results."""
 
 
 class UnstableGraphError(OnlyEagerError):
@@ -71,16 +71,17 @@ class WrongNumbersError(SlipstreamError, RuntimeError):
         self.compiler = compiler
 
 
-class VerificationNeeded(
-    BaseException
-):  # BaseException, so that `except Exception` in user code does not catch it
-    """A step has been captured and compiled but not run; it must be verified with this batch first."""
+class VerificationNeeded(BaseException):
+    """A step has been captured and compiled, and must be verified with this batch before it runs.
+
+    Derives from `BaseException`, so that `except Exception` in user code does not catch it.
+    """
 
     def __init__(self, compiled: Compiled, inputs: tuple[Any, ...]) -> None:
         super().__init__()
         self.compiled, self.inputs = compiled, inputs
         self.held: list[Tensor] = []
-        """The gradients of the accumulation window among the inputs."""
+        """The inputs that are gradients of the accumulation window."""
 
 
 class Compiled:
@@ -99,14 +100,14 @@ class Compiled:
         self.graph, self.run, self.verified = graph, run, verified
         self.has_side_effects = has_side_effects
         self.running = False
-        """Whether the code is running. After an exception, True means that tensors may have changed."""
+        """Whether the code is running. If it is still true after an exception, tensors may have changed."""
         self.guards: Any = None
         """Dynamo's guard manager."""
         self.last: tuple[tuple[Any, ...], Sequence[Any]] | None = None
         """Inputs and outputs of the last call through Dynamo."""
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the code, or raise `VerificationNeeded` if it is not verified yet."""
+        """Run the code, or raise `VerificationNeeded` if it has not been verified."""
         if not self.verified:
             raise VerificationNeeded(self, inputs)
         outputs = self.call(inputs)
@@ -149,16 +150,16 @@ class Verification:
         self._exact = self._interpreted(graph, double=True)
 
     def _interpreted(self, graph: fx.GraphModule, double: bool) -> list[Tensor | None] | None:
-        """Return the results of the captured graph with eager kernels; None if it cannot be interpreted."""
+        """Return the results of the captured graph with eager kernels, or None if it cannot be interpreted."""
         inputs = copies(self.inputs, torch.float64 if double else None)
         try:
             if not double and _is_double(self.inputs):
-                # Without a higher precision, estimate the rounding error by perturbing the last digit.
+                # There is no higher precision than float64, so estimate the rounding error with a perturbation.
                 inputs = [_perturbed(value) for value in inputs]
             with self._forked():
                 interpret(graph, inputs, double)
         except torch.OutOfMemoryError:
-            raise  # without a reference, the comparison would silently tolerate larger errors
+            raise  # without a reference, the comparison tolerates larger errors
         except Exception:  # an operator does not support float64, or only runs in compiled code
             return None
         return _values(inputs)
@@ -180,7 +181,7 @@ class Verification:
             ignored: ids of the inputs that the eager step changes outside the captured part.
 
         Returns:
-            Whether the weights were updated; False if a gradient overflowed.
+            False if a gradient overflowed and the weights were not updated, otherwise True.
 
         Raises:
             WrongNumbersError: the error of the eager step or of the compiled code is too large.
@@ -204,7 +205,7 @@ class Verification:
 
     @torch.no_grad()
     def take(self, results: Mapping[int, Tensor], ignored: Collection[int]) -> None:
-        """Copy the results of the compiled step to the inputs, so that the verification does not affect training."""
+        """Copy the results of the compiled step to the inputs, so that training continues as without verification."""
         for value, before, compiled in zip(self.inputs, self._before, self._compiled, strict=True):
             if before is not None and compiled is not None and id(value) not in ignored:
                 target = results.get(id(value), value)
@@ -259,7 +260,7 @@ class _Row:
         captured: Tensor | None,
         exact: Tensor | None,
     ) -> _Row:
-        """Compare results; the eager result is the reference if there is no exact one."""
+        """Compare the results with the exact one or, if there is none, with the eager result."""
         if captured is None or exact is None:
             captured, exact, known = eager, eager, False
         else:
@@ -287,7 +288,7 @@ class _Row:
     def excess(self, compiler: bool, typical: _Typical) -> float:
         """Return the error as a multiple of the tolerance; infinity for NaN."""
         distance = self.compiled if compiler else self.eager
-        if not np.isfinite(self.noise):  # an overflow, which is possible in lower precision
+        if not np.isfinite(self.noise):  # lower precisions may overflow
             return 0.0
         root = self.elements**0.5
         noise = max(self.noise, typical.relative * self.size, typical.noise * root)
@@ -307,7 +308,7 @@ class _Row:
 
 @dataclass(frozen=True)
 class _Typical:
-    """Medians over all tensors of a kind, since a single tensor may be exact by chance or have a zero gradient."""
+    """Medians over all tensors of a kind, because a single tensor may be exact by chance or have a zero gradient."""
 
     relative: float
     """Median of the rounding error relative to the change."""

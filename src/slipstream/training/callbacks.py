@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from slipstream.dataset.loading.loader import SeededDataset
+from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.dataset.sources.base import SegmentationDataset
 from slipstream.dataset.transforms.geometry import Affine, SegConvertToTensor
 from slipstream.dataset.transforms.pipeline import check_transforms
@@ -72,8 +72,8 @@ def callback_hooks(entries: Sequence[Any]) -> list[Hook | dict[str, Any]]:
             SuperGradients' factories.
 
     Raises:
-        UnknownNameError: If a name is not registered.
-        ConfigError: If an entry is not a callback.
+        UnknownNameError: if a name is not registered.
+        ConfigError: if an entry is not a callback.
     """
     return [_hook(entry, f"training_params.phase_callbacks[{i}]") for i, entry in enumerate(entries)]
 
@@ -99,10 +99,10 @@ class CallbackHook(Hook):
     """Call the methods of a callback at their events.
 
     Args:
-        callback: A `Callback`, or the configuration of one whose class is registered in HOOKS.
+        callback: a `Callback`, or the configuration of one whose class is registered in HOOKS.
 
     Raises:
-        ConfigError: If `callback` is not a callback, or defines an event inside the training step.
+        ConfigError: if `callback` is not a callback, or defines an event inside the training step.
     """
 
     priority = "ABOVE_NORMAL"  # after validation, before EMAHook restores the trained weights
@@ -193,15 +193,15 @@ class EarlyStop(EarlyStoppingHook):
     """Stop training when a validation metric stops improving.
 
     Args:
-        phase: Must be `VALIDATION_EPOCH_END`.
-        monitor: Name of the metric.
+        phase: must be `VALIDATION_EPOCH_END`.
+        monitor: name of the metric.
         mode: `min` if lower values are better, or `max`.
-        min_delta: Minimum change that counts as an improvement.
-        patience: Number of validation runs without improvement before training stops.
-        check_finite: Whether to stop when the metric is NaN or infinite.
-        threshold: Stop as soon as the metric reaches this value.
-        verbose: Whether to log the best value after each validation run.
-        strict: Whether a missing metric is an error. If False, it is a warning.
+        min_delta: minimum change that counts as an improvement.
+        patience: number of validation runs without improvement before training stops.
+        check_finite: whether to stop when the metric is NaN or infinite.
+        threshold: stop as soon as the metric reaches this value.
+        verbose: whether to log the best value after each validation run.
+        strict: whether a missing metric is an error. If False, it is a warning.
     """
 
     def __init__(
@@ -238,13 +238,13 @@ class EarlyStop(EarlyStoppingHook):
 class SlidingWindowValidationCallback(Hook):
     """Validate whole images with a sliding window, after the last training epoch and outside of training.
 
-    Earlier validation runs use the dataset's own transforms, because sliding windows take several times longer. With
+    Earlier validation runs use the dataset's transforms, because sliding windows take several times longer. With
     sliding windows, the model runs eagerly, because a single validation run does not amortize compilation.
 
     Args:
-        transforms_for_sliding_window: Transforms of the validation images. If empty, only the final transforms of the
+        transforms_for_sliding_window: transforms of the validation images. If empty, only the final transforms of the
             dataset are kept (SegStandardize, SegNormalize, SegConvertToTensor), so images keep their full size.
-        crop_size, stride: See `SlidingWindow`. Defaults: those of SuperGradients' SegFormer.
+        crop_size, stride: see `SlidingWindow`. Defaults: those of SuperGradients' SegFormer.
     """
 
     def __init__(
@@ -287,7 +287,7 @@ def _transform(entry: Any, config_path: str) -> Any:
 
 
 def _reloaded(loader: DataLoader[Any], transforms: Sequence[Any]) -> DataLoader[Any]:
-    """Return a new loader with other transforms, because the running workers of `loader` would keep theirs."""
+    """Return a new loader with other transforms; running workers of `loader` would keep the old transforms."""
     return DataLoader(
         _transformed(loader.dataset, transforms),
         batch_sampler=loader.batch_sampler,

@@ -1,4 +1,4 @@
-"""Map config paths in errors of the Runner to the keys of SuperGradients' configuration."""
+"""Map config paths in the Runner's errors to SuperGradients' configuration keys."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _NAMED = {
 def at_user_paths(cfg: Mapping[str, Any]) -> Iterator[None]:
     """Rewrite the config paths in a Runner's errors to those in the user's configuration.
 
-    `cfg` is the Runner's configuration, translated from the user's.
-    Errors in configurations written in the Runner's own syntax are left unchanged.
+    The `cfg` argument is the Runner's configuration, translated from the user's configuration. Errors in
+    configurations in the Runner's syntax do not change.
     """
     try:
         yield

@@ -45,7 +45,9 @@ _OLD_TRANSFORMS = {
 }
 _NAMES = [f"{name}_{split}" for name in _DATASETS for split in ("train", "val")]
 _DEFAULTS = Path(__file__).parents[1] / "recipes" / "dataset_params"
-_LOADER_KEYS = {*inspect.signature(DataLoader).parameters, "min_samples"}
+_RUNNER_KEYS = ("skip_errors", "stall_warning")
+"""Options of the Runner's loaders that torch's `DataLoader` does not have."""
+_LOADER_KEYS = {*inspect.signature(DataLoader).parameters, *_RUNNER_KEYS, "min_samples"}
 
 
 def config(
@@ -60,16 +62,16 @@ def config(
     default, loaders whose name ends in `_train` shuffle and drop the last incomplete batch.
 
     Args:
-        name: A data loader name, or None.
-        dataset_params: Arguments of the dataset. Each entry of `transforms` is a name, `{Name: {arguments}}`, a
+        name: a data loader name, or None.
+        dataset_params: arguments of the dataset. Each entry of `transforms` is a name, `{Name: {arguments}}`, a
             configuration with `type`, or an object. None values are ignored.
-        dataloader_params: Arguments of `torch.utils.data.DataLoader`. `sampler` and `collate_fn` may be names or
-            `{Name: {arguments}}`. `min_samples` repeats a smaller dataset up to this size.
-        dataset: A dataset object.
+        dataloader_params: arguments of `torch.utils.data.DataLoader`. The values of `sampler` and `collate_fn` may be
+            names or `{Name: {arguments}}`. A dataset with fewer than `min_samples` samples is repeated.
+        dataset: a dataset object.
 
     Raises:
-        UnknownNameError: If `name` or a key of `dataloader_params` does not exist.
-        ConfigError: If no dataset or more than one dataset is set.
+        UnknownNameError: if `name` or a key of `dataloader_params` does not exist.
+        ConfigError: if no dataset or more than one dataset is set.
     """
     data, loader = _without_none(dataset_params), _without_none(dataloader_params)
     named = loader.pop("dataset", None)
@@ -131,6 +133,12 @@ def get(
             "dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
             "dataloader_params.num_workers",
         )
+    for key in _RUNNER_KEYS:
+        if key in options:
+            raise ConfigError(
+                "requires a Runner; pass dataloaders.config(...) to the Trainer instead of dataloaders.get(...)",
+                f"dataloader_params.{key}",
+            )
     if not options["num_workers"]:
         options = {k: v for k, v in options.items() if k not in ("persistent_workers", "prefetch_factor")}
     return DataLoader(data, **options)
@@ -143,7 +151,7 @@ def _without_none(params: Mapping[str, Any] | None) -> dict[str, Any]:
 def _completed(
     name: str, data: dict[str, Any], loader: dict[str, Any]
 ) -> tuple[str, dict[str, Any], dict[str, Any]]:
-    """Return the dataset class of `name`, and both parameter dicts completed with its defaults."""
+    """Return the dataset class of `name`, and both parameter dicts merged over its defaults."""
     if name not in _NAMES:
         raise UnknownNameError(
             f"no data loader is named '{name}'{did_you_mean(name, _NAMES)} (available: {', '.join(_NAMES)}; for "

@@ -18,11 +18,11 @@ def read_factory(entry: str | Mapping[str, Any], config_path: str) -> tuple[str,
     The name is the last part of `_target_`. Nothing is imported.
 
     Args:
-        entry: A name, `{Name: {arguments}}`, or `{_target_: path.to.Name, ...}`.
-        config_path: Config path of the entry, for errors.
+        entry: a name, `{Name: {arguments}}`, or `{_target_: path.to.Name, ...}`.
+        config_path: config path of the entry, for errors.
 
     Raises:
-        ConfigError: If `entry` is in none of these forms.
+        ConfigError: if `entry` has none of these forms.
     """
     if isinstance(entry, str):
         return entry, {}
@@ -45,7 +45,7 @@ def configuration(entry: Any, config_path: str) -> Any:
     """Return an entry as a configuration with `type`. Configurations and objects are returned unchanged.
 
     Raises:
-        ConfigError: See `read_factory`.
+        ConfigError: see `read_factory`.
     """
     if not isinstance(entry, str | Mapping) or (isinstance(entry, Mapping) and "type" in entry):
         return entry

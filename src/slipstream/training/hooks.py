@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from slipstream.checkpoint import OPTIMIZER, check
 from slipstream.dataset.loading.loader import build_dataloader
 from slipstream.dataset.loading.workers import end_workers
 from slipstream.errors import DataError
@@ -28,11 +29,12 @@ class NewOptimizerHook(Hook):
             return
         assert runner.optim_wrapper is not None, "training requires an optim_wrapper"
         fresh = runner.optim_wrapper.state_dict()
+        check(checkpoint["optimizer"], OPTIMIZER, "the resumed checkpoint", "optimizer")
         groups = checkpoint["optimizer"]["param_groups"]
         for own, saved in zip(
             fresh["param_groups"], groups, strict=False
         ):  # the schedulers check the number of groups
-            own["lr"] = saved["lr"]
+            own["lr"] = saved.get("lr", own["lr"])
         checkpoint["optimizer"] = fresh
 
 
@@ -64,13 +66,13 @@ class PrePredictionHook(Hook):
 
 
 class TestLoadersHook(Hook):
-    """Evaluate further datasets during training with the Runner's test loop.
+    """Evaluate additional datasets during training with the Runner's test loop.
 
     The Runner must have a test loop. The hook uses the metrics of that loop, with the dataset's name as a prefix.
 
     Args:
-        loaders: Data loaders by name.
-        interval: Number of epochs between two evaluations.
+        loaders: data loaders by name.
+        interval: number of epochs between two evaluations.
     """
 
     __test__ = False  # not a pytest class

@@ -30,13 +30,13 @@ def loss_config(
     """Return the configuration of a loss for `MODELS`. A module or function is returned unchanged.
 
     Args:
-        loss: A module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are those
+        loss: a module or function; or a name, `{Name: {arguments}}` or `{_target_: ..., arguments}`. Names are those
             of SuperGradients (old and new), `slipstream.apps.zoo` and `torch.nn`.
-        criterion_params: Arguments of the loss. Arguments in `loss` override them.
+        criterion_params: arguments of the loss. Arguments in `loss` override them.
 
     Raises:
-        ConfigError: If no loss is set, or an argument is not supported.
-        UnknownNameError: If no loss has that name.
+        ConfigError: if no loss is set, or an argument is not supported.
+        UnknownNameError: if no loss has that name.
     """
     if loss is None:
         raise ConfigError(

@@ -30,18 +30,18 @@ class LRSchedule:
       batch-based warm-up reduces s and S by its number of steps.
     - `ExponentialLRScheduler`: i `lr_decay_factor`^(s / L)
     - `StepLRScheduler`: i `lr_decay_factor`^n, where n is the number of `lr_updates` not greater than the last
-      completed epoch (counted from 0). `step_lr_update_freq` f sets them to ceil(f k), k = 1, 2, ..., between
+      completed epoch (counted from 0). With `step_lr_update_freq` f, the updates are ceil(f k), k = 1, 2, ..., between
       warm-up and cool-down.
     - `FunctionLRScheduler`: `lr_schedule_function(initial_lr=i, epoch=b // L - W, iter=b % L, max_epoch=S / L,
       iters_per_epoch=L)`
 
     `LinearEpochLRWarmup` increases the rate every epoch from `warmup_initial_lr` (default: i / (W + 1)) to i in epoch
     W. `LinearBatchLRWarmup` increases it every batch (default: from 0) to i at the last of min(`lr_warmup_steps`, L)
-    batches. An initial rate of 0 stays 0. One behaviour differs from SuperGradients, where a cosine schedule after a
+    batches. An initial rate of 0 stays 0. One behavior differs from SuperGradients, where a cosine schedule after a
     batch-based warm-up rises again during the cool-down.
 
     Raises:
-        ConfigError, UnknownNameError: If a key is invalid, missing, or contradicts another key.
+        ConfigError, UnknownNameError: if a key is invalid or missing, or conflicts with another key.
     """
 
     epoch_length: int

@@ -22,17 +22,17 @@ _NAMES = {"IoU": "IoU", "Dice": "Dice", "PixelAccuracy": "PixelAccuracy", "Accur
 
 
 class _Overlap(IoUMetric):
-    """The mean over classes of the ratio that `ratio` returns.
+    """Mean over classes of the ratio returned by `ratio`.
 
-    Classes that occur neither in the targets nor in the predictions do not count, and neither does the ignored class.
-    Therefore `num_classes` may be larger than the number of classes in the data.
+    The ignored class, and classes that occur neither in the targets nor in the predictions, are excluded, so
+    `num_classes` may be larger than the number of classes in the data.
 
     Args:
-        num_classes: Number of classes, greater than every class id. It may include the ignored class.
-        ignore_index: Target id of ignored pixels. Default: the dataset's.
+        num_classes: number of classes, greater than every class id. It may include the ignored class.
+        ignore_index: target id of ignored pixels. Default: the dataset's.
 
     Raises:
-        ConfigError: If `num_classes` is less than 2.
+        ConfigError: if `num_classes` is less than 2.
     """
 
     def __init__(self, num_classes: int, ignore_index: int | None = None) -> None:
@@ -44,7 +44,7 @@ class _Overlap(IoUMetric):
         """Return the mean from the counts, or NaN if no class occurs.
 
         Raises:
-            DataError: If targets or predictions were out of range.
+            DataError: if targets or predictions were out of range.
         """
         matrix = self.matrix(results)
         hit, truth, guess = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
@@ -59,8 +59,8 @@ class _Overlap(IoUMetric):
         """Return the numerator and the denominator per class.
 
         Args:
-            hit: Number of correct pixels per class.
-            both: Number of target pixels plus number of predicted pixels per class.
+            hit: number of correct pixels per class.
+            both: number of target pixels plus number of predicted pixels per class.
         """
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class PixelAccuracy(CountingMetric):
     Predictions are class ids (N, H, W) or scores (N, classes, H, W).
 
     Args:
-        ignore_label: Target id of ignored pixels.
+        ignore_label: target id of ignored pixels.
     """
 
     def __init__(self, ignore_label: int = -100) -> None:
@@ -133,7 +133,7 @@ class Top1(evaluator.Accuracy):
         """Return the fraction from the counts, or NaN if there are no samples.
 
         Raises:
-            DataError: If targets were out of range.
+            DataError: if targets were out of range.
         """
         (percent,) = super().compute_metrics(results).values()
         return {self.label: percent / 100}
@@ -145,7 +145,7 @@ Accuracy = Top1
 
 @METRICS.register_module()
 class Top5(Top1):
-    """The fraction of samples whose class is among the five most likely ones, from 0 to 1."""
+    """The fraction of samples whose class is among the five most likely classes, from 0 to 1."""
 
     k = 5
     label = "Top5"
@@ -156,16 +156,16 @@ def metric_config(
 ) -> list[dict[str, Any] | BaseMetric]:
     """Return the configurations of metrics for `METRICS`. Metric objects are returned unchanged.
 
-    `dist_sync_on_step` has no effect, because counts are summed over all ranks when they are read.
+    The `dist_sync_on_step` argument has no effect, because counts are summed over all ranks when they are read.
 
     Args:
-        entries: Objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
+        entries: objects (`BaseMetric` or torchmetrics); or names, `{Name: {arguments}}` or
             `{_target_: ..., arguments}`. Names are those of SuperGradients or torchmetrics.
-        key: Name of the list, for errors.
+        key: name of the list, for errors.
 
     Raises:
-        ConfigError: If an entry has none of these forms, or an argument is not supported.
-        UnknownNameError: If no metric has that name.
+        ConfigError: if an entry has none of these forms, or an argument is not supported.
+        UnknownNameError: if no metric has that name.
     """
     configs = []
     for index, entry in enumerate(entries or ()):

@@ -36,24 +36,24 @@ _OF_CLASSES = (nn.CrossEntropyLoss, CrossEntropy, MultiHeadCrossEntropy, DiceCEE
 class SupervisedModel(Segmentor):
     """A network for supervised classification of images or pixels.
 
-    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Further tuple items are ignored.
+    Batches are dicts with `inputs` and `targets`, or tuples (inputs, targets, ...). Other tuple items are ignored.
 
     Args:
-        network: A module or its configuration. It returns logits (N, classes) or (N, classes, H, W). In training,
+        network: a module or its configuration. It returns logits (N, classes) or (N, classes, H, W). In training,
             it may return a tuple of the logits and auxiliary outputs.
         loss: `loss(outputs, targets)`, given as a module, its configuration or a function. It returns a scalar, a dict
             of scalars, or SuperGradients' pair (scalar, values to log). Default: cross-entropy.
-        data_preprocessor: By default, moves batches to the device and applies the device transforms.
-        pretrained: Arguments of `zoo.models.load`. `init_weights` loads these weights; a resumed run ignores them.
+        data_preprocessor: by default, moves batches to the device and applies the device transforms.
+        pretrained: arguments of `zoo.models.load`. These weights are loaded by `init_weights`, except in a resumed run.
         train_metrics: `CountingMetric`s or their configurations, updated during training. `TrainMetricsHook` reads
             them.
-        num_classes: Number of classes of the dataset. The main output must have the same number of channels.
-        paramwise_cfg: As for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
+        num_classes: number of classes of the dataset. The main output must have the same number of channels.
+        paramwise_cfg: as for `PrefixOptimWrapperConstructor`. Parameters with a learning rate of 0 are frozen.
 
     Raises:
-        ConfigError: If a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
-        ModelError: In forward, if the number of output channels is not `num_classes`.
-        DataError: In forward with a classification loss, if the targets do not match the output or are out of range.
+        ConfigError: if a training metric cannot count on the device, or `paramwise_cfg` does not match the network.
+        ModelError: in forward, if the number of output channels is not `num_classes`.
+        DataError: in forward with a classification loss, if the targets do not match the output or are out of range.
     """
 
     sliding_window: SlidingWindow | None = None
@@ -94,9 +94,10 @@ class SupervisedModel(Segmentor):
         """Return the losses, `{"preds", "targets"}` or the network's output.
 
         Args:
-            inputs: Images (N, C, H, W), of a float dtype or uint8. uint8 is converted to float in the range 0 to 255.
-            targets: Class ids (N,) or (N, H, W) of any integer dtype, or class probabilities (N, classes).
-            others: Other items of the batch; ignored.
+            inputs: images (N, C, H, W), of a float dtype or uint8. Pixels of dtype uint8 are converted to floats from
+                0 to 255.
+            targets: class ids (N,) or (N, H, W) of any integer dtype, or class probabilities (N, classes).
+            others: other items of the batch; ignored.
             mode: `loss`, `predict` or `tensor`. Predictions are class ids (N, H, W), int64, or logits (N, classes).
         """
         if inputs.dtype == torch.uint8:  # pixels without a normalizing transform
@@ -120,22 +121,13 @@ class SupervisedModel(Segmentor):
 
     def losses(self, outputs: Any, targets: Tensor | None) -> dict[str, Tensor]:
         """Return the losses by name. If the loss returns SuperGradients' pair, only the first item is a loss."""
-        try:
-            losses: dict[str, Any] = super().losses(outputs, targets)
-        except IndexError as error:  # raised on the CPU only, because other devices run asynchronously
-            if "out of bounds" not in str(error):
-                raise
-            raise DataError(
-                f"a target is not a class of the network, which has classes 0 to "
-                f"{main_output(outputs).shape[1] - 1}: {error} "
-                "Increase num_classes, or set the loss's ignore_index to the ignored target value"
-            ) from error
+        losses: dict[str, Any] = super().losses(outputs, targets)
         if isinstance(pair := losses.get("loss"), tuple):
             return {"loss": pair[0]}
         return losses
 
     def predictions(self, outputs: Any, inputs: Tensor, targets: Tensor | None) -> dict[str, Tensor]:
-        """Return class ids of pixels or logits of images, and the class ids of the targets, if any."""
+        """Return the predictions (class ids for pixels, logits for images) and the targets, if any, as class ids."""
         scores = main_output(outputs)
         if scores.ndim == 4:
             return super().predictions(outputs, inputs, targets)
@@ -189,7 +181,7 @@ def _check_size(scores: Tensor, targets: Tensor) -> None:
     if (len(scores), *scores.shape[-2:]) != (len(targets), *targets.shape[-2:]):
         raise DataError(
             f"targets {tuple(targets.shape)} do not match the size of the network's output {tuple(scores.shape)}; "
-            "check that the dataset's transforms change images and masks alike"
+            "check that the dataset's transforms change the sizes of images and masks in the same way"
         )
 
 
@@ -211,7 +203,7 @@ class TrainMetricsHook(Hook):
     The values are also stored as infos in the message hub. In a resumed epoch, only the batches after resuming count.
 
     Raises:
-        ModelError: Before training, if the model has no training metrics.
+        ModelError: before training, if the model has no training metrics.
     """
 
     priority = "ABOVE_NORMAL"

@@ -34,7 +34,7 @@ def optim_wrapper(params: TrainingParams) -> dict[str, Any]:
     """Return the `optim_wrapper` configuration without precision, accumulation and clipping, which the plan sets.
 
     Raises:
-        ConfigError: If `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
+        ConfigError: if `initial_lr` is missing or invalid, or a key does not apply to an optimizer object.
     """
     optimizer = params.optimizer
     if isinstance(optimizer, Optimizer):
@@ -76,13 +76,13 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
     disables their gradients.
 
     Keys of `paramwise_cfg`: `initial_lr` maps each prefix, and `default` for the rest, to its learning rate.
-    `warmup_initial_lr` has the same form and is stored in the groups for the schedule. With `finetune`, the network's
-    method `get_finetune_lr_dict(lr)` returns the rates, where lr is the rate of `default`.
+    The value of `warmup_initial_lr` has the same form and is stored in the groups for the schedule. With `finetune`,
+    the network's method `get_finetune_lr_dict(lr)` returns the rates, where lr is the rate of `default`. The key
     `zero_weight_decay_on_bias_and_bn` disables weight decay for all biases and norm layers.
 
     Raises:
-        ConfigError: When called, if a prefix matches no parameter, if a trainable parameter matches no prefix and
-            there is no `default`, or if `finetune` is set and the network lacks the method.
+        ConfigError: when called, if a prefix matches no parameter, if a trainable parameter matches no prefix and
+            there is no `default`, or if `finetune` is set and the network does not define the method.
     """
 
     def add_params(
@@ -93,7 +93,7 @@ class PrefixOptimWrapperConstructor(DefaultOptimWrapperConstructor):
         starts: Mapping[str, float] = self.paramwise_cfg.get("warmup_initial_lr", {})
         no_decay = _biases_and_norms(module) if self.paramwise_cfg.get(_NO_DECAY) else set()
         named = _named_parameters(module)
-        if "finetune" not in self.paramwise_cfg:  # a network may list heads that it was built without
+        if "finetune" not in self.paramwise_cfg:  # a network may list heads that it does not have
             _check_prefixes(rates, named)
         labels: dict[Any, list[str]] = {}
         for key, rate in rates.items():
@@ -123,11 +123,11 @@ def freeze(model: nn.Module, paramwise_cfg: Mapping[str, Any]) -> None:
     of frozen layers are still updated.
 
     Args:
-        model: A model with the user's network as `network`.
-        paramwise_cfg: As for the constructor.
+        model: a model with the user's network as `network`.
+        paramwise_cfg: as for the constructor.
 
     Raises:
-        ConfigError: See the constructor.
+        ConfigError: see the constructor.
     """
     rates = _rates_of(model, paramwise_cfg)
     for name, parameter in _named_parameters(model).items():
@@ -185,7 +185,7 @@ def _check_prefixes(rates: Iterable[str], names: Iterable[str]) -> None:
         if key != "default" and not any(name.startswith(key) for name in names):
             known = {part for name in names for part in accumulate(name.split("."), "{}.{}".format)}
             raise ConfigError(
-                f"no parameter name begins with '{key}'{did_you_mean(key, known)}",
+                f"no parameter name starts with '{key}'{did_you_mean(key, known)}",
                 "training_params.initial_lr",
             )
 

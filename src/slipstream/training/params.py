@@ -30,7 +30,7 @@ _DROPPED = ("_convert_",)
 
 @dataclass(frozen=True)
 class Refused:
-    """Why a key only supports its default."""
+    """The reason why a key only supports its default value."""
 
     why: str
 
@@ -69,7 +69,7 @@ class TrainingParams:
     load_opt_params: Annotated[bool, "a hook: False resets the optimizer state of a resumed run"] = True
     finetune: Annotated[
         bool,
-        "initial_lr: get_finetune_lr_dict of the network sets the rates; all parts except the heads are frozen",
+        "initial_lr: the network's get_finetune_lr_dict sets the rates; all parts except the heads are frozen",
     ] = False
 
     # Learning rates.
@@ -119,7 +119,7 @@ class TrainingParams:
     multi_gpu: Annotated[Any, _PLAN] = None
     batch_accumulate: Annotated[int, _PLAN] = 1
     clip_grad_norm: Annotated[float | None, _PLAN] = None
-    enable_qat: Annotated[bool, Refused("quantisation-aware training is not supported")] = False
+    enable_qat: Annotated[bool, Refused("quantization-aware training is not supported")] = False
     kill_ddp_pgroup_on_end: Annotated[bool, "no effect: the launcher terminates the processes"] = True
 
     # Checkpoints, callbacks and logging.
@@ -140,18 +140,18 @@ class TrainingParams:
     save_tensorboard_to_s3: Annotated[bool, _REMOTE] = False
     save_tensorboard_remote: Annotated[bool, _REMOTE] = False
     dataset_statistics: Annotated[bool, Refused("use `slipstream data stats` instead")] = False
-    log_installed_packages: Annotated[bool, "no effect: the log begins with the relevant versions"] = True
+    log_installed_packages: Annotated[bool, "no effect: the log starts with the relevant versions"] = True
     save_full_train_log: Annotated[bool, "no effect: the log file is always complete, including errors"] = (
         False
     )
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> TrainingParams:
-        """Return the parameters. A value of None stands for the default.
+        """Return the parameters. A value of None selects the default.
 
         Raises:
-            UnknownNameError: If a key does not exist.
-            ConfigError: If a value has the wrong type or is not supported.
+            UnknownNameError: if a key does not exist.
+            ConfigError: if a value has the wrong type or is not supported.
         """
         if not isinstance(plain_values := plain(mapping), Mapping):
             raise ConfigError(f"must be a dict, not {mapping!r}", "training_params")
@@ -164,7 +164,7 @@ class TrainingParams:
 
     @classmethod
     def table(cls) -> dict[str, str | Refused]:
-        """Return the translation of each key, or why it only supports its default."""
+        """Return the translation of each key, or the reason why it only supports its default value."""
         hints = get_type_hints(cls, include_extras=True)
         return {f.name: hints[f.name].__metadata__[0] for f in fields(cls)}
 

@@ -156,10 +156,10 @@ def _train_metrics(runner: Runner) -> dict[str, Any]:
 
 
 class Callback:
-    """Base class for callbacks. Override the methods of the events you need; other events cost nothing.
+    """Base class for callbacks. Override the methods of the events you need; other events have no overhead.
 
     A training step is a single call or CUDA graph. Events inside the step are called after it.
-    `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
+    The events `on_train_batch_backward_end` and `on_train_batch_gradient_step_start` are not supported.
     """
 
     def on_training_start(self, context: PhaseContext) -> None:
@@ -224,7 +224,7 @@ class PhaseCallback(Callback):
     """A callback for one phase. Subclasses define `__call__(context)`.
 
     Args:
-        phase: A `Phase`, or its name.
+        phase: a `Phase`, or its name.
     """
 
     def __init__(self, phase: Phase | str) -> None:

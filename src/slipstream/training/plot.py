@@ -1,4 +1,4 @@
-"""Plot the learning rates of a whole run when it begins."""
+"""Plot the learning rates of the whole run at the start of training."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def draw(
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     axes = figure.add_subplot()
     for label, curve in rates.items():
-        # The leading space is needed because matplotlib hides labels that begin with an underscore.
+        # The leading space is needed because matplotlib hides labels that start with an underscore.
         shown = f" {label}" if len(rates) > 1 else None
         axes.plot(at, curve, drawstyle="steps-post", linewidth=1.8, label=shown)
     if resumed is not None:
@@ -184,7 +184,7 @@ def _values(
 def _distinct(
     groups: Sequence[Mapping[str, Any]], curves: Sequence[Sequence[float]]
 ) -> dict[str, list[float]]:
-    """Return distinct curves, labelled with the names of their groups or their initial learning rates."""
+    """Return the distinct curves, labeled with the names of their groups or their initial learning rates."""
     names: dict[tuple[float, ...], list[str]] = {}
     for group, curve in zip(groups, curves, strict=True):
         named = names.setdefault(tuple(curve), [])

@@ -47,11 +47,11 @@ def recipe_config(recipe: Mapping[str, Any], launcher: str = "none") -> dict[str
     """Return the keyword arguments of a `Runner` for a composed recipe, as built-in Python values.
 
     Args:
-        recipe: Result of `slipstream.recipes.compose`, or any mapping with the same keys.
-        launcher: Launcher of the processes, as for `Runner`.
+        recipe: result of `slipstream.recipes.compose`, or any mapping with the same keys.
+        launcher: launcher of the processes, as for `Runner`.
 
     Raises:
-        ConfigError: If a key is missing, invalid or not supported. The message contains the key.
+        ConfigError: if a key is missing, invalid or not supported. The message contains the key.
     """
     from slipstream.training.translate import runner_config
 
@@ -76,7 +76,7 @@ def gpus(recipe: Mapping[str, Any]) -> int | None:
     """Return the number of devices of a recipe: 1 without data parallelism, or None for all available devices.
 
     Raises:
-        ConfigError: If `multi_gpu` or `num_gpus` is invalid.
+        ConfigError: if `multi_gpu` or `num_gpus` is invalid.
     """
     mode, count = recipe.get("multi_gpu"), recipe.get("num_gpus")
     mode_name = mode.lower() if isinstance(mode, str) else mode
@@ -103,7 +103,7 @@ def _check_keys(recipe: Mapping[str, Any]) -> None:
             continue
         if isinstance(value, Mapping) and get_close_matches(str(key), _KEYS, cutoff=_MISSPELT):
             raise UnknownNameError(f"unknown section{hint}", str(key))
-        # Recipes may define variables next to the known keys, so this is not an error.
+        # Recipes may define variables in addition to the known keys, so this is not an error.
         logging.getLogger("slipstream").warning("the recipe's key '%s' is unknown%s", key, hint)
 
 

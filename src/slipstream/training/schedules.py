@@ -19,7 +19,7 @@ from slipstream.training.params import TrainingParams
 __all__ = ["RecipeLR", "TorchLR", "lr_schedules"]
 
 _BY_EPOCH = {"TRAIN_EPOCH_END": True, "TRAIN_BATCH_END": False, "TRAIN_BATCH_STEP": False}
-"""Phases at which a torch scheduler may step, and whether it is then epoch-based."""
+"""Phases at which a torch scheduler may step, and whether a step is an epoch."""
 
 _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 """Argument names of torch's `ReduceLROnPlateau` that differ from ours."""
@@ -29,14 +29,14 @@ _PLATEAU = {"threshold_mode": "threshold_rule", "min_lr": "min_value"}
 class RecipeLR(_ParamScheduler):
     """The learning rates of a `LRSchedule`, stepped by iteration.
 
-    Without `lr_mode`, it only acts during the warm-up and leaves the rates to other schedulers afterwards.
+    Without `lr_mode`, it only sets the rates during the warm-up; other schedulers set them afterwards.
 
     Args:
-        optimizer: See `_ParamScheduler`. `warmup_initial_lr` of a group overrides that of the schedule.
-        schedule: An `LRSchedule` or a dict of its fields.
+        optimizer: see `_ParamScheduler`. `warmup_initial_lr` of a group overrides that of the schedule.
+        schedule: an `LRSchedule` or a dict of its fields.
 
     Raises:
-        ConfigError, UnknownNameError: If a field is invalid. The message names it.
+        ConfigError, UnknownNameError: if a field is invalid. The message names it.
     """
 
     def __init__(self, optimizer: Any, schedule: LRSchedule | Mapping[str, Any]) -> None:
@@ -48,7 +48,7 @@ class RecipeLR(_ParamScheduler):
     def build_iter_from_epoch(  # type: ignore[override]  # the LR schedule determines when it begins
         cls, optimizer: Any, *, epoch_length: int | None = None, end: int = INF, **schedule: Any
     ) -> RecipeLR:
-        """Return the schedule of a run of `end` epochs of `epoch_length` iterations."""
+        """Return the schedule for a run of `end` epochs with `epoch_length` iterations each."""
         if epoch_length is None or end == INF:
             raise ConfigError("RecipeLR requires a known number of epochs and a known epoch length")
         return cls(optimizer, {"epoch_length": epoch_length, "max_epochs": end, **schedule})
@@ -68,12 +68,12 @@ class TorchLR(TorchSchedulerAdapter):
     """A scheduler from `torch.optim.lr_scheduler` that starts after the warm-up.
 
     Args:
-        optimizer: A torch optimizer.
-        scheduler: Name of the scheduler class.
-        arguments: Arguments of the class, without the optimizer.
-        begin: Number of initial epochs or iterations without a step.
-        by_epoch: Whether a step is an epoch rather than an iteration.
-        end: First epoch or iteration without a further step.
+        optimizer: a torch optimizer.
+        scheduler: name of the scheduler class.
+        arguments: arguments of the class, without the optimizer.
+        begin: number of initial epochs or iterations without a step.
+        by_epoch: whether a step is an epoch rather than an iteration.
+        end: first epoch or iteration without a further step.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class TorchLR(TorchSchedulerAdapter):
         return cls(optimizer, **others, begin=begin * epoch_length, end=last, by_epoch=False)
 
     def step(self) -> None:
-        """Take one step, unless the warm-up is still running."""
+        """Take one step if the warm-up is complete."""
         if self._global_step < self.begin:
             self._global_step += 1
         else:
@@ -110,8 +110,8 @@ def lr_schedules(params: TrainingParams) -> list[dict[str, Any]]:
     """Return the `param_scheduler` configurations of `lr_mode`, warm-up and cool-down.
 
     Raises:
-        UnknownNameError: If the mode, the warm-up or the torch scheduler does not exist.
-        ConfigError: If a required key is missing, or a key contradicts another.
+        UnknownNameError: if the mode, the warm-up or the torch scheduler does not exist.
+        ConfigError: if a required key is missing, or two keys conflict.
     """
     lr_mode = params.lr_mode
     if isinstance(lr_mode, Mapping):

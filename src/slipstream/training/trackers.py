@@ -30,8 +30,8 @@ def visualizer(params: TrainingParams, experiment_name: str) -> dict[str, Any]:
     """Return the configuration of the visualizer: files, TensorBoard, and the tracker in `sg_logger`.
 
     Raises:
-        UnknownNameError: If the logger or a key of `sg_logger_params` does not exist.
-        ConfigError: If a key is not supported.
+        UnknownNameError: if the logger or a key of `sg_logger_params` does not exist.
+        ConfigError: if a key is not supported.
     """
     backends: list[Any] = [*default_backends()]
     if not isinstance(params.sg_logger, str):

@@ -32,9 +32,9 @@ class Trainer:
     Under a launcher (torchrun, Slurm, MPI), all processes train together.
 
     Args:
-        experiment_name: Name of the run and its folder.
-        ckpt_root_dir: Parent folder of the run's folder. Default: `work_dirs`.
-        training_params: Defaults for `train`, which may override them.
+        experiment_name: name of the run and its folder.
+        ckpt_root_dir: parent folder of the run's folder. Default: `work_dirs`.
+        training_params: defaults for `train`, which may override them.
     """
 
     def __init__(
@@ -69,18 +69,18 @@ class Trainer:
         """Train `model` in place. Parameters frozen for this run are trainable again afterwards.
 
         Args:
-            model: A module that returns logits, or a tuple that begins with them.
-            training_params: Keys of `TrainingParams`.
-            train_loader, valid_loader: Data loaders of pairs (images, targets), or of dicts with `inputs` and
+            model: a module that returns logits, or a tuple whose first element is the logits.
+            training_params: keys of `TrainingParams`.
+            train_loader, valid_loader: data loaders of pairs (images, targets), or of dicts with `inputs` and
                 `targets`.
-            test_loaders: Further data loaders by name, evaluated every `run_test_freq` epochs.
-            additional_configs_to_log: Values to save with the run's configuration.
+            test_loaders: further data loaders by name, evaluated every `run_test_freq` epochs.
+            additional_configs_to_log: values to save with the run's configuration.
 
         Returns:
             The metrics of each validation run, with the number of completed epochs as `epoch`.
 
         Raises:
-            UnknownNameError, ConfigError: If a key or value is invalid or not supported.
+            UnknownNameError, ConfigError: if a key or value is invalid or not supported.
         """
         if train_loader is None:
             raise ConfigError("is required: a DataLoader of (images, targets)", "train_loader")
@@ -131,11 +131,11 @@ class Trainer:
         """Return the metrics of a network on a dataset.
 
         Args:
-            model: Default: the network of the last call to `train`.
-            test_loader: Default: the first test loader of the last call to `train`, else its validation loader.
-            test_metrics_list: In the form of `valid_metrics_list`, which is the default.
-            silent_mode: Whether to log warnings only.
-            use_ema_net: Whether to test the EMA weights after training with `ema`.
+            model: default: the network of the last call to `train`.
+            test_loader: default: the first test loader of the last call to `train`, else its validation loader.
+            test_metrics_list: in the form of `valid_metrics_list`, which is the default.
+            silent_mode: whether to log warnings only.
+            use_ema_net: whether to test the EMA weights after training with `ema`.
         """
         own = self.runner is not None and use_ema_net and model in (None, self.net)
         needs = self._test_needs if self.runner is not None else ("model", "test_loader", "test_metrics_list")
@@ -204,7 +204,7 @@ class Trainer:
         backbone, they are loaded from the experiment's folder.
 
         Raises:
-            CheckpointError: If neither checkpoint exists.
+            CheckpointError: if neither checkpoint exists.
         """
         recipe = recipe_config(plain(cfg), infer_launcher())
         weights = {}
@@ -223,18 +223,20 @@ class Trainer:
 
     @classmethod
     def resume_experiment(
-        cls, experiment_name: str, ckpt_root_dir: str | Path | None = None
+        cls, experiment_name: str, ckpt_root_dir: str | Path | None = None, *, trust: bool = False
     ) -> tuple[nn.Module, list[dict[str, float]]]:
         """Resume an experiment from its latest checkpoint, with the configuration stored in it.
 
+        With `trust`, the stored configuration may import modules; see `Config.fromfile`.
+
         Raises:
-            CheckpointError: If there is no checkpoint, or the configuration contained objects that cannot be stored.
+            CheckpointError: if there is no checkpoint, or the configuration contained objects that cannot be stored.
         """
         trainer = cls(experiment_name, ckpt_root_dir)
         path = find_latest_checkpoint(trainer.checkpoints_dir_path)
         if path is None:
             raise CheckpointError(f"no checkpoint found in {trainer.checkpoints_dir_path}")
-        cfg = Config.fromstring(read_meta(path).get("cfg", ""), "yaml")
+        cfg = Config.fromstring(read_meta(path).get("cfg", ""), "yaml", trust=trust)
         if "model" not in cfg:
             raise CheckpointError(
                 f"the configuration of {path} contains Python objects; rebuild them and train with resume=True"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
+from slipstream.files import check_name
 from slipstream.speed import PARAMS_OPTIONS
 from slipstream.training.callbacks import callback_hooks
 from slipstream.training.hooks import PrePredictionHook
@@ -26,7 +27,12 @@ _PRECISE = 1024
 
 
 def work_dir(experiment_name: str, ckpt_root_dir: str | Path | None) -> str:
-    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`."""
+    """Return the folder of an experiment: `ckpt_root_dir/experiment_name`. The default root is `work_dirs`.
+
+    Raises:
+        ConfigError: `experiment_name` leads out of `ckpt_root_dir`.
+    """
+    check_name(experiment_name, "experiment_name", "ckpt_root_dir")
     return str(Path(ckpt_root_dir or "work_dirs").expanduser() / experiment_name)
 
 
@@ -46,16 +52,16 @@ def runner_config(
     """Return the configuration for `Runner.from_cfg`: built-in Python values, except for objects passed as arguments.
 
     Args:
-        experiment_name, ckpt_root_dir: Folder of the run; see `work_dir`.
-        network: A module or its configuration.
+        experiment_name, ckpt_root_dir: folder of the run; see `work_dir`.
+        network: a module or its configuration.
         training_params: SuperGradients' keys (`TrainingParams`).
-        train_dataloader, val_dataloader, test_dataloader: Data loaders or their configurations.
-        pretrained: Arguments of `zoo.models.load`, which loads the initial weights.
-        num_classes: Number of classes of the network, if known.
-        launcher: As for `Runner`.
+        train_dataloader, val_dataloader, test_dataloader: data loaders or their configurations.
+        pretrained: arguments of `zoo.models.load`, which loads the initial weights.
+        num_classes: number of classes of the network, if known.
+        launcher: as for `Runner`.
 
     Raises:
-        UnknownNameError, ConfigError: If a key or value is invalid or not supported. The message contains its path
+        UnknownNameError, ConfigError: if a key or value is invalid or not supported. The message contains its path
             in `training_params`.
     """
     params = TrainingParams.read(training_params)
@@ -126,7 +132,7 @@ def _evaluation(mode: str, loader: Any, params: TrainingParams) -> dict[str, Any
 
 
 def _options(params: TrainingParams) -> dict[str, Any]:
-    """Return the options for the speed plan. Defaults are left out, because recipes list all of them."""
+    """Return the options for the speed plan. Default values are omitted, because recipes list all keys."""
     return {key: value for key, value in params.changed().items() if key in PARAMS_OPTIONS}
 
 
@@ -135,7 +141,7 @@ def _resume(params: TrainingParams, folder: str) -> bool | str:
         return params.resume_path
     if not params.resume or params.ckpt_name == TrainingParams.ckpt_name:
         return params.resume
-    return str(Path(folder) / params.ckpt_name)
+    return str(Path(folder) / check_name(params.ckpt_name, "training_params.ckpt_name"))
 
 
 # ---- hooks ------------------------------------------------------------------------------------------------
@@ -176,10 +182,10 @@ def _rule(params: TrainingParams) -> str:
 
 
 def _watched(params: TrainingParams) -> str | None:
-    """Return the metric to watch under the name that the metric itself uses, or None without metrics.
+    """Return the metric to watch by the name of its value, or None without metrics.
 
     Raises:
-        UnknownNameError: If no validation metric has that name.
+        UnknownNameError: if no validation metric has that name.
     """
     entries, wanted = params.valid_metrics_list, params.metric_to_watch
     if wanted is None or not entries:
@@ -187,10 +193,10 @@ def _watched(params: TrainingParams) -> str | None:
     found = [known_name(entry) for entry in entries]
     names = [name for name in found if name is not None]
     for name in names:
-        if _letters(name) == _letters(wanted):
+        if _normalized(name) == _normalized(wanted):
             return name
     if len(names) < len(found):
-        return wanted  # the names of other metric objects are unknown until the first validation run
+        return wanted  # other metric objects determine their names in the first validation run
     raise UnknownNameError(
         f"no metric of valid_metrics_list is named '{wanted}'{did_you_mean(wanted, names)} "
         f"(available: {', '.join(names)})",
@@ -198,6 +204,6 @@ def _watched(params: TrainingParams) -> str | None:
     )
 
 
-def _letters(name: str) -> str:
+def _normalized(name: str) -> str:
     """Return the name in lower case without punctuation; `pixel_accuracy` and `PixelAccuracy` are the same metric."""
     return "".join(filter(str.isalnum, name)).lower()

@@ -12,11 +12,14 @@ import numpy.typing as npt
 
 from slipstream.errors import ConfigError
 from slipstream.extras import extra, is_installed
+from slipstream.files import check_name
 from slipstream.registry import VISBACKENDS
 from slipstream.visualization.values import as_json, as_text, check_image, scalars_in
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+_PLACE = "the backend's save_dir"
 
 __all__ = ["BaseVisBackend", "LocalVisBackend", "TensorboardVisBackend", "default_backends"]
 
@@ -53,7 +56,7 @@ class BaseVisBackend:
     def add_scalars(
         self, scalar_dict: Mapping[str, Any], step: int = 0, file_path: str | None = None
     ) -> None:
-        """Record several values of one step. `file_path` is an additional file for `LocalVisBackend`."""
+        """Record several values of one step; `LocalVisBackend` also writes them to `file_path`."""
         for name, value in scalar_dict.items():
             self.add_scalar(name, value, step)
 
@@ -73,7 +76,7 @@ class LocalVisBackend(BaseVisBackend):
 
     Args:
         save_dir: the output folder.
-        img_save_dir: the folder for images, inside `save_dir`.
+        img_save_dir: the folder for images, relative to `save_dir`.
         config_save_file: file name of the configuration, `*.py`.
         scalar_save_file: file name of the scalars, `*.json`.
 
@@ -89,7 +92,7 @@ class LocalVisBackend(BaseVisBackend):
         scalar_save_file: str = "scalars.json",
     ) -> None:
         super().__init__(save_dir)
-        self.img_save_dir = self.save_dir / img_save_dir
+        self.img_save_dir = self.save_dir / check_name(img_save_dir, "img_save_dir", _PLACE)
         self.config_save_file = self.save_dir / _with_suffix(config_save_file, ".py", "config_save_file")
         self.scalar_save_file = _with_suffix(scalar_save_file, ".json", "scalar_save_file")
         self._files: dict[str, TextIO] = {}
@@ -117,7 +120,7 @@ class LocalVisBackend(BaseVisBackend):
         with extra("images"):
             from PIL import Image
 
-        path = self.img_save_dir / f"{name}_{step}.png"
+        path = self.img_save_dir / check_name(f"{name}_{step}.png", "name", _PLACE)
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(check_image(name, image)).save(path)
 
@@ -187,4 +190,4 @@ class TensorboardVisBackend(BaseVisBackend):
 def _with_suffix(name: str, suffix: str, path: str) -> str:
     if not name.endswith(suffix):
         raise ConfigError(f"must end in {suffix}, not {name!r}", path)
-    return name
+    return check_name(name, path, _PLACE)

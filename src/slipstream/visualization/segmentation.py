@@ -31,7 +31,7 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     """Convert `mask`, integer class ids (H, W), to an RGB image, uint8 (H, W, 3); ignored pixels are black.
 
     Raises:
-        DataError: the mask is not such an array, or contains a class id without a colour in `palette`.
+        DataError: `mask` is not an integer array (H, W), or contains a class id without a color in `palette`.
     """
     _check_mask(mask)
     ignored = np.zeros(mask.shape, bool) if ignore_index is None else mask == ignore_index
@@ -39,10 +39,10 @@ def colorize(mask: npt.NDArray[Any], palette: Palette, ignore_index: int | None 
     if wrong.any():
         raise DataError(
             f"the mask contains the class ids {np.unique(mask[wrong])[:5].tolist()}, but the palette only has "
-            f"{len(palette)} colours; set ignore_index, or check the number of classes"
+            f"{len(palette)} colors; set ignore_index, or check the number of classes"
         )
-    colours = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
-    return colours[np.where(ignored, len(palette), mask.astype(np.int64))]
+    colors = np.array([*palette, [0, 0, 0]], dtype=np.uint8)
+    return colors[np.where(ignored, len(palette), mask.astype(np.int64))]
 
 
 def overlay(
@@ -52,21 +52,21 @@ def overlay(
     alpha: float = 0.5,
     ignore_index: int | None = None,
 ) -> RGB:
-    """Return `image` blended with the class colours of `mask`, uint8 (H, W, 3).
+    """Return `image` blended with the class colors of `mask`, uint8 (H, W, 3).
 
     Args:
         image: RGB image, uint8 (H, W, 3).
         mask: integer class ids (H, W).
-        palette: one RGB colour per class.
-        alpha: weight of the class colours, from 0 (image only) to 1 (colours only).
-        ignore_index: class id of pixels that keep the image's colour.
+        palette: one RGB color per class.
+        alpha: weight of the class colors, from 0 (image only) to 1 (colors only).
+        ignore_index: class id of pixels that keep the image's color.
 
     Raises:
-        DataError: the sizes differ, `alpha` is out of range, or `colorize` rejects the mask.
+        DataError: the sizes differ, `alpha` is out of range, or the mask is invalid (see `colorize`).
     """
     if image.shape != (*mask.shape, 3):
         raise DataError(
-            f"the image has the shape {image.shape}, but the mask has {mask.shape}; resize one of them"
+            f"the image has shape {image.shape}, but the mask has shape {mask.shape}; resize one of them"
         )
     if not 0 <= alpha <= 1:
         raise DataError(f"alpha must be between 0 and 1, not {alpha}")
@@ -87,7 +87,7 @@ def contact_sheet(
         rows: images, uint8 (H, W, 3); each row has one image per title.
         titles: titles of the columns.
         captions: for each row, one line or one line per image; empty for no captions.
-        legend: names and RGB colours of the classes.
+        legend: names and RGB colors of the classes.
 
     Raises:
         DataError: there are no rows, or the numbers of titles, images and captions do not match.
@@ -139,7 +139,7 @@ def _font(size: int) -> Any:
     return ImageFont.load_default(size)
 
 
-_Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, colour
+_Entry = tuple[int, int, str, Sequence[int]]  # left, top, name, color
 
 
 def _legend_layout(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> tuple[list[_Entry], int]:
@@ -148,19 +148,19 @@ def _legend_layout(legend: Sequence[tuple[str, Sequence[int]]], width: int) -> t
         return [], 0
     line_height = _SWATCH + 10
     x, y, entries = _MARGIN, 0, []
-    for name, colour in legend:
+    for name, color in legend:
         size = _SWATCH + 6 + int(_font(_TEXT_SIZE).getlength(name)) + 20
         if x > _MARGIN and x + size > width - _MARGIN:
             x, y = _MARGIN, y + line_height
-        entries.append((x, y, name, colour))
+        entries.append((x, y, name, color))
         x += size
     return entries, y + line_height + 4
 
 
 def _draw_legend(draw: ImageDraw.ImageDraw, entries: list[_Entry], top: int) -> None:
-    for x, y, name, colour in entries:
+    for x, y, name, color in entries:
         box = (x, top + y, x + _SWATCH, top + y + _SWATCH)
-        draw.rectangle(box, fill=tuple(int(c) for c in colour), outline=_PALE)
+        draw.rectangle(box, fill=tuple(int(c) for c in color), outline=_PALE)
         middle = top + y + _SWATCH // 2
         draw.text((x + _SWATCH + 6, middle), name, _TEXT, _font(_TEXT_SIZE), anchor="lm")
 

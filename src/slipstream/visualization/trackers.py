@@ -56,7 +56,8 @@ class WandbVisBackend(BaseVisBackend):
         """The `wandb.Run`."""
         self.save_dir.mkdir(parents=True, exist_ok=True)
         run = _import("wandb", self).init(**{"dir": str(self.save_dir), **self.init_kwargs})
-        # Training and validation count different steps, but W&B's step must not decrease, so log ours as a value.
+        # Training and validation count different steps, but W&B's step must not decrease, so the step is logged as a
+        # value.
         run.define_metric("*", step_metric="step")
         metrics = self.define_metric_cfg
         if isinstance(metrics, Mapping):

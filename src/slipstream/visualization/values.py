@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from slipstream.errors import DataError
+from slipstream.redaction import redact
 
 __all__ = ["as_dict", "as_json", "as_text", "check_image", "flatten", "scalars_in"]
 
@@ -31,15 +32,18 @@ def as_json(values: Mapping[str, Any]) -> str:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Return a `Config` (any object with `to_dict`) or a mapping as a dict."""
-    return dict(config.to_dict() if hasattr(config, "to_dict") else config)
+    """Return a `Config` (or any object with `to_dict`) or a mapping as a dict, without secrets."""
+    if hasattr(config, "redacted"):
+        return dict(config.redacted())
+    values: dict[str, Any] = redact(dict(config.to_dict() if hasattr(config, "to_dict") else config))
+    return values
 
 
 def as_text(config: Any) -> str:
-    """Return a `Config`'s `pretty_text`, or a mapping in the same Python syntax, one key per line."""
+    """Return a `Config`'s `pretty_text`, or a mapping in the same Python syntax, without secrets."""
     if hasattr(config, "pretty_text"):
         return str(config.pretty_text)
-    return "\n".join(f"{key} = {value!r}" for key, value in config.items())
+    return "\n".join(f"{key} = {value!r}" for key, value in as_dict(config).items())
 
 
 def flatten(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:

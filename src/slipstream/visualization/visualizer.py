@@ -1,4 +1,4 @@
-"""The Visualizer, which passes scalars, images and the configuration to every backend of a run."""
+"""The visualizer passes scalars, images and the configuration to all backends of a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from slipstream.errors import ConfigError, UnknownNameError, did_you_mean
 from slipstream.registry import VISBACKENDS, VISUALIZERS
+from slipstream.typecheck import shown
 from slipstream.visualization.backends import BaseVisBackend
 
 __all__ = ["Visualizer"]
@@ -24,10 +25,10 @@ class Visualizer:
         name: name of the run.
         vis_backends: a backend or its configuration (`dict(type="LocalVisBackend")`, with an optional `name`), or
             a list of them.
-        save_dir: backends write to `save_dir/vis_data`, unless they set their own `save_dir`.
+        save_dir: parent folder of `vis_data`, the default `save_dir` of backends.
 
     Raises:
-        ConfigError: two backends have the same name, or a backend has no folder.
+        ConfigError: two backends have the same name, or a backend has no `save_dir`.
     """
 
     def __init__(
@@ -52,6 +53,8 @@ class Visualizer:
             defaults = {} if save_dir is None else {"save_dir": str(Path(save_dir) / "vis_data")}
             built = VISBACKENDS.build(cfg, default_args=defaults)
             name, backend = backend.get("name", type(built).__name__), built
+        if not hasattr(backend, "add_scalar"):
+            raise ConfigError(f"must be a backend or a dict with a 'type', not {shown(backend)}", path)
         if name in self._backends:
             raise ConfigError(
                 f"two backends have the name '{name}'; set a different 'name' for one of them", path

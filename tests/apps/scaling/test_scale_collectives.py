@@ -1,4 +1,4 @@
-"""Costs of collectives: comparison with explicit formulas, and general properties."""
+"""Costs of collectives: comparison with explicit formulas and general properties."""
 
 import math
 
@@ -51,7 +51,7 @@ def test_tree_has_a_logarithmic_number_of_hops_between_nodes():
     assert tree(1e6, LINKS, 2, 1) == pytest.approx(2 * (5e-6 + 1e6 * 4e-11))
 
 
-def test_communication_of_one_gpu_takes_no_time():
+def test_collectives_on_one_gpu_take_no_time():
     alone = cluster(1, 1, launch=1e-3, gamma=Gamma(1, 1, 1))
     assert (
         all_reduce(1e9, alone, 1, 1) == all_gather(1e9, alone, 1, 1) == reduce_scatter(1e9, alone, 1, 1) == 0
@@ -99,7 +99,7 @@ def test_higher_bandwidth_or_lower_latency_is_never_slower(n, intra, inter, mach
 
 @given(sizes, links, counts)
 def test_all_reduce_respects_lower_bounds_of_bandwidth_and_latency(n, link, p):
-    # Each of p GPUs must send 2 (p - 1) / p n bytes, and reaching p GPUs takes at least log2(p) steps.
+    # Each of p GPUs must send 2 * (p - 1) / p * n bytes, and sending data to p GPUs requires at least log2(p) steps.
     c = cluster(p, 1, link, link)
     took = all_reduce(n, c, p, 1)
     assert took >= 2 * volume(n, p) * link.beta * (1 - 1e-9)

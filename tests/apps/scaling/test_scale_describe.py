@@ -1,4 +1,4 @@
-"""Blocks of a network: comparison with counts made by hand and by running the network."""
+"""Blocks of a network: comparison with manual counts and with a run of the network."""
 
 import pytest
 import torch
@@ -30,8 +30,8 @@ def test_multiply_add_counts_as_two_flops():
 
 
 def test_activations_are_storages_saved_by_autograd():
-    # The image, the first convolution's output (for BatchNorm's backward) and ReLU's in-place result, which is
-    # counted once although ReLU and the next convolution both save it. BatchNorm saves a mean and a scale.
+    # The image, the first convolution's output (for BatchNorm's backward) and ReLU's in-place result, which counts once
+    # although both ReLU and the next convolution save it. BatchNorm saves a mean and a scale.
     model = describe(small(), (3, 10, 12))
     assert model.activations == pytest.approx(120 * (3 + 8 + 8), rel=0.01)
 
@@ -69,5 +69,5 @@ def test_invalid_input_shape_raises_error():
 
 
 def test_network_without_parameters_raises_error():
-    with pytest.raises(ModelError, match="ReLU has no parameters"):
+    with pytest.raises(ModelError, match="ReLU has no trainable parameters"):
         describe(nn.ReLU(), (3,))

@@ -1,4 +1,4 @@
-"""Predictions: general properties, and comparison with independent calculations."""
+"""Predictions: general properties and comparison with independent calculations."""
 
 from dataclasses import replace
 
@@ -82,8 +82,8 @@ def test_memory_decreases_with_gpus_if_sharded_and_is_constant_for_ddp(model, do
     assert sizes["ddp"][1] == sizes["ddp"][0]
 
 
-def test_memory_equals_the_zero_paper():
-    # Mixed-precision Adam needs 18 bytes per parameter: float32 weights, gradients and two states, and a bf16 copy.
+def test_memory_matches_the_zero_paper():
+    # Mixed-precision Adam requires 18 bytes per parameter: float32 weights, gradients and two states, and a bf16 copy.
     model = Model("m", (Block("a", 10**9, 0, 1000), Block("b", 10**9, 0, 500)))
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 64, 8)
     assert memory_per_gpu(model, cluster, Strategy("ddp"), 10) == 2e9 * 18 + 10 * 1500 * 2
@@ -123,7 +123,9 @@ def test_best_is_the_fastest_that_fits():
     cluster = make_cluster(GPUS["h100"], NETWORKS["ib400"], 64, 8)
     found = [predict(model, cluster, Strategy(kind), 2) for kind in KINDS]
     assert best(found).step_time == min(p.step_time for p in found)
-    small = replace(cluster, memory=15e9)  # DDP's 18 bytes times 1.04e9 parameters do not fit
+    small = replace(
+        cluster, memory=15e9
+    )  # DDP does not fit: it requires 18 bytes for each of 1.04e9 parameters
     found = [predict(model, small, Strategy(kind), 1) for kind in KINDS]
     assert [p.fits for p in found] == [False, True, True]
     assert best(found).strategy.kind != "ddp"
@@ -131,7 +133,7 @@ def test_best_is_the_fastest_that_fits():
     assert best(tiny).memory == min(p.memory for p in tiny)
 
 
-def test_slow_networks_favour_hsdp_over_fsdp2_for_a_large_model():
+def test_slow_networks_favor_hsdp_over_fsdp2_for_a_large_model():
     cluster = make_cluster(GPUS["h100"], NETWORKS["eth100"], 512, 8)
     times = {
         kind: predict(segformer_1b(1024, 1024), cluster, Strategy(kind), 2).step_time
@@ -142,7 +144,9 @@ def test_slow_networks_favour_hsdp_over_fsdp2_for_a_large_model():
 
 @pytest.mark.parametrize("gpus", [12, 20])
 def test_gpus_must_be_a_multiple_of_gpus_per_node(gpus):
-    with pytest.raises(ConfigError, match=f"{gpus} GPUs do not fill nodes of 8"):
+    with pytest.raises(
+        ConfigError, match=rf"the number of GPUs \({gpus}\) is not a multiple of the GPUs per node \(8\)"
+    ):
         make_cluster(GPUS["h100"], NETWORKS["ib400"], gpus, 8)
 
 

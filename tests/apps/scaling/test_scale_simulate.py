@@ -1,4 +1,4 @@
-"""The simulator: comparison with timelines computed by hand, and total bytes."""
+"""The simulator: comparison with manually computed timelines and total bytes."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from slipstream.apps.scaling import Block, Cluster, Link, Model, Strategy, simul
 from slipstream.apps.scaling.simulate import FIRST_BUCKET_BYTES, SYNC_BN_ONE_MESSAGE, Work, units
 
 MIB = 2**20
-# Two GPUs: an all-reduce of n bytes takes n beta, an all-gather or reduce-scatter half of it. 1 MiB takes 1 s.
+# Two GPUs: an all-reduce of n bytes takes n beta, and an all-gather or reduce-scatter half of it. 1 MiB takes 1 s.
 UNIT = Link(0.0, 1 / MIB)
 
 
@@ -60,7 +60,7 @@ def test_fsdp2_gathers_one_unit_ahead_and_reduce_scatters_gradients():
     schedule = simulate(model(2, 2, 2), cluster(), plain("fsdp2"), Work([2] * 3, [3] * 3, 0))
     # Forward: gather 0-1; unit 0 runs 1-3 with the next gather 1-2; unit 1 3-5, gather 3-4; unit 2 5-7.
     # Backward: gather 7-8; unit 2 runs 8-11 with gather 8-9; unit 1 11-14; unit 0 14-17.
-    # Each scatter is queued at the end of its unit, before the gather of the unit after the next.
+    # Each reduce-scatter is queued when its unit finishes, before the gather for the unit after the next one.
     assert spans(schedule, "all-gather") == [(0, 1), (1, 2), (3, 4), (7, 8), (8, 9), (12, 13)]
     assert spans(schedule, "reduce-scatter") == [(11, 12), (14, 15), (17, 18)]
     assert schedule.now == 18
@@ -77,11 +77,11 @@ def test_hsdp_all_reduces_its_partitions_between_nodes():
 
 @pytest.mark.parametrize("channels", [8, SYNC_BN_ONE_MESSAGE])
 def test_sync_bn_waits_for_its_messages_and_for_earlier_buckets(channels):
-    few = channels == 8  # the moments of two GPUs fit in one message of 2 s; otherwise, there are two of 1 s
-    lone = Link(1.0 if few else 0.5, 0.0)  # an all-reduce of two GPUs takes twice this time for any size
+    few = channels == 8  # 8 channels: one all-reduce of 2 s for the moments; otherwise, two of 1 s
+    lone = Link(1.0 if few else 0.5, 0.0)  # an all-reduce between two GPUs takes twice this time for any size
     net = model(1, 1, norm=channels)
     schedule = simulate(net, cluster(intra=lone), plain("ddp", bucket_bytes=MIB), Work([1, 1], [1, 1], 0))
-    # Forward: (2 + 1) twice = 6. Backward of block 1: 2 + 1, its bucket starts at 9. The messages of block 0 queue
+    # Forward: (2 + 1) twice = 6. Backward of block 1: 2 + 1, its bucket starts at 9. The all-reduces of block 0 queue
     # behind this bucket, and its own bucket starts after its backward pass.
     bucket = 2 if few else 1
     assert len(spans(schedule, "SyncBN")) == (4 if few else 8)
@@ -94,8 +94,8 @@ def test_sync_bn_waits_for_its_messages_and_for_earlier_buckets(channels):
 
 
 @pytest.mark.parametrize(("gpus", "local"), [(8, 8), (64, 8), (1, 8), (16, 1)])
-def test_bytes_equal_the_zero_paper(gpus, local):
-    # Rajbhandari et al. 2020, section 7: DDP moves 2 Psi, full sharding 3 Psi, minus each GPU's own partition.
+def test_bytes_match_the_zero_paper(gpus, local):
+    # Rajbhandari et al. 2020, section 7: DDP moves 2 Psi and full sharding 3 Psi, minus each GPU's own partition.
     net, work = model(3, 30, 7), Work([1] * 3, [1] * 3, 1)
     n = 40 * MIB * (gpus - 1) / gpus
     c = cluster(gpus, local)

@@ -48,7 +48,7 @@ def test_folder_has_the_scenes_in_the_cityscapes_layout(tmp_path):
     assert (tmp_path / "gtFine/train/aachen/aachen_000001_000019_gtFine_labelIds.png").is_file()
 
 
-def test_label_table_has_the_format_of_supergradients(tmp_path):
+def test_label_table_has_the_supergradients_format(tmp_path):
     write_street_folder(tmp_path, train=1, val=1, size=SIZE)
     table = np.genfromtxt(
         tmp_path / "lists/labels.csv",
@@ -88,14 +88,16 @@ def test_command_writes_the_same_folder(tmp_path):
     assert digests(tmp_path / "python") == digests(tmp_path / "command")
 
 
-def test_wrong_size_raises_error_in_one_line(tmp_path, monkeypatch, capsys):
+def test_wrong_size_raises_a_one_line_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["street_folder", str(tmp_path / "a"), "--size", "32"])
     with pytest.raises(SystemExit):
         street_folder._main()
     assert "HEIGHTxWIDTH" in capsys.readouterr().err
     monkeypatch.setattr(sys, "argv", ["street_folder", str(tmp_path / "b"), "--size", "8x64"])
     assert street_folder._main() == 1
-    assert capsys.readouterr().err.startswith("error: size: a street scene needs at least 32 pixels")
+    assert capsys.readouterr().err.startswith(
+        "error: size: a street scene must have between 32 and 16384 pixels"
+    )
     assert not (tmp_path / "b").exists()
 
 

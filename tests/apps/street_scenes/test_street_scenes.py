@@ -49,11 +49,11 @@ def test_scene_is_bit_identical_in_another_process_and_order():
     assert [digest(1), digest(2)] == done.stdout.split()[::-1]
 
 
-def test_different_seeds_and_indices_give_different_scenes():
+def test_different_seeds_and_indices_produce_different_scenes():
     assert len({draw_street_scene(s, i, SMALL)[1].tobytes() for s in range(2) for i in range(4)}) == 8
 
 
-def test_a_larger_size_shows_the_same_scene():
+def test_larger_size_shows_the_same_scene():
     agreement = [
         (draw_street_scene(0, i, (256, 512))[1][::2, ::2] == mask).mean()
         for i, (_, mask) in enumerate(scenes(60, (128, 256))[:12])
@@ -74,21 +74,21 @@ def test_each_class_occurs_often_enough_and_large_classes_dominate():
     assert share[19:255].sum() == 0
 
 
-def test_colour_does_not_determine_the_class():
-    def quantised(image):
+def test_color_does_not_determine_the_class():
+    def quantized(image):
         return (image.astype(np.int64) >> 4) @ np.array([256, 16, 1])
 
     data = scenes(60, (128, 256))
     votes = np.zeros((4096, 19))
     for image, mask in data[:30]:
-        np.add.at(votes, (quantised(image)[mask < 19], mask[mask < 19]), 1)
+        np.add.at(votes, (quantized(image)[mask < 19], mask[mask < 19]), 1)
     confusion = np.zeros((19, 19))
     for image, mask in data[30:]:
-        guess = votes.argmax(1)[quantised(image)]
+        guess = votes.argmax(1)[quantized(image)]
         np.add.at(confusion, (mask[mask < 19], guess[mask < 19]), 1)
     hit = np.diag(confusion)
     iou = hit / np.maximum(confusion.sum(0) + confusion.sum(1) - hit, 1)
-    # The measured value is 0.11. If colours determined the classes, it would be close to 1.
+    # The measured value is 0.11. It would be close to 1 if colors determined the classes.
     assert iou.mean() < 0.2
 
 
@@ -108,7 +108,7 @@ def test_dataset_loads_scenes_and_has_class_metainfo():
     assert np.array_equal(image, expected[0])
     assert np.array_equal(mask, expected[1])
     assert data.metainfo["classes"] == CITYSCAPES_CLASSES
-    assert data.metainfo["palette"] == [list(colour) for colour in CITYSCAPES_PALETTE]
+    assert data.metainfo["palette"] == [list(color) for color in CITYSCAPES_PALETTE]
     assert data.metainfo["ignore_index"] == 255
     assert len(CITYSCAPES_CLASSES) == len(set(CITYSCAPES_PALETTE)) == 19
 
@@ -130,7 +130,9 @@ def test_wrong_size_raises_error(size):
 def test_index_out_of_range_or_negative_seed_raises_error():
     data = StreetScenes(size=SMALL, length=5)
     for index in (-1, 5):
-        with pytest.raises(IndexError, match=f"0 to 4, got index {index}"):
+        with pytest.raises(
+            IndexError, match=f"index {index} is out of range: StreetScenes has scenes 0 to 4"
+        ):
             data.load(index)
     with pytest.raises(ConfigError, match="seed"):
         StreetScenes(size=SMALL, length=5, seed=-1)

@@ -9,14 +9,14 @@ from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
 
 BUILDERS = {"ddrnet_23": ddrnet_23, "ddrnet_23_slim": ddrnet_23_slim, "ddrnet_39": ddrnet_39}
-DEPTHS = {  # layer1, layer2, layer3, layer4, and the blocks of the high resolution; repeats of layer3
+DEPTHS = {  # blocks in layer1 to layer4 and in the high-resolution branch, and repeats of layer3
     "ddrnet_23": ((2, 2, 2, 2, 2), 1),
     "ddrnet_23_slim": ((2, 2, 2, 2, 2), 1),
     "ddrnet_39": ((3, 4, 3, 3, 3), 2),
 }
 
 
-def randomise_norms(network):
+def randomize_norms(network):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -26,7 +26,7 @@ def randomise_norms(network):
 
 
 class Reference:
-    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
     Image sides must be multiples of 64. Interpolation uses torch's function.
     """
@@ -108,12 +108,12 @@ class Reference:
 def test_forward_equals_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5).double().eval()
-    randomise_norms(network)
+    randomize_norms(network)
     x = torch.randn(1, 3, 64, 128, dtype=torch.float64)
     with torch.no_grad():
         expected = Reference(name, network.state_dict())(x)
         torch.testing.assert_close(network(x), expected[0], rtol=1e-9, atol=1e-9)
-        network.training = True  # the submodules stay in evaluation mode
+        network.training = True  # the submodules remain in evaluation mode
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
 
 
@@ -162,13 +162,13 @@ def test_gradient_reaches_every_parameter_in_training():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4)
     sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
-    # A bias before BatchNorm has no effect.
+    # A bias before BatchNorm has no effect and therefore no gradient.
     inert = {"_backbone.stem.0.0.bias", "_backbone.stem.1.0.bias"}
     grads = {n: p.grad for n, p in network.named_parameters() if n not in inert}
     assert [n for n, grad in grads.items() if grad is None or not grad.abs().sum() > 0] == []
 
 
-def test_compiles_as_one_graph_with_the_same_gradients():
+def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).double()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -184,17 +184,17 @@ def test_compiles_as_one_graph_with_the_same_gradients():
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="requires torch 2.13 or newer for a dynamic height")
-def test_exported_network_gives_equal_outputs():
+def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).eval()
-    # At this height, no pyramid scale has a height of 1 pixel, which export would specialise to a constant.
+    # At this height, no pyramid level has a height of 1 pixel, which export would specialize to a constant.
     shapes = {"x": {2: torch.export.Dim.AUTO}}
     exported = torch.export.export(network, (torch.zeros(2, 3, 640, 64),), dynamic_shapes=shapes).module()
     x = torch.randn(2, 3, 576, 64)
     torch.testing.assert_close(exported(x), network(x))
 
 
-def test_channels_last_gives_equal_outputs():
+def test_channels_last_returns_equal_outputs():
     torch.manual_seed(0)
     network = ddrnet_23_slim(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -203,7 +203,7 @@ def test_channels_last_gives_equal_outputs():
     torch.testing.assert_close(network(x.contiguous(memory_format=torch.channels_last)), expected)
 
 
-def test_runs_under_autocast():
+def test_network_runs_under_autocast():
     network = ddrnet_23_slim(num_classes=4)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(torch.randn(2, 3, 32, 32))

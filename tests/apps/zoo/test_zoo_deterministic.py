@@ -1,4 +1,4 @@
-"""With deterministic algorithms, operators without a deterministic CUDA kernel are replaced by equal ones."""
+"""With deterministic algorithms, operators without a deterministic CUDA kernel are replaced by equivalent ones."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def _deterministic():
 
 
 class Operators(TorchDispatchMode):
-    """Records the names of operators, and the reduction of losses."""
+    """Records the names of the operators and the reductions of the losses."""
 
     def __init__(self):
         self.seen = set()
@@ -35,7 +35,7 @@ sizes = st.tuples(st.integers(1, 14), st.integers(1, 14))
 
 @settings(max_examples=50, deadline=None)
 @given(sizes, st.one_of(st.integers(1, 5), sizes), st.integers(0, 2**31))
-def test_pooling_equals_that_of_torch_and_its_gradient(size, bins, seed):
+def test_pooling_and_its_gradient_match_torch(size, bins, seed):
     torch.manual_seed(seed)
     x = torch.randn(2, 3, *size, dtype=torch.float64, requires_grad=True)
     with Operators() as operators:
@@ -49,7 +49,7 @@ def test_pooling_equals_that_of_torch_and_its_gradient(size, bins, seed):
     assert not any("pool" in name for name in operators.seen)
 
 
-def test_pooling_without_a_batch_dimension():
+def test_pooling_supports_inputs_without_a_batch_dimension():
     x = torch.randn(3, 7, 9)
     torch.testing.assert_close(AdaptiveAvgPool2d((2, 4))(x), F.adaptive_avg_pool2d(x, (2, 4)))
 
@@ -67,7 +67,7 @@ def test_pooling_in_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize(
     "loss", [MultiHeadCrossEntropy(), CrossEntropy(ignore_index=255, label_smoothing=0.1)]
 )
-def test_losses_of_pixels_are_summed_separately(loss):
+def test_pixel_losses_are_summed_separately(loss):
     torch.manual_seed(0)
     logits, targets = torch.randn(2, 5, 6, 7, requires_grad=True), torch.randint(0, 5, (2, 6, 7))
     targets[0, :3] = 255

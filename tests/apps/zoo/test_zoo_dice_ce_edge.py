@@ -15,7 +15,7 @@ CLASSES, IGNORE = 4, 9
 
 
 def reference_edges(targets, kernel):
-    """Use one map per class, replicated at the border. Edges are where a neighbourhood is neither all 0 nor all 1."""
+    """Use one map per class, replicated at the border. At edges, the neighborhood is neither all 0 nor all 1."""
     radius = kernel // 2
     edges = torch.zeros(targets.shape, dtype=torch.bool)
     for c in range(CLASSES):
@@ -30,7 +30,7 @@ def reference_dice(p, truth):
 
 
 def reference(logits, targets, kernel, dice_ce, ce_edge):
-    """Compute the loss of one head in float64, with boolean masks and a loop over classes."""
+    """Compute the loss of one head in float64 with boolean masks and a loop over classes."""
     logits, valid = logits.detach().double(), targets != IGNORE
     edges = reference_edges(targets, kernel)
     if logits.shape[1] == 1:
@@ -47,7 +47,7 @@ def reference(logits, targets, kernel, dice_ce, ce_edge):
 
 
 def batch(seed=0, heads=2, blob=3, size=(8, 11), dtype=torch.float32):
-    """Return logits, and targets of uniform blocks of `blob` x `blob` pixels, some of them ignored."""
+    """Return logits and targets with uniform blocks of `blob` x `blob` pixels, some of them ignored."""
     torch.manual_seed(seed)
     outputs = tuple(torch.randn(2, CLASSES, *size, dtype=dtype, requires_grad=True) for _ in range(heads))
     coarse = torch.randint(0, CLASSES + 1, (2, size[0] // blob + 1, size[1] // blob + 1))
@@ -72,7 +72,7 @@ pairs = st.lists(st.floats(0, 2), min_size=2, max_size=2)
     dice_ce=pairs,
     ce_edge=pairs,
 )
-def test_equals_the_float64_reference_with_boolean_masks(seed, blob, kernel, dtype, dice_ce, ce_edge):
+def test_loss_matches_the_float64_reference_with_boolean_masks(seed, blob, kernel, dtype, dice_ce, ce_edge):
     outputs, targets = batch(seed, blob=blob)
     loss = loss_of(edge_kernel=kernel, dice_ce_weights=dice_ce, ce_edge_weights=ce_edge)
     losses = loss(outputs, targets.to(dtype))
@@ -92,9 +92,9 @@ def ignored_border():
 @pytest.mark.parametrize(
     "targets",
     [torch.full((2, 8, 11), 2), ignored_border(), torch.full((2, 8, 11), 0)],
-    ids=["one class", "ignored border", "the first class"],
+    ids=["one class", "ignored border", "first class"],
 )
-def test_equals_the_reference_for_uniform_labels(targets):
+def test_loss_matches_the_reference_for_uniform_labels(targets):
     (logits,), _ = batch(heads=1)
     value = loss_of(aux=0)(logits, targets)["loss_main"]
     assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
@@ -103,13 +103,13 @@ def test_equals_the_reference_for_uniform_labels(targets):
 def test_batch_of_ignored_pixels_has_finite_loss_and_zero_gradient():
     outputs, targets = batch()
     losses = loss_of()(outputs, torch.full_like(targets, IGNORE))
-    # Dice is then (1 - 1 / (1 + 1e-5)) for each class.
+    # In this case, Dice is (1 - 1 / (1 + 1e-5)) for each class.
     assert losses["loss_main"].item() == pytest.approx(1e-5, rel=0.02)
     sum(losses.values()).backward()
     assert all((logits.grad == 0).all() for logits in outputs)
 
 
-def test_gradient_equals_the_formula():
+def test_gradient_matches_the_formula():
     torch.manual_seed(0)
     (logits,), targets = batch(heads=1, size=(4, 5), blob=2, dtype=torch.float64)
     loss = loss_of(aux=0, edge_kernel=3)
@@ -150,7 +150,7 @@ def test_half_precision_logits_are_summed_in_float32(dtype):
     assert value.item() == pytest.approx(float(reference(logits, targets, 5, (1, 1), (0.5, 0.5))), rel=1e-5)
 
 
-def test_loss_does_not_synchronise_or_allocate_large_int64_tensors():
+def test_loss_does_not_synchronize_or_allocate_large_int64_tensors():
     seen = set()
 
     class Record(TorchDispatchMode):
@@ -158,7 +158,7 @@ def test_loss_does_not_synchronise_or_allocate_large_int64_tensors():
             seen.add(func.overloadpacket)
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
-                assert out.numel() <= 2 * 8 * 11, f"{func} makes {tuple(out.shape)} of int64"
+                assert out.numel() <= 2 * 8 * 11, f"{func} creates {tuple(out.shape)} of int64"
             return out
 
     outputs, targets = batch(heads=2)
@@ -175,7 +175,7 @@ def test_loss_does_not_synchronise_or_allocate_large_int64_tensors():
     }
 
 
-def test_compiles_as_one_graph_with_the_same_gradients():
+def test_loss_compiles_as_one_graph_with_the_same_gradients():
     outputs, targets = batch(dtype=torch.float64)
     loss = loss_of()
 

@@ -12,7 +12,7 @@ sizes = st.tuples(st.integers(1, 20), st.integers(1, 20))
 
 @settings(max_examples=50, deadline=None)
 @given(sizes, sizes, st.booleans(), st.integers(0, 2**31))
-def test_resize_equals_bilinear_interpolation_and_its_gradient(source, target, align_corners, seed):
+def test_resize_and_its_gradient_match_bilinear_interpolation(source, target, align_corners, seed):
     torch.manual_seed(seed)
     x = torch.randn(2, 3, *source, dtype=torch.float64, requires_grad=True)
     like = torch.randn(2, 1, *target, dtype=torch.float64)

@@ -15,7 +15,7 @@ IGNORE = 255
 
 
 def reference(logits, targets, ignore_index=IGNORE):
-    """Return the mean of -log softmax over pixels that are not ignored in float64 numpy, or 0 if there are none."""
+    """Return the float64 mean of -log softmax over the pixels that are not ignored, or 0 without such pixels."""
     z = logits.detach().double().numpy()
     t = targets.numpy().astype(np.int64)
     z = np.moveaxis(z, 1, -1).reshape(-1, z.shape[1])
@@ -41,7 +41,7 @@ def batch(seed=0, heads=4, ignored=0.3, dtype=torch.uint8):
     st.sampled_from([torch.uint8, torch.int64, torch.int32]),
     st.lists(st.floats(0, 3), min_size=4, max_size=4),
 )
-def test_equals_the_float64_reference(seed, ignored, dtype, weights):
+def test_loss_matches_the_float64_reference(seed, ignored, dtype, weights):
     outputs, targets = batch(seed, ignored=ignored, dtype=dtype)
     losses = MultiHeadCrossEntropy(tuple(weights))(outputs, targets)
     assert list(losses) == ["loss_main", "loss_aux0", "loss_aux1", "loss_aux2"]
@@ -50,7 +50,7 @@ def test_equals_the_float64_reference(seed, ignored, dtype, weights):
         assert loss.item() == pytest.approx(weight * reference(logits, targets), rel=1e-5, abs=1e-6)
 
 
-def test_loss_and_gradient_equal_torch():
+def test_loss_and_gradient_match_torch():
     (logits,), targets = batch(heads=1)
     (loss,) = MultiHeadCrossEntropy((1.0,))(logits, targets).values()
     (gradient,) = torch.autograd.grad(loss, logits)
@@ -99,14 +99,14 @@ def test_loss_accepts_classification_logits():
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, targets))
 
 
-def test_loss_does_not_synchronise_with_the_device():
+def test_loss_does_not_synchronize_with_the_device():
     class NoSync(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             assert func.overloadpacket not in (
                 torch.ops.aten._local_scalar_dense,
                 torch.ops.aten.nonzero,
                 torch.ops.aten.masked_select,
-            ), f"{func} synchronises with the device"
+            ), f"{func} synchronizes with the device"
             return func(*args, **(kwargs or {}))
 
     outputs, targets = batch()
@@ -114,7 +114,7 @@ def test_loss_does_not_synchronise_with_the_device():
         sum(MultiHeadCrossEntropy()(outputs, targets).values()).backward()
 
 
-def test_compiles_without_graph_breaks_to_equal_outputs():
+def test_loss_compiles_without_graph_breaks_to_equal_outputs():
     outputs, targets = batch()
     loss = MultiHeadCrossEntropy()
     compiled = torch.compile(loss, fullgraph=True, dynamic=False, backend="eager")

@@ -13,7 +13,7 @@ BUILDERS = {"pp_lite_t_seg": pp_lite_t_seg, "pp_lite_b_seg": pp_lite_b_seg}
 BLOCKS = {"pp_lite_t_seg": (2, 2, 2), "pp_lite_b_seg": (4, 5, 3)}
 
 
-def randomise_norms(network):
+def randomize_norms(network):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -23,9 +23,9 @@ def randomise_norms(network):
 
 
 class Reference:
-    """Reference of the papers' network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    Convolutions are identified by the names of their weights. Upsampling uses integer factors.
+    The names of the weights identify the convolutions. Upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -96,7 +96,7 @@ class Reference:
 def test_forward_equals_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5).double().eval()
-    randomise_norms(network)
+    randomize_norms(network)
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     with torch.no_grad():
         expected = Reference(name, network.state_dict())(x)
@@ -136,7 +136,7 @@ def test_evaluation_does_not_run_the_auxiliary_heads():
     network.eval()(torch.randn(1, 3, 32, 32))
 
 
-def test_norm_statistics_are_updated_in_training_only():
+def test_norm_statistics_are_updated_only_in_training():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4)
     x = torch.randn(2, 3, 64, 64)
@@ -151,14 +151,14 @@ def test_norm_statistics_are_updated_in_training_only():
     assert not any(torch.equal(value, before[key]) for key, value in network.named_buffers())
 
 
-def test_gradient_reaches_every_parameter_in_training():
+def test_every_parameter_has_a_gradient_in_training():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4)
     sum(out.square().sum() for out in network(torch.randn(4, 3, 128, 128))).backward()
     assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_is_active_only_in_training():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4, dropout=0.5)
     x = torch.randn(2, 3, 32, 32)
@@ -196,7 +196,7 @@ def test_network_and_loss_compile_as_one_graph_with_the_same_gradients():
 
 
 def test_network_uses_no_scatter():
-    """With F.interpolate, gradients of the network compiled for CPU were zero. See `resize`."""
+    """With F.interpolate, the gradients of the network compiled for CPU were zero. See `resize`."""
     seen = set()
 
     class Record(TorchDispatchMode):
@@ -210,7 +210,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exported_network_gives_equal_outputs():
+def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = pp_lite_t_seg(num_classes=4).eval()
     x = torch.randn(2, 3, 64, 96)
@@ -221,7 +221,7 @@ def test_exported_network_gives_equal_outputs():
         torch.testing.assert_close(exported(x), network(x))
 
 
-def test_runs_under_autocast():
+def test_network_runs_under_autocast():
     network = pp_lite_t_seg(num_classes=4)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(torch.randn(2, 3, 32, 32))

@@ -12,13 +12,13 @@ from slipstream.apps.zoo import models, regseg48
 from slipstream.errors import BuildError, ModelError
 from slipstream.registry import MODELS
 
-# Dilations of the paper's backbone at 1/16. All blocks except for the last have 256 channels.
+# Dilations of the paper's backbone at 1/16. All blocks except the last have 256 channels.
 DEEP = [[1], [1], [1, 2], *[[1, 4]] * 4, *[[1, 14]] * 7]
 STAGES = [[[1]], [[1]] * 3, DEEP]
 WIDTHS = [[48], [128] * 3, [256] * 13 + [320]]
 
 
-def randomise_norms(network):
+def randomize_norms(network):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -28,7 +28,7 @@ def randomise_norms(network):
 
 
 def super_gradients_names(state):
-    """Rename the keys as in SuperGradients' checkpoints, which include a block's options in its name."""
+    """Rename the keys as in SuperGradients' checkpoints, where a block's name includes its options."""
     names = {}
     for key in state:
         parts = key.split(".")
@@ -47,7 +47,7 @@ def super_gradients_names(state):
 
 
 class Reference:
-    """Reference of the paper's network in evaluation mode, computed from a state dict."""
+    """Reference implementation of the paper's network in evaluation mode, computed from a state dict."""
 
     def __init__(self, state):
         self.state = state
@@ -102,10 +102,10 @@ class Reference:
         return F.interpolate(x4, scale_factor=4, mode="bilinear", align_corners=False)
 
 
-def test_forward_equals_reference_of_the_paper():
+def test_forward_matches_the_reference():
     torch.manual_seed(0)
     network = regseg48(num_classes=5).double().eval()
-    randomise_norms(network)
+    randomize_norms(network)
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     with torch.no_grad():
         torch.testing.assert_close(network(x), Reference(network.state_dict())(x), rtol=1e-9, atol=1e-9)
@@ -132,7 +132,7 @@ def test_weights_with_supergradients_names_load():
 def test_supergradients_checkpoint_loads_by_name(tmp_path, backbone):
     torch.manual_seed(0)
     trained = regseg48(num_classes=5)
-    randomise_norms(trained)
+    randomize_norms(trained)
     named = super_gradients_names(trained.state_dict())
     if backbone:
         named = {key: value for key, value in named.items() if key.startswith("backbone.")}
@@ -151,7 +151,7 @@ def test_logits_have_the_size_of_the_input(size):
     assert network.eval()(x).shape == (2, 4, *size)
 
 
-def test_same_seed_gives_the_same_weights():
+def test_same_seed_returns_the_same_weights():
     def weights():
         torch.manual_seed(3)
         return dict(regseg48().state_dict())
@@ -159,7 +159,7 @@ def test_same_seed_gives_the_same_weights():
     torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
 
 
-def test_gradient_reaches_every_parameter_but_the_bias_that_batch_norm_cancels():
+def test_every_parameter_has_a_gradient_except_the_bias_before_batch_norm():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).double()
     network(torch.randn(2, 3, 64, 64, dtype=torch.float64)).square().mean().backward()
@@ -167,7 +167,7 @@ def test_gradient_reaches_every_parameter_but_the_bias_that_batch_norm_cancels()
     assert lost == ["stem.seq.conv.bias"]
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_is_active_only_in_training():
     torch.manual_seed(0)
     network = regseg48(num_classes=4, dropout=0.5)
     x = torch.randn(2, 3, 32, 32)
@@ -176,7 +176,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(network(x), network(x))
 
 
-def test_channels_last_gives_equal_outputs():
+def test_channels_last_returns_equal_outputs():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -213,7 +213,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exported_network_gives_equal_outputs():
+def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = regseg48(num_classes=4).eval()
     auto = torch.export.Dim.AUTO
@@ -226,7 +226,7 @@ def test_exported_network_gives_equal_outputs():
         torch.testing.assert_close(exported(x), network(x))
 
 
-def test_runs_under_autocast():
+def test_network_runs_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out = regseg48(num_classes=4)(torch.randn(2, 3, 32, 32))
     assert out.dtype == torch.bfloat16

@@ -14,7 +14,7 @@ NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
 def torchvision_keys(name):
-    """Return torchvision's keys: there is a projection where a stage changes the width or the resolution."""
+    """Return torchvision's keys, with a projection where a stage changes the width or the resolution."""
     convs = 3 if name == "resnet50" else 2
     keys = {"conv1.weight", *(f"bn1.{n}" for n in NORM), "fc.weight", "fc.bias"}
     for stage, depth in enumerate(DEPTHS[name], start=1):
@@ -54,7 +54,7 @@ def reference_forward(name, state, x):
     return x.flatten(2).mean(2) @ state["fc.weight"].T + state["fc.bias"]
 
 
-def randomise_norms(network):
+def randomize_norms(network):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -66,31 +66,31 @@ def randomise_norms(network):
 @pytest.mark.parametrize(
     ("name", "count"), [("resnet18", 11_689_512), ("resnet34", 21_797_672), ("resnet50", 25_557_032)]
 )
-def test_parameter_count_equals_torchvision(name, count):
+def test_parameter_count_matches_torchvision(name, count):
     with torch.device("meta"):
         network = BUILDERS[name]()
     assert sum(p.numel() for p in network.parameters()) == count
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_state_dict_has_the_names_of_torchvision(name):
+def test_state_dict_has_torchvision_names(name):
     with torch.device("meta"):
         network = BUILDERS[name]()
     assert set(network.state_dict()) == torchvision_keys(name)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50"])
-def test_forward_equals_reference_with_torchvision_weights(name):
+def test_forward_matches_the_reference_with_torchvision_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=7).double().eval()
-    randomise_norms(network)
+    randomize_norms(network)
     x = torch.randn(2, 3, 64, 48, dtype=torch.float64)
     with torch.no_grad():
         expected = reference_forward(name, network.state_dict(), x)
         torch.testing.assert_close(network(x), expected, rtol=1e-9, atol=1e-9)
 
 
-def test_small_input_keeps_the_resolution_up_to_the_first_stage():
+def test_small_input_keeps_its_resolution_up_to_the_first_stage():
     network = resnet18(num_classes=10, in_channels=1, small_input=True)
     seen = {}
     network.layer1.register_forward_hook(lambda m, args, out: seen.update(shape=out.shape))
@@ -99,7 +99,7 @@ def test_small_input_keeps_the_resolution_up_to_the_first_stage():
     assert network.conv1.weight.shape == (64, 1, 3, 3)
 
 
-def test_gradient_reaches_every_parameter():
+def test_every_parameter_has_a_gradient():
     torch.manual_seed(0)
     network = resnet50(num_classes=5)
     network(torch.randn(2, 3, 64, 64)).square().sum().backward()
@@ -115,7 +115,7 @@ def test_initial_weights_follow_he_and_norms_start_as_identity():
     assert (network.layer1[0].bn2.bias == 0).all()
 
 
-def test_compiles_without_graph_breaks_to_equal_outputs():
+def test_network_compiles_without_graph_breaks_to_equal_outputs():
     torch.manual_seed(0)
     network = resnet18(num_classes=5, small_input=True).eval()
     x = torch.randn(2, 3, 16, 16)

@@ -16,9 +16,9 @@ def tiny(depths=(2, 1, 3, 1), **options):
 
 
 class Reference:
-    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    Uses sequences (N, tokens, C), explicit attention, and the decoder in the order of the paper: project, resize,
+    Uses sequences (N, tokens, C), explicit attention, and the decoder in the paper's order: project, resize,
     concatenate, fuse.
     """
 
@@ -88,7 +88,7 @@ class Reference:
 
 
 @pytest.mark.parametrize("size", [(64, 96), (45, 67)])
-def test_forward_equals_reference_with_supergradients_weights(size):
+def test_forward_matches_the_reference_with_supergradients_weights(size):
     torch.manual_seed(0)
     network = tiny().double().eval()
     for parameter in network.parameters():
@@ -128,7 +128,7 @@ def test_too_small_images_raise_error(size):
         tiny()(torch.randn(1, 3, *size))
 
 
-def test_gradient_reaches_every_parameter_in_training():
+def test_every_parameter_has_a_gradient_in_training():
     torch.manual_seed(0)
     network = tiny()
     network(torch.randn(4, 3, 64, 64)).square().sum().backward()
@@ -176,12 +176,12 @@ def test_initial_weights_have_the_standard_deviations_of_the_paper():
     network = segformer_b0()
     block = network._backbone.block4[0]
     assert block.mlp.fc1.weight.std().item() == pytest.approx(0.02, rel=0.02)
-    # The fan-out of a depthwise convolution is that of one channel.
+    # A depthwise convolution has the fan-out of one channel.
     assert block.mlp.dwconv.weight.std().item() == pytest.approx((2 / 9) ** 0.5, rel=0.03)
     assert all((m.bias == 0).all() for m in network.modules() if getattr(m, "bias", None) is not None)
 
 
-def test_compiles_as_one_graph_with_the_same_gradients():
+def test_network_compiles_as_one_graph_with_the_same_gradients():
     torch.manual_seed(0)
     network = tiny(drop_path=0.5).double()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -197,7 +197,7 @@ def test_compiles_as_one_graph_with_the_same_gradients():
     torch.testing.assert_close(gradients(compiled), gradients(network), rtol=1e-9, atol=1e-9)
 
 
-def test_exported_network_gives_equal_outputs():
+def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = tiny(depths=(1, 1, 1, 1)).eval()
     shapes = {"x": {2: torch.export.Dim.AUTO}}
@@ -206,7 +206,7 @@ def test_exported_network_gives_equal_outputs():
     torch.testing.assert_close(exported(x), network(x))
 
 
-def test_channels_last_gives_equal_outputs():
+def test_channels_last_returns_equal_outputs():
     torch.manual_seed(0)
     network = tiny().double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_channels_last_gives_equal_outputs():
     torch.testing.assert_close(network(x.contiguous(memory_format=torch.channels_last)), expected)
 
 
-def test_runs_under_autocast():
+def test_network_runs_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         out = tiny()(torch.randn(2, 3, 32, 32))
     assert out.dtype == torch.bfloat16

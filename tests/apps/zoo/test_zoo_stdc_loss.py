@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError, ModelError
 from slipstream.registry import MODELS
 
 IGNORE = 19
-# Fractions of pixels that are exact in binary, so the number of pixels to keep has no rounding error.
+# Binary floating point represents these fractions exactly, so the number of pixels to keep has no rounding error.
 SHARES = [0.0, 1 / 16, 0.25, 0.5, 1.0]
 
 
@@ -36,7 +36,7 @@ def reference_ohem(logits, targets, threshold=0.7, share=1 / 16):
 
 
 def reference_details(targets, classes, threshold=1):
-    """Compute the paper's pyramid: one-hot masks, and Laplacians with three strides fused with weights."""
+    """Compute the paper's pyramid: the weighted sum of Laplacians of one-hot masks with three strides."""
     t = targets.long()
     kernel = -torch.ones(classes, 1, 3, 3, dtype=torch.float64)
     kernel[:, :, 1, 1] = 8
@@ -56,7 +56,7 @@ def reference_detail_loss(logits, details):
 
 
 def labels(seed, size=(2, 8, 12), classes=5, ignored=0.3, blocks=1, dtype=torch.uint8):
-    """Return class ids in uniform blocks, a fraction of them ignored."""
+    """Return class ids in uniform blocks and ignore a fraction of them."""
     generator = torch.Generator().manual_seed(seed)
     n, height, width = size
     coarse = torch.randint(0, classes, (n, height // blocks, width // blocks), generator=generator)
@@ -86,10 +86,10 @@ class NoSync(TorchDispatchMode):
     )
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func.overloadpacket not in self.waiting, f"{func} synchronises with the device"
+        assert func.overloadpacket not in self.waiting, f"{func} synchronizes with the device"
         if func.overloadpacket is torch.ops.aten.index:
             assert not any(i is not None and i.dtype is torch.bool for i in args[1]), (
-                "indexing with a mask synchronises"
+                "indexing with a mask synchronizes with the device"
             )
         return func(*args, **(kwargs or {}))
 
@@ -104,12 +104,12 @@ class NoSync(TorchDispatchMode):
     st.booleans(),
     st.sampled_from([torch.uint8, torch.int32, torch.int64]),
 )
-def test_ohem_loss_equals_a_sorted_and_masked_reference(
+def test_ohem_loss_matches_a_sorted_and_masked_reference(
     seed, ignored, share, threshold, scale, rounded, dtype
 ):
     targets = labels(seed, ignored=ignored, dtype=dtype)
     logits = scores(seed, scale=scale, dtype=torch.float64).detach()
-    logits = logits.round() if rounded else logits  # creates ties
+    logits = logits.round() if rounded else logits  # create ties
     loss = OhemCELoss(threshold, share, IGNORE)(logits, targets)
     assert loss.shape == ()
     assert loss.item() == pytest.approx(
@@ -121,7 +121,7 @@ def test_ohem_loss_equals_a_sorted_and_masked_reference(
 @given(
     st.integers(0, 2**31), st.sampled_from([0.0, 0.3]), st.sampled_from([0.2, 0.7]), st.sampled_from([0.5, 4])
 )
-def test_gradient_equals_that_of_the_mean_over_hard_pixels(seed, ignored, threshold, scale):
+def test_gradient_matches_the_mean_over_hard_pixels(seed, ignored, threshold, scale):
     targets, logits = labels(seed, ignored=ignored), scores(seed, scale=scale, dtype=torch.float64)
     (gradient,) = torch.autograd.grad(OhemCELoss(threshold, 0.25, IGNORE)(logits, targets), logits)
     losses = F.cross_entropy(logits, targets.long(), ignore_index=IGNORE, reduction="none")
@@ -135,16 +135,18 @@ def test_next_hardest_pixels_are_added_to_few_hard_pixels():
     logits = torch.zeros(1, 2, 1, 8, dtype=torch.float64)
     logits[0, 0] = torch.tensor([-1.0, 1, 2, 3, 4, 5, 6, 7])
     loss = OhemCELoss(0.5, 0.25, IGNORE)(logits, torch.zeros(1, 1, 8, dtype=torch.long))
-    expected = (math.log(1 + math.exp(1)) + math.log(1 + math.exp(-1))) / 2  # one pixel is hard, two are kept
+    expected = (
+        math.log(1 + math.exp(1)) + math.log(1 + math.exp(-1))
+    ) / 2  # one pixel is hard, and two are kept
     assert loss.item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_tied_pixels_are_weighted_equally():
+def test_tied_pixels_have_equal_weights():
     logits = torch.zeros(1, 2, 1, 16, dtype=torch.float64)
     logits[0, 0, 0] = torch.tensor([-1.0] + [0.0] * 6 + [3.0] * 9)
     logits.requires_grad_()
     loss = OhemCELoss(0.1, 0.25, IGNORE)(logits, torch.zeros(1, 1, 16, dtype=torch.long))
-    # Four pixels are kept: the hardest one, and three of the next six, which tie.
+    # Four pixels are kept: the hardest one and three of the next six, which tie.
     assert loss.item() == pytest.approx((math.log(1 + math.e) + 3 * math.log(2)) / 4, rel=1e-12)
     loss.backward()
     hardest = -1 / (1 + math.exp(-1)) / 4
@@ -170,7 +172,7 @@ def test_ignored_pixels_are_never_kept():
     st.sampled_from([torch.uint8, torch.int64]),
     st.sampled_from([1, 2.5, 8]),
 )
-def test_details_equal_the_pyramid_of_laplacians(seed, size, blocks, ignored, dtype, threshold):
+def test_details_match_the_pyramid_of_laplacians(seed, size, blocks, ignored, dtype, threshold):
     targets = labels(seed, size, blocks=blocks, ignored=ignored, dtype=dtype)
     assert torch.equal(detail_target(targets, IGNORE, threshold), reference_details(targets, 5, threshold))
 
@@ -179,7 +181,7 @@ def test_details_of_odd_sizes_are_clipped_at_the_border():
     targets = torch.zeros(1, 7, 9, dtype=torch.uint8)
     targets[0, 4, 4] = 3
     inside = detail_target(targets, IGNORE)[0, 0, 2:6, 2:7]
-    # The neighbourhood of the dot, and the last row and column of the block that begins at (4, 4).
+    # The neighborhood of the dot, and the last row and column of the block that starts at (4, 4).
     expected = torch.tensor([[0, 0, 0, 0, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0], [0, 1, 1, 1, 0]])
     assert torch.equal(inside, expected.bool())
     assert detail_target(targets, IGNORE).shape == (1, 1, 7, 9)
@@ -194,7 +196,7 @@ def test_single_class_has_details_only_at_the_image_border():
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**31), st.floats(0, 1.1), st.lists(st.floats(0, 3), min_size=4, max_size=4))
-def test_stdc_loss_equals_its_float64_reference(seed, ignored, weights):
+def test_stdc_loss_matches_its_float64_reference(seed, ignored, weights):
     outputs, targets = stdc_batch(seed, ignored=ignored)
     losses = STDCLoss(5, tuple(weights), ignore_index=IGNORE)(outputs, targets)
     assert list(losses) == ["loss_main", "loss_aux0", "loss_aux1", "loss_detail"]
@@ -204,7 +206,7 @@ def test_stdc_loss_equals_its_float64_reference(seed, ignored, weights):
         assert loss.item() == pytest.approx(weight * value, rel=1e-5, abs=1e-6)
 
 
-def test_batch_of_ignored_pixels_gives_classifiers_no_gradient():
+def test_classifiers_have_no_gradient_for_a_batch_of_ignored_pixels():
     outputs, targets = stdc_batch(ignored=1.1)
     assert (targets == IGNORE).all()
     losses = STDCLoss(ignore_index=IGNORE)(outputs, targets)
@@ -214,7 +216,7 @@ def test_batch_of_ignored_pixels_gives_classifiers_no_gradient():
     assert (outputs[3].grad > 0).all()  # without labels, the detail target is 0
 
 
-def test_default_weights_equal_the_recipe():
+def test_default_weights_match_the_recipe():
     outputs, targets = stdc_batch()
     default, even = (STDCLoss(ignore_index=IGNORE, **o) for o in ({}, {"weights": (1, 1, 1, 1)}))
     default, even = default(outputs, targets), even(outputs, targets)
@@ -236,7 +238,7 @@ def test_each_detail_head_has_a_weighted_loss():
         torch.testing.assert_close(parts[2.0, 3.0][name], mixed)
 
 
-def test_loss_without_detail_heads_has_classifier_losses_only():
+def test_loss_without_detail_heads_has_only_classifier_losses():
     outputs, targets = stdc_batch()
     found = STDCLoss(5, (1.0, 0.6, 0.4), ignore_index=IGNORE, num_detail_heads=0)(outputs[:3], targets)
     assert list(found) == ["loss_main", "loss_aux0", "loss_aux1"]
@@ -271,21 +273,21 @@ def test_half_precision_outputs_are_summed_in_float32(dtype):
 
 
 @pytest.mark.parametrize("index", [(0, 0, 0, 0), (1, 4, 7, 11)])
-def test_nan_logits_give_a_nan_loss(index):
+def test_nan_logits_return_a_nan_loss(index):
     targets = labels(0, ignored=0)
     logits = scores(0).detach()
     logits[index] = math.nan
     assert OhemCELoss(ignore_index=IGNORE)(logits, targets).isnan()
 
 
-def test_loss_does_not_synchronise_with_the_device():
+def test_loss_does_not_synchronize_with_the_device():
     outputs, targets = stdc_batch()
     with NoSync():
         sum(STDCLoss(ignore_index=IGNORE)(outputs, targets).values()).backward()
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_compiles_without_graph_breaks_to_the_same_loss_and_gradient(dynamic):
+def test_loss_compiles_without_graph_breaks_to_the_same_loss_and_gradient(dynamic):
     outputs, targets = stdc_batch()
     loss = STDCLoss(ignore_index=IGNORE)
     compiled = torch.compile(loss, fullgraph=True, dynamic=dynamic, backend="aot_eager")
@@ -309,13 +311,13 @@ def test_inductor_keeps_all_gradients():
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_number_of_outputs_must_equal_number_of_weights(count):
+def test_number_of_outputs_must_match_number_of_weights(count):
     outputs, targets = stdc_batch()
     with pytest.raises(ModelError, match=f"4 weights, but the network has {count} outputs"):
         STDCLoss(ignore_index=IGNORE)((outputs * 2)[:count], targets)
 
 
-def test_number_of_classes_must_equal_the_heads_channels():
+def test_number_of_classes_must_match_the_channels_of_the_heads():
     outputs, targets = stdc_batch()
     with pytest.raises(ModelError, match="expects 19 classes, but the network returns 5"):
         STDCLoss(19, ignore_index=IGNORE)(outputs, targets)

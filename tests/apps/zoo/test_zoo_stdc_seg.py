@@ -15,7 +15,7 @@ BUILDERS = {"stdc1_seg": stdc1_seg, "stdc2_seg": stdc2_seg}
 BLOCKS = {"stdc1_seg": (2, 2, 2), "stdc2_seg": (4, 5, 3)}
 
 
-def randomise_norms(network):
+def randomize_norms(network):
     for module in network.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
             torch.nn.init.uniform_(module.weight, 0.5, 1.5)
@@ -25,9 +25,9 @@ def randomise_norms(network):
 
 
 class Reference:
-    """Reference of the paper's network in evaluation mode, computed from a SuperGradients state dict.
+    """Reference implementation of the paper's network in evaluation mode, computed from a SuperGradients state dict.
 
-    Convolutions are identified by the names of their weights. Upsampling uses integer factors.
+    The names of the weights identify the convolutions. Upsampling uses integer factors.
     """
 
     def __init__(self, name, state):
@@ -99,10 +99,10 @@ class Reference:
 
 
 @pytest.mark.parametrize("name", BUILDERS)
-def test_forward_equals_reference_with_supergradients_weights(name):
+def test_forward_matches_the_reference_with_supergradients_weights(name):
     torch.manual_seed(0)
     network = BUILDERS[name](num_classes=5, dropout=0).double().eval()
-    randomise_norms(network)
+    randomize_norms(network)
     x = torch.randn(2, 3, 64, 96, dtype=torch.float64)
     with torch.no_grad():
         expected = Reference(name, network.state_dict())(x)
@@ -138,7 +138,7 @@ def test_evaluation_does_not_run_the_auxiliary_heads():
     network.eval()(torch.randn(1, 3, 32, 32))
 
 
-def test_same_seed_gives_the_same_weights():
+def test_same_seed_returns_the_same_weights():
     def weights():
         torch.manual_seed(3)
         return dict(stdc1_seg(num_classes=4).state_dict())
@@ -146,14 +146,14 @@ def test_same_seed_gives_the_same_weights():
     torch.testing.assert_close(weights(), weights(), rtol=0, atol=0)
 
 
-def test_gradient_reaches_every_parameter_in_training():
+def test_every_parameter_has_a_gradient_in_training():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4, dropout=0)
     sum(out.square().sum() for out in network(torch.randn(4, 3, 96, 96))).backward()
     assert [n for n, p in network.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0] == []
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_is_active_only_in_training():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4, dropout=0.5)
     x = torch.randn(2, 3, 32, 32)
@@ -162,7 +162,7 @@ def test_dropout_acts_in_training_only():
     assert torch.equal(network(x), network(x))
 
 
-def test_channels_last_gives_equal_outputs():
+def test_channels_last_returns_equal_outputs():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4).double().eval()
     x = torch.randn(2, 3, 64, 64, dtype=torch.float64)
@@ -218,7 +218,7 @@ def test_network_uses_no_scatter():
     assert torch.ops.aten.upsample_bilinear2d not in seen
 
 
-def test_exported_network_gives_equal_outputs():
+def test_exported_network_returns_equal_outputs():
     torch.manual_seed(0)
     network = stdc1_seg(num_classes=4).eval()
     auto = torch.export.Dim.AUTO
@@ -231,7 +231,7 @@ def test_exported_network_gives_equal_outputs():
         torch.testing.assert_close(exported(x), network(x))
 
 
-def test_runs_under_autocast():
+def test_network_runs_under_autocast():
     network = stdc1_seg(num_classes=4)
     with torch.autocast("cpu", torch.bfloat16):
         outputs = network(torch.randn(2, 3, 32, 32))

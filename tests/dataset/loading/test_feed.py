@@ -16,7 +16,7 @@ from slipstream.errors import ConfigError
 
 module = importlib.import_module(
     "slipstream.dataset.loading.feed"
-)  # the package exports a function of this name
+)  # the package exports a function with this name
 Pair = namedtuple("Pair", ["image", "label"])
 
 
@@ -67,7 +67,7 @@ def test_loader_without_length_raises_type_error():
         len(fed(iter([1])))
 
 
-def test_error_of_the_loader_is_raised_after_earlier_batches():
+def test_loader_error_is_raised_after_earlier_batches():
     def failing():
         yield from range(4)
         raise ValueError("sample 17 is broken")
@@ -134,7 +134,7 @@ def test_feed_changes_neither_batches_nor_the_global_generator(workers):
         torch.manual_seed(5)
         values = []
         for batch in wrap(loader):
-            values.append((batch, torch.randn(1)))  # a random number that dropout would draw
+            values.append((batch, torch.randn(1)))  # a random number, as drawn by dropout
         return values, loader
 
     plain, loader = epoch(lambda loader: loader)
@@ -157,7 +157,7 @@ def test_can_draw_ahead_is_false_for_loaders_that_use_global_generators():
     assert not can_draw_ahead(DataLoader(TensorDataset(torch.ones(3))))  # not built by build_dataloader
 
 
-def test_error_of_a_worker_is_raised():
+def test_worker_error_is_raised():
     class Broken(Noisy):
         def __getitem__(self, index):
             if index == 13:
@@ -193,7 +193,7 @@ def test_nested_tensors_move_and_keep_their_dtype():
 
 @pytest.fixture
 def pinning(monkeypatch):
-    """Replace `_pin` by a mock that records its thread."""
+    """Replace `_pin` with a mock that records its thread."""
     threads = []
 
     def pin(batch):
@@ -212,7 +212,7 @@ def pinners():
     return [thread for thread in threading.enumerate() if thread.name.startswith("slipstream-pin")]
 
 
-def test_pinning_thread_keeps_order_and_ends_with_the_iteration(pinning):
+def test_pinning_thread_keeps_the_order_and_ends_with_the_iteration(pinning):
     assert list(module._pinned(iter(range(7)), torch.device("cuda:0"))) == list(range(7))
     assert len(pinning) == 7
     assert all(name.startswith("slipstream-pin") for name in pinning)
@@ -226,7 +226,7 @@ def test_pinning_thread_ends_after_an_early_break(pinning):
     assert pinners() == []
 
 
-def test_error_of_the_pinning_thread_is_raised_after_earlier_batches(pinning):
+def test_pinning_thread_error_is_raised_after_earlier_batches(pinning):
     batches, seen = module._pinned(iter([0, 1, "bad", 3]), torch.device("cuda:0")), []
     with pytest.raises(RuntimeError, match="out of memory"):
         collect(seen, module._run_ahead(batches, CopyStream(), 2))
@@ -260,7 +260,7 @@ def test_read_prefetch_error_names_the_key(value):
 # ---- custom training loops --------------------------------------------------------------------------------
 
 
-def test_loop_over_feed_trains_as_loop_over_the_loader():
+def test_loop_over_feed_matches_loop_over_the_loader():
     def train(wrap):
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
@@ -278,7 +278,7 @@ def test_loop_over_feed_trains_as_loop_over_the_loader():
         torch.testing.assert_close(found, train(lambda loader: loader), rtol=0, atol=0)
 
 
-def test_length_equals_the_length_of_the_loader():
+def test_length_matches_the_loader():
     loader = DataLoader(TensorDataset(torch.zeros(10)), batch_size=4)
     assert len(slipstream.feed(loader)) == len(loader) == 3
 
@@ -287,7 +287,7 @@ def test_length_equals_the_length_of_the_loader():
     "tensor", [torch.eye(3).to_sparse(), torch.ones(1, 4).expand(3, 4), torch.ones(2, 3).T], ids=str
 )
 def test_tensors_of_all_layouts_are_pinned(tensor, monkeypatch):
-    """`pin_memory` copies strided tensors, which is impossible if elements share memory."""
+    """`pin_memory` copies strided tensors, which fails if elements share memory."""
     monkeypatch.setattr(
         torch.Tensor,
         "pin_memory",

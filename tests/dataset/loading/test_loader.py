@@ -1,4 +1,5 @@
 import itertools
+import math
 import random
 
 import numpy as np
@@ -15,18 +16,14 @@ from torch.utils.data import (
     default_collate,
 )
 
-from slipstream.dataset.loading.loader import (
-    SeededDataset,
-    batch_size,
-    build_dataloader,
-    is_infinite,
-    set_epoch,
-)
+from slipstream.dataset.loading.loader import batch_size, build_dataloader, is_infinite, set_epoch
+from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.errors import BuildError, ConfigError, DataError, UnknownNameError
+from slipstream.registry import FUNCTIONS
 
 
 class Draws(Dataset):
-    """A dataset whose samples are the index and a random number of each global generator."""
+    """A dataset whose samples are the index and a random number from each global generator."""
 
     def __init__(self, size=10):
         self.metainfo = {"classes": ("a",)}
@@ -77,7 +74,7 @@ def indices(loader, epoch=None, start=0):
 
 
 @pytest.fixture(autouse=True)
-def _generators_stay_as_they_are():
+def _preserve_generators():
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     yield
     assert random.getstate() == states[0]
@@ -97,11 +94,11 @@ def test_batches_do_not_depend_on_the_number_of_workers(collate):
     seen = []
     for epoch in (1, 0):
         wanted = content(without_workers, epoch)
-        assert content(with_workers, epoch) == wanted, "persistent workers see the new epoch"
+        assert content(with_workers, epoch) == wanted, "persistent workers must use the new epoch"
         seen.append(wanted)
     assert sorted(i for batch in seen[0] for i in batch[0]) == list(range(10))
     values = [x for epoch in seen for batch in epoch for x in batch[1]]
-    assert len(set(values)) == 20, "draws differ between samples and epochs"
+    assert len(set(values)) == 20, "draws must differ between samples and epochs"
     assert content(with_workers, 1, start=2) == seen[0][2:]
     assert content(without_workers, 1, start=2) == seen[0][2:]
 
@@ -114,14 +111,14 @@ def test_seed_changes_order_and_draws():
     assert content(build(cfg, seed=1)) == [first]
 
 
-def test_subclass_of_tensor_data_set_is_seeded():
+def test_subclass_of_tensor_dataset_is_seeded():
     loader = build(dict(dataset=Augmented(torch.zeros(6)), batch_size=6))
     values = next(iter(loader)).tolist()
     assert len(set(values)) == 6
     assert next(iter(loader)).tolist() == values
 
 
-def test_seeded_data_set_forwards_attributes_and_accepts_any_index():
+def test_seeded_dataset_forwards_attributes_and_accepts_any_index():
     seeded = SeededDataset(Draws(), default_collate)
     assert seeded.metainfo == {"classes": ("a",)}
     assert len(seeded) == 10
@@ -211,13 +208,33 @@ def test_collate_fn_is_a_name_a_dict_or_a_function():
         assert not isinstance(batch[0], torch.Tensor)
 
 
+@pytest.mark.parametrize("key", ["collate_fn", "worker_init_fn"])
+@pytest.mark.parametrize("name", ["os.abort", "os.system", "builtins.eval", "__import__"])
+def test_functions_are_only_looked_up_in_the_registry(key, name):
+    for entry in (name, dict(type=name)):
+        with pytest.raises(UnknownNameError, match=f"'{name}' is not a registered function"):
+            build(dict(dataset=Draws(2), batch_size=2, **{key: entry}))
+    with pytest.raises(
+        ConfigError, match=rf"{key}: must be a function, or the name of one in FUNCTIONS, not 3"
+    ):
+        build(dict(dataset=Draws(2), batch_size=2, **{key: 3}))
+
+
+def test_worker_init_fn_is_a_registered_name(monkeypatch):
+    called = []
+    monkeypatch.setitem(FUNCTIONS.module_dict, "init_worker", lambda worker, value: called.append(value))
+    loader = build(dict(dataset=Draws(2), batch_size=2, worker_init_fn=dict(type="init_worker", value=3)))
+    loader.worker_init_fn(0)
+    assert called == [3]
+
+
 def test_worker_options_are_ignored_without_workers():
     options = dict(batch_size=2, num_workers=0, persistent_workers=True, prefetch_factor=4)
     assert len(indices(build(dict(dataset=Draws(4), **options)))) == 2
     assert torch.cat(list(build(dict(dataset=Stream(), **options)))).tolist() == [0, 1, 2, 3, 4]
 
 
-def test_data_set_is_built_from_its_configuration():
+def test_dataset_is_built_from_its_configuration():
     class Lazy(Draws):
         def full_init(self):
             self.size = 3
@@ -229,8 +246,17 @@ def test_data_set_is_built_from_its_configuration():
     ("change", "error", "message"),
     [
         (dict(batchsize=2), ConfigError, "train_dataloader: a data loader has no option 'batchsize'; did you mean"),
-        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be an integer of at least 1, got 0"),
-        (dict(batch_size="8"), ConfigError, "got '8'"),
+        (dict(batch_size=0), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not 0"),
+        (dict(batch_size="8"), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not '8'"),
+        (dict(batch_size=2.5), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not 2.5"),
+        (dict(batch_size=True), ConfigError, "train_dataloader.batch_size: must be int from 1 to 10**8, not True"),
+        (dict(num_workers=-1), ConfigError, "train_dataloader.num_workers: must be an integer from 0 to 1024"),
+        (dict(num_workers=10**9), ConfigError, "train_dataloader.num_workers: must be an integer from 0 to 1024"),
+        (dict(prefetch_factor=True), ConfigError, "train_dataloader.prefetch_factor: must be an integer from 1"),
+        (dict(timeout=math.nan), ConfigError, "train_dataloader.timeout: must be float of at least 0, not nan"),
+        (dict(drop_last="false"), ConfigError, "train_dataloader.drop_last: must be bool, not 'false'"),
+        (dict(dataset=3), ConfigError, "train_dataloader.dataset: must be a dataset or a dict"),
+        (dict(sampler=2.5), ConfigError, "train_dataloader.sampler: must be a sampler or a dict"),
         (dict(num_batch_per_epoch=-1), ConfigError, "train_dataloader.num_batch_per_epoch"),
         (dict(dataset=[]), DataError, "train_dataloader: the dataset list has no samples"),
         (dict(collate_fn=dict(size=1)), BuildError, "train_dataloader.collate_fn: the key 'type' is missing"),
@@ -243,13 +269,13 @@ def test_data_set_is_built_from_its_configuration():
         ),
     ],
 )  # fmt: skip
-def test_errors_of_wrong_options_name_the_key_and_the_fix(change, error, message):
+def test_invalid_option_error_names_the_key_and_the_fix(change, error, message):
     with pytest.raises(error) as caught:
         build({"dataset": Draws(), "batch_size": 2, **change})
     assert message in str(caught.value)
 
 
-def test_missing_or_empty_data_sets_and_other_types_raise_errors():
+def test_missing_empty_or_invalid_datasets_raise_errors():
     with pytest.raises(ConfigError, match="the key 'dataset' is missing"):
         build(dict(batch_size=2))
     with pytest.raises(ConfigError, match="must be a DataLoader or a dict, got list"):
@@ -313,11 +339,11 @@ def test_existing_data_loader_becomes_reproducible(name):
     random.seed(0)
     torch_state = torch.get_rng_state()
     torch.manual_seed(5)
-    assert content(other, 2) == whole, "order and draws depend only on seed and epoch"
+    assert content(other, 2) == whole, "order and draws must depend only on seed and epoch"
     assert content(other, 2, start=1) == whole[1:]
     random.setstate(before)
     torch.set_rng_state(torch_state)
-    assert content(one, 2) == whole, "earlier draws have no effect"
+    assert content(one, 2) == whole, "earlier draws must have no effect"
 
     sizes = [len(batch[0]) for batch in whole]
     drawn = sorted(i for batch in whole for i in batch[0])
@@ -333,7 +359,7 @@ def test_existing_data_loader_becomes_reproducible(name):
         assert sizes == [2, 2]
     if name not in ("plain", "torchs_batch_sampler"):
         orders = {str(indices(one, epoch)) for epoch in range(8)}
-        assert len(orders) > 1, "epochs differ"
+        assert len(orders) > 1, "epochs must differ"
 
 
 def test_existing_data_loader_keeps_collate_fn_and_worker_settings():
@@ -347,13 +373,13 @@ def test_existing_data_loader_keeps_collate_fn_and_worker_settings():
     taken = build(loader)
     for name in (
         "num_workers",
-        "worker_init_fn",
         "timeout",
         "prefetch_factor",
         "persistent_workers",
         "in_order",
     ):
         assert getattr(taken, name) == getattr(loader, name), name
+    assert taken.worker_init_fn.user_init is init
     assert taken.multiprocessing_context.get_start_method() == "fork"
     assert len(next(iter(build(DataLoader(Draws(5), collate_fn=mixup))))) == 7
 
@@ -363,7 +389,7 @@ def test_wrapped_loader_is_not_wrapped_again():
     assert build(taken, seed=9) is taken
 
 
-def test_loader_of_iterable_data_set_is_returned_unchanged():
+def test_loader_of_iterable_dataset_is_returned_unchanged():
     loader = DataLoader(Stream(), batch_size=2)
     assert build(loader) is loader
     assert [b.tolist() for b in build(dict(dataset=Stream(), batch_size=2))] == [[0, 1], [2, 3], [4]]

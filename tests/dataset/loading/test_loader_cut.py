@@ -29,7 +29,7 @@ def test_num_batch_per_epoch_limits_a_copy_of_the_loader(ours):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be at least 1"),
+        (dict(num_batch_per_epoch=0), r"train_dataloader\.num_batch_per_epoch: must be int of at least 1"),
         (dict(batch_size=3), r"train_dataloader: 'batch_size' cannot be changed for an existing DataLoader"),
     ],
 )
@@ -39,7 +39,7 @@ def test_other_options_of_an_existing_loader_raise_errors(options, message):
         build_dataloader(dict(dataloader=ready, **options), 0, "train_dataloader", training=True)
 
 
-def test_num_batch_per_epoch_rejects_iterable_data_sets():
+def test_num_batch_per_epoch_rejects_iterable_datasets():
     with pytest.raises(ConfigError, match=r"num_batch_per_epoch: requires a DataLoader with a batch sampler"):
         build_dataloader(
             dict(dataloader=DataLoader(Stream()), num_batch_per_epoch=2), 0, "train_dataloader", training=True

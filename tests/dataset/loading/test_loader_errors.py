@@ -42,5 +42,5 @@ def test_worker_error_keeps_its_message_and_traceback(error):
     assert "in __getitem__" in str(caught.__cause__)
 
 
-def test_other_worker_errors_keep_torchs_text_with_the_traceback():
+def test_other_worker_errors_keep_the_torch_message_with_the_traceback():
     assert "in __getitem__" in str(failure(ValueError("custom error")))

@@ -12,10 +12,10 @@ from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSample
 
 
 @pytest.fixture(autouse=True)
-def _leave_generators_alone():
+def _preserve_generators():
     before = torch.get_rng_state()
     yield
-    assert torch.equal(torch.get_rng_state(), before), "no sampler draws from the global generator"
+    assert torch.equal(torch.get_rng_state(), before), "a sampler must not draw from the global generator"
 
 
 def samplers_of_ranks(kind, size, world, epoch=0, **options):
@@ -151,7 +151,7 @@ def test_samplers_that_use_numpys_global_generator_are_reproducible():
     assert sorted(i for batch in whole for i, _, _ in batch) == list(range(12))
     np.random.seed(99)
     batches(sampler, 5)
-    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator is restored"
+    assert np.random.rand() == np.random.RandomState(99).rand(), "the global generator must be restored"
 
 
 def test_isolated_random_state_continues_between_batches():
@@ -164,7 +164,7 @@ def test_isolated_random_state_continues_between_batches():
 
 
 @pytest.mark.parametrize("limit", [1, 2, 99])
-def test_limit_takes_the_first_batches_of_each_epoch(limit):
+def test_limit_keeps_the_first_batches_of_each_epoch(limit):
     whole = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10)
     cut = EpochBatchSampler(BatchSampler(DefaultSampler(range(10), seed=0), 4, False), 0, 10, limit=limit)
     assert batches(cut, 1) == batches(whole, 1)[:limit]

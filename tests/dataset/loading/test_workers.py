@@ -1,4 +1,4 @@
-"""Automatic choice of `num_workers` and `prefetch_factor`."""
+"""Automatic selection of `num_workers` and `prefetch_factor`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from slipstream.dataset.loading.loader import build_dataloader, set_epoch
 from slipstream.errors import ConfigError, DataError
 from tiny_runs import Noisy, assert_same, loader, run, weights
 
-# torch warns if there are more workers than cores; these tests assume four cores.
+# PyTorch warns if there are more workers than cores. These tests assume four cores.
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
 
@@ -28,7 +28,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Sleeping(Dataset[Any]):
-    """A dataset that sleeps for each sample; workers run in parallel even on one core."""
+    """A dataset that sleeps for each sample, so workers run in parallel even on one core."""
 
     def __init__(self, seconds: float, size: int = 40) -> None:
         self.seconds, self.size = seconds, size
@@ -42,7 +42,7 @@ class Sleeping(Dataset[Any]):
 
 
 class Draws(Dataset[Any]):
-    """A dataset that draws from the global generators and from a private one, and counts its reads."""
+    """A dataset that draws from the global generators and a private one, and counts its reads."""
 
     def __init__(self) -> None:
         self.reads, self.rng = 0, random.Random(0)
@@ -118,7 +118,7 @@ def test_auto_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     assert "train_dataloader: a batch takes" in logs
 
 
-def test_errors_of_a_sample_are_raised_unchanged() -> None:
+def test_sample_errors_are_raised_unchanged() -> None:
     class Broken(Sleeping):
         def __getitem__(self, index: int) -> torch.Tensor:
             raise ValueError(f"no image {int(index)}")
@@ -127,7 +127,7 @@ def test_errors_of_a_sample_are_raised_unchanged() -> None:
         build(Broken(0), num_workers="auto")
 
 
-def test_auto_accepts_a_data_set_smaller_than_a_batch() -> None:
+def test_auto_accepts_a_dataset_smaller_than_a_batch() -> None:
     cfg = dict(dataset=Sleeping(0, size=3), batch_size=4, drop_last=True, num_workers="auto")
     assert build_dataloader(cfg, 1, "val_dataloader", training=False).num_workers == 0
     with pytest.raises(DataError, match="fewer than batch_size=4"):
@@ -150,7 +150,7 @@ class Stream(IterableDataset[int]):
 @pytest.mark.parametrize(("key", "least"), [("num_workers", 0), ("prefetch_factor", 1)])
 @pytest.mark.parametrize("wrong", ["max", 1.5, -1])
 def test_invalid_values_raise_errors(key: str, least: int, wrong: object) -> None:
-    expected = f"train_dataloader.{key}: must be an integer of at least {least} or 'auto', got {wrong!r}"
+    expected = f"train_dataloader.{key}: must be an integer from {least} to 1024, or 'auto', not {wrong!r}"
     with pytest.raises(ConfigError, match=expected):
         build(Sleeping(0), **{"num_workers": 1, key: wrong})
     with pytest.raises(
@@ -159,17 +159,17 @@ def test_invalid_values_raise_errors(key: str, least: int, wrong: object) -> Non
         build(Stream(), **{key: "auto"})
 
 
-# ---- choice -------------------------------------------------------------------------------------------------
+# ---- selection ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("rates", "limit", "expected"),
     [
-        ({0: 10, 1: 10, 2: 20, 4: 38, 8: 39}, 8, 4),  # 38 is within 5 % of 39
+        ({0: 10, 1: 10, 2: 20, 4: 38, 8: 39}, 8, 4),  # 38 is within 5% of 39
         ({0: 10, 1: 9.9, 2: 10.1}, 8, 1),
-        ({0: 10, 1: 9}, 1, 1),  # with a worker, the step does not wait for data
+        ({0: 10, 1: 9}, 1, 1),  # with one worker, the step does not wait for data
         ({0: 10, 1: 6, 2: 5}, 8, 0),
-        ({0: 10, 1: 10, 2: 19}, 8, 4),  # time limit reached while more workers still helped
+        ({0: 10, 1: 10, 2: 19}, 8, 4),  # the time limit is reached while more workers still help
         ({0: 10, 1: 10}, 8, 2),
     ],
 )
@@ -179,7 +179,7 @@ def test_smallest_number_of_workers_within_five_percent_of_the_best_is_chosen(
     assert workers._choose_num_workers(rates, limit) == expected
 
 
-def test_trials_end_when_more_workers_do_not_help_or_at_the_time_limit(
+def test_trials_stop_when_more_workers_do_not_help_or_at_the_time_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trials = workers._Trials(Sleeping(0.02), {"collate_fn": torch.stack}, [[0, 1, 2, 3]])

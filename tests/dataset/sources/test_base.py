@@ -105,7 +105,7 @@ def test_cache_in_memory_loads_once_and_returns_the_same_samples():
     assert (plain.loads, cached.loads) == (18, 6)
 
 
-def test_transform_cannot_write_into_the_cache():
+def test_transform_cannot_modify_the_cache():
     def darken(sample, rng):
         sample["image"][:] = 0
         return sample
@@ -115,7 +115,7 @@ def test_transform_cannot_write_into_the_cache():
         dataset[0]
 
 
-def test_a_transform_that_changes_the_dict_does_not_change_the_cache():
+def test_transform_that_changes_the_dict_does_not_change_the_cache():
     def invert(sample, rng):
         sample["image"] = 255 - sample["image"]
         return sample
@@ -126,7 +126,7 @@ def test_a_transform_that_changes_the_dict_does_not_change_the_cache():
     assert torch.equal(loaded, twice)
 
 
-def test_a_sample_can_be_changed_without_changing_the_next():
+def test_changing_a_sample_does_not_change_the_next_one():
     dataset = Noise(cache_in_memory=True)
     before = dataset[0]["inputs"].clone()
     dataset[0]["inputs"].zero_()
@@ -164,15 +164,15 @@ def test_get_cat_ids_excludes_the_ignored_id():
     assert Two().get_cat_ids(0) == [2, 3]
 
 
-def test_data_sets_are_registered_by_name():
+def test_datasets_are_registered_by_name():
     for name in ("ImageMaskFolder", "FashionMNIST", "ConcatDataset", "RepeatDataset", "ClassBalancedDataset"):
         assert DATASETS.get(name).__name__ == name
 
 
-def test_default_palette_equals_pascal_voc_with_distinct_colours():
+def test_default_palette_equals_pascal_voc_with_distinct_colors():
     palette = default_palette(256)
     known = [[0, 0, 0], [128, 0, 0], [0, 128, 0], [128, 128, 0], [0, 0, 128], [128, 0, 128]]
     assert palette[:6] == known
     assert palette[20] == [0, 64, 128]
     assert palette[255] == [224, 224, 192]
-    assert len({tuple(colour) for colour in palette}) == 256
+    assert len({tuple(color) for color in palette}) == 256

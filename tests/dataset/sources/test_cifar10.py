@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from slipstream.dataset import CIFAR10, ConcatDataset, SampleIndex, build_dataloader
-from slipstream.dataset.loading.loader import SeededDataset
+from slipstream.dataset.loading.samples import SeededDataset
 from slipstream.dataset.sources import cifar10
 from slipstream.dataset.transforms.device_transforms import apply_device_transforms
 from slipstream.errors import DataError
@@ -50,7 +50,7 @@ def no_network(monkeypatch):
 
 
 @pytest.mark.parametrize("inside", [FOLDER, "."])
-def test_samples_equal_the_bytes_of_the_files(tmp_path, inside):
+def test_samples_match_the_bytes_of_the_files(tmp_path, inside):
     make(tmp_path / "data" / FOLDER)
     dataset = CIFAR10(tmp_path / "data" / (FOLDER if inside == "." else ""))
     expected = np.concatenate([records(seed, n) for seed, n in enumerate((3, 1, 2, 4, 1))])
@@ -75,7 +75,7 @@ def test_samples_can_be_modified_without_changing_the_file(tmp_path):
     assert torch.equal(dataset[0]["inputs"], before)
 
 
-def test_device_transforms_normalise_a_batch(tmp_path):
+def test_device_transforms_normalize_a_batch(tmp_path):
     dataset = CIFAR10(make(tmp_path / FOLDER), transforms=TRANSFORMS)
     batch = next(iter(DataLoader(dataset, batch_size=4)))
     assert batch["inputs"].shape == (4, 3, 32, 32)
@@ -101,7 +101,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
     assert not torch.equal(epoch(0), epoch(0, seed=2))
 
 
-def test_pickled_data_set_does_not_contain_the_pixels(tmp_path):
+def test_pickled_dataset_does_not_contain_the_pixels(tmp_path):
     dataset = CIFAR10(make(tmp_path / FOLDER, counts=(200, 1, 1, 1, 1)))
     sent = pickle.dumps(dataset)
     assert len(sent) < 20_000 < 200 * 3073
@@ -114,7 +114,7 @@ def test_supergradients_name_is_registered(tmp_path):
     assert len(DATASETS.build({"type": "Cifar10", "root": str(tmp_path), "train": False})) == 2
 
 
-def test_missing_files_are_named(tmp_path):
+def test_missing_file_error_names_the_files(tmp_path):
     make(tmp_path / FOLDER)
     (tmp_path / FOLDER / "data_batch_3.bin").unlink()
     with pytest.raises(
@@ -134,7 +134,7 @@ def test_python_version_is_rejected(tmp_path):
 
 
 @pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[:-1], lambda d: d + b"x"])
-def test_a_damaged_file_is_named(tmp_path, spoil):
+def test_damaged_file_error_names_the_file(tmp_path, spoil):
     path = make(tmp_path / FOLDER) / FOLDER / "data_batch_2.bin"
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(DataError, match=r"data_batch_2\.bin' is damaged"):
@@ -180,7 +180,7 @@ def test_download_is_stored_and_reused(tmp_path, monkeypatch):
     assert [p.name for p in (tmp_path / "new/data").iterdir()] == [FOLDER]
 
 
-def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
+def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     serve(monkeypatch, archive({f"{FOLDER}/test_batch.bin": b"x"}), set_md5=False)
     with pytest.raises(
         DataError, match=r"is damaged: its MD5 is [0-9a-f]{32}, expected c32a1d4ab5d03f1284b6"
@@ -189,14 +189,14 @@ def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_archive_that_would_write_elsewhere_is_not_unpacked(tmp_path, monkeypatch):
+def test_archive_with_paths_outside_the_folder_is_not_extracted(tmp_path, monkeypatch):
     serve(monkeypatch, archive({"../../escaped": b"x"}))
     with pytest.raises(tarfile.OutsideDestinationError):
         CIFAR10(tmp_path / "data", download=True)
     assert not list(tmp_path.rglob("escaped"))
 
 
-def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
+def test_failed_download_error_names_the_url_and_the_remedy(tmp_path, monkeypatch):
     def urlopen(url, timeout):
         raise urllib.error.URLError("no route")
 
@@ -206,7 +206,7 @@ def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_generators_are_seeded_only_for_data_sets_that_may_use_them(tmp_path):
+def test_generators_are_seeded_only_for_datasets_that_can_use_them(tmp_path):
     make(tmp_path / FOLDER)
 
     class Subclass(CIFAR10):

@@ -10,7 +10,7 @@ from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES
 from slipstream.errors import ConfigError, DataError
 from slipstream.registry import DATASETS
 
-# Reference table of the benchmark: the ids of the scored labels in the order of train ids.
+# Reference table of the benchmark: the ids of the scored labels, in the order of their train ids.
 SCORED = [7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33]
 FRAMES = [("train", "bonn", 2), ("train", "aachen", 1), ("val", "ulm", 1)]
 LABEL_IDS = np.arange(34, dtype=np.uint8).reshape(2, 17)
@@ -59,7 +59,7 @@ def expected(ignore=19):
 def test_split_is_sorted_by_path_and_maps_to_train_ids(tmp_path):
     dataset = CityscapesDataset(make(tmp_path), split="train")
     assert [p.parent.name for p in dataset.image_paths] == ["aachen", "bonn"]
-    pixels = np.random.default_rng(1).integers(0, 256, (2, 17, 3))  # aachen was written second
+    pixels = np.random.default_rng(1).integers(0, 256, (2, 17, 3))  # "aachen" was written second
     assert torch.equal(dataset[0]["inputs"], torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.uint8)))
     assert dataset[0]["targets"].flatten().tolist() == expected()
     assert dataset.metainfo["classes"] == CITYSCAPES_CLASSES
@@ -70,8 +70,8 @@ def test_split_is_sorted_by_path_and_maps_to_train_ids(tmp_path):
 
 
 @pytest.mark.parametrize("ignore", [19, 100, 254, 255])
-def test_unscored_pixels_get_the_ignore_label(tmp_path, ignore):
-    mask = np.append(LABEL_IDS.ravel(), [255, 255])[None]  # -1 (licence plate) is stored as 255
+def test_unscored_pixels_have_the_ignore_label(tmp_path, ignore):
+    mask = np.append(LABEL_IDS.ravel(), [255, 255])[None]  # -1 (license plate) is stored as 255
     dataset = CityscapesDataset(make(tmp_path, mask), split="val", ignore_label=ignore)
     assert dataset[0]["targets"].flatten().tolist() == [*expected(ignore), ignore, ignore]
     assert dataset.metainfo["ignore_index"] == ignore
@@ -109,7 +109,7 @@ def test_train_ids_in_a_list_file_are_not_mapped_again(tmp_path):
     [
         "index,name,id,trainId,color\n0,void,0,255,#000000\n1,road,7,4,#804080\n2,plate,-1,-1,#00008e\n",
         "\ufeffID , trainID\n0,255\n7,4\n-1,-1\n",
-        "name,trainid\n" + "void,255\n" * 7 + "road,4\n",  # without ids, the row is the id
+        "name,trainid\n" + "void,255\n" * 7 + "road,4\n",  # without an id column, the row number is the id
     ],
 )
 def test_labels_csv_maps_label_ids(tmp_path, table):
@@ -138,14 +138,14 @@ def test_invalid_labels_csv_raises_an_error(tmp_path, table, message):
         CityscapesDataset(tmp_path, split="val", labels_csv_path="labels.csv")
 
 
-def test_missing_labels_csv_is_named_with_the_remedy(tmp_path):
+def test_missing_labels_csv_error_names_the_remedy(tmp_path):
     with pytest.raises(
         DataError, match=r"table '.*lists/labels\.csv' does not exist; remove labels_csv_path"
     ):
         CityscapesDataset(make(tmp_path), split="val", labels_csv_path="lists/labels.csv")
 
 
-def test_unknown_label_id_is_named_with_its_file(tmp_path):
+def test_unknown_label_id_error_names_its_file(tmp_path):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[0]), np.where(LABEL_IDS < 3, 40, LABEL_IDS))
     dataset = CityscapesDataset(tmp_path, split="train")
@@ -156,7 +156,7 @@ def test_unknown_label_id_is_named_with_its_file(tmp_path):
 
 
 @pytest.mark.parametrize("ignore", [19, 255])
-def test_unknown_train_id_is_named(tmp_path, ignore):
+def test_unknown_train_id_error_names_its_file(tmp_path, ignore):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[2], kind="labelTrainIds"), np.full((2, 17), 33))
     dataset = CityscapesDataset(tmp_path, split="val", ignore_label=ignore)
@@ -166,11 +166,11 @@ def test_unknown_train_id_is_named(tmp_path, ignore):
         dataset[0]
 
 
-def test_every_file_without_a_partner_is_listed(tmp_path):
+def test_error_lists_every_file_without_a_counterpart(tmp_path):
     make(tmp_path)
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[1]).unlink()
-    with pytest.raises(DataError, match="2 files have no partner") as caught:
+    with pytest.raises(DataError, match="2 files have no counterpart") as caught:
         CityscapesDataset(tmp_path, split="train")
     lines = str(caught.value).splitlines()[1:]
     assert "image without a mask" in lines[0]
@@ -179,7 +179,7 @@ def test_every_file_without_a_partner_is_listed(tmp_path):
     assert str(mask_path(tmp_path, *FRAMES[1])) in lines[1]
 
 
-def test_every_missing_file_of_a_list_is_listed(tmp_path):
+def test_error_lists_every_missing_file_of_a_list(tmp_path):
     list_file = make_list(make(tmp_path))
     mask_path(tmp_path, *FRAMES[0]).unlink()
     image_path(tmp_path, *FRAMES[2]).unlink()
@@ -229,7 +229,7 @@ def test_missing_folder_error_names_the_expected_files(tmp_path, root, split, me
         CityscapesDataset(tmp_path / root, split=split)
 
 
-def test_split_without_masks_names_the_expected_files(tmp_path):
+def test_split_without_masks_error_names_the_expected_files(tmp_path):
     make(tmp_path)
     mask_path(tmp_path, *FRAMES[2]).unlink()
     with pytest.raises(DataError, match=r"no mask files in .*gtFine/val'.*_gtFine_labelIds\.png"):
@@ -251,7 +251,7 @@ def test_conflicting_options_raise_errors(tmp_path, wrong, message):
         CityscapesDataset(tmp_path, **wrong)
 
 
-def test_different_sizes_are_named_with_both_files(tmp_path):
+def test_size_mismatch_error_names_both_files(tmp_path):
     make(tmp_path)
     write(mask_path(tmp_path, *FRAMES[2]), np.zeros((3, 17)))
     with pytest.raises(DataError, match=r"ulm.*_leftImg8bit\.png' is 17 x 2 .*labelIds\.png' is 17 x 3"):
@@ -290,7 +290,7 @@ def test_disk_cache_depends_on_the_meaning_of_ids(tmp_path):
     )
 
 
-def test_data_set_is_built_from_a_recipe(tmp_path):
+def test_dataset_is_built_from_a_recipe(tmp_path):
     list_file = make_list(make(tmp_path))
     (tmp_path / "lists/labels.csv").write_text("id,trainId\n" + "".join(f"{i},255\n" for i in range(34)))
     dataset = DATASETS.build(

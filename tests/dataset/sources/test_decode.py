@@ -1,4 +1,4 @@
-"""Decoding of image files: pywuffs, if installed, returns the same pixels and errors as Pillow."""
+"""Image decoding: pywuffs, if installed, returns the same pixels and errors as Pillow."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slipstream.dataset.sources.decode import check_readable, read_image, read_m
 from slipstream.errors import DataError
 
 SIGNATURE = b"\x89PNG\r\n\x1a\n"
-GREY, RGB = 0, 2
-CHANNELS = {GREY: 1, RGB: 3}
+GRAY, RGB = 0, 2
+CHANNELS = {GRAY: 1, RGB: 3}
 
 
 def chunk(kind, data):
@@ -25,15 +25,15 @@ def chunk(kind, data):
 
 
 def png(pixels, filters=(0,), level=6, extra=b"", size=None, pieces=1):
-    """Encode a PNG; `filters` are the filters of the rows in turn, `extra` are chunks before the pixels."""
+    """Encode a PNG. `filters` are the row filters, used cyclically, and `extra` are chunks before the pixels."""
     height, width, channels = pixels.shape
     rows, before = [], np.zeros(width * channels, int)
     for y, row in enumerate(pixels.reshape(height, -1).astype(int)):
         kind = filters[y % len(filters)]
         rows.append(bytes([kind]) + predicted(kind, row, before, channels).astype(np.uint8).tobytes())
         before = row
-    colour = RGB if channels == 3 else GREY
-    header = struct.pack(">IIBBBBB", *(size or (width, height)), 8, colour, 0, 0, 0)
+    color = RGB if channels == 3 else GRAY
+    header = struct.pack(">IIBBBBB", *(size or (width, height)), 8, color, 0, 0, 0)
     data = zlib.compress(b"".join(rows), level)
     step = -(-len(data) // pieces)
     idat = b"".join(chunk(b"IDAT", data[at : at + step]) for at in range(0, len(data), step))
@@ -73,24 +73,24 @@ def file(tmp_path_factory):
     return tmp_path_factory.mktemp("decode") / "picture.png"
 
 
-@given(SIDES, SIDES, st.sampled_from([GREY, RGB]), FILTERS, st.sampled_from([0, 1, 9]), st.integers(1, 4))
+@given(SIDES, SIDES, st.sampled_from([GRAY, RGB]), FILTERS, st.sampled_from([0, 1, 9]), st.integers(1, 4))
 @settings(max_examples=80, deadline=None)
-def test_plain_pngs_are_decoded_to_their_pixels(file, width, height, colour, filters, level, pieces):
-    pixels = noise(width, height, CHANNELS[colour])
+def test_plain_pngs_are_decoded_to_their_pixels(file, width, height, color, filters, level, pieces):
+    pixels = noise(width, height, CHANNELS[color])
     file.write_bytes(png(pixels, filters, level, pieces=pieces))
-    if colour == RGB:
+    if color == RGB:
         np.testing.assert_array_equal(read_image(file), pixels)
     else:
         np.testing.assert_array_equal(read_mask(file), pixels[..., 0])
         np.testing.assert_array_equal(read_image(file), np.repeat(pixels, 3, axis=2))
 
 
-@pytest.mark.parametrize("colour", [GREY, RGB])
-def test_pywuffs_decodes_plain_pngs(file, colour, monkeypatch):
+@pytest.mark.parametrize("color", [GRAY, RGB])
+def test_pywuffs_decodes_plain_pngs(file, color, monkeypatch):
     pytest.importorskip("pywuffs")
-    file.write_bytes(png(noise(9, 7, CHANNELS[colour])))
+    file.write_bytes(png(noise(9, 7, CHANNELS[color])))
     monkeypatch.setattr(Image, "open", None)
-    (read_image if colour == RGB else read_mask)(file)
+    (read_image if color == RGB else read_mask)(file)
     check_readable(file)
 
 
@@ -121,17 +121,17 @@ def damaged(data, draw):
 
 @given(st.data())
 @settings(max_examples=400, deadline=None)
-def test_damaged_files_give_the_same_result_with_and_without_pywuffs(file, data):
-    """By default, pywuffs ignores checksums and returns the pixels of a broken file."""
+def test_damaged_files_have_the_same_result_with_and_without_pywuffs(file, data):
+    """By default, pywuffs ignores checksums and returns the pixels of a damaged file."""
     pytest.importorskip("pywuffs")
-    colour = data.draw(st.sampled_from([GREY, RGB]))
-    pixels = noise(data.draw(SIDES), data.draw(SIDES), CHANNELS[colour])
+    color = data.draw(st.sampled_from([GRAY, RGB]))
+    pixels = noise(data.draw(SIDES), data.draw(SIDES), CHANNELS[color])
     file.write_bytes(damaged(png(pixels, data.draw(FILTERS)), data.draw))
-    read = read_image if colour == RGB else read_mask
+    read = read_image if color == RGB else read_mask
     np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
 
 
-@pytest.mark.parametrize("colour", [GREY, RGB])
+@pytest.mark.parametrize("color", [GRAY, RGB])
 @pytest.mark.parametrize(
     "extra",
     [
@@ -143,19 +143,19 @@ def test_damaged_files_give_the_same_result_with_and_without_pywuffs(file, data)
     ids=["plain", "transparent", "animated", "gamma"],
 )
 @pytest.mark.parametrize("size", [None, (9, 8), (9, 6), (8, 7), (0, 7)])
-def test_chunks_before_the_pixels_give_equal_results(file, colour, extra, size):
-    file.write_bytes(png(noise(9, 7, CHANNELS[colour]), extra=extra, size=size))
-    read = read_image if colour == RGB else read_mask
+def test_chunks_before_the_pixels_do_not_change_results(file, color, extra, size):
+    file.write_bytes(png(noise(9, 7, CHANNELS[color]), extra=extra, size=size))
+    read = read_image if color == RGB else read_mask
     np.testing.assert_array_equal(outcome(read, file), by_pillow(read, file))
 
 
 @pytest.mark.parametrize("depth", [2, 4])
-def test_masks_with_scaled_grey_values_raise_an_error(file, depth):
-    """Pillow reads the 4-bit grey value 1 of a PNG as 17, which may be the id of another class."""
-    header = struct.pack(">IIBBBBB", 2, 1, depth, GREY, 0, 0, 0)
+def test_masks_with_scaled_gray_values_raise_an_error(file, depth):
+    """Pillow reads the 4-bit gray value 1 of a PNG as 17, which may be the id of another class."""
+    header = struct.pack(">IIBBBBB", 2, 1, depth, GRAY, 0, 0, 0)
     pixels = chunk(b"IDAT", zlib.compress(b"\0\x12"))
     file.write_bytes(SIGNATURE + chunk(b"IHDR", header) + pixels + chunk(b"IEND", b""))
-    with pytest.raises(DataError, match=r"picture\.png' has grey values with fewer than 8 bits per pixel"):
+    with pytest.raises(DataError, match=r"picture\.png' has gray values with fewer than 8 bits per pixel"):
         read_mask(file)
 
 
@@ -176,7 +176,7 @@ def test_decompression_bombs_raise_an_error_before_decoding(file, read):
 
 
 @pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
-def test_an_unreadable_file_is_named(tmp_path, read):
+def test_unreadable_file_error_names_the_file(tmp_path, read):
     with pytest.raises(DataError, match=r"cannot read '.*none\.png': .*No such file"):
         read(tmp_path / "none.png")
     (tmp_path / "text.png").write_text("no picture")
@@ -188,7 +188,7 @@ def test_an_unreadable_file_is_named(tmp_path, read):
         read(tmp_path / "half.png")
 
 
-def test_without_pywuffs_pillow_reads_everything(file, monkeypatch):
+def test_pillow_reads_all_files_without_pywuffs(file, monkeypatch):
     monkeypatch.setattr(decode, "_formats", lambda: None)
     pixels = noise(9, 7, 3)
     file.write_bytes(png(pixels, filters=(4,)))
@@ -196,3 +196,39 @@ def test_without_pywuffs_pillow_reads_everything(file, monkeypatch):
     check_readable(file)
     with pytest.raises(DataError, match="has mode RGB; its pixels must be class ids"):
         read_mask(file)
+
+
+BOMBS = {
+    "png": png(np.zeros((1, 1, 3), np.uint8), size=(60_000, 60_000)),
+    "bmp": b"BM" + struct.pack("<IHHIIiiHHIIiiII", 54, 0, 0, 54, 40, 60_000, 60_000, 1, 24, 0, 0, 0, 0, 0, 0),
+    "ppm": b"P6 60000 60000 255\n" + bytes(30),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+@pytest.mark.parametrize("read", [read_image, read_mask, check_readable])
+def test_small_files_that_describe_huge_images_are_refused(tmp_path, kind, read):
+    path = tmp_path / f"bomb.{kind}"
+    path.write_bytes(BOMBS[kind])
+    with pytest.raises(DataError, match=r"bomb\.\w+'.*(raise|max_pixels)"):
+        read(path)
+
+
+def test_the_limit_of_pixels_is_configurable(tmp_path):
+    path = tmp_path / "x.png"
+    path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
+    assert read_image(path, 600).shape == (20, 30, 3)
+    message = r"x\.png' has 30 x 20 pixels, more than max_pixels=599; resize it, or raise max_pixels"
+    for read in (read_image, check_readable):
+        with pytest.raises(DataError, match=message):
+            read(path, 599)
+
+
+def test_a_limit_above_that_of_pillow_is_applied(tmp_path, monkeypatch):
+    path = tmp_path / "x.png"
+    path.write_bytes(png(np.zeros((20, 30, 3), np.uint8)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"x\.png.*decompression bomb.*max_pixels"):
+        read_image(path, 200)
+    assert read_image(path, 1000).shape == (20, 30, 3)
+    assert read_image(path, None).shape == (20, 30, 3)

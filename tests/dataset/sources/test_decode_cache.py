@@ -47,7 +47,7 @@ def test_non_contiguous_arrays_are_stored(tmp_path):
     assert_same(DecodeCache(tmp_path).read(KEY), (image[::-1, ::2], mask[::-1, ::2]))
 
 
-def test_views_stay_valid_when_the_file_is_replaced_or_removed(tmp_path):
+def test_views_remain_valid_when_the_file_is_replaced_or_removed(tmp_path):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair(1))
     views = cache.read(KEY)
@@ -108,7 +108,7 @@ def test_truncated_file_causes_a_warning(tmp_path, length):
         assert cache.read(KEY) is None
 
 
-def test_file_of_another_format_is_ignored_without_warning(tmp_path, recwarn):
+def test_file_with_a_different_format_is_ignored_without_warning(tmp_path, recwarn):
     cache = DecodeCache(tmp_path)
     cache.write(KEY, *make_pair())
     data = bytearray(cache.path(KEY[0]).read_bytes())

@@ -47,7 +47,7 @@ def no_system_folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("zipped", [True, False])
-def test_samples_equal_the_bytes_of_the_files(tmp_path, zipped):
+def test_samples_match_the_bytes_of_the_files(tmp_path, zipped):
     dataset = FashionMNIST(make(tmp_path / "data", zipped))
     images, labels = arrays()
     assert len(dataset) == 5
@@ -62,7 +62,7 @@ def test_samples_equal_the_bytes_of_the_files(tmp_path, zipped):
     assert len(dataset.metainfo["classes"]) == len(dataset.metainfo["palette"]) == 10
 
 
-def test_batch_shapes(tmp_path):
+def test_batch_has_the_expected_shapes(tmp_path):
     batch = next(iter(DataLoader(FashionMNIST(make(tmp_path / "data")), batch_size=4)))
     assert batch["inputs"].shape == (4, 1, 28, 28)
     assert batch["targets"].tolist() == [0, 1, 2, 3]
@@ -92,7 +92,7 @@ def test_augmentation_depends_on_seed_epoch_and_index_only(tmp_path):
     assert not torch.equal(epoch(0), epoch(0, seed=2))
 
 
-def test_without_a_folder_the_system_package_is_read(tmp_path):
+def test_system_package_is_read_without_a_folder(tmp_path):
     make(tmp_path / "system")
     assert len(FashionMNIST()) == 5
 
@@ -136,7 +136,7 @@ def test_downloaded_files_are_stored_and_reused(tmp_path, monkeypatch):
     assert sorted(p.name for p in (tmp_path / "new/data").iterdir()) == sorted(files)
 
 
-def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
+def test_download_with_a_wrong_checksum_leaves_no_file(tmp_path, monkeypatch):
     files = {p.name: p.read_bytes() for p in make(tmp_path / "server").iterdir()}
     served(monkeypatch, files, sums=False)
     with pytest.raises(
@@ -146,7 +146,7 @@ def test_a_download_with_another_checksum_leaves_no_file(tmp_path, monkeypatch):
     assert not (tmp_path / "data").exists()
 
 
-def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
+def test_failed_download_error_names_the_url_and_the_remedy(tmp_path, monkeypatch):
     def urlopen(url, timeout):
         raise urllib.error.URLError("no route")
 
@@ -172,7 +172,7 @@ def test_failed_download_names_the_url_and_the_remedy(tmp_path, monkeypatch):
         (lambda d: idx(np.zeros((0, 28, 28))), "must contain images"),
     ],
 )
-def test_damaged_image_files_are_named(tmp_path, spoil, message):
+def test_damaged_image_file_error_names_the_file(tmp_path, spoil, message):
     path = make(tmp_path / "data", zipped=False) / IMAGES
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(DataError, match=message) as caught:
@@ -183,7 +183,7 @@ def test_damaged_image_files_are_named(tmp_path, spoil, message):
 @pytest.mark.parametrize(
     "spoil", [lambda d: d[:-9], lambda d: b"no gzip", lambda d: d[:40] + b"\xff" * 40 + d[80:]]
 )
-def test_damaged_gzip_files_are_named(tmp_path, spoil):
+def test_damaged_gzip_file_error_names_the_file(tmp_path, spoil):
     path = make(tmp_path / "data") / f"{IMAGES}.gz"
     path.write_bytes(spoil(path.read_bytes()))
     with pytest.raises(DataError, match=r"cannot read '.*train-images-idx3-ubyte\.gz'"):
@@ -200,3 +200,13 @@ def test_invalid_label_raises_an_error(tmp_path):
 def test_unknown_split_raises_an_error(tmp_path):
     with pytest.raises(ConfigError, match="split must be 'train' or 'test', got 'val'"):
         FashionMNIST(make(tmp_path / "data"), split="val")
+
+
+def test_a_small_file_that_expands_to_any_size_is_refused(tmp_path):
+    folder = make(tmp_path / "data")
+    with gzip.open(folder / f"{IMAGES}.gz", "wb") as file:
+        for _ in range(60):
+            file.write(bytes(2**20))
+    assert (folder / f"{IMAGES}.gz").stat().st_size < 100_000
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte\.gz' is larger than the largest file"):
+        FashionMNIST(folder)

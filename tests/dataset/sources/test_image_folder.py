@@ -36,7 +36,7 @@ def folder(root, **kwargs):
     )
 
 
-def test_samples_equal_the_pixels_of_the_files_in_the_order_of_their_names(tmp_path):
+def test_samples_match_the_files_in_the_order_of_their_names(tmp_path):
     dataset = folder(make(tmp_path))
     assert [p.stem for p in dataset.image_paths] == [p.stem for p in dataset.mask_paths] == ["a", "b", "c"]
     rng = np.random.default_rng(1)  # "a" was written second
@@ -48,7 +48,7 @@ def test_samples_equal_the_pixels_of_the_files_in_the_order_of_their_names(tmp_p
     assert len(dataset.metainfo["palette"]) == 3
 
 
-def test_a_folder_can_be_built_from_a_config(tmp_path):
+def test_folder_is_built_from_a_config(tmp_path):
     make(tmp_path)
     cfg = {"type": "ImageMaskFolder", "data_root": str(tmp_path), "images": "img", "masks": "ann"}
     dataset = DATASETS.build(
@@ -59,7 +59,7 @@ def test_a_folder_can_be_built_from_a_config(tmp_path):
         DATASETS.build(cfg)
 
 
-def test_subfolders_and_suffixes_pair_as_in_cityscapes(tmp_path):
+def test_subfolders_and_suffixes_are_paired_as_in_cityscapes(tmp_path):
     for city, frame in (("bonn", 1), ("aachen", 1), ("aachen", 2)):
         write(tmp_path / f"img/{city}/{city}_{frame}_leftImg8bit.png", np.full((2, 2, 3), frame))
         write(tmp_path / f"ann/{city}/{city}_{frame}_gtFine_labelIds.png", np.full((2, 2), frame))
@@ -69,7 +69,7 @@ def test_subfolders_and_suffixes_pair_as_in_cityscapes(tmp_path):
     assert [int(sample["targets"][0, 0]) for sample in dataset] == [1, 2, 1]
 
 
-def test_images_and_masks_stay_paired_if_names_sort_differently(tmp_path):
+def test_images_and_masks_are_paired_even_if_names_sort_differently(tmp_path):
     dataset = folder(make(tmp_path, names=["a", "a-b", "a.b"]))
     assert [p.name for p in dataset.image_paths] == [p.name for p in dataset.mask_paths]
 
@@ -96,9 +96,9 @@ def test_linked_folders_are_followed_once(tmp_path):
     assert [p.stem for p in folder(tmp_path).image_paths] == ["a", "b"]
 
 
-def test_unreadable_subfolder_is_named(tmp_path):
+def test_unreadable_subfolder_error_names_the_folder(tmp_path):
     make(tmp_path)
-    (tmp_path / "img/round").symlink_to("round")  # a cyclic link, because root can read all folders
+    (tmp_path / "img/round").symlink_to("round")  # a cyclic link, because root can read any folder
     with pytest.raises(DataError, match=r"cannot read '.*img/round': "):
         folder(tmp_path)
 
@@ -116,7 +116,7 @@ def test_palette_masks_return_ids(tmp_path):
 @pytest.mark.parametrize("mode", ["L", "LA", "RGBA", "P"])
 def test_images_of_other_modes_become_rgb(tmp_path, mode):
     make(tmp_path, names=["a"])
-    write(tmp_path / "img/a.png", np.full((4, 6, 3), 51), mode)  # 51 is in Pillow's default palette
+    write(tmp_path / "img/a.png", np.full((4, 6, 3), 51), mode)  # the color 51 is in Pillow's default palette
     assert folder(tmp_path)[0]["inputs"].tolist() == torch.full((3, 4, 6), 51).tolist()
 
 
@@ -129,7 +129,7 @@ def test_label_map_changes_only_its_ids(tmp_path):
 
 
 @pytest.mark.parametrize("ignore_index", [255, 3, None])
-def test_invalid_id_is_named_with_its_file(tmp_path, ignore_index):
+def test_invalid_id_error_names_the_id_and_its_file(tmp_path, ignore_index):
     make(tmp_path)
     write(tmp_path / "ann/b.png", [[0, 1, 2, 9, 9, 5]] * 4)
     dataset = folder(tmp_path, ignore_index=ignore_index)
@@ -145,7 +145,7 @@ def test_ignored_id_does_not_hide_an_invalid_one(tmp_path):
         folder(tmp_path)[0]
 
 
-def test_without_ignore_index_255_is_invalid(tmp_path):
+def test_255_is_invalid_without_ignore_index(tmp_path):
     make(tmp_path, names=["a"], size=(1, 3))
     write(tmp_path / "ann/a.png", [[0, 1, 255]])
     assert folder(tmp_path)[0]["targets"].tolist() == [[0, 1, 255]]
@@ -153,7 +153,7 @@ def test_without_ignore_index_255_is_invalid(tmp_path):
         folder(tmp_path, ignore_index=None)[0]
 
 
-def test_a_missing_folder_is_named_with_the_nearest_existing_name(tmp_path):
+def test_missing_folder_error_names_the_nearest_existing_folder(tmp_path):
     make(tmp_path / "camvid")
     with pytest.raises(DataError, match=r"mask folder .*/camvid' has no folder 'anns'; did you mean 'ann'\?"):
         folder(tmp_path / "camvid", masks="anns")
@@ -180,12 +180,12 @@ def test_jpeg_masks_require_mask_suffix(tmp_path):
     assert len(folder(tmp_path, mask_suffix=".jpg")) == 1
 
 
-def test_all_files_without_a_partner_are_listed(tmp_path):
+def test_error_lists_all_files_without_a_counterpart(tmp_path):
     make(tmp_path, names="abcd")
     (tmp_path / "ann/b.png").unlink()
     (tmp_path / "ann/d.png").unlink()
     (tmp_path / "img/c.png").unlink()
-    with pytest.raises(DataError, match="3 files have no partner") as caught:
+    with pytest.raises(DataError, match="3 files have no counterpart") as caught:
         folder(tmp_path)
     lines = str(caught.value).splitlines()[1:]
     assert [line.split("/")[-1] for line in lines] == ["b.png'", "d.png'", "c.png'"]
@@ -196,7 +196,7 @@ def test_long_lists_of_unpaired_files_are_not_truncated(tmp_path):
     make(tmp_path, names=["a"], size=(1, 1))
     for i in range(60):
         (tmp_path / f"img/x{i:02}.png").touch()
-    with pytest.raises(DataError, match="60 files have no partner") as caught:
+    with pytest.raises(DataError, match="60 files have no counterpart") as caught:
         folder(tmp_path)
     assert all(f"x{i:02}.png'" in str(caught.value) for i in range(60))
 
@@ -208,7 +208,7 @@ def test_two_images_with_the_same_name_raise_an_error(tmp_path):
         folder(tmp_path)
 
 
-def test_different_sizes_are_named_with_both_files(tmp_path):
+def test_size_mismatch_error_names_both_files(tmp_path):
     make(tmp_path)
     write(tmp_path / "ann/c.png", np.zeros((5, 6)))
     with pytest.raises(DataError, match=r"img/c\.png' is 6 x 4 pixels, but its mask '.*ann/c\.png' is 6 x 5"):
@@ -217,7 +217,7 @@ def test_different_sizes_are_named_with_both_files(tmp_path):
 
 @pytest.mark.parametrize("kind", ["img", "ann"])
 @pytest.mark.parametrize("spoil", [lambda d: b"", lambda d: d[: len(d) // 2], lambda d: b"text" + d])
-def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
+def test_corrupt_file_error_names_the_file(tmp_path, kind, spoil):
     make(tmp_path)
     path = tmp_path / kind / "b.png"
     path.write_bytes(spoil(path.read_bytes()))
@@ -227,7 +227,7 @@ def test_a_corrupt_file_is_named(tmp_path, kind, spoil):
         folder(tmp_path)[1]
 
 
-def test_an_error_in_a_worker_still_names_the_file(tmp_path):
+def test_worker_error_names_the_file(tmp_path):
     make(tmp_path)
     (tmp_path / "img/a.png").write_bytes(b"")
     samples = iter(DataLoader(folder(tmp_path), num_workers=1))
@@ -236,10 +236,10 @@ def test_an_error_in_a_worker_still_names_the_file(tmp_path):
     samples._shutdown_workers()
 
 
-def test_colour_masks_raise_an_error_with_the_remedy(tmp_path):
+def test_color_masks_raise_an_error_with_the_remedy(tmp_path):
     make(tmp_path)
     write(tmp_path / "ann/a.png", np.zeros((4, 6, 3)))
-    with pytest.raises(DataError, match=r"ann/a\.png' has mode RGB; .* Convert colours to class ids"):
+    with pytest.raises(DataError, match=r"ann/a\.png' has mode RGB; .* Convert colors to class ids"):
         folder(tmp_path)[0]
 
 
@@ -258,7 +258,7 @@ def test_sixteen_bit_files_raise_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"palette": [[0, 0, 0]]}, "palette has 1 colours for 3 classes"),
+        ({"palette": [[0, 0, 0]]}, "palette has 1 colors for 3 classes"),
         ({"classes": "road"}, "classes must be a list"),
         ({"classes": []}, "classes must be a list"),
         ({"ignore_index": 256}, "ignore_index must be 0 to 255"),
@@ -337,3 +337,11 @@ def test_disk_cache_is_used_until_the_file_changes(tmp_path):
     assert torch.equal(first["inputs"], again["inputs"])
     write(tmp_path / "data/img/a.png", np.full((4, 6, 3), 77))
     assert folder(tmp_path / "data", cache=tmp_path / "cache")[0]["inputs"].unique().tolist() == [77]
+
+
+def test_the_limit_of_pixels_is_an_option(tmp_path, caplog):
+    make(tmp_path, size=(4, 6))
+    write(tmp_path / "img/b.png", np.zeros((4, 7, 3)))
+    with pytest.raises(DataError, match=r"b\.png' has 7 x 4 pixels, more than max_pixels=24"):
+        folder(tmp_path, max_pixels=24)[1]
+    assert [p.stem for p in folder(tmp_path, max_pixels=24, skip_corrupt=True).image_paths] == ["a", "c"]

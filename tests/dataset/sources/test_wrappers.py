@@ -82,12 +82,12 @@ def test_concat_compares_lists_and_tuples_and_skips_ignored_keys():
     ConcatDataset([Labels([0], year=1), Labels([0], classes=("x",))], ignore_keys=["year", "classes"])
 
 
-def test_concat_requires_a_data_set():
+def test_concat_requires_a_dataset():
     with pytest.raises(ConfigError, match="at least one dataset"):
         ConcatDataset([])
 
 
-def test_data_sets_without_metainfo_can_be_wrapped():
+def test_datasets_without_metainfo_can_be_wrapped():
     joined = ConcatDataset([[1, 2], [3]])
     assert [joined[i] for i in range(3)] == [1, 2, 3]
     assert joined.metainfo == {}
@@ -125,7 +125,7 @@ def test_indices_out_of_range_raise_index_error(wrap):
 
 
 def test_rare_classes_are_repeated_by_the_square_root_of_their_inverse_frequency():
-    # b is in 1 of 8 samples: ceil(sqrt(0.5 / 0.125)) = 2 copies; c in 1 of 8 as well; a in 7 of 8.
+    # b is in 1 of 8 samples: ceil(sqrt(0.5 / 0.125)) = 2 copies. c is also in 1 of 8, and a is in 7 of 8.
     dataset = ClassBalancedDataset(Labels([*"aaaaaa", "b", ("a", "c")]), 0.5)
     assert dataset.repeat_indices == [0, 1, 2, 3, 4, 5, 6, 6, 7, 7]
     assert [s[0] for s in dataset] == [*"aaaaaa", *"bb", *"aa"]
@@ -142,7 +142,7 @@ def test_repeat_counts_follow_the_formula(labels, threshold):
         assert dataset.repeat_indices.count(i) == math.ceil(max([1.0, *factors]))
 
 
-def test_copies_of_a_rare_sample_are_augmented_differently_in_every_epoch():
+def test_copies_of_a_rare_sample_have_different_augmentations_in_every_epoch():
     dataset = ClassBalancedDataset(Labels([*"aaaaaaa", "b"]), 1.0)
     seen = [dataset[SampleIndex(i, 5, e)] for e in range(4) for i in range(len(dataset))]
     assert len({s for s in seen if s[0] == "b"}) == 3 * 4

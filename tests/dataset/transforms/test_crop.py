@@ -122,10 +122,10 @@ RECIPE = [
 
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
-@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # ties of nearest neighbors go to one side
+@example((16, 8), 1, [[SegRandomFlip(1.0)], [SegRescale(0.5)]])  # nearest-neighbor ties go to one side
 @example((37, 23), 3, RECIPE)
 @settings(max_examples=300, deadline=None)
-def test_composed_transforms_equal_pillow_one_by_one(size, seed, chain):
+def test_composed_transforms_match_pillow_one_by_one(size, seed, chain):
     transforms = [transform for group in chain for transform in group]
     sample = make(*size, seed)
     image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
@@ -141,7 +141,7 @@ def test_composed_transforms_equal_pillow_one_by_one(size, seed, chain):
     assert rng.bit_generator.state == reference.bit_generator.state
 
 
-def test_crop_of_an_enlarged_image_may_have_the_size_of_the_source():
+def test_crop_of_an_enlarged_image_can_have_the_source_size():
     transforms = [SegRescale(2.0), SegCropImageAndMask((8, 6), "random"), lambda sample, rng: sample]
     sample = make(8, 6)
     image = Image.fromarray(sample["image"]).resize((16, 12), Image.Resampling.BILINEAR)
@@ -160,7 +160,7 @@ def test_crop_of_an_enlarged_image_may_have_the_size_of_the_source():
 
 @given(size=PAIRS, seed=st.integers(0, 10_000), chain=CHAINS)
 @settings(max_examples=100, deadline=None)
-def test_transforms_called_one_by_one_equal_pillow(size, seed, chain):
+def test_transforms_called_one_by_one_match_pillow(size, seed, chain):
     transforms = [transform for group in chain for transform in group]
     sample = make(*size, seed)
     image, mask = one_by_one(transforms, sample, np.random.default_rng(seed))
@@ -174,7 +174,7 @@ def test_transforms_called_one_by_one_equal_pillow(size, seed, chain):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_crops_of_large_images_rarely_differ_by_more_than_one_level(seed):
-    """The sizes are those of Cityscapes; Pillow computes pixel positions in single precision."""
+    """The sizes match Cityscapes. Pillow computes pixel positions in single precision."""
     transforms = [
         SegRandomFlip(0.5),
         SegRandomRescale((0.25, 1.75)),

@@ -1,4 +1,4 @@
-"""Colour changes and normalisation on the device, compared with independent references."""
+"""Color changes and normalization on the device, compared with independent references."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def jittered(image, changes):
     """Apply the formulas of torchvision's documentation to an image (..., 3) in float64."""
     image = np.asarray(image, float)
     for kind, factor in changes:
-        grey = image @ [0.299, 0.587, 0.114]
-        other = {0: 0.0, 1: grey.mean() if grey.size else 0.0, 2: grey[..., None]}[kind]
+        gray = image @ [0.299, 0.587, 0.114]
+        other = {0: 0.0, 1: gray.mean() if gray.size else 0.0, 2: gray[..., None]}[kind]
         image = np.clip(factor * image + (1 - factor) * other, 0, 255)
     return image
 
@@ -85,7 +85,7 @@ class Fixed(SegColorJitter):
 
 @given(changes=CHANGES, seed=st.integers(0, 1000))
 @settings(max_examples=60, deadline=None)
-def test_stages_follow_torchvisions_formulas_in_each_samples_order(changes, seed):
+def test_stages_follow_the_torchvision_formulas_in_the_order_of_each_sample(changes, seed):
     plain = batch_of([], [seed, seed + 1])["inputs"]
     params = [batch_of([Fixed(order)], [seed])["finish"][0] for order in (changes, list(reversed(changes)))]
     found = transform_images(plain, torch.stack(params)).permute(0, 2, 3, 1).numpy()
@@ -96,7 +96,7 @@ def test_stages_follow_torchvisions_formulas_in_each_samples_order(changes, seed
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
 @pytest.mark.parametrize("kind", [0, 1, 2])
 def test_each_stage_is_within_two_levels_of_pillow(kind, factor):
-    """Pillow rounds grey values and truncates results, so each stage may differ slightly."""
+    """Pillow rounds gray values and truncates results, so each stage may differ slightly."""
     batch = batch_of([Fixed([(kind, factor)])], [3])
     enhancer = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)[kind]
     expected = np.asarray(enhancer(Image.fromarray(make(seed=3)["image"])).enhance(factor), float)
@@ -104,14 +104,14 @@ def test_each_stage_is_within_two_levels_of_pillow(kind, factor):
     np.testing.assert_allclose(found, expected, atol=2)
 
 
-def test_jitter_equals_pillow_with_the_same_draws_up_to_rounding():
+def test_jitter_matches_pillow_with_the_same_draws_up_to_rounding():
     for seed in range(8):
         found = apply_device_transforms(batch_of([JITTER], [seed]))["inputs"][0].permute(1, 2, 0).numpy()
         expected = JITTER(make(seed=seed), np.random.default_rng(seed))["image"].astype(float)
         assert np.abs(found - expected).mean() < 2
 
 
-def test_padding_keeps_its_colour_and_is_excluded_from_the_mean():
+def test_padding_keeps_its_color_and_is_excluded_from_the_mean():
     pad = SegPadShortToCropSize((40, 28), 19, fill_image=(10, 20, 30), padding_mode="random")
     for seed, flip in ((0, 0.0), (1, 1.0)):
         transforms = [Fixed([(1, 0.3)]), pad, SegRandomFlip(flip)]
@@ -138,7 +138,7 @@ def test_crop_of_padding_only_is_finite():
 @pytest.mark.parametrize(
     "tail", [TAIL, TAIL[:2], [SegNormalize([120, 110, 100], [60, 55, 50])], [SegStandardize()]]
 )
-def test_normalisation_equals_the_transforms_one_by_one(tail):
+def test_normalization_matches_the_transforms_one_by_one(tail):
     batch = batch_of(tail, [0, 1])
     assert batch["inputs"].dtype == torch.uint8
     found = apply_device_transforms(batch)["inputs"]
@@ -151,7 +151,7 @@ def test_normalisation_equals_the_transforms_one_by_one(tail):
         np.testing.assert_allclose(found[seed].numpy(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_standardise_and_normalise_match_the_formula():
+def test_standardize_and_normalize_match_the_formula():
     expected = (make()["image"] / 255 - np.array(MEAN)) / np.array(STD)
     found = apply_device_transforms(batch_of(TAIL, [0]))["inputs"][0]
     np.testing.assert_allclose(found.permute(1, 2, 0).numpy(), expected, atol=1e-5)
@@ -211,7 +211,7 @@ def test_transform_images_compiles_without_graph_breaks(length):
 
 
 @pytest.mark.gpu
-def test_accelerator_runs_without_synchronization_and_equals_cpu():
+def test_accelerator_runs_without_synchronization_and_matches_cpu():
     batch = batch_of(RECIPE, range(4))
     on_device = {key: value.to(DEVICE) for key, value in batch.items()}
     with no_waiting():
@@ -221,7 +221,7 @@ def test_accelerator_runs_without_synchronization_and_equals_cpu():
 
 @pytest.mark.parametrize("collate", ["default_collate", "pseudo_collate"])
 @pytest.mark.parametrize("first", [[], ["SegStandardize"], ["SegColorJitter"]])
-def test_batches_of_mixed_device_transforms_raise_an_error(first, collate):
+def test_batches_with_mixed_device_transforms_raise_an_error(first, collate):
     def scenes(names):
         return StreetScenes((32, 64), 2, transforms=[{"type": name} for name in names])
 
@@ -260,7 +260,7 @@ def test_custom_function_receives_the_result_of_earlier_transforms():
     for transform in transforms:
         sample = transform(sample, rng)
     found = apply_transforms(transforms, make(), np.random.default_rng(5))
-    assert "finish" not in found  # the jitter precedes the function, so it was applied immediately
+    assert "finish" not in found  # the jitter precedes the function, so it runs on the host
     np.testing.assert_array_equal(found["inputs"].permute(1, 2, 0).numpy(), sample["image"])
     np.testing.assert_array_equal(found["targets"].numpy(), sample["mask"])
 
@@ -272,7 +272,7 @@ def test_last_of_two_jitters_runs_on_the_device():
     assert found["finish"].shape == (13,)
 
 
-def test_colours_depend_only_on_seed_epoch_and_index():
+def test_colors_depend_only_on_seed_epoch_and_index():
     dataset = Noise(RECIPE)
     one, again = dataset[SampleIndex(1, 7, 2)], Noise(RECIPE)[SampleIndex(1, 7, 2)]
     assert all(torch.equal(one[key], again[key]) for key in ("inputs", "targets", "finish"))
@@ -295,7 +295,7 @@ def test_colours_depend_only_on_seed_epoch_and_index():
         ([SegConvertToTensor(), SegNormalize(MEAN, STD)], 0, "SegConvertToTensor precedes SegNormalize"),
     ],
 )
-def test_transforms_after_normalisation_raise_an_error(transforms, place, message):
+def test_transforms_after_normalization_raise_an_error(transforms, place, message):
     with pytest.raises(ConfigError, match=rf"^transforms\[{place}\]: {message}.* the list must end with"):
         Noise(transforms)
 

@@ -24,7 +24,7 @@ def make(height=6, width=8, seed=0):
 
 
 def aligned(height, width):
-    """Return a sample whose mask equals each image channel, to check that both move in the same way."""
+    """Return a sample whose mask equals each image channel, to check that both are transformed in the same way."""
     mask = np.arange(height * width, dtype=np.uint8).reshape(height, width)
     return {"image": np.stack([mask, mask, mask], axis=2), "mask": mask}
 
@@ -83,7 +83,7 @@ def test_flip_rejects_invalid_probabilities(prob):
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(1, 80))
-@example(7, 7, 61)  # 61 / 7 * 7 is less than 61 in floating point
+@example(7, 7, 61)  # in floating point, 61 / 7 * 7 is less than 61
 @settings(max_examples=60, deadline=None)
 def test_rescale_returns_the_exact_side_length(height, width, size):
     sample = {"image": np.zeros((height, width, 3), np.uint8), "mask": np.zeros((height, width), np.uint8)}
@@ -108,8 +108,8 @@ def test_images_are_resampled_bilinearly():
     row = np.array([0, 80, 200], dtype=np.float64)
     image = np.broadcast_to(row[None, :, None], (1, 3, 3)).astype(np.uint8)
     doubled = SegRescale(2.0)({"image": image, "mask": np.zeros((1, 3), np.uint8)}, rng())
-    centres = (np.arange(6) + 0.5) / 2 - 0.5
-    np.testing.assert_allclose(doubled["image"][0, :, 0], np.interp(centres, np.arange(3), row), atol=1)
+    centers = (np.arange(6) + 0.5) / 2 - 0.5
+    np.testing.assert_allclose(doubled["image"][0, :, 0], np.interp(centers, np.arange(3), row), atol=1)
 
 
 @pytest.mark.parametrize(
@@ -226,17 +226,17 @@ def test_unknown_modes_raise_errors():
         )
 
 
-def grey(image):
+def gray(image):
     return image.astype(np.float64) @ [0.299, 0.587, 0.114]
 
 
 @pytest.mark.parametrize("factor", [0.0, 0.4, 1.0, 1.7])
 @pytest.mark.parametrize("kind", ["brightness", "contrast", "saturation"])
-def test_colour_changes_follow_torchvisions_formulas(kind, factor):
+def test_color_changes_follow_the_torchvision_formulas(kind, factor):
     sample = make(16, 16)
     image = sample["image"].astype(np.float64)
-    other = {"brightness": 0 * image, "contrast": grey(image).mean() + 0 * image}.get(
-        kind, grey(image)[..., None]
+    other = {"brightness": 0 * image, "contrast": gray(image).mean() + 0 * image}.get(
+        kind, gray(image)[..., None]
     )
     expected = np.clip(factor * image + (1 - factor) * other, 0, 255)
     found = SegColorJitter(**{kind: (factor, factor)})(sample, rng())
@@ -244,13 +244,13 @@ def test_colour_changes_follow_torchvisions_formulas(kind, factor):
     assert found["mask"] is sample["mask"]
 
 
-def test_colour_changes_happen_in_random_order():
+def test_color_changes_happen_in_random_order():
     sample, generator = make(16, 16), rng()
     jitter = SegColorJitter((0.3, 0.3), (1.8, 1.8), (0.2, 0.2))
     assert 2 < len({jitter(sample, generator)["image"].tobytes() for _ in range(60)}) <= 6
 
 
-def test_colour_factors_are_drawn_from_the_whole_range():
+def test_color_factors_are_drawn_from_the_whole_range():
     white = {"image": np.full((1, 1, 3), 100, np.uint8), "mask": np.zeros((1, 1), np.uint8)}
     generator = rng()
     values = [int(SegColorJitter(brightness=0.5)(white, generator)["image"][0, 0, 0]) for _ in range(300)]
@@ -259,12 +259,12 @@ def test_colour_factors_are_drawn_from_the_whole_range():
     assert SegColorJitter(brightness=1.5).brightness == (0.0, 2.5)
 
 
-def test_jitter_without_factors_changes_nothing():
+def test_jitter_without_factors_does_not_change_the_image():
     sample = make()
     np.testing.assert_array_equal(SegColorJitter()(sample, rng())["image"], sample["image"])
 
 
 @pytest.mark.parametrize("value", [-0.5, (1.5, 0.5), (-1, 1), (1, 1, 1)])
-def test_invalid_colour_ranges_raise_errors(value):
+def test_invalid_color_ranges_raise_errors(value):
     with pytest.raises(ConfigError, match="contrast must be"):
         SegColorJitter(contrast=value)

@@ -42,7 +42,7 @@ def test_invalid_crop_arguments_raise_errors(wrong):
         RandomCrop(**wrong)
 
 
-def test_flip_mirrors_left_to_right_with_the_given_probability():
+def test_flip_mirrors_horizontally_with_the_given_probability():
     rng = np.random.default_rng(0)
     mirrored = image()[:, :, ::-1]
     flips = [np.array_equal(RandomHorizontalFlip(0.25)(image(), rng), mirrored) for _ in range(400)]
@@ -53,7 +53,7 @@ def test_flip_mirrors_left_to_right_with_the_given_probability():
         RandomHorizontalFlip(1.5)
 
 
-def test_parameters_normalise_as_in_torchvision():
+def test_parameters_normalize_as_in_torchvision():
     pixel_transforms, params = read_transforms(
         [{"type": "RandomCrop", "size": 6}, ToTensor(), {"type": "Normalize", "mean": MEAN, "std": STD}]
     )
@@ -66,7 +66,7 @@ def test_parameters_normalise_as_in_torchvision():
     torch.testing.assert_close(transform_images(pixels, only_scaled[None]).double(), pixels.double() / 255)
 
 
-def test_without_to_tensor_there_are_no_device_transforms():
+def test_no_device_transforms_without_to_tensor():
     flip = RandomHorizontalFlip()
     assert read_transforms([flip]) == ([flip], None)
 

@@ -39,15 +39,15 @@ def boxes(draw):
 
 
 @given(case=boxes(), seed=st.integers(0, 100))
-# The box needs exactly as many source pixels as it has itself, so torch would copy them.
+# The box has as many source pixels as output pixels, so torch copies them.
 @example(case=((12, 12), (13, 13), (3, 0, 10, 8)), seed=0)
 @example(case=((697, 381), (752, 411), (746, 0, 752, 61)), seed=0)
 @example(
     case=((1500, 3), (1000, 2), (990, 0, 1000, 2)), seed=0
-)  # 1500 * (1000 / 1500) might be less than 1000
+)  # 1500 * (1000 / 1500) could be less than 1000 in floating point
 @example(case=((1, 1), (7, 5), (2, 1, 7, 5)), seed=0)
 @settings(max_examples=300, deadline=None)
-def test_crop_equals_pillow_up_to_rounding(case, seed):
+def test_crop_matches_pillow_up_to_rounding(case, seed):
     source, scaled, box = case
     assert differences(noise(*source, seed), scaled, box).max() <= 2
 
@@ -60,7 +60,7 @@ def test_crops_of_large_images_rarely_differ_by_more_than_one_level(scale, corne
     left, top = (round(where * (side - cut)) for where, side, cut in zip(corner, scaled, size, strict=True))
     difference = differences(noise(2048, 1024), scaled, (left, top, left + size[0], top + size[1]))
     assert difference.max() <= 2
-    # Most of them occur at factors such as 7/4, where many values lie between two levels.
+    # Most differences occur at factors such as 7/4, where many values lie between two levels.
     assert (difference > 1).mean() < 1e-3
 
 

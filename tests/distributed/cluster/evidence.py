@@ -1,4 +1,4 @@
-"""Checks that a training run succeeded, or failed in the expected way."""
+"""Checks that a training run succeeded, or failed as expected."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cluster.machines import Run
 
-STUMBLE = Path(__file__).with_name("stumbling_training.py")
+FAILING = Path(__file__).with_name("failing_training.py")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -21,14 +21,14 @@ def trained(folder: Path, processes: int, steps: int) -> None:
 
 
 def words(run: Run) -> str:
-    """Return the output of a run without colors, cursor movements and line breaks."""
+    """Return a run's output without colors, cursor movements and line breaks."""
     return " ".join(_ANSI.sub(" ", run.output).split())
 
 
 def ended_by_rank_1(run: Run, how: str, within: float = 60) -> None:
-    """Check that the failure of rank 1 ended the whole training, and that its traceback was printed first.
+    """Check that the failure of rank 1 ended the whole training and printed its traceback first.
 
-    The limit includes the start, which takes long on a busy machine. Without failure detection the other ranks
+    The time limit includes the start, which is slow on a busy machine. Without failure detection, the other ranks
     would wait for ten minutes.
     """
     said = words(run.failed())

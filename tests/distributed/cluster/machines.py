@@ -1,7 +1,7 @@
 """Machines for tests: this machine, and two virtual machines built from Linux namespaces.
 
-The virtual machines have their own host names (n1, n2), addresses, hosts file and process ids, are connected by a
-veth pair and share the file system. They do not change this machine. Both end, with all their processes, when
+The virtual machines have separate host names (n1, n2), addresses, hosts files and process ids. A veth pair connects
+them, and they share the file system. They do not change this machine. Both machines and all their processes end when
 the pipe that they read from closes, even if the tests are killed.
 """
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[3]
 ADDRESSES = {"n1": "10.77.0.1", "n2": "10.77.0.2"}
 
 _UNSHARE = "unshare --net --uts --mount --pid --fork --mount-proc --propagation private"
-# The first process of n1: starts n2 and creates the veth pair; $1 is the hosts file. The first process of a
-# machine adopts its orphans; bash, unlike sleep or cat, also reaps them.
+# The first process of n1 starts n2 and creates the veth pair. $1 is the hosts file. The first process of a machine
+# adopts its orphans. Unlike sleep or cat, bash also reaps them.
 _BOOT = rf"""
 set -eu
 mount --bind "$1" /etc/hosts
@@ -46,12 +46,12 @@ while read -r; do :; done
 
 
 class NoMachines(Exception):  # noqa: N818  a reason to skip, not an error
-    """The user has no rights to create namespaces."""
+    """The user has no rights to create namespaces, or a program is missing."""
 
 
 @dataclass
 class Run:
-    """A running command and its output so far, including stderr."""
+    """A running command and its output, including stderr."""
 
     command: str
     process: subprocess.Popen[bytes]
@@ -64,7 +64,7 @@ class Run:
         return self.file.read_text(errors="replace")
 
     def wait(self, timeout: float = 150) -> Run:
-        """Wait for the command to end; after `timeout` seconds, end it and fail the test."""
+        """Wait for the command to end. After `timeout` seconds, terminate it and fail the test."""
         try:
             self.process.wait(max(0.0, self.began + timeout - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -76,7 +76,7 @@ class Run:
         return self
 
     def end(self) -> None:
-        """End the command if it still runs, first with SIGTERM, which launchers forward to their processes."""
+        """Terminate the command if it still runs, first with SIGTERM, which launchers forward to their processes."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 os.killpg(self.process.pid, number)
@@ -86,13 +86,13 @@ class Run:
                     continue
 
     def succeeded(self) -> Run:
-        """Check that the command succeeded, and return the run."""
+        """Check that the command succeeded. Return the run."""
         status = self.process.returncode
-        assert status == 0, f"{self.command}\nended with {status}:\n{self.output}"
+        assert status == 0, f"{self.command}\nexited with {status}:\n{self.output}"
         return self
 
     def failed(self) -> Run:
-        """Check that the command failed, and return the run."""
+        """Check that the command failed. Return the run."""
         assert self.process.returncode != 0, f"{self.command}\nshould have failed:\n{self.output}"
         return self
 
@@ -106,12 +106,12 @@ class Machine:
 
     @contextmanager
     def running(self, command: str, folder: Path, **environ: str) -> Iterator[Run]:
-        """Start the shell command in `folder`; end it at the end of the block if it still runs."""
+        """Start the shell command in `folder`. Terminate it at the end of the block if it still runs."""
         number = sum(1 for _ in folder.glob("output*.txt"))
         file = folder / f"output{number}.txt"
         with file.open("wb") as out:
             process = subprocess.Popen(
-                # bash changes to the folder, because `enter` changes the working directory.
+                # bash changes to the folder because `enter` changes the working directory.
                 [*self.enter, "bash", "-euo", "pipefail", "-c", f'cd "$0"\n{command}', str(folder)],
                 env=environment() | dict(self.environ) | environ,
                 stdin=subprocess.DEVNULL,
@@ -126,19 +126,19 @@ class Machine:
             run.end()
 
     def run(self, command: str, folder: Path, timeout: float = 150, **environ: str) -> Run:
-        """Run the shell command in `folder` and wait for its end."""
+        """Run the shell command in `folder` and wait for it to end."""
         with self.running(command, folder, **environ) as run:
             return run.wait(timeout)
 
 
 def this_machine() -> Machine:
-    """Return this machine with a free port as torchrun's default port, which another program may use."""
+    """Return this machine with a free default port for torchrun, because another program may use the usual port."""
     return Machine(environ={"PET_MASTER_PORT": str(free_port())})
 
 
 @contextmanager
 def two_machines(folder: Path) -> Iterator[dict[str, Machine]]:
-    """Create the machines n1 and n2, and end them with all their processes.
+    """Create the machines n1 and n2. Terminate them and all their processes at the end of the block.
 
     Raises:
         NoMachines: the user has no rights to create them, or a program is missing.
@@ -191,7 +191,7 @@ def _only_child(pid: int) -> int:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of this process without variables set by a launcher."""
+    """Return the environment of this process without the variables set by a launcher."""
     foreign = re.compile(
         r"(SLURM|SBATCH|SRUN|OMPI|PMI|PMIX|PET|TORCHELASTIC|MASTER)_|(LOCAL_)?(RANK|WORLD_SIZE)$"
     )

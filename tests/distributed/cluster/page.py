@@ -13,7 +13,7 @@ ENGLISH = ROOT / "docs/distributed.md"
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced code block with the heading above it, its language and its text."""
+    """A fenced code block with its heading, language and text."""
 
     section: str
     language: str
@@ -34,7 +34,7 @@ def blocks(page: Path = ENGLISH) -> list[Block]:
 
 
 def commands(section: str) -> list[str]:
-    """Return the shell blocks of a section of the English page; fail if there are none."""
+    """Return the shell blocks of a section of the English page. Fail if there are none."""
     found = [block.text for block in blocks() if (block.section, block.language) == (section, "bash")]
     assert found, f"no commands under '{section}' in {ENGLISH}"
     return found

@@ -1,4 +1,4 @@
-"""Run the Python blocks of the page in each process of a torchrun job, and print the wrapper of each model."""
+"""Run the page's Python blocks in each process of a torchrun job, and print each model's wrapper."""
 
 import functools
 

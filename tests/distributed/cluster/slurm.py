@@ -16,8 +16,8 @@ from cluster.machines import ADDRESSES, Machine, environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "sinfo")
 
-# Each machine is configured with eight processors and two GPUs, regardless of its hardware. The tests check which
-# processes are started where, and with which variables. No process opens a GPU, so /dev/null replaces it.
+# Each machine is configured with eight processors and two GPUs, regardless of its hardware. The tests check on which
+# machine each process starts, and with which variables. No process opens a GPU, so /dev/null replaces it.
 _CONF = """
 ClusterName=tests
 SlurmctldHost=n1({n1})
@@ -53,7 +53,7 @@ PartitionName=mm_dev Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 @contextmanager
 def slurm(machines: Mapping[str, Machine], folder: Path) -> Iterator[Machine]:
-    """Start the cluster in an empty folder and return n1, from which jobs are submitted."""
+    """Start the cluster in an empty folder. Return n1, from which jobs are submitted."""
     for name in ("munge", "state", "spool-n1", "spool-n2"):
         (folder / name).mkdir(mode=0o755)
     key = folder / "munge/key"
@@ -85,7 +85,7 @@ def slurm(machines: Mapping[str, Machine], folder: Path) -> Iterator[Machine]:
 
 
 def _no_cgroups() -> str:
-    """Return the name of the plugin that does not use cgroups; it changed in Slurm 24."""
+    """Return the name of the plugin without cgroups, which changed in Slurm 24."""
     said = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True, env=environment())
     return "disabled" if int(re.findall(r"\d+", said.stdout)[0]) >= 24 else "cgroup/v1"
 

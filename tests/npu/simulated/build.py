@@ -1,9 +1,9 @@
-"""Build the simulated NPU, and print the folder that makes torch load it from PYTHONPATH.
+"""Build the simulated NPU, and print the folder that must be in PYTHONPATH for torch to load it.
 
     PYTHONPATH=$(python tests/npu/simulated/build.py) python -c 'import torch; print(torch.ones(2, device="npu"))'
 
-torch loads the package through its entry point `torch.backends`, as it loads Ascend's torch_npu. The build takes
-about half a minute and is kept in the system's temporary folder, by the versions and the sources that it depends on.
+PyTorch loads the package through its entry point `torch.backends`, like Ascend's torch_npu. The build takes about half
+a minute. The system's temporary folder caches it by the versions and sources that it depends on.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _METADATA = "Metadata-Version: 2.1\nName: torch_npu\nVersion: 0.0\n"
 
 
 def folder() -> Path:
-    """Return the folder of the build for this interpreter, this version of torch and the current sources."""
+    """Return the build folder for this interpreter, this version of torch and the current sources."""
     parts = [sys.version, version("torch"), *(path.read_text() for path in sorted(SOURCES.glob("*.*")))]
     digest = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"slipstream-npu-{getpass.getuser()}-{digest}"
 
 
 def build() -> Path:
-    """Return the folder of the build, which is created if it does not exist.
+    """Return the build folder, which is created if it does not exist.
 
     Raises:
         SystemExit: there is no C++ compiler.
@@ -52,13 +52,13 @@ def build() -> Path:
     _compile(package / "_C.so")
     try:
         temporary.rename(target)
-    except OSError:  # another process has built it meanwhile
+    except OSError:  # another process has built it in the meantime
         shutil.rmtree(temporary)
     return target
 
 
 def _compile(output: Path) -> None:
-    spec = importlib.util.find_spec("torch")  # without an import, which would load an installed torch_npu
+    spec = importlib.util.find_spec("torch")  # no import here, because it would load an installed torch_npu
     assert spec is not None
     assert spec.origin is not None
     torch = Path(spec.origin).parent

@@ -1,4 +1,4 @@
-"""Performance model of distributed training: predict step times on 8 to 4,096 GPUs (docs/scaling.md)."""
+"""A performance model of distributed training, which predicts step times on 8 to 4,096 GPUs (docs/scaling.md)."""
 
 from slipstream.apps.scaling.describe import describe
 from slipstream.apps.scaling.model_profile import (

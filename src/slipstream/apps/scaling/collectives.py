@@ -1,9 +1,9 @@
 """Duration of collectives in the alpha-beta cost model, on nodes with several GPUs.
 
-The functions describe a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
+Each function describes a collective of `n` bytes among `machines` x `local` GPUs. For reduce-scatter and all-gather,
 `n` is the size of the whole buffer. Sources: Hockney 1994 (alpha + n beta); Thakur, Rabenseifner and Gropp 2005
 (ring); Sanders, Speck and Träff 2009 (two trees); NVIDIA/nccl, src/graph/tuning.cc (a chain within a node, trees
-between nodes, latencies by kind of hop).
+between nodes, latencies by type of hop).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Links = tuple[Link, Link]
 
 
 def ring(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of a reduce-scatter or an all-gather on a single ring.
+    """Return the duration in seconds of a reduce-scatter or an all-gather on a single ring.
 
     Each of the p - 1 hops transfers n / p bytes over all network cards of a node:
     `latencies + (p - 1) / p * n * max(beta_intra, beta_inter)`.
@@ -31,22 +31,22 @@ def ring(n: float, links: Links, machines: int, local: int) -> float:
 
 
 def hierarchical(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of a hierarchical reduce-scatter or all-gather, within nodes and between nodes.
+    """Return the duration in seconds of a hierarchical reduce-scatter or all-gather, within nodes and between nodes.
 
-    Between nodes, each of the `local` GPUs transfers n / local bytes, all through the node's cards.
+    Between nodes, each of the `local` GPUs transfers n / local bytes. All GPUs of a node share its network cards.
     """
     return ring(n, links, 1, local) + ring(n, links, machines, 1)
 
 
 def tree(n: float, links: Links, machines: int, local: int) -> float:
-    """Return the seconds of an all-reduce on two binary trees: few latencies, and a transfer time of 2 n beta."""
+    """Return the duration in seconds of an all-reduce on two binary trees, with a transfer time of 2 n beta."""
     intra, inter = links
     latency = (local - 1) * intra.alpha + math.ceil(math.log2(machines)) * inter.alpha
     return 2 * (latency + n * _slowest(links, machines, local))
 
 
 def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of an all-reduce with the fastest algorithm and protocol, or 0 for one GPU.
+    """Return the duration in seconds of an all-reduce with the fastest algorithm and protocol, or 0 for one GPU.
 
     On rings, an all-reduce is a reduce-scatter followed by an all-gather.
     """
@@ -58,19 +58,19 @@ def all_reduce(n: float, cluster: Cluster, machines: int, local: int) -> float:
 
 
 def all_gather(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of an all-gather with the fastest algorithm and protocol, or 0 for one GPU."""
+    """Return the duration in seconds of an all-gather with the fastest algorithm and protocol, or 0 for one GPU."""
     fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
     return _whole(fastest + n * cluster.gamma.all_gather, cluster, machines * local)
 
 
 def reduce_scatter(n: float, cluster: Cluster, machines: int, local: int) -> float:
-    """Return the seconds of a reduce-scatter with the fastest algorithm and protocol, or 0 for one GPU."""
+    """Return the duration in seconds of a reduce-scatter with the fastest algorithm and protocol, or 0 for one GPU."""
     fastest = min(_half(n, links, machines, local) for links in _protocols(cluster))
     return _whole(fastest + n * cluster.gamma.reduce_scatter, cluster, machines * local)
 
 
 def volume(n: float, gpus: int) -> float:
-    """Return the bytes that each GPU sends in a reduce-scatter or an all-gather. An all-reduce sends twice as many."""
+    """Return the number of bytes that each GPU sends in a reduce-scatter or an all-gather (half of an all-reduce)."""
     return (gpus - 1) / gpus * n
 
 

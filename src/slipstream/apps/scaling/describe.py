@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["describe"]
 
-_BATCH = 2  # BatchNorm rejects a single value per channel, which pooling to 1 x 1 would produce
+_BATCH = 2  # after pooling to 1 x 1, BatchNorm rejects a batch of one sample
 
 
 @dataclass
@@ -29,7 +29,7 @@ class _Part:
 
 @dataclass
 class _Observer:
-    """Observer that assigns FLOPs and saved tensors to the last module with parameters that ran."""
+    """Assigns FLOPs and saved tensors to the last module with parameters that ran."""
 
     count_flops: Any
     seen: set[int]
@@ -49,7 +49,7 @@ class _Observer:
             self.counted = total
 
     def save(self, tensor: Tensor) -> Tensor:
-        # Tensors may share a storage, which is counted once. Meta storages have no address to compare.
+        # Count a storage shared by several tensors only once. Meta storages have no address, so compare `_cdata`.
         storage = tensor.untyped_storage()
         if self.current is not None and storage._cdata not in self.seen:
             self.seen.add(storage._cdata)
@@ -59,19 +59,19 @@ class _Observer:
 
 
 def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None = None) -> Model:
-    """Return the blocks of a network in training, one for each module with its own parameters.
+    """Return the blocks of a network in training mode, one for each module with its own parameters.
 
-    Operations without parameters (activations, pooling, resizing) count towards the preceding block. FLOPs are those of
-    matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd saves,
+    Operations without parameters (activations, pooling, resizing) are assigned to the preceding block. FLOPs are those
+    of matrix products and convolutions (`torch.utils.flop_counter`). Activations are the storages that autograd saves,
     counted as float32.
 
     Args:
-        network: The network. A copy is analysed, so it is not changed.
-        input_shape: Shape of one sample, without the batch dimension.
-        name: Name of the model. Default: the class name.
+        network: the network. This function analyzes a copy and does not change the network.
+        input_shape: shape of one sample, without the batch dimension.
+        name: name of the model. Default: the class name.
 
     Raises:
-        ModelError: If the network has no parameters or does not accept inputs of this shape.
+        ModelError: if the network has no parameters or does not accept inputs of this shape.
     """
     import torch
     from torch.utils.flop_counter import FlopCounterMode
@@ -94,7 +94,7 @@ def describe(network: nn.Module, input_shape: tuple[int, ...], name: str | None 
         observer.settle()
     del kept
     if not observer.parts:
-        raise ModelError(f"{type(network).__name__} has no parameters to train")
+        raise ModelError(f"{type(network).__name__} has no trainable parameters")
     blocks = tuple(
         Block(p.name, p.parameters, p.flops / _BATCH, p.saved_bytes / 4 / _BATCH, p.norm_channels)
         for p in observer.parts.values()
@@ -107,7 +107,7 @@ def _observe(network: nn.Module, copy: nn.Module, observer: _Observer) -> None:
 
     owned: set[int] = set()
     for (name, module), copied in zip(network.named_modules(), copy.modules(), strict=True):
-        # Shared parameters belong to the first module. The copy on the meta device no longer shares them.
+        # Shared parameters belong to the first module. The copy on the meta device does not share them.
         new = [p for p in module.parameters(recurse=False) if p.requires_grad and id(p) not in owned]
         owned.update(map(id, new))
         if new:

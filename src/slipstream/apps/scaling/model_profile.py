@@ -1,4 +1,4 @@
-"""Inputs and outputs of predictions: Python numbers in seconds, bytes and FLOPs."""
+"""Inputs and outputs of predictions, in seconds, bytes and FLOPs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kind = Literal["ddp", "hsdp", "fsdp2"]
 
 @dataclass(frozen=True)
 class Block:
-    """A part of a network that runs, and is gathered, as one unit."""
+    """A part of a network that runs and is gathered as one unit."""
 
     name: str
     parameters: int
@@ -56,7 +56,7 @@ class Link:
     alpha: float
     beta: float
     quick_alpha: float | None = None
-    """Alpha of a second protocol for small messages with twice the beta (NCCL's LL), if there is one."""
+    """Alpha of a second protocol for small messages with twice the beta (NCCL's LL), or None."""
 
     def quick(self) -> Link:
         """Return the link with its second protocol."""
@@ -74,10 +74,10 @@ class Gamma:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A homogeneous cluster of nodes with GPUs (or processes, on CPUs).
+    """A homogeneous cluster of nodes with GPUs (on CPUs, processes).
 
     Raises:
-        ConfigError: If the number of GPUs is not a multiple of the GPUs per node.
+        ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
     """
 
     gpus: int
@@ -85,7 +85,7 @@ class Cluster:
     intra: Link
     """Link between the GPUs of a node. Beta is per GPU and direction."""
     inter: Link
-    """Link between nodes. Beta covers all network cards of a node together, per direction."""
+    """Link between nodes. Beta is for all network cards of a node together, per direction."""
     flops: float
     """Sustained FLOP/s of one GPU."""
     memory_bandwidth: float
@@ -96,17 +96,17 @@ class Cluster:
     """Seconds to launch a collective."""
     gamma: Gamma = Gamma()
     overlap: float = 1.0
-    """The fraction of a collective that overlaps with computation: 1 on GPUs, 0 if the cores that compute also copy."""
+    """Fraction of a collective that overlaps with computation: 1 on GPUs, 0 if the same cores compute and copy."""
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
             raise ConfigError(
-                f"both the number of GPUs ({self.gpus}) and the GPUs per node ({self.gpus_per_node}) must be at least 1"
+                f"the number of GPUs ({self.gpus}) and the GPUs per node ({self.gpus_per_node}) must be at least 1"
             )
         if self.gpus > self.gpus_per_node and self.gpus % self.gpus_per_node:
             raise ConfigError(
-                f"{self.gpus} GPUs do not fill nodes of {self.gpus_per_node} GPUs; use a multiple of "
-                f"{self.gpus_per_node}"
+                f"the number of GPUs ({self.gpus}) is not a multiple of the GPUs per node ({self.gpus_per_node}); "
+                f"use a multiple of {self.gpus_per_node}"
             )
 
     @property
@@ -122,24 +122,24 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Strategy:
-    """Parallel strategy and number formats."""
+    """A parallel strategy and its number formats."""
 
     kind: Kind
     sync_bn: bool = True
     parameter_bytes: int = 2
-    """Bytes per parameter when it is gathered by FSDP2 and HSDP, or cast for the forward pass."""
+    """Bytes per parameter in the all-gathers of FSDP2 and HSDP, and in the forward pass."""
     gradient_bytes: int = 4
-    """Bytes per gradient value when gradients are reduced."""
+    """Bytes per gradient value in reductions."""
     activation_bytes: int = 2
     state_bytes: int = 8
     """Bytes of optimizer state per parameter. Adam stores two float32 values."""
     bucket_bytes: int = 25 * 2**20
     """DDP's `bucket_cap_mb`."""
     unit_parameters: int = 2**18
-    """FSDP2 and HSDP gather consecutive blocks together until they have at least this many parameters.
-    `MMFullyShardedDataParallel` has the same minimum by default."""
+    """Minimum number of parameters in the units of consecutive blocks that FSDP2 and HSDP gather. The default is that
+    of `MMFullyShardedDataParallel`."""
     noise: float = 0.02
-    """Standard deviation of one GPU's computing time between steps, relative to the time."""
+    """Standard deviation of one GPU's computing time over steps, relative to its mean."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class Prediction:
 
     @property
     def efficiency(self) -> float:
-        """The fraction of the step in which a GPU computes, 0 to 1."""
+        """Fraction of the step in which a GPU computes, from 0 to 1."""
         return self.compute / self.step_time
 
     @property

@@ -1,4 +1,4 @@
-"""Predict step times, memory and the best strategy from a network and a cluster."""
+"""Predict step times, memory and the best strategy for a network on a cluster."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def predict(
     """Return the predicted time and memory of a step.
 
     Args:
-        model: The network.
-        cluster: The hardware.
-        strategy: The parallel strategy.
-        batch: Samples per GPU.
-        step_time: Measured seconds of a step on one GPU with this batch. The estimated computing times of the blocks
-            are scaled to this total.
+        model: the network.
+        cluster: the hardware.
+        strategy: the parallel strategy.
+        batch: number of samples per GPU.
+        step_time: measured duration of a step in seconds, on one GPU with this batch. The estimated computing times of
+            the blocks are scaled to this total.
     """
     work = work_of(model, cluster, strategy, batch, step_time)
     schedule = simulate(model, cluster, strategy, work)
@@ -47,14 +47,14 @@ def best(predictions: list[Prediction]) -> Prediction:
 def work_of(
     model: Model, cluster: Cluster, strategy: Strategy, batch: int, step_time: float | None = None
 ) -> Work:
-    """Return the computing time of each block: the maximum of its FLOP time and its memory time.
+    """Return the computing time of each block, which is the maximum of its FLOP time and its memory time.
 
     This is a roofline model (Williams, Waterman and Patterson 2009). The forward pass writes and reads each saved value
-    once. The backward pass takes twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads
+    once. The backward pass has twice the FLOPs and twice the memory traffic. The optimizer is memory-bound: it reads
     and writes parameters and state, and reads gradients.
 
     Raises:
-        ConfigError: If the step time is not a positive number.
+        ConfigError: if the step time is not a positive number.
     """
     forward = []
     for block in model.blocks:
@@ -76,8 +76,8 @@ def work_of(
 def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: int) -> float:
     """Return the memory of a GPU in bytes (Rajbhandari et al. 2020): parameters, gradients, state and activations.
 
-    Sharded strategies divide the first three and hold the two largest units unsharded, for gathering and reduction.
-    DDP also holds the parameters cast for the forward pass, if any.
+    Sharded strategies partition the first three, and store the two largest units unsharded, for gathering and
+    reduction. DDP also stores the parameters that are cast for the forward pass, if any.
     """
     activations = batch * model.activations * strategy.activation_bytes
     kept = model.parameters * (4 + 4 + strategy.state_bytes) / shards(cluster, strategy)
@@ -93,8 +93,8 @@ def memory_per_gpu(model: Model, cluster: Cluster, strategy: Strategy, batch: in
 
 
 def slowest_of(n: int) -> float:
-    """Return by how many standard deviations the expected maximum of `n` normal times exceeds the mean.
+    """Return the expected maximum of `n` samples from a standard normal distribution.
 
-    Blom's approximation (1958) of the expected largest order statistic: the quantile (n - 3/8) / (n + 1/4).
+    This is Blom's approximation (1958) of the largest order statistic: the quantile (n - 3/8) / (n + 1/4).
     """
     return NormalDist().inv_cdf((n - 0.375) / (n + 0.25))

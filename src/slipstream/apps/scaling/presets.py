@@ -1,4 +1,4 @@
-"""Presets for hardware, and networks described by formulas."""
+"""Hardware presets, and networks described by formulas."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ __all__ = [
 ]
 
 SUSTAINED_FLOPS = 0.4
-"""Fraction of peak FLOP/s: the value of large models (PaLM 46 %, Chowdhery et al. 2022; MegaScale 55 %,
-Jiang et al. 2024), reduced for convolutions."""
+"""Sustained fraction of peak FLOP/s. It is below that of large language models (PaLM 46%, Chowdhery et al. 2022;
+MegaScale 55%, Jiang et al. 2024), because convolutions are less efficient."""
 SUSTAINED_LINK = 0.8
-"""Fraction of nominal bandwidth of links and memory: protocol overhead and imperfect access."""
+"""Sustained fraction of the nominal bandwidth of links and memory, after protocol overhead and imperfect access."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Specification from the vendor's data sheet."""
+    """A GPU's specification from the vendor's data sheet."""
 
     flops: float
     """Dense bf16 (V100: fp16) FLOP/s with float32 accumulation."""
     memory_bandwidth: float
     memory: float
     link_bandwidth: float
-    """Bandwidth to the other GPUs of the node, bytes per second and direction."""
+    """Bandwidth to the other GPUs of the node, in bytes per second and direction."""
     link_alpha: tuple[float, float] = (1.9e-6, 0.6e-6)
     """Alpha for large and for small messages."""
 
@@ -43,9 +43,9 @@ class Network:
     """Network between nodes."""
 
     bandwidth: float
-    """Bandwidth of one card, bytes per second and direction."""
+    """Bandwidth of one card, in bytes per second and direction."""
     per_gpu: bool
-    """Whether each GPU has a card. If False, each node has one."""
+    """Whether each GPU has a card. If False, each node has one card."""
     alpha: tuple[float, float]
     """Alpha for large and for small messages."""
 
@@ -74,10 +74,10 @@ def make_cluster(gpu: Gpu, network: Network, gpus: int, gpus_per_node: int) -> C
     """Return a cluster of `gpus` GPUs with sustained rates.
 
     Raises:
-        ConfigError: If the number of GPUs is not a multiple of the GPUs per node.
+        ConfigError: if the number of GPUs is not a multiple of the GPUs per node.
     """
     cards = gpus_per_node if network.per_gpu else 1
-    # FSDP2 copies out of gathered buffers and into reduced buffers.
+    # FSDP2 copies values out of gathered buffers and into buffers for reduction.
     copy = 2 / (SUSTAINED_LINK * gpu.memory_bandwidth)
     return Cluster(
         gpus,
@@ -100,10 +100,10 @@ def _link(alpha: tuple[float, float], bandwidth: float) -> Link:
 def segformer_1b(height: int, width: int) -> Model:
     """Return a SegFormer (arXiv 2105.15203) with one billion parameters, computed from formulas.
 
-    Widths are four times those of B5 (256, 512, 1280, 2048), depths are 3, 6, 30 and 3. Attention reduces keys by 8,
-    4, 2 and 1 per side. The feed-forward layers are four times as wide, with a 3x3 depthwise convolution. The all-MLP
-    decoder has 768 channels and 19 classes. Per token, a block of width C with reduction R has `12 C^2 + (R C)^2`
-    weights (the second term only if R > 1) and saves `20 C` values.
+    Widths are four times those of B5 (256, 512, 1280, 2048), and depths are 3, 6, 30 and 3. Attention reduces keys by
+    8, 4, 2 and 1 per side. The feed-forward layers are four times as wide as the tokens and contain a 3x3 depthwise
+    convolution. The all-MLP decoder has 768 channels and 19 classes. A block of width C with reduction R has
+    `12 C^2 + (R C)^2` weights (the second term only if R > 1) and saves `20 C` values per token.
     """
     stages = zip((256, 512, 1280, 2048), (3, 6, 30, 3), (8, 4, 2, 1), (4, 8, 16, 32), strict=True)
     blocks, before, decoder, hidden, classes = [], 3, 0, 768, 19
@@ -112,7 +112,7 @@ def segformer_1b(height: int, width: int) -> Model:
         patch = (7 if number == 1 else 3) ** 2 * before * c
         blocks.append(Block(f"patch{number}", patch + 3 * c, 2.0 * patch * tokens, 3.0 * c * tokens))
         keys = tokens / reduction**2
-        # Queries, projection and feed-forward process all tokens. Keys and values process only the reduced ones.
+        # Queries, projection and feed-forward layers process all tokens; keys and values process only the reduced ones.
         per_token = 2 * c * c + 8 * c * c + 36 * c
         per_key = 2 * c * c + ((reduction * c) ** 2 if reduction > 1 else 0)
         vectors = 19 * c if reduction > 1 else 16 * c  # biases and LayerNorms

@@ -1,4 +1,4 @@
-"""Event simulation of one training step, on a processor and a network that runs one collective at a time."""
+"""Event simulation of a training step on a processor and a network that runs one collective at a time."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = [
 ]
 
 FIRST_BUCKET_BYTES = 2**20
-"""DDP's first bucket is small to start the reduction early (torch.nn.parallel.DistributedDataParallel)."""
+"""Size of the first bucket of torch's DDP, which is small so that the reduction starts early."""
 SYNC_BN_ONE_MESSAGE = 2**18
-"""Up to this number of values, `slipstream.model.SyncBatchNorm` sends one message instead of two."""
+"""Maximum number of values for which `slipstream.model.SyncBatchNorm` runs one collective instead of two."""
 _STATISTICS_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Work:
-    """Computing time in seconds: forward and backward of each block, in block order, and the optimizer."""
+    """Computing time in seconds of the forward and backward passes of each block, in order, and of the optimizer."""
 
     forward: Sequence[float]
     backward: Sequence[float]
@@ -53,7 +53,7 @@ class Event:
 
 @dataclass
 class Schedule:
-    """Timeline of one GPU in a step. All other GPUs have the same timeline."""
+    """Timeline of one GPU in a step, which is the same for all GPUs."""
 
     cluster: Cluster
     now: float = 0.0
@@ -67,7 +67,7 @@ class Schedule:
         self.now += seconds
 
     def send(self, name: str, seconds: float, sent: float) -> float:
-        """Queue a collective whose data are ready now. Return its end time."""
+        """Queue a collective whose data is ready now, and return its end time."""
         start = max(self.now, self.network)
         self.network = start + seconds
         self.now += (1 - self.cluster.overlap) * seconds
@@ -80,7 +80,7 @@ class Schedule:
 
 
 def simulate(model: Model, cluster: Cluster, strategy: Strategy, work: Work) -> Schedule:
-    """Return the timeline of one step. Its `now` is the end of the step."""
+    """Return the timeline of one step; its `now` is the end of the step."""
     schedule = Schedule(cluster)
     run = _replicated if strategy.kind == "ddp" else _sharded
     run(model, cluster, strategy, work, schedule)
@@ -101,7 +101,7 @@ def units(blocks: Sequence[Block], least: int) -> list[range]:
 
 
 def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
-    """DDP: all-reduce each bucket of gradients during the backward pass (Li et al. 2020)."""
+    """Simulate DDP, which all-reduces each bucket of gradients during the backward pass (Li et al. 2020)."""
     everywhere = (cluster, cluster.machines, cluster.local)
     for index, block in enumerate(model.blocks):
         _sync_norm(block, strategy, schedule, work.forward[index])
@@ -115,7 +115,10 @@ def _replicated(model: Model, cluster: Cluster, strategy: Strategy, work: Work, 
 
 
 def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, schedule: Schedule) -> None:
-    """FSDP2 and HSDP: gather each unit while the previous one runs; reduce-scatter its gradients (Zhao et al. 2023)."""
+    """Simulate FSDP2 or HSDP (Zhao et al. 2023).
+
+    Each unit is gathered while the previous one runs. In the backward pass, its gradients are then reduce-scattered.
+    """
     ranks = shards(cluster, strategy)
     group = (cluster, ranks // cluster.local, cluster.local)
     all_units = units(model.blocks, strategy.unit_parameters)
@@ -142,16 +145,17 @@ def _sharded(model: Model, cluster: Cluster, strategy: Strategy, work: Work, sch
         n = sizes[number] * strategy.gradient_bytes
         schedule.send("reduce-scatter", reduce_scatter(n, *group), volume(n, ranks))
         if ranks < cluster.gpus:
-            # The GPUs of a node reduce their partitions at the same time over shared cards, as if n bytes were reduced.
+            # The GPUs of a node reduce their partitions over shared cards simultaneously, which sends n bytes in total.
             seconds = all_reduce(n, cluster, cluster.machines, 1)
             schedule.send("all-reduce", seconds, 2 * volume(n / ranks, cluster.machines))
 
 
 def _sync_norm(block: Block, strategy: Strategy, schedule: Schedule, seconds: float) -> None:
-    """Compute a block. A SyncBN waits in each pass for one or two small all-reduces.
+    """Compute a block; in each pass, a SyncBN first waits for one or two small all-reduces.
 
-    With one message, each GPU has a row with its moments and count. If this message is too large, the means and counts
-    are reduced first, then the squared deviations. The backward pass reduces the gradients of these values likewise.
+    A single all-reduce sends a row with the moments and the count of each GPU. If it is too large, the means and counts
+    are reduced first, then the squared deviations. The backward pass reduces the gradients of these values in the same
+    way.
     """
     cluster = schedule.cluster
     if strategy.sync_bn and block.norm_channels and cluster.gpus > 1:

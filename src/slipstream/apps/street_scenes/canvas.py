@@ -1,7 +1,7 @@
-"""The drawing list of a street scene: polygons in world coordinates, projected to relative image coordinates.
+"""The drawing list of a street scene, which contains polygons projected from world to relative image coordinates.
 
-A `Canvas` does not depend on the image size. World coordinates are in metres: X right, Y up from the ground, Z ahead of
-the camera.
+A `Canvas` is independent of the image size. World coordinates are in meters: X points right, Y points up from the
+ground, and Z points forward from the camera.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from random import Random
 from typing import NamedTuple
 
-__all__ = ["Camera", "Canvas", "Colour", "Light", "Point", "Shape", "some_colour", "tint"]
+__all__ = ["Camera", "Canvas", "Color", "Light", "Point", "Shape", "some_color", "tint"]
 
-Colour = tuple[float, float, float]
+Color = tuple[float, float, float]
 Point = tuple[float, float]
 Four = tuple[float, float, float, float]
 
@@ -27,7 +27,7 @@ _FAR = 1000.0
 
 
 class Camera(NamedTuple):
-    """A pinhole camera above the ground: focal length in image widths, vanishing point, height in metres."""
+    """A pinhole camera above the ground: focal length in image widths, vanishing point, height in meters."""
 
     focal: float
     vx: float
@@ -36,15 +36,15 @@ class Camera(NamedTuple):
 
 
 class Light(NamedTuple):
-    """The light of a scene: brightness factors, RGB colours in 0..1, and `reach`, the half-haze distance (m)."""
+    """The light of a scene: brightness factors, RGB colors (0 to 1), and `reach`, the half-haze distance in meters."""
 
     sun_side: int
     left: float
     right: float
     facing: float
     top: float
-    tint: Colour
-    haze: Colour
+    tint: Color
+    haze: Color
     reach: float
     dusk: bool
 
@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     points: list[Point]
     cls: int
     material: int
-    table: tuple[float, ...]  # plane (3), colour (3), second colour (3), parameters of the material (4)
+    table: tuple[float, ...]  # plane (3), color (3), second color (3), parameters of the material (4)
 
 
 class Canvas:
@@ -70,12 +70,12 @@ class Canvas:
         self._depth = _FAR
 
     def place(self, layer: int, z: float) -> None:
-        """Paint subsequent shapes in `layer`, before all shapes nearer than `z` metres."""
+        """Paint subsequent shapes in `layer`, before all shapes nearer than `z` meters."""
         self._key = layer * _FAR * 2 - z
         self._depth = z
 
     def point(self, x: float, y: float, z: float) -> Point:
-        """Return the image position of a world point in relative coordinates (0..1 inside the image)."""
+        """Return the image position of a world point in relative coordinates (from 0 to 1 inside the image)."""
         focal, vx, vy, height = self.camera
         z = max(z, 0.4)
         return vx + focal * x / z, vy + 2.0 * focal * (height - y) / z
@@ -84,36 +84,36 @@ class Canvas:
         self,
         points: list[Point],
         cls: int,
-        colour: Colour,
+        color: Color,
         material: int = PLAIN,
-        second: Colour | None = None,
+        second: Color | None = None,
         params: Four = NOTHING,
         plane: tuple[float, float, float] | None = None,
     ) -> None:
-        """Add a polygon of image points. Without `plane`, it is upright at the current depth."""
+        """Add a polygon of image points; without `plane`, it is upright at the current depth."""
         plane = plane or (0.0, 0.0, 1.0 / self._depth)
-        second = second or (colour[0] * 0.6, colour[1] * 0.58, colour[2] * 0.55)
-        self.shapes.append(Shape(self._key, points, cls, material, plane + colour + second + params))
+        second = second or (color[0] * 0.6, color[1] * 0.58, color[2] * 0.55)
+        self.shapes.append(Shape(self._key, points, cls, material, plane + color + second + params))
 
     def ground(
         self,
         x: tuple[float, float],
         z: tuple[float, float],
         cls: int,
-        colour: Colour,
+        color: Color,
         material: int,
-        second: Colour | None = None,
+        second: Color | None = None,
         params: Four = NOTHING,
     ) -> None:
-        """Add a rectangle that lies on the ground."""
+        """Add a rectangle on the ground."""
         at = self.point
         points = [at(x[0], 0, z[0]), at(x[1], 0, z[0]), at(x[1], 0, z[1]), at(x[0], 0, z[1])]
-        self.add(points, cls, colour, material, second, params, (0.0, 1.0 / self.camera.height, 0.0))
+        self.add(points, cls, color, material, second, params, (0.0, 1.0 / self.camera.height, 0.0))
 
-    def blot(self, x: float, z: float, rx: float, rz: float, cls: int, colour: Colour, material: int) -> None:
-        """Add an octagon that lies on the ground, such as a shadow, a patch or a manhole."""
+    def blot(self, x: float, z: float, rx: float, rz: float, cls: int, color: Color, material: int) -> None:
+        """Add an octagon on the ground, such as a shadow, a patch or a manhole cover."""
         ring = [self.point(x + rx * u, 0, z + rz * v) for u, v in _OCTAGON]
-        self.add(ring, cls, colour, material, plane=(0.0, 1.0 / self.camera.height, 0.0))
+        self.add(ring, cls, color, material, plane=(0.0, 1.0 / self.camera.height, 0.0))
 
     def side(
         self,
@@ -121,15 +121,15 @@ class Canvas:
         z: tuple[float, float],
         y: tuple[float, float],
         cls: int,
-        colour: Colour,
+        color: Color,
         material: int,
-        second: Colour | None = None,
+        second: Color | None = None,
         params: Four = NOTHING,
     ) -> None:
         """Add an upright rectangle along the street, in the plane X = `x`."""
         at = self.point
         points = [at(x, y[0], z[0]), at(x, y[1], z[0]), at(x, y[1], z[1]), at(x, y[0], z[1])]
-        self.add(points, cls, colour, material, second, params, (1.0 / x, 0.0, 0.0))
+        self.add(points, cls, color, material, second, params, (1.0 / x, 0.0, 0.0))
 
     def front(
         self,
@@ -137,19 +137,19 @@ class Canvas:
         y: tuple[float, float],
         z: float,
         cls: int,
-        colour: Colour,
+        color: Color,
         material: int = PLAIN,
-        second: Colour | None = None,
+        second: Color | None = None,
         params: Four = NOTHING,
     ) -> None:
         """Add an upright rectangle that faces the camera, in the plane Z = `z`."""
         left, bottom = self.point(x[0], y[0], z)
         right, top = self.point(x[1], y[1], z)
         points = [(left, bottom), (left, top), (right, top), (right, bottom)]
-        self.add(points, cls, colour, material, second, params, (0.0, 0.0, 1.0 / max(z, 0.4)))
+        self.add(points, cls, color, material, second, params, (0.0, 0.0, 1.0 / max(z, 0.4)))
 
-    def limb(self, a: Point, b: Point, wa: float, wb: float, cls: int, colour: Colour) -> None:
-        """Add a bar from image point `a` to `b` with widths `wa` and `wb` (in metres at the current depth)."""
+    def limb(self, a: Point, b: Point, wa: float, wb: float, cls: int, color: Color) -> None:
+        """Add a bar from image point `a` to `b` with widths `wa` and `wb` (in meters at the current depth)."""
         scale = self.camera.focal / self._depth / 2
         ux, uy = b[0] - a[0], (b[1] - a[1]) / 2
         length = (ux * ux + uy * uy) ** 0.5 or 1e-9
@@ -160,41 +160,41 @@ class Canvas:
             (b[0] - nx * wb, b[1] - ny * wb),
             (a[0] - nx * wa, a[1] - ny * wa),
         ]
-        self.add(points, cls, colour)
+        self.add(points, cls, color)
 
     def disc(
-        self, centre: Point, radius: float, cls: int, colour: Colour, ring: Sequence[Point] | None = None
+        self, center: Point, radius: float, cls: int, color: Color, ring: Sequence[Point] | None = None
     ) -> None:
-        """Add a disc (or the outline `ring`) of `radius` metres around an image point at the current depth."""
+        """Add a disc (or the outline `ring`) of `radius` meters around an image point at the current depth."""
         s = self.camera.focal / self._depth * radius
-        cx, cy = centre
-        self.add([(cx + u * s, cy + 2 * v * s) for u, v in ring or _OCTAGON], cls, colour)
+        cx, cy = center
+        self.add([(cx + u * s, cy + 2 * v * s) for u, v in ring or _OCTAGON], cls, color)
 
 
 _OCTAGON = [(1, 0.41), (0.41, 1), (-0.41, 1), (-1, 0.41), (-1, -0.41), (-0.41, -1), (0.41, -1), (1, -0.41)]
 
 
-def tint(colour: Colour, factor: float) -> Colour:
-    """Return the colour scaled in brightness by `factor`."""
-    return colour[0] * factor, colour[1] * factor, colour[2] * factor
+def tint(color: Color, factor: float) -> Color:
+    """Return the color with its brightness multiplied by `factor`."""
+    return color[0] * factor, color[1] * factor, color[2] * factor
 
 
-def _grey(r: Random) -> Colour:
+def _gray(r: Random) -> Color:
     v = r.uniform(0.1, 0.88)
     return v * r.uniform(0.94, 1.06), v, v * r.uniform(0.92, 1.08)
 
 
-def _earth(r: Random) -> Colour:
+def _earth(r: Random) -> Color:
     v = r.uniform(0.25, 0.9)
     return v, v * r.uniform(0.6, 0.92), v * r.uniform(0.35, 0.8)
 
 
-def _green(r: Random) -> Colour:
+def _green(r: Random) -> Color:
     v = r.uniform(0.18, 0.55)
     return v * r.uniform(0.45, 1.0), v, v * r.uniform(0.25, 0.7)
 
 
-def _bright(r: Random) -> Colour:
+def _bright(r: Random) -> Color:
     low, mid, high = r.uniform(0.03, 0.3), r.uniform(0.1, 0.6), r.uniform(0.4, 0.9)
     parts = [low, mid, high]
     r.shuffle(parts)
@@ -203,14 +203,14 @@ def _bright(r: Random) -> Colour:
     return red, green, blue
 
 
-def some_colour(r: Random, grey: float, earth: float, green: float) -> Colour:
-    """Return a colour from a random family: grey, earth or green with the given probabilities, otherwise bright.
+def some_color(r: Random, gray: float, earth: float, green: float) -> Color:
+    """Return a color from a random family: gray, earth or green with the given probabilities, otherwise bright.
 
-    All classes use the same families, so colours provide little information about the class.
+    All classes use the same families, so colors provide little information about the class.
     """
     pick = r.random()
-    if pick < grey:
-        return _grey(r)
-    if pick < grey + earth:
+    if pick < gray:
+        return _gray(r)
+    if pick < gray + earth:
         return _earth(r)
-    return _green(r) if pick < grey + earth + green else _bright(r)
+    return _green(r) if pick < gray + earth + green else _bright(r)

@@ -1,4 +1,4 @@
-"""Write StreetScenes as files in the Cityscapes layout: `python -m slipstream.apps.street_scenes.folder ROOT`."""
+"""Write StreetScenes in the Cityscapes folder layout: `python -m slipstream.apps.street_scenes.folder ROOT`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _FEWEST = 16  # minimum number of scenes per additional process
 
 
 class _Part(NamedTuple):
-    """The scenes that one process writes: every `step`-th scene of a split from `first` on."""
+    """The scenes that one process writes: every `step`-th scene of a split, starting at `first`."""
 
     root: Path
     split: str
@@ -40,21 +40,20 @@ class _Part(NamedTuple):
 def write_street_folder(
     root: str | Path, train: int = 8, val: int = 4, size: tuple[int, int] = (256, 512), seed: int = 0
 ) -> None:
-    """Write street scenes in the Cityscapes folder layout: photographs, masks of label ids, and `lists`.
+    """Write street scenes in the Cityscapes folder layout: images, masks of label ids, and the folder `lists`.
 
-    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. If
-    there are many scenes, they are drawn in several processes, so a calling script requires
-    `if __name__ == "__main__":`.
+    `lists` contains the files that SuperGradients' recipes require: `train.lst`, `val.lst` and `labels.csv`. Many
+    scenes are drawn in several processes, so a calling script requires `if __name__ == "__main__":`.
 
     Args:
-        root: The folder, created if necessary. Existing files are replaced.
-        train: Number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
-        val: Number of validation scenes, from the series `seed + 1`.
-        size: Height and width in pixels.
-        seed: Seed of the series of scenes.
+        root: the folder, which is created if necessary. Existing files are replaced.
+        train: number of training scenes. Scene i is the same as scene i of `StreetScenes` with this seed.
+        val: number of validation scenes, from the series `seed + 1`.
+        size: height and width in pixels.
+        seed: seed of the series of scenes.
 
     Raises:
-        ConfigError: If the size, a number of scenes or the seed is invalid.
+        ConfigError: if the size, a number of scenes or the seed is invalid.
     """
     root = Path(root)
     counts = {"train": train, "val": val}
@@ -77,7 +76,7 @@ def write_street_folder(
 
 
 def _names(split: str, index: int) -> tuple[str, str]:
-    """Return the paths of a photograph and its mask, relative to the root."""
+    """Return the paths of an image and its mask, relative to the root."""
     cities = _CITIES[split]
     city = cities[index % len(cities)]
     place = f"{split}/{city}/{city}_{index // len(cities):06}_000019"
@@ -97,7 +96,7 @@ def _write_part(part: _Part) -> None:
         for name, pixels in zip(_names(part.split, i), (image, label_ids.take(mask)), strict=True):
             path = part.root / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            # The default level 6 takes twice as long as drawing the scene and saves 8 %.
+            # The default level 6 takes twice as long as drawing the scene, and reduces the size by only 8%.
             Image.fromarray(pixels).save(path, compress_level=3)
 
 
@@ -112,8 +111,8 @@ def _label_rows() -> Iterator[list[str]]:
     for row, label in enumerate(CITYSCAPES_LABELS):
         ignored = label.train_id in (-1, 255)
         numbers = (label.id, label.train_id, label.category, categories.index(label.category))
-        flags, colour = (label.has_instances, ignored), "#{:02x}{:02x}{:02x}".format(*label.color)
-        yield [str(row), label.name, *map(str, numbers), *map(str, flags), colour]
+        flags, color = (label.has_instances, ignored), "#{:02x}{:02x}{:02x}".format(*label.color)
+        yield [str(row), label.name, *map(str, numbers), *map(str, flags), color]
 
 
 def _size(text: str) -> tuple[int, int]:

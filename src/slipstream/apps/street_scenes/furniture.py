@@ -1,4 +1,4 @@
-"""Roadside objects: trees, hedges, lamp posts, traffic lights, signs, and unlabelled clutter."""
+"""Roadside objects: trees, hedges, lamp posts, traffic lights, signs, and unlabeled clutter."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from slipstream.apps.street_scenes.canvas import (
     GLASS,
     OBJECTS,
     Canvas,
-    Colour,
+    Color,
     Point,
-    some_colour,
+    some_color,
     tint,
 )
 
@@ -23,40 +23,40 @@ __all__ = [
     "draw_sign",
     "draw_traffic_light",
     "draw_tree",
-    "leaf_colours",
+    "leaf_colors",
 ]
 
 POLE, TRAFFIC_LIGHT, TRAFFIC_SIGN, VEGETATION, VOID = 5, 6, 7, 8, 255
 
-_METAL: tuple[Colour, ...] = ((0.3, 0.31, 0.32), (0.5, 0.5, 0.5), (0.16, 0.2, 0.17), (0.12, 0.12, 0.13),
+_METAL: tuple[Color, ...] = ((0.3, 0.31, 0.32), (0.5, 0.5, 0.5), (0.16, 0.2, 0.17), (0.12, 0.12, 0.13),
                               (0.62, 0.62, 0.6), (0.35, 0.26, 0.18))  # fmt: skip
 _LOBES = ((1, 0), (0.92, 0.38), (0.71, 0.71), (0.38, 0.92), (0, 1), (-0.38, 0.92), (-0.71, 0.71),
           (-0.92, 0.38), (-1, 0), (-0.92, -0.38), (-0.71, -0.71), (-0.38, -0.92), (0, -1), (0.38, -0.92),
           (0.71, -0.71), (0.92, -0.38))  # fmt: skip
 
 
-def leaf_colours(r: Random) -> tuple[Colour, Colour]:
-    """Return the light and the dark colour of a plant: usually green, sometimes autumnal, or bare and grey."""
+def leaf_colors(r: Random) -> tuple[Color, Color]:
+    """Return the light and the dark color of a plant: usually green, sometimes autumnal, or bare and gray."""
     pick = r.random()
     if pick < 0.72:
-        light = some_colour(r, 0.0, 0.0, 1.0)
+        light = some_color(r, 0.0, 0.0, 1.0)
     elif pick < 0.93:
-        light = tint(some_colour(r, 0.0, 1.0, 0.0), 0.75)
+        light = tint(some_color(r, 0.0, 1.0, 0.0), 0.75)
     else:
-        light = tint(some_colour(r, 1.0, 0.0, 0.0), 0.6)
+        light = tint(some_color(r, 1.0, 0.0, 0.0), 0.6)
     return light, (light[0] * 0.22, light[1] * 0.26, light[2] * 0.3)
 
 
 def crown(
     canvas: Canvas,
     r: Random,
-    centre: tuple[float, float, float],
+    center: tuple[float, float, float],
     radius: Point,
-    leaves: tuple[Colour, Colour],
+    leaves: tuple[Color, Color],
     holes: float = 0.0,
 ) -> None:
-    """Paint one irregular cluster of leaves around a world point. `holes` is the transparent fraction."""
-    x, y, z = centre
+    """Paint an irregular cluster of leaves around a world point. `holes` is the transparent fraction."""
+    x, y, z = center
     canvas_at = canvas.point
     cx, cy = canvas_at(x, y, z)
     sx = canvas.camera.focal / z
@@ -70,11 +70,11 @@ def crown(
     )
 
 
-def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colour, Colour]) -> None:
+def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color, Color]) -> None:
     """Draw a leafy, conical or sparse tree with its trunk and boughs."""
     canvas.place(OBJECTS, z)
     high, stem = r.uniform(4.0, 9.5), r.uniform(1.6, 3.0)
-    bark = tint(some_colour(r, 0.4, 0.6, 0.0), 0.42)
+    bark = tint(some_color(r, 0.4, 0.6, 0.0), 0.42)
     width = r.uniform(0.18, 0.42)
     foot, fork = canvas.point(x, 0, z), canvas.point(x + r.uniform(-0.2, 0.2), stem + 0.5, z)
     canvas.limb(foot, fork, width * 1.3, width, VEGETATION, bark)
@@ -93,12 +93,12 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colou
         # The lower and rear clusters are painted first, in the shadow of the upper ones.
         up = (i - 3) / 6 * (high - stem) * 0.7
         shade = 0.62 + 0.09 * i
-        centre = (x + r.uniform(-0.75, 0.75) * spread, middle + up, z + r.uniform(-0.5, 0.5))
+        center = (x + r.uniform(-0.75, 0.75) * spread, middle + up, z + r.uniform(-0.5, 0.5))
         size = spread * r.uniform(0.42, 0.75)
         crown(
             canvas,
             r,
-            centre,
+            center,
             (size, size * 0.85),
             (tint(leaves[0], shade), leaves[1]),
             holes if i > 4 else 0.0,
@@ -106,21 +106,21 @@ def draw_tree(canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colou
 
 
 def draw_shrub(
-    canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Colour, Colour], high: float
+    canvas: Canvas, r: Random, x: float, z: float, leaves: tuple[Color, Color], high: float
 ) -> None:
     """Draw a shrub of a few leaf clusters on the ground."""
     canvas.place(OBJECTS, z)
     for i in range(3):
-        centre = (x + r.uniform(-0.6, 0.6) * high, high * (0.35 + 0.1 * i), z)
-        crown(canvas, r, centre, (high * 0.75, high * 0.5), leaves)
+        center = (x + r.uniform(-0.6, 0.6) * high, high * (0.35 + 0.1 * i), z)
+        crown(canvas, r, center, (high * 0.75, high * 0.5), leaves)
 
 
-def _post(canvas: Canvas, x: float, z: float, high: float, width: float, colour: Colour) -> None:
+def _post(canvas: Canvas, x: float, z: float, high: float, width: float, color: Color) -> None:
     foot, top = canvas.point(x, 0, z), canvas.point(x, high, z)
-    canvas.limb(foot, top, width, width * 0.8, POLE, colour)
+    canvas.limb(foot, top, width, width * 0.8, POLE, color)
     lit = canvas.light.sun_side * width * 0.25
     a, b = canvas.point(x + lit, 0, z), canvas.point(x + lit, high, z)
-    canvas.limb(a, b, width * 0.3, width * 0.25, POLE, tint(colour, 1.35))
+    canvas.limb(a, b, width * 0.3, width * 0.25, POLE, tint(color, 1.35))
 
 
 def draw_lamp(canvas: Canvas, r: Random, x: float, z: float, inward: int) -> None:
@@ -164,9 +164,9 @@ def _lamps(canvas: Canvas, x: float, y: float, z: float, lit: int, r: Random) ->
     canvas.front((x - 0.19, x + 0.19), (y - 0.52, y + 0.52), z, TRAFFIC_LIGHT, case)
     if not seen:
         return
-    for i, colour in enumerate(((1.3, 0.12, 0.08), (1.3, 0.8, 0.1), (0.1, 1.2, 0.55))):
-        centre = canvas.point(x, y + 0.32 - 0.32 * i, z)
-        canvas.disc(centre, 0.13, TRAFFIC_LIGHT, colour if i == lit else tint(colour, 0.16))
+    for i, color in enumerate(((1.3, 0.12, 0.08), (1.3, 0.8, 0.1), (0.1, 1.2, 0.55))):
+        center = canvas.point(x, y + 0.32 - 0.32 * i, z)
+        canvas.disc(center, 0.13, TRAFFIC_LIGHT, color if i == lit else tint(color, 0.16))
 
 
 _DIAMOND = ((0, -1.2), (1.2, 0), (0, 1.2), (-1.2, 0))
@@ -174,7 +174,7 @@ _TRIANGLE = ((0, -1.15), (1.1, 0.75), (-1.1, 0.75))
 _YIELD = ((-1.1, -0.75), (1.1, -0.75), (0, 1.15))
 _SQUARE = ((-0.95, -0.95), (0.95, -0.95), (0.95, 0.95), (-0.95, 0.95))
 _RED, _WHITE, _BLUE, _YELLOW = (0.78, 0.07, 0.08), (0.9, 0.9, 0.88), (0.06, 0.2, 0.62), (0.93, 0.72, 0.08)
-_SIGNS: tuple[tuple[tuple[Point, ...] | None, Colour, Colour], ...] = (
+_SIGNS: tuple[tuple[tuple[Point, ...] | None, Color, Color], ...] = (
     (None, _RED, _WHITE), (None, _RED, _RED), (None, _BLUE, _WHITE), (None, _RED, _BLUE),
     (_DIAMOND, _WHITE, _YELLOW), (_TRIANGLE, _RED, _WHITE), (_YIELD, _RED, _WHITE), (_SQUARE, _BLUE, _WHITE),
 )  # fmt: skip
@@ -189,13 +189,13 @@ def draw_sign(canvas: Canvas, r: Random, x: float, z: float) -> None:
     high = r.uniform(2.1, 3.1)
     _post(canvas, x, z, high + 0.3, 0.09, r.choice(_METAL))
     for i in range(r.choice((1, 1, 2))):
-        centre = canvas.point(x, high - 0.75 * i, z)
+        center = canvas.point(x, high - 0.75 * i, z)
         outline, rim, field = r.choice(_SIGNS)
         if r.random() < 0.2:
             rim = field = (0.5, 0.5, 0.5)
         radius = r.uniform(0.32, 0.45)
-        canvas.disc(centre, radius, TRAFFIC_SIGN, rim, outline)
-        canvas.disc(centre, radius * 0.68, TRAFFIC_SIGN, field, outline)
+        canvas.disc(center, radius, TRAFFIC_SIGN, rim, outline)
+        canvas.disc(center, radius * 0.68, TRAFFIC_SIGN, field, outline)
         a, b = canvas.point(x - 0.1, high - 0.75 * i, z), canvas.point(x + 0.1, high - 0.75 * i, z)
         if r.random() < 0.6:
             canvas.limb(a, b, 0.12, 0.12, TRAFFIC_SIGN, r.choice((_WHITE, (0.05, 0.05, 0.05))))
@@ -221,7 +221,7 @@ def _board(canvas: Canvas, r: Random, x: float, z: float) -> None:
 def draw_clutter(canvas: Canvas, r: Random, x: float, z: float) -> None:
     """Draw objects that Cityscapes does not evaluate: bins, junction boxes, a bus shelter."""
     canvas.place(OBJECTS, z)
-    paint = some_colour(r, 0.5, 0.15, 0.2)
+    paint = some_color(r, 0.5, 0.15, 0.2)
     if r.random() < 0.15:
         canvas.front((x - 1.6, x + 1.6), (0.3, 2.2), z, VOID, (0.3, 0.34, 0.36), GLASS, canvas.light.haze)
         canvas.front((x - 1.8, x + 1.8), (2.2, 2.45), z, VOID, tint(paint, 0.6))

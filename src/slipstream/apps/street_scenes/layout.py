@@ -17,7 +17,7 @@ from slipstream.apps.street_scenes.canvas import (
     SKY,
     Camera,
     Canvas,
-    Colour,
+    Color,
     Light,
     tint,
 )
@@ -28,7 +28,7 @@ from slipstream.apps.street_scenes.furniture import (
     draw_sign,
     draw_traffic_light,
     draw_tree,
-    leaf_colours,
+    leaf_colors,
 )
 from slipstream.apps.street_scenes.people import draw_cycle, draw_person
 from slipstream.apps.street_scenes.sides import Side, draw_backdrop, draw_side
@@ -40,7 +40,7 @@ ROAD, SIDEWALK, TERRAIN, SKY_CLASS, VOID = 0, 1, 9, 10, 255
 
 
 class Street(NamedTuple):
-    """The plan of the ground: curbs, the strip between curb and houses, and the junction (0 if there is none)."""
+    """The ground plan: curbs, the strips between curbs and houses, and the junction (0 if there is none)."""
 
     left: float
     right: float
@@ -65,7 +65,7 @@ def lay_out(r: Random) -> Canvas:
     _parked(canvas, r, street)
     _traffic(canvas, r, street)
     _walkers(canvas, r, street)
-    _bonnet(canvas, r)
+    _hood(canvas, r)
     return canvas
 
 
@@ -138,7 +138,7 @@ def _ground(canvas: Canvas, r: Random, s: Street) -> None:
     _road_details(canvas, r, s, asphalt, paint)
 
 
-def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Colour, paint: Colour) -> None:
+def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Color, paint: Color) -> None:
     """Paint patches and manholes, the cross street with its zebra crossing, and a grass median or tram rails."""
     for _ in range(r.randint(1, 6)):
         x, z = r.uniform(s.left + 1, s.right - 1), r.uniform(4, 30)
@@ -158,7 +158,7 @@ def _road_details(canvas: Canvas, r: Random, s: Street, asphalt: Colour, paint: 
 
 
 def _along(r: Random, start: float, stop: float, step: tuple[float, float]) -> list[float]:
-    """Return random positions from `start` to `stop`, about `step` apart, and sparser with distance."""
+    """Return random positions from `start` to `stop` with a spacing of about `step`, which increases with distance."""
     places, z = [], start + r.uniform(0, step[1] / 2)
     while z < stop:
         places.append(z)
@@ -173,7 +173,7 @@ def _in_junction(s: Street, z: float, margin: float = 0.0) -> bool:
 def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
     """Place trees, posts, signs, shrubs and clutter in the strip beside each curb."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
-        leaves = leaf_colours(r)
+        leaves = leaf_colors(r)
         strip = curb + sign * 0.7
         if r.random() < 0.6:
             for z in _along(r, 7, 75, (6.0, 12.0)):
@@ -187,7 +187,7 @@ def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
             pick = r.random()
             beside = edge - sign * r.uniform(0.4, 0.9)
             if pick < 0.35:
-                draw_shrub(canvas, r, beside, z, leaf_colours(r), r.uniform(0.5, 1.3))
+                draw_shrub(canvas, r, beside, z, leaf_colors(r), r.uniform(0.5, 1.3))
             elif pick < 0.7:
                 draw_clutter(canvas, r, beside, z)
         if s.junction and r.random() < 0.85:
@@ -198,7 +198,7 @@ def _roadside(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _parked(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place parked cars along the curbs and parked two-wheelers on the pavements."""
+    """Place parked cars along the curbs and parked two-wheelers on the sidewalks."""
     for sign, x, used in ((-1, s.left + 1.15, s.parking[0]), (1, s.right - 1.15, s.parking[1])):
         full = r.uniform(0.45, 0.95)
         for z in _along(r, 5, 70, (5.6, 6.6)) if used else ():
@@ -215,7 +215,7 @@ def _parked(canvas: Canvas, r: Random, s: Street) -> None:
 
 
 def _traffic(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place vehicles that drive ahead, come towards the camera, or cross the junction."""
+    """Place vehicles that drive ahead of the camera, approach it, or cross the junction."""
     ahead, oncoming = r.uniform(-0.5, 0.5), -3.3 + r.uniform(-0.3, 0.3)
     tram = r.random() < 0.17
     for lane, heading in ((ahead, 0.0), (oncoming, math.pi)):
@@ -250,7 +250,7 @@ def _rails(canvas: Canvas, x: float) -> None:
 
 
 def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
-    """Place pedestrians on the pavements, some in groups, and some crossing the road."""
+    """Place pedestrians on the sidewalks, some in groups, and some crossing the road."""
     for sign, curb, edge in ((-1, s.left, s.edge_left), (1, s.right, s.edge_right)):
         busy = r.choice((0.15, 0.5, 0.9))
         for z in _along(r, 6, 55, (3.0, 9.0)):
@@ -263,14 +263,14 @@ def _walkers(canvas: Canvas, r: Random, s: Street) -> None:
             draw_person(canvas, r, r.uniform(s.left, s.right), z + r.uniform(-1, 1), ROAD)
 
 
-def _bonnet(canvas: Canvas, r: Random) -> None:
-    """Paint the bonnet of the camera car (in most scenes). Its pixels are not evaluated."""
+def _hood(canvas: Canvas, r: Random) -> None:
+    """Paint the hood of the camera car (in most scenes). Its pixels are not evaluated."""
     if r.random() < 0.25:
         return
     canvas.place(EGO, 1)
     top, sag, paint = r.uniform(0.9, 0.97), r.uniform(0.01, 0.05), r.uniform(0.04, 0.4)
     arc = [(x / 10, top + sag * (x / 5 - 1) ** 2) for x in range(-1, 12)]
-    colour = (paint, paint, paint * 1.04)
-    canvas.add([*arc, (1.2, 1.2), (-0.2, 1.2)], VOID, colour, 0, tint(colour, 1.8))
-    canvas.add([*arc, *((x, y + 0.012) for x, y in reversed(arc))], VOID, tint(colour, 1.7))
+    color = (paint, paint, paint * 1.04)
+    canvas.add([*arc, (1.2, 1.2), (-0.2, 1.2)], VOID, color, 0, tint(color, 1.8))
+    canvas.add([*arc, *((x, y + 0.012) for x, y in reversed(arc))], VOID, tint(color, 1.7))
     canvas.place(OBJECTS, 1)

@@ -10,9 +10,9 @@ from slipstream.apps.street_scenes.canvas import (
     PAVING,
     SPOKES,
     Canvas,
-    Colour,
+    Color,
     Point,
-    some_colour,
+    some_color,
     tint,
 )
 
@@ -20,20 +20,20 @@ __all__ = ["draw_cycle", "draw_person"]
 
 PERSON, RIDER, MOTORCYCLE, BICYCLE = 11, 12, 17, 18
 
-_SKINS: tuple[Colour, ...] = ((0.85, 0.66, 0.54), (0.72, 0.5, 0.38), (0.5, 0.33, 0.23), (0.3, 0.2, 0.15))
-_HAIR: tuple[Colour, ...] = ((0.06, 0.05, 0.05), (0.22, 0.14, 0.08), (0.6, 0.45, 0.25), (0.6, 0.6, 0.6))
+_SKINS: tuple[Color, ...] = ((0.85, 0.66, 0.54), (0.72, 0.5, 0.38), (0.5, 0.33, 0.23), (0.3, 0.2, 0.15))
+_HAIR: tuple[Color, ...] = ((0.06, 0.05, 0.05), (0.22, 0.14, 0.08), (0.6, 0.45, 0.25), (0.6, 0.6, 0.6))
 _CAP = ((-1.05, 0.1), (-0.95, -0.7), (-0.4, -1.15), (0.4, -1.15), (0.95, -0.7), (1.05, 0.1), (0.5, -0.35))
 _RING = ((1, 0), (0.87, 0.5), (0.5, 0.87), (0, 1), (-0.5, 0.87), (-0.87, 0.5),
          (-1, 0), (-0.87, -0.5), (-0.5, -0.87), (0, -1), (0.5, -0.87), (0.87, -0.5))  # fmt: skip
 _BLACK = (0.05, 0.05, 0.055)
 
 
-def _clothes(r: Random) -> Colour:
-    return tint(some_colour(r, 0.5, 0.14, 0.1), r.uniform(0.35, 1.0))
+def _clothes(r: Random) -> Color:
+    return tint(some_color(r, 0.5, 0.14, 0.1), r.uniform(0.35, 1.0))
 
 
 class _Figure:
-    """A figure with limbs between points, which are given in metres to the right of and above its foot point.
+    """A figure with limbs between points, in meters to the right of and above its foot point.
 
     `squeeze` scales the horizontal axis to show the figure turned away from its side view.
     """
@@ -45,11 +45,11 @@ class _Figure:
     def at(self, u: float, v: float) -> Point:
         return self.canvas.point(self.x + u * self.scale * self.squeeze, v * self.scale, self.z)
 
-    def limb(self, a: Point, b: Point, width: Point, cls: int, colour: Colour) -> None:
+    def limb(self, a: Point, b: Point, width: Point, cls: int, color: Color) -> None:
         k = self.scale
-        self.canvas.limb(self.at(*a), self.at(*b), width[0] * k, width[1] * k, cls, colour)
+        self.canvas.limb(self.at(*a), self.at(*b), width[0] * k, width[1] * k, cls, color)
 
-    def head(self, u: float, v: float, cls: int, skin: Colour, hair: Colour) -> None:
+    def head(self, u: float, v: float, cls: int, skin: Color, hair: Color) -> None:
         self.limb((u, v - 0.2), (u, v), (0.11, 0.1), cls, tint(skin, 0.75))
         self.canvas.disc(self.at(u, v), 0.12 * self.scale, cls, skin)
         self.canvas.disc(self.at(u, v), 0.125 * self.scale, cls, hair, _CAP)
@@ -77,8 +77,8 @@ def draw_person(canvas: Canvas, r: Random, x: float, z: float, on: int) -> None:
     man.head(0.03, 1.63, PERSON, skin, hair)
 
 
-def _extras(man: _Figure, r: Random, top: Colour) -> None:
-    """Paint a bag, a skirt or coat, or nothing."""
+def _extras(man: _Figure, r: Random, top: Color) -> None:
+    """Paint a bag and a skirt or coat, with some probability."""
     pick = r.random()
     if pick < 0.22:
         man.limb((-0.22, 1.4), (-0.24, 0.95), (0.2, 0.26), PERSON, _clothes(r))
@@ -88,7 +88,7 @@ def _extras(man: _Figure, r: Random, top: Colour) -> None:
         man.limb((0.36, 0.85), (0.36, 0.45), (0.28, 0.3), PERSON, _clothes(r))
 
 
-def _arm(man: _Figure, sign: int, stride: float, sleeve: Colour, skin: Colour) -> None:
+def _arm(man: _Figure, sign: int, stride: float, sleeve: Color, skin: Color) -> None:
     elbow = (sign * 0.26 - sign * stride * 0.3, 1.13)
     hand = (sign * 0.26 - sign * stride * 0.8 + 0.08, 0.88)
     man.limb((sign * 0.2, 1.42), elbow, (0.14, 0.11), PERSON, sleeve)
@@ -102,7 +102,7 @@ def draw_cycle(canvas: Canvas, r: Random, x: float, z: float, on: int, motor: bo
     bike = _Figure(canvas, x, z, r.uniform(0.95, 1.08), squeeze)
     length = max(0.3, 0.9 * abs(squeeze))
     canvas.blot(x, z, length, 0.3, on, (0.1, 0.1, 0.1), PAVING if on else ASPHALT)
-    paint = some_colour(r, 0.4, 0.1, 0.1)
+    paint = some_color(r, 0.4, 0.1, 0.1)
     (_motorcycle if motor else _bicycle)(bike, paint, r)
     if ridden:
         _rider(bike, r, helmet=motor or r.random() < 0.5)
@@ -116,7 +116,7 @@ def _wheel(bike: _Figure, u: float, radius: float, thick: float, cls: int, hollo
     bike.canvas.add(inner, cls, (0.35, 0.35, 0.37), SPOKES if hollow and bike.z < 25 else 0)
 
 
-def _bicycle(bike: _Figure, paint: Colour, r: Random) -> None:
+def _bicycle(bike: _Figure, paint: Color, r: Random) -> None:
     for u in (-0.52, 0.52):
         _wheel(bike, u, 0.35, 0.05, BICYCLE, hollow=True)
     saddle, crank, head, rear = (-0.2, 0.92), (-0.05, 0.3), (0.38, 0.85), (-0.52, 0.35)
@@ -127,10 +127,10 @@ def _bicycle(bike: _Figure, paint: Colour, r: Random) -> None:
     bike.limb((0.22, 1.04), (0.42, 1.06), (0.07, 0.07), BICYCLE, _BLACK)
     bike.limb((-0.33, 0.95), (-0.08, 0.96), (0.09, 0.06), BICYCLE, _BLACK)
     if r.random() < 0.35:
-        bike.limb((0.5, 1.0), (0.5, 0.75), (0.35, 0.3), BICYCLE, some_colour(r, 0.3, 0.5, 0.0))
+        bike.limb((0.5, 1.0), (0.5, 0.75), (0.35, 0.3), BICYCLE, some_color(r, 0.3, 0.5, 0.0))
 
 
-def _motorcycle(bike: _Figure, paint: Colour, r: Random) -> None:
+def _motorcycle(bike: _Figure, paint: Color, r: Random) -> None:
     for u in (-0.65, 0.68):
         _wheel(bike, u, 0.31, 0.13, MOTORCYCLE, hollow=False)
     scooter = r.random() < 0.5
@@ -166,4 +166,4 @@ def _rider(bike: _Figure, r: Random, helmet: bool) -> None:
         bike.limb((chest[0] + sign * spread, 1.43), (0.26 + sign * spread * 1.4, 1.2), (0.13, 0.1), RIDER,
                   tint(top, 0.75))  # fmt: skip
         bike.limb((0.26 + sign * spread * 1.4, 1.2), (0.38 + sign * spread, 1.08), (0.1, 0.08), RIDER, skin)
-    bike.head(0.08, 1.68, RIDER, skin, some_colour(r, 0.5, 0.0, 0.1) if helmet else r.choice(_HAIR))
+    bike.head(0.08, 1.68, RIDER, skin, some_color(r, 0.5, 0.0, 0.1) if helmet else r.choice(_HAIR))

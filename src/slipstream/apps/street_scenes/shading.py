@@ -1,4 +1,4 @@
-"""Render a drawing list to pixels: one shape id per pixel, then textures from each pixel's world position."""
+"""Render a drawing list: rasterize shape ids, then compute textures from the world position of each pixel."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SEE_THROUGH = (sc.BARS, sc.SPOKES, sc.FOLIAGE)
 
 
 class _Hole(NamedTuple):
-    """A partly transparent shape: its id, the corner of its box, and the ids in the box before it was painted."""
+    """A partly transparent shape: its id, the corner of its bounding box, and the ids in the box before painting."""
 
     shape: int
     left: int
@@ -33,7 +33,7 @@ def render(
     """Return the image (H, W, 3) and the class map (H, W) of a drawing list, both uint8."""
     shapes = sorted(canvas.shapes, key=_key)
     clouds, finish = _cloud(rng, size), rng.random(2)
-    ids, holes = _rasterise(shapes, size)
+    ids, holes = _rasterize(shapes, size)
     mask = np.array([s.cls for s in shapes], np.uint8).take(ids)
     table = np.array([s.table for s in shapes], np.float32).T.copy()
     materials = np.array([s.material for s in shapes], np.int8)
@@ -42,7 +42,7 @@ def render(
     place = _world(canvas, ids, table)
     blend, shade = _texture(canvas, ids, materials, table, place, clouds)
     shade *= 0.92 + 0.16 * clouds
-    image = _colour(canvas, ids, table, blend, shade, place[2], size)
+    image = _color(canvas, ids, table, blend, shade, place[2], size)
     return _sensor(image, rng, finish), mask
 
 
@@ -50,7 +50,7 @@ def _key(shape: Shape) -> float:
     return shape.key
 
 
-def _rasterise(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_Hole]]:
+def _rasterize(shapes: list[Shape], size: tuple[int, int]) -> tuple[Ids, list[_Hole]]:
     with extra("images"):
         from PIL import Image, ImageDraw
 
@@ -100,7 +100,7 @@ def _see_through(hole: _Hole, ids: Ids, canvas: Canvas, table: Floats, material:
 
 
 def _world(canvas: Canvas, ids: Ids, table: Floats) -> tuple[Floats, Floats, Floats]:
-    """Return X, Y and Z in metres of the visible surface of each pixel."""
+    """Return X, Y and Z in meters of the visible surface of each pixel."""
     dx, dy = _rays(canvas, (ids.shape[0], ids.shape[1]), (0, 0, ids.shape[1], ids.shape[0]))
     inverse = table[0].take(ids) * dx
     inverse += table[1].take(ids) * dy
@@ -113,11 +113,11 @@ def _texture(
     canvas: Canvas, ids: Ids, materials: NDArray[np.int8], table: Floats,
     place: tuple[Floats, Floats, Floats], clouds: Floats,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Return the weight of the second colour and the brightness of each pixel."""
+    """Return the weight of the second color and the brightness of each pixel."""
     blend, shade = np.zeros(ids.shape, np.float32), np.ones(ids.shape, np.float32)
     flat_ids, material = ids.ravel(), materials.take(ids.ravel())
     x, y, z = (part.ravel() for part in place)
-    per_metre = canvas.camera.focal * ids.shape[1]
+    per_meter = canvas.camera.focal * ids.shape[1]
     for number, paint in PAINTS.items():
         at = np.flatnonzero(material == number)
         if not at.size:
@@ -125,7 +125,7 @@ def _texture(
         mine = flat_ids.take(at)
         px, py, pz = x.take(at), y.take(at), z.take(at)
         p0, p1, p2, p3 = (row.take(mine) for row in table[9:13])
-        pixels = Pixels(px, py, pz, px + pz, pz / per_metre, (p0, p1, p2, p3))
+        pixels = Pixels(px, py, pz, px + pz, pz / per_meter, (p0, p1, p2, p3))
         blend.ravel()[at], shade.ravel()[at] = paint(pixels, canvas)
     _sky(blend, ids, materials, table, canvas, clouds)
     return blend, shade
@@ -141,7 +141,7 @@ def _sky(
 
 
 def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
-    """Return smooth noise in 0..1 over the image, from grids whose sizes do not depend on the image size."""
+    """Return smooth noise from 0 to 1 over the image, computed from grids that do not depend on the image size."""
     with extra("images"):
         from PIL import Image
 
@@ -154,10 +154,10 @@ def _cloud(rng: np.random.Generator, size: tuple[int, int]) -> Floats:
     return total
 
 
-def _colour(
+def _color(
     canvas: Canvas, ids: Ids, table: Floats, blend: Floats, shade: Floats, z: Floats, size: tuple[int, int]
 ) -> NDArray[np.uint8]:
-    """Blend the two colours of each shape, and apply light and haze."""
+    """Blend the two colors of each shape, and apply light and haze."""
     light = canvas.light
     haze = z / (z + np.float32(light.reach))
     image = np.empty((*size, 3), np.uint8)

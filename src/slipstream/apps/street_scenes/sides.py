@@ -1,4 +1,4 @@
-"""The two rows along a street: houses, walls, fences, hedges and gaps, and the skyline behind them."""
+"""The rows on both sides of a street (houses, walls, fences, hedges and gaps), and the skyline behind them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from slipstream.apps.street_scenes.canvas import (
     FOLIAGE,
     SIDES,
     Canvas,
-    Colour,
-    some_colour,
+    Color,
+    some_color,
     tint,
 )
-from slipstream.apps.street_scenes.furniture import crown, leaf_colours
+from slipstream.apps.street_scenes.furniture import crown, leaf_colors
 
 __all__ = ["Side", "draw_backdrop", "draw_side"]
 
@@ -41,7 +41,7 @@ def draw_backdrop(canvas: Canvas, r: Random) -> None:
         x, wide, high = r.uniform(-120, 120), r.uniform(8, 30), r.uniform(8, 40)
         _flat_house(canvas, r, (x, x + wide), high, 260.0)
     canvas.place(BACKDROP, 200)
-    leaves = leaf_colours(r)
+    leaves = leaf_colors(r)
     _treeline(canvas, r, leaves, r.uniform(3, 12))
     if r.random() < 0.45:
         x = r.uniform(-25, 5)
@@ -49,11 +49,11 @@ def draw_backdrop(canvas: Canvas, r: Random) -> None:
 
 
 def _flat_house(canvas: Canvas, r: Random, x: tuple[float, float], high: float, z: float) -> None:
-    wall = some_colour(r, 0.4, 0.5, 0.03)
+    wall = some_color(r, 0.4, 0.5, 0.03)
     canvas.front(x, (0, high), z, BUILDING, wall, FACADE, tint(wall, 0.4), (3.0, 3.2, 0.5, r.random()))
 
 
-def _treeline(canvas: Canvas, r: Random, leaves: tuple[Colour, Colour], high: float) -> None:
+def _treeline(canvas: Canvas, r: Random, leaves: tuple[Color, Color], high: float) -> None:
     z, points = 200.0, [canvas.point(-200, -1, 200.0)]
     for i in range(81):
         points.append(canvas.point(-200 + i * 5 + r.uniform(-1, 1), high * r.uniform(0.55, 1.2), z))
@@ -62,7 +62,7 @@ def _treeline(canvas: Canvas, r: Random, leaves: tuple[Colour, Colour], high: fl
 
 
 def draw_side(canvas: Canvas, r: Random, side: Side) -> None:
-    """Draw one row from the camera outward, leaving a gap at the junction."""
+    """Draw one row, starting at the camera, with a gap at the junction."""
     weights = r.choice(((8, 1, 1, 1, 0.4), (4, 2, 2, 2, 1), (1.5, 2, 2.5, 4, 1), (10, 0.4, 0.4, 0.3, 0.2)))
     z, segments = 2.0, []
     while z < 150:
@@ -90,7 +90,7 @@ def _house(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
     back = r.choice((0.0, 0.0, 0.0, 2.0, 5.0))
     x = side.x + side.sign * back
     high = r.uniform(6, 20)
-    paint = some_colour(r, 0.36, 0.5, 0.03)
+    paint = some_color(r, 0.36, 0.5, 0.03)
     shop = -1.0 if r.random() < 0.45 and not back else 1.0
     floor = r.uniform(2.9, 3.9)
     params = (r.uniform(1.6, 3.4), floor, shop * r.uniform(0.35, 0.68), r.random())
@@ -116,7 +116,7 @@ def _house(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
 
 
 def _roof(canvas: Canvas, r: Random, side: Side, x: float, z: tuple[float, float], high: float) -> None:
-    tiles = some_colour(r, 0.45, 0.5, 0.02)
+    tiles = some_color(r, 0.45, 0.5, 0.02)
     at, ridge, rise = canvas.point, x + side.sign * 4.0, high + r.uniform(2.5, 4.5)
     gable = [at(x, high, z[0]), at(ridge, rise, z[0]), at(ridge + side.sign * 4, high, z[0])]
     slope = [at(x, high, z[0]), at(x, high, z[1]), at(ridge, rise, z[1]), at(ridge, rise, z[0])]
@@ -131,25 +131,25 @@ def _roof(canvas: Canvas, r: Random, side: Side, x: float, z: tuple[float, float
 def _shop_front(
     canvas: Canvas, r: Random, side: Side, z: tuple[float, float], floor: float, lit: float
 ) -> None:
-    """Paint a fascia and awnings in bright colours above the ground floor."""
+    """Paint a sign board and awnings in bright colors above the ground floor."""
     at, z0 = canvas.point, z[0]
     while z0 < z[1] - 3:
         z1 = min(z0 + r.uniform(4, 8), z[1])
-        sign = tint(some_colour(r, 0.3, 0.2, 0.12), lit)
+        sign = tint(some_color(r, 0.3, 0.2, 0.12), lit)
         canvas.side(side.x, (z0 + 0.3, z1 - 0.2), (floor - 0.75, floor - 0.15), BUILDING, sign, BRICK,
                     tint(sign, 0.3), (9, 0, 0, 0))  # fmt: skip
         if r.random() < 0.45:
             out = side.x - side.sign * 1.3
             points = [at(side.x, 3.0, z0 + 0.4), at(side.x, 3.0, z1 - 0.4), at(out, 2.45, z1 - 0.4),
                       at(out, 2.45, z0 + 0.4)]  # fmt: skip
-            canvas.add(points, BUILDING, tint(some_colour(r, 0.25, 0.2, 0.15), 1.1))
+            canvas.add(points, BUILDING, tint(some_color(r, 0.25, 0.2, 0.15), 1.1))
         z0 = z1
 
 
 def _balconies(
     canvas: Canvas, r: Random, side: Side, x: float, z: tuple[float, float], floor: float, high: float
 ) -> None:
-    rail, out = some_colour(r, 0.6, 0.2, 0.05), x - side.sign * 0.9
+    rail, out = some_color(r, 0.6, 0.2, 0.05), x - side.sign * 0.9
     middle = (z[0] + z[1]) / 2
     level = floor
     while level + 1.2 < high:
@@ -166,7 +166,7 @@ def _behind(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None
     """Draw trees or a house behind a wall or fence."""
     if r.random() < 0.35:
         x = side.x + side.sign * r.uniform(4, 10)
-        paint = tint(some_colour(r, 0.4, 0.45, 0.05), _face_light(canvas, side))
+        paint = tint(some_color(r, 0.4, 0.45, 0.05), _face_light(canvas, side))
         high = r.uniform(4, 11)
         params = (r.uniform(2, 4), 3.0, 0.45, 0.2)
         if r.random() < 0.7:
@@ -175,18 +175,18 @@ def _behind(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None
                      tint(paint, 0.8), FACADE, (0.1, 0.12, 0.15), params)  # fmt: skip
         canvas.side(x, (z0, z1), (0, high), BUILDING, paint, FACADE, (0.1, 0.12, 0.15), params)
         return
-    leaves = leaf_colours(r)
+    leaves = leaf_colors(r)
     for i in range(r.randint(2, 6)):
         z = z1 - (z1 - z0) * (i + r.random()) / 6
         size = r.uniform(1.4, 3.2)
-        centre = (side.x + side.sign * r.uniform(2, 4), r.uniform(1.5, 4.5), max(z, 4.0))
-        crown(canvas, r, centre, (size, size * 0.9), leaves)
+        center = (side.x + side.sign * r.uniform(2, 4), r.uniform(1.5, 4.5), max(z, 4.0))
+        crown(canvas, r, center, (size, size * 0.9), leaves)
 
 
 def _wall(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
     _behind(canvas, r, side, z0, z1)
     high = r.uniform(1.0, 3.2)
-    paint = some_colour(r, 0.5, 0.38, 0.06)
+    paint = some_color(r, 0.5, 0.38, 0.06)
     course = r.choice((0.12, 0.25, 0.5, 1.2))
     lit = _face_light(canvas, side)
     outer = side.x + side.sign * 0.5
@@ -198,7 +198,7 @@ def _wall(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
             side.x, (z0, z1), (high - 0.15, high), WALL, tint(paint, lit * 1.2), BRICK, None, (9, 0, 0, 0)
         )
     if r.random() < 0.3:
-        tag = tint(some_colour(r, 0.1, 0.1, 0.1), lit)
+        tag = tint(some_color(r, 0.1, 0.1, 0.1), lit)
         z = r.uniform(z0, z1)
         canvas.side(side.x, (z, z + 3), (0.4, high * 0.7), WALL, tag, FOLIAGE, tint(paint, lit), (0, 3, 1, 9))
 
@@ -206,7 +206,7 @@ def _wall(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
 def _fence(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
     _behind(canvas, r, side, z0, z1)
     high, kind = r.uniform(0.9, 2.1), r.randrange(3)
-    paint = tint(some_colour(r, 0.45, 0.25, 0.18), _face_light(canvas, side))
+    paint = tint(some_color(r, 0.45, 0.25, 0.18), _face_light(canvas, side))
     # kind 0: pickets, 1: mesh between posts, 2: horizontal planks
     gap = (r.uniform(0.12, 0.22), 0.1, 0.22)[kind]
     params = (gap, float(kind), high, r.uniform(0.3, 0.6) if kind != 1 else 0.25)
@@ -215,7 +215,7 @@ def _fence(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
 
 def _low_hedge(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
     high = r.uniform(0.7, 2.4)
-    leaves = leaf_colours(r)
+    leaves = leaf_colors(r)
     at, x = canvas.point, side.x
     ragged = [at(x, high * r.uniform(0.85, 1.1), z0 + (z1 - z0) * i / 10) for i in range(11)]
     points = [at(x, 0, z0), *ragged, at(x, 0, z1)]
@@ -227,7 +227,7 @@ def _low_hedge(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> N
 def _hedge(canvas: Canvas, r: Random, side: Side, z0: float, z1: float) -> None:
     _behind(canvas, r, side, z0, z1)
     _low_hedge(canvas, r, side, z0, z1)
-    leaves = leaf_colours(r)
+    leaves = leaf_colors(r)
     for i in range(r.randint(0, 4)):
         z = max(z1 - (z1 - z0) * (i + r.random()) / 4, 4.0)
         size = r.uniform(1.2, 3.0)

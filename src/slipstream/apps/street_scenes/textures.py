@@ -17,9 +17,9 @@ Floats = NDArray[np.float32]
 
 
 class Pixels(NamedTuple):
-    """Pixels of one material: their world position in metres and the parameters of their shapes.
+    """Pixels of one material: their world positions in meters and the parameters of their shapes.
 
-    `s` is the horizontal coordinate along an upright surface. `pitch` is metres per pixel.
+    `s` is the horizontal coordinate along an upright surface. `pitch` is the size of a pixel in meters.
     """
 
     x: Floats
@@ -34,7 +34,7 @@ class Pixels(NamedTuple):
 def _tile(smooth: bool) -> Floats:
     """Return a flattened 256 x 256 tile of noise with zero mean and unit standard deviation.
 
-    It contains noise of all scales, or, if `smooth`, only of scales above about ten texels.
+    It contains noise at all scales or, if `smooth`, only at scales above about ten texels.
     """
     white = np.random.default_rng(20160406).standard_normal((256, 256))
     frequency = np.hypot(np.fft.fftfreq(256)[:, None], np.fft.rfftfreq(256)[None]) * 256 + 1
@@ -46,7 +46,7 @@ def _tile(smooth: bool) -> Floats:
 
 
 def noise(u: Floats, v: Floats, smooth: bool = False) -> Floats:
-    """Return the noise (zero mean, unit standard deviation) at positions in texels, which must be at least -4096."""
+    """Return noise with zero mean and unit standard deviation at positions in texels, which must be at least -4096."""
     at = (u + 4096).astype(np.intp)
     at &= 255
     at <<= 8
@@ -124,7 +124,7 @@ def _sunlight(p: Pixels, canvas: Canvas) -> Floats:
 
 
 def _asphalt(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return grain, wear, and lane marks with `params` = (offset, lane width, solid, wear)."""
+    """Return grain, wear and lane markings with `params` = (offset, lane width, solid, wear)."""
     offset, lane, solid, wear = p.params
     across = (p.x - offset) / np.maximum(lane, 0.1)
     off = np.abs(across - np.round(across)) * lane
@@ -156,7 +156,7 @@ def _grass(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
 
 
 def _foliage(p: Pixels, canvas: Canvas) -> tuple[Floats, Floats]:
-    """Return clumps of leaves, lit from above. `params` = (holes, phase, centre height, radius)."""
+    """Return clumps of leaves, lit from above. `params` = (holes, phase, center height, radius)."""
     _, phase, middle, radius = p.params
     clump = noise(p.s * 50 + phase * 5, p.y * 50, True)
     leaf = noise(p.s * 40, p.y * 40 + phase)

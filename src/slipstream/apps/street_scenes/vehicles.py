@@ -12,9 +12,9 @@ from slipstream.apps.street_scenes.canvas import (
     GLASS,
     OBJECTS,
     Canvas,
-    Colour,
+    Color,
     Point,
-    some_colour,
+    some_color,
     tint,
 )
 
@@ -22,7 +22,7 @@ __all__ = ["Pose", "draw_bus", "draw_car", "draw_train", "draw_truck"]
 
 ROAD, CAR, TRUCK, BUS, TRAIN = 0, 13, 14, 15, 16
 
-# (position along the vehicle, height, type of the edge to the next corner), from the rear bumper over the roof.
+# Corners as (position along the vehicle, height, type of the edge to the next corner), starting at the rear bumper.
 _Profile = tuple[tuple[float, float, str], ...]
 _SEDAN: _Profile = (
     (0, 0.3, "p"), (0, 0.58, "b"), (0.06, 0.95, "t"), (0.7, 1.0, "g"), (1.35, 1.42, "t"), (2.6, 1.44, "g"),
@@ -32,7 +32,7 @@ _HATCH: _Profile = (
     (0, 0.3, "p"), (0, 0.6, "b"), (0.05, 0.95, "g"), (0.4, 1.46, "t"), (2.1, 1.5, "g"),
     (2.95, 1.02, "t"), (3.75, 0.84, "b"), (3.9, 0.5, "p"), (3.9, 0.28, "p"),
 )  # fmt: skip
-_ESTATE: _Profile = (
+_WAGON: _Profile = (
     (0, 0.32, "p"), (0, 0.65, "b"), (0.04, 1.08, "g"), (0.3, 1.66, "t"), (2.7, 1.7, "g"),
     (3.5, 1.15, "t"), (4.5, 0.98, "b"), (4.6, 0.55, "p"), (4.6, 0.32, "p"),
 )  # fmt: skip
@@ -50,7 +50,7 @@ def _box(length: float, low: float, high: float) -> _Profile:
 
 
 class Pose(NamedTuple):
-    """X of the rear, nearest Z, and heading in radians (0: away from the camera) of a vehicle."""
+    """A vehicle's rear X, nearest Z, and heading in radians (0 is away from the camera)."""
 
     x: float
     z: float
@@ -61,7 +61,7 @@ class _Body:
     """One extruded profile, with helpers to draw on its visible end and its visible side."""
 
     def __init__(
-        self, canvas: Canvas, pose: Pose, profile: _Profile, half: float, cls: int, paint: Colour
+        self, canvas: Canvas, pose: Pose, profile: _Profile, half: float, cls: int, paint: Color
     ) -> None:
         self.canvas, self.profile, self.half, self.cls, self.paint = canvas, profile, half, cls, paint
         self.x, self.z = pose.x, pose.z
@@ -78,8 +78,8 @@ class _Body:
         x = self.x + along * self.sin + across * self.cos
         return self.canvas.point(x, y, self.z + along * self.cos - across * self.sin)
 
-    def shell(self, glass: Colour) -> None:
-        """Paint the edges from the far end to the near one, then the side over them."""
+    def shell(self, glass: Color) -> None:
+        """Paint the edges from the far end to the near end, then the side."""
         rows = [(self.at(a, -self.half, y), self.at(a, self.half, y), kind) for a, y, kind in self.profile]
         edges = list(pairwise(rows))
         plastic = tint(self.paint, 0.35)
@@ -95,38 +95,38 @@ class _Body:
             outline = [row[0] if self.side < 0 else row[1] for row in rows]
             self.canvas.add(outline, self.cls, tint(self.paint, self.side_light))
 
-    def on_side(self, corners: list[tuple[float, float]], colour: Colour, glass: bool = False) -> None:
+    def on_side(self, corners: list[tuple[float, float]], color: Color, glass: bool = False) -> None:
         """Paint a polygon of (along, height) corners on the visible side."""
         if self.side:
             points = [self.at(a, self.side * self.half, y) for a, y in corners]
             if glass:
-                self.canvas.add(points, self.cls, colour, GLASS, self.canvas.light.haze)
+                self.canvas.add(points, self.cls, color, GLASS, self.canvas.light.haze)
             else:
-                self.canvas.add(points, self.cls, colour)
+                self.canvas.add(points, self.cls, color)
 
     def on_end(
-        self, u: tuple[float, float], y: tuple[float, float], colour: Colour, glass: bool = False
+        self, u: tuple[float, float], y: tuple[float, float], color: Color, glass: bool = False
     ) -> None:
-        """Paint a rectangle on the visible end. `u` runs from -1 to 1 across it."""
+        """Paint a rectangle on the visible end; `u` ranges from -1 to 1 across it."""
         along = self.profile[0][0] if self.rear_seen else self.profile[-1][0]
         h = self.half
         points = [self.at(along, u[i] * h, y[j]) for i, j in ((0, 0), (1, 0), (1, 1), (0, 1))]
         if glass:
-            self.canvas.add(points, self.cls, colour, GLASS, self.canvas.light.haze)
+            self.canvas.add(points, self.cls, color, GLASS, self.canvas.light.haze)
         else:
-            self.canvas.add(points, self.cls, colour)
+            self.canvas.add(points, self.cls, color)
 
     def wheels(self, alongs: list[float], radius: float) -> None:
-        """Paint tyres and rims on the visible side, and tyres below the visible end."""
-        tyre, rim = (0.035, 0.035, 0.04), (0.4, 0.4, 0.42)
+        """Paint tires and rims on the visible side, and tires below the visible end."""
+        tire, rim = (0.035, 0.035, 0.04), (0.4, 0.4, 0.42)
         for u in (-0.95, 0.68):
-            self.on_end((u, u + 0.27), (0.0, radius), tyre)
+            self.on_end((u, u + 0.27), (0.0, radius), tire)
         for a in alongs if self.side else ():
-            self.on_side([(a + radius * u, radius + radius * v) for u, v in _WHEEL], tyre)
+            self.on_side([(a + radius * u, radius + radius * v) for u, v in _WHEEL], tire)
             self.on_side([(a + radius * 0.6 * u, radius + radius * 0.6 * v) for u, v in _WHEEL], rim)
 
     def lights(self, y: tuple[float, float], width: float) -> None:
-        """Paint the lamps and the number plate of the visible end."""
+        """Paint the lights and the license plate of the visible end."""
         glow = 1.5 if self.canvas.light.dusk else 0.75
         lamp = (0.75 * glow, 0.05, 0.04) if self.rear_seen else (0.95 * glow, 0.95 * glow, 0.88 * glow)
         self.on_end((-0.97, -0.97 + width), y, lamp)
@@ -148,7 +148,7 @@ def _shadow(canvas: Canvas, pose: Pose, length: float, half: float) -> None:
 
 
 def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
-    """Set the painting order and draw the shadow; return the pose with `z` at the rear centre."""
+    """Set the painting order and draw the shadow; return the pose with `z` at the rear center."""
     canvas.place(OBJECTS, pose.z)
     back = max(0.0, -length * math.cos(pose.heading)) + half * abs(math.sin(pose.heading))
     pose = pose._replace(z=pose.z + back)
@@ -157,10 +157,10 @@ def _begin(canvas: Canvas, pose: Pose, length: float, half: float) -> Pose:
 
 
 def draw_car(canvas: Canvas, r: Random, pose: Pose) -> None:
-    """Draw a car or van of a random type and colour."""
-    profile = r.choice((_SEDAN, _HATCH, _HATCH, _ESTATE, _ESTATE, _VAN))
+    """Draw a car or van of a random type and color."""
+    profile = r.choice((_SEDAN, _HATCH, _HATCH, _WAGON, _WAGON, _VAN))
     length = profile[-1][0]
-    paint = some_colour(r, 0.64, 0.06, 0.06)
+    paint = some_color(r, 0.64, 0.06, 0.06)
     glass = r.choice(((0.05, 0.06, 0.07), (0.12, 0.14, 0.16), (0.22, 0.25, 0.28)))
     pose = _begin(canvas, pose, length, 0.88)
     body = _Body(canvas, pose, profile, 0.88, CAR, paint)
@@ -177,7 +177,7 @@ def draw_car(canvas: Canvas, r: Random, pose: Pose) -> None:
         canvas.add(tip, CAR, tint(paint, 0.6))
 
 
-def _car_side(body: _Body, profile: _Profile, glass: Colour, panel: bool) -> None:
+def _car_side(body: _Body, profile: _Profile, glass: Color, panel: bool) -> None:
     """Paint the side windows (between the two glass edges), the pillars, the sill and the door gaps."""
     edges = [i for i, corner in enumerate(profile) if corner[2] == "g"]
     rear, front = edges[0], edges[1]
@@ -197,16 +197,16 @@ def _car_side(body: _Body, profile: _Profile, glass: Colour, panel: bool) -> Non
 
 
 def draw_truck(canvas: Canvas, r: Random, pose: Pose) -> None:
-    """Draw a truck: a cab and a box, tank, or open load bed behind it."""
+    """Draw a truck with a cab and a box, a tank or an open load bed."""
     length, high = r.uniform(4.5, 8.0), r.uniform(2.7, 3.7)
     load = r.choice(("box", "box", "tarp", "bed"))
     pose = _begin(canvas, pose, length + 2, 1.2)
     cab = Pose(pose.x + (length + 0.2) * math.sin(pose.heading),
                pose.z + (length + 0.2) * math.cos(pose.heading), pose.heading)  # fmt: skip
     half = 1.2
-    paint = some_colour(r, 0.5, 0.1, 0.1)
+    paint = some_color(r, 0.5, 0.1, 0.1)
     front = _Body(canvas, cab, _CAB, half - 0.08, TRUCK, paint)
-    box_paint = some_colour(r, 0.6, 0.1, 0.1)
+    box_paint = some_color(r, 0.6, 0.1, 0.1)
     box = _Body(canvas, pose, _box(length, 0.9, 1.7 if load == "bed" else high), half, TRUCK, box_paint)
     if box.rear_seen:
         _cab(front)
@@ -240,7 +240,7 @@ def _load(box: _Body, length: float, load: str, r: Random) -> None:
             a = length * i / 6
             box.on_side([(a, 0.95), (a, top), (a + 0.08, top), (a + 0.08, 0.95)], tint(box.paint, 0.6))
     elif load == "box":
-        stripe = some_colour(r, 0.2, 0.2, 0.2)
+        stripe = some_color(r, 0.2, 0.2, 0.2)
         y = r.uniform(1.3, 2.0)
         box.on_side([(0.4, y), (0.4, y + 0.7), (length * 0.8, y + 0.7), (length * 0.8, y)], stripe)
     if box.rear_seen:
@@ -253,7 +253,7 @@ def _load(box: _Body, length: float, load: str, r: Random) -> None:
 def draw_bus(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a city bus with a band of windows, doors, wheels and a destination sign."""
     length = r.uniform(9.0, 13.0)
-    paint = some_colour(r, 0.35, 0.15, 0.12)
+    paint = some_color(r, 0.35, 0.15, 0.12)
     pose = _begin(canvas, pose, length, 1.27)
     body = _Body(canvas, pose, _box(length, 0.38, r.uniform(2.9, 3.2)), 1.27, BUS, paint)
     _carriage(body, length, (1.35, 2.45), 6, r)
@@ -263,7 +263,7 @@ def draw_bus(canvas: Canvas, r: Random, pose: Pose) -> None:
 
 def draw_train(canvas: Canvas, r: Random, pose: Pose) -> None:
     """Draw a tram of one to three carriages, with skirts down to the rails and a pantograph."""
-    paint = some_colour(r, 0.35, 0.15, 0.12)
+    paint = some_color(r, 0.35, 0.15, 0.12)
     length, cars = r.uniform(8.0, 12.0), r.randint(1, 3)
     pose = _begin(canvas, pose, length * cars, 1.2)
     order = range(cars) if math.cos(pose.heading) < 0 else reversed(range(cars))
@@ -282,10 +282,10 @@ def draw_train(canvas: Canvas, r: Random, pose: Pose) -> None:
 
 
 def _carriage(body: _Body, length: float, band: tuple[float, float], windows: int, r: Random) -> None:
-    """Paint the shell, the window band, the doors, a stripe and the windscreen of a bus or tram."""
+    """Paint the shell, the window band, the doors, a stripe and the windshield of a bus or tram."""
     dark = (0.06, 0.07, 0.08)
     body.shell(dark)
-    stripe = some_colour(r, 0.3, 0.1, 0.15)
+    stripe = some_color(r, 0.3, 0.1, 0.15)
     body.on_side([(0, 0.45), (0, 0.9), (length, 0.9), (length, 0.45)], tint(stripe, body.side_light))
     body.on_side(
         [(0.15, band[0]), (0.15, band[1]), (length - 0.2, band[1]), (length - 0.2, band[0])], dark, True
@@ -294,9 +294,9 @@ def _carriage(body: _Body, length: float, band: tuple[float, float], windows: in
     for i in range(1, windows):
         a = i * step
         door = 0.45 if i % 3 == 1 else 0.06
-        colour = tint(stripe if door > 0.1 else body.paint, body.side_light * 0.8)
+        color = tint(stripe if door > 0.1 else body.paint, body.side_light * 0.8)
         low = 0.4 if door > 0.1 else band[0]
-        body.on_side([(a - door, low), (a - door, band[1]), (a + door, band[1]), (a + door, low)], colour)
+        body.on_side([(a - door, low), (a - door, band[1]), (a + door, band[1]), (a + door, low)], color)
         if door > 0.1:
             for d in (-0.38, 0.04):
                 pane = [(a + d, 0.6), (a + d, 2.35), (a + d + 0.33, 2.35), (a + d + 0.33, 0.6)]

@@ -35,7 +35,7 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Sequential
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with a shortcut. The network applies the ReLU of the last block of a stage."""
+    """Two 3x3 convolutions with a shortcut. The final ReLU is omitted unless `final_relu` is True."""
 
     def __init__(self, in_channels: int, width: int, stride: int = 1, final_relu: bool = False) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class DAPPM(nn.Module):
         super().__init__()
         full = nn.Sequential(*_bn_relu_conv(in_channels, width, kernel_size=1))
         pools = [nn.AvgPool2d(kernel, stride, padding=stride) for kernel, stride in _POOLS]
-        # Wrap it as a branch to match the parameter names of checkpoints.
+        # Wrap the first branch to match the parameter names of checkpoints.
         self.branches = nn.ModuleList([nn.Sequential(OrderedDict(down_scale=full))])
         self.branches.extend(
             DAPPMBranch(pool, in_channels, width) for pool in (*pools, nn.AdaptiveAvgPool2d(1))
@@ -117,7 +117,7 @@ class DAPPM(nn.Module):
 
 
 class Head(nn.Module):
-    """Map features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
+    """Maps features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
 
     def __init__(self, in_channels: int, width: int, num_classes: int) -> None:
         super().__init__()
@@ -134,9 +134,9 @@ class Head(nn.Module):
 
 
 class Backbone(nn.Module):
-    """The low-resolution branch: a stem to 1/4, and stages at 1/4, 1/8, 1/16 and 1/32.
+    """The low-resolution branch: a stem that reduces the resolution to 1/4, and stages at 1/4, 1/8, 1/16 and 1/32.
 
-    The stage at 1/16 is a list, because the two resolutions exchange features between its parts.
+    The stage at 1/16 is a list of parts, because the two resolutions exchange features between them.
     """
 
     def __init__(self, width: int, depths: tuple[int, int, int, int], repeats: int) -> None:
@@ -164,17 +164,17 @@ class DDRNet(nn.Module):
     applied to global means.
 
     Args:
-        num_classes: Number of output channels.
-        width: Number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
-        depths: Number of blocks in each low-resolution stage.
-        high_width: Channels of the high-resolution branch at 1/8.
-        high_depth: Number of blocks in each of the first two stages of that branch.
-        head_width: Channels within the heads.
-        repeats: Number of repetitions of the stage at 1/16, including the exchange.
-        use_aux_heads: Whether to add an auxiliary head to the high-resolution branch in training.
+        num_classes: number of output channels.
+        width: number of channels at 1/4 of the resolution. There are 2, 4 and 8 times as many at 1/8, 1/16 and 1/32.
+        depths: number of blocks in each low-resolution stage.
+        high_width: number of channels of the high-resolution branch at 1/8.
+        high_depth: number of blocks in each of the first two stages of that branch.
+        head_width: number of channels in the heads.
+        repeats: number of repetitions of the stage at 1/16, including the exchange.
+        use_aux_heads: whether to add an auxiliary head to the high-resolution branch in training.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(
@@ -214,7 +214,7 @@ class DDRNet(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"final_layer": lr, "seghead_extra": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
@@ -239,7 +239,7 @@ class DDRNet(nn.Module):
 
 
 def _exchange(low: Tensor, high: Tensor, down: nn.Module, compression: nn.Module) -> tuple[Tensor, Tensor]:
-    """Return the features of both resolutions, each with those of the other added."""
+    """Add the features of each resolution to those of the other, and return both."""
     return low + down(F.relu(high)), high + resize(compression(F.relu(low)), high)
 
 

@@ -1,4 +1,4 @@
-"""The loss of the PP-LiteSeg and DDRNet recipes: cross-entropy with extra weight near edges, and Dice."""
+"""The loss of the PP-LiteSeg and DDRNet recipes: Dice, and cross-entropy with a higher weight near edges."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _EPS = 1e-5
 
 @MODELS.register_module()
 class DiceCEEdgeLoss(nn.Module):
-    """Cross-entropy over all pixels and additionally over pixels near edges, plus Dice, for each head.
+    """For each head, cross-entropy over all pixels, cross-entropy over pixels near edges, and Dice.
 
-    Let `p` be the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels
-    with more than one label in their `edge_kernel` x `edge_kernel` neighbourhood (clipped at the border),
-    and ce = -log p[y] in V and 0 elsewhere. Then::
+    Let `p` be the softmax of a head's logits, `y` the targets, V the pixels that are not ignored, E the pixels with
+    more than one label in their `edge_kernel` x `edge_kernel` neighborhood (clipped at the border), and ce = -log p[y]
+    in V and 0 elsewhere. Then::
 
         CE   = ce_edge_weights[0] * mean(ce) + ce_edge_weights[1] * mean(ce over E)
         Dice = mean over classes c of 1 - (2 I_c + 1) / (A_c + 1 + 1e-5)
@@ -32,25 +32,27 @@ class DiceCEEdgeLoss(nn.Module):
                A_c = sum of p[c] over V + number of pixels with y = c
         loss = sum over heads of weights[head] * (dice_ce_weights[0] * CE + dice_ce_weights[1] * Dice)
 
-    As in SuperGradients, the first mean includes ignored pixels, and a border to ignored pixels is an edge. The mean
-    over an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and its
-    Dice is computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
+    As in SuperGradients, the first mean includes ignored pixels, and borders to ignored pixels are edges. The mean over
+    an empty E is 0. A detail head (one channel) predicts E: its CE is the binary cross-entropy with E, and its Dice is
+    computed from the sigmoid. Dice is defined as in V-Net (arXiv 1606.04797).
 
-    Half-precision logits are summed in float32. The loss does not synchronise with the device.
+    Half-precision logits are summed in float32. The loss does not synchronize with the device.
 
     Args:
-        num_classes: Number of channels of the logits.
-        num_aux_heads: Number of auxiliary outputs after the main one.
-        num_detail_heads: Number of one-channel detail outputs after the auxiliary outputs.
-        weights: Factors of all outputs, in the network's order.
-        dice_ce_weights: Factors of cross-entropy and Dice, in this order.
-        ignore_index: Target value of ignored pixels.
-        edge_kernel: Odd width of the neighbourhood. An edge is `edge_kernel - 1` pixels wide.
-        ce_edge_weights: Factors of the cross-entropy of all pixels, and of pixels near edges.
+        num_classes: number of channels of the logits.
+        num_aux_heads: number of auxiliary outputs after the main one.
+        num_detail_heads: number of one-channel detail outputs after the auxiliary outputs.
+        weights: factors of all outputs, in the network's order.
+        dice_ce_weights: factors of cross-entropy and Dice, in this order.
+        ignore_index: target value of ignored pixels.
+        edge_kernel: odd width of the neighborhood. An edge is `edge_kernel - 1` pixels wide.
+        ce_edge_weights: factors of the cross-entropy of all pixels, and of pixels near edges.
 
     Raises:
-        ModelError: If the numbers of weights and heads differ, or `edge_kernel` is not odd.
+        ModelError: if the numbers of weights and heads differ, or `edge_kernel` is not odd.
     """
+
+    takes_class_ids = True
 
     def __init__(
         self,
@@ -88,12 +90,12 @@ class DiceCEEdgeLoss(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., "loss_detail0": ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: Logits (N, num_classes, H, W) of all heads, with the main head first and details (N, 1, H, W) last.
-                In evaluation mode, only the main logits.
-            targets: Class ids (N, H, W) of any integer dtype.
+            outputs: logits of all heads: (N, num_classes, H, W) of the main and auxiliary heads, then (N, 1, H, W) of
+                detail heads. In evaluation mode, only the main logits.
+            targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: If the number of outputs or of their channels is wrong.
+            ModelError: if the number of outputs or of their channels is wrong.
         """
         outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
         self._check(outputs)
@@ -136,8 +138,8 @@ class DiceCEEdgeLoss(nn.Module):
 
 
 def _edges(targets: Tensor, kernel: int) -> Tensor:
-    """Return a mask (N, H, W) that is True where the neighbourhood has more than one label."""
-    # Dilation minus erosion of all classes, computed on a single label map.
+    """Return a mask (N, H, W) that is True where the neighborhood has more than one label."""
+    # The maximum minus the minimum label in the neighborhood.
     labels = targets.float()
     extremes = torch.stack((labels, -labels), dim=1)
     extremes = F.max_pool2d(extremes, (kernel, 1), stride=1, padding=(kernel // 2, 0))

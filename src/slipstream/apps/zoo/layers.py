@@ -23,9 +23,9 @@ __all__ = [
 
 
 class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
-    """`nn.AdaptiveAvgPool2d` as matrix products if only deterministic algorithms are allowed.
+    """`nn.AdaptiveAvgPool2d`, computed as matrix products if only deterministic algorithms are allowed.
 
-    On CUDA, torch has no deterministic kernel for the gradient.
+    On CUDA, torch has no deterministic kernel for its gradient.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ class AdaptiveAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, and else 0."""
+    """Return a matrix (bins, length) that is 1 where a bin of adaptive pooling contains the element, otherwise 0."""
     index = torch.arange(bins, device=device)[:, None]
     position = torch.arange(length, device=device)
     inside = (position >= index * length // bins) & (position < -((index + 1) * -length // bins))
@@ -54,9 +54,9 @@ def _members(length: int, bins: int, device: torch.device, dtype: torch.dtype) -
 
 
 class ConvBNReLU(nn.Module):
-    """A convolution without bias, BatchNorm and, if `relu` is True, ReLU. The convolution has same-size padding.
+    """A convolution without bias and with padding `kernel_size // 2`, BatchNorm and, if `relu` is True, ReLU.
 
-    Returns (N, out_channels, ceil(H / stride), ceil(W / stride)).
+    The output has the shape (N, out_channels, ceil(H / stride), ceil(W / stride)).
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class ConvBNReLU(nn.Module):
 
 
 class SegmentationHead(nn.Module):
-    """Map features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
+    """Maps features (N, in_channels, h, w) to logits (N, num_classes, h, w)."""
 
     def __init__(self, in_channels: int, mid_channels: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -103,12 +103,11 @@ class SegmentationHead(nn.Module):
 def resize(x: Tensor, like: Tensor, align_corners: bool = False) -> Tensor:
     """Return `x` interpolated bilinearly to the height and width of `like`.
 
-    The results match those of `F.interpolate`, but are computed as two matrix products. This is several times faster
-    on CPU, and the gradient is deterministic on all devices. With `align_corners`, the centres of the corner pixels are
-    aligned. Otherwise, the edges of the image are aligned.
+    The result matches `F.interpolate`, but is computed as two matrix products. This is several times faster on CPU, and
+    the gradient is deterministic on all devices. With `align_corners`, the centers of the corner pixels are aligned.
+    Otherwise, the edges of the images are aligned.
     """
-    # Inductor converts F.interpolate's gradient to scatters, and on CPU (torch 2.13) it may drop them. All gradients
-    # of the network are then zero.
+    # On CPU, inductor (torch 2.13) may drop the gradient of F.interpolate, so that the network's gradients are zero.
     height, width = like.shape[-2:]
     rows = _interpolation(x, x.shape[-2], height, align_corners)
     columns = _interpolation(x, x.shape[-1], width, align_corners)
@@ -129,7 +128,7 @@ def _interpolation(x: Tensor, source: int, target: int, align_corners: bool) -> 
 
 
 def init_weights(model: nn.Module) -> None:
-    """Initialise convolutions from He's normal distribution (fan-out, arXiv 1502.01852), and BatchNorm to 1 and 0."""
+    """Initialize convolutions with He's normal distribution (fan-out, arXiv 1502.01852), and BatchNorm with 1 and 0."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")

@@ -1,4 +1,4 @@
-"""Losses that avoid device synchronisation, data-dependent shapes and NaN."""
+"""Losses that avoid device synchronization, data-dependent shapes and NaN."""
 
 from __future__ import annotations
 
@@ -16,18 +16,20 @@ __all__ = ["CrossEntropy", "MultiHeadCrossEntropy", "at_least_float32"]
 
 @MODELS.register_module()
 class CrossEntropy(nn.Module):
-    """Cross-entropy of images or pixels: `nn.CrossEntropyLoss`, but 0 with gradient 0 if all targets are ignored.
+    """Cross-entropy of images or pixels, like `nn.CrossEntropyLoss`, but 0 with gradient 0 if all targets are ignored.
 
     Half-precision logits are summed in float32.
 
     Args:
-        ignore_index: Target value to ignore.
-        label_smoothing: Amount of smoothing, from 0 to 1 (arXiv 1512.00567).
-        weight: Weight of each class. The sum of the losses is divided by the sum of the targets' weights.
+        ignore_index: target value to ignore.
+        label_smoothing: amount of smoothing, from 0 to 1 (arXiv 1512.00567).
+        weight: weight of each class. The weighted sum of the losses is divided by the sum of the targets' weights.
 
     Raises:
-        ConfigError: If `label_smoothing` is out of range.
+        ConfigError: if `label_smoothing` is out of range.
     """
+
+    takes_class_ids = True
 
     weight: Tensor | None
 
@@ -46,12 +48,12 @@ class CrossEntropy(nn.Module):
         """Return the loss, 0-dim.
 
         Args:
-            outputs: Logits (N, classes) or (N, classes, H, W).
-            targets: Class ids (N,) or (N, H, W) of any integer dtype; or class probabilities in the shape of the
+            outputs: logits (N, classes) or (N, classes, H, W).
+            targets: class ids (N,) or (N, H, W) of any integer dtype, or class probabilities with the shape of the
                 logits, in which case no target is ignored.
 
         Raises:
-            ModelError: If the network has several outputs.
+            ModelError: if the network has several outputs.
         """
         if not isinstance(outputs, Tensor):
             raise ModelError(
@@ -72,16 +74,18 @@ class CrossEntropy(nn.Module):
 
 @MODELS.register_module()
 class MultiHeadCrossEntropy(nn.Module):
-    """The weighted mean cross-entropy over the pixels that are not ignored, for each output of a network.
+    """The mean cross-entropy over the pixels that are not ignored, times a factor for each output of a network.
 
-    If all pixels of a batch are ignored, the loss is 0 with gradient 0 (`nn.CrossEntropyLoss` returns NaN).
+    If all pixels of a batch are ignored, the loss is 0 with gradient 0, whereas `nn.CrossEntropyLoss` returns NaN.
     Half-precision logits are summed in float32.
 
     Args:
-        weights: Factors of the main and the auxiliary outputs, in the network's order. A network with fewer outputs
-            uses the first ones.
-        ignore_index: Target value of ignored pixels.
+        weights: factors of the main and the auxiliary outputs, in the network's order. For a network with fewer
+            outputs, the first factors are used.
+        ignore_index: target value of ignored pixels.
     """
+
+    takes_class_ids = True
 
     def __init__(self, weights: tuple[float, ...] = (1.0, 0.4, 0.4, 0.4), ignore_index: int = 255) -> None:
         super().__init__()
@@ -92,18 +96,18 @@ class MultiHeadCrossEntropy(nn.Module):
         """Return `{"loss_main": ..., "loss_aux0": ..., ...}`, 0-dim tensors whose sum is the loss.
 
         Args:
-            outputs: Logits (N, classes, H, W), or a tuple of them with the main output first.
-            targets: Class ids (N, H, W) of any integer dtype.
+            outputs: logits (N, classes, H, W), or a tuple of them with the main output first.
+            targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: If there are more outputs than weights.
+            ModelError: if there are more outputs than weights.
         """
         if isinstance(outputs, Tensor):
             outputs = (outputs,)
         if len(outputs) > len(self.weights):
             raise ModelError(
                 f"MultiHeadCrossEntropy has {len(self.weights)} weights, but the network has {len(outputs)} "
-                "outputs; set one weight per output, starting with the main output"
+                "outputs; set `weights` to one factor per output, starting with the main output"
             )
         targets = targets.long()
         count = (targets != self.ignore_index).sum().clamp_min(1)
@@ -121,7 +125,11 @@ class MultiHeadCrossEntropy(nn.Module):
 def _sum_of_cross_entropy(
     logits: Tensor, targets: Tensor, ignore_index: int, weight: Tensor | None = None, smoothing: float = 0.0
 ) -> Tensor:
-    """Return the sum over all pixels; on CUDA, torch has no deterministic kernel that also sums."""
+    """Return the sum over all pixels.
+
+    If only deterministic algorithms are allowed, `F.cross_entropy` does not sum, because its sum on CUDA is not
+    deterministic.
+    """
     reduction = "none" if torch.are_deterministic_algorithms_enabled() else "sum"
     losses = F.cross_entropy(
         logits, targets, weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=smoothing
@@ -130,5 +138,5 @@ def _sum_of_cross_entropy(
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Return float16 and bfloat16 logits as float32, so that the values of many pixels can be summed."""
+    """Convert float16 and bfloat16 logits to float32, so that the values of many pixels can be summed."""
     return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits

@@ -25,7 +25,7 @@ _BACKBONES = {
     "SegFormer": "_backbone",
     "ResNet": "",
 }
-"""Name of the submodule that receives backbone weights, by network class. Empty for the whole network."""
+"""Name of the submodule that receives backbone weights, by network class; empty for the whole network."""
 
 _RENAMED_OPTIONS = {
     "aux_head": "use_aux_heads",
@@ -33,13 +33,13 @@ _RENAMED_OPTIONS = {
     "drop_path_prob": "drop_path",
     "sync_bn": "training_params.sync_bn",
 }
-"""Keys of older SuperGradients recipes, and the names or locations that replace them."""
+"""Keys of older SuperGradients recipes, and the keys that replace them."""
 
 
 def names() -> list[str]:
     """Return the sorted names that `get` accepts."""
     scaled = ["pp_lite_t_seg", "pp_lite_b_seg", "stdc1_seg", "stdc2_seg"]
-    # The recipes with half and three-quarter image resolution share one network.
+    # The recipes at 50% and 75% of the image resolution use the same network.
     known = [f"{name}{percent}" for name in scaled for percent in ("", 50, 75)]
     known += ["regseg48", "ddrnet_23", "ddrnet_23_slim", "ddrnet_39"]
     known += [f"segformer_b{size}" for size in range(6)]
@@ -61,21 +61,21 @@ def get(
     """Return a network in training mode, with random weights or weights from a file.
 
     Args:
-        name: One of `names()`.
-        num_classes: Number of classes. It may also be set in `arch_params`.
-        arch_params: See `options`.
-        checkpoint_path: A checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
-        strict_load, load_backbone: See `load`.
-        checkpoint_num_classes: Number of classes of the checkpoint. If it differs from `num_classes`, the
-            classification layers are skipped and logged.
-        pretrained_weights: Must be None, because downloads are not supported.
-        options: Further arguments of the network, such as `use_aux_heads`.
+        name: one of `names()`.
+        num_classes: number of classes. It may also be set in `arch_params`.
+        arch_params: see `options`.
+        checkpoint_path: a checkpoint of Slipstream, MMEngine or SuperGradients, or a plain state dict; see `load`.
+        strict_load, load_backbone: see `load`.
+        checkpoint_num_classes: number of classes in the checkpoint. If it differs from `num_classes`, the
+            classification layers are not loaded, and this is logged.
+        pretrained_weights: must be None, because downloads are not supported.
+        options: other arguments of the network, such as `use_aux_heads`.
 
     Raises:
-        UnknownNameError: If the network does not exist.
-        BuildError: If the network does not have one of the options.
-        ConfigError: If the number of classes is missing or ambiguous, or `pretrained_weights` is set.
-        CheckpointError: If the file cannot be read or belongs to a different network.
+        UnknownNameError: if the network does not exist.
+        BuildError: if the network does not accept an option.
+        ConfigError: if the number of classes is missing or ambiguous, or `pretrained_weights` is set.
+        CheckpointError: if the file cannot be read or is from a different network.
     """
     if name not in (known := names()):
         raise UnknownNameError(
@@ -109,24 +109,25 @@ def get(
 def load(
     network: nn.Module, checkpoint_path: str | Path, strict_load: Any = True, load_backbone: bool = False
 ) -> None:
-    """Load weights from a file into a network, and log the skipped ones.
+    """Load weights from a file into a network, and log weights that are skipped.
 
-    From a checkpoint of a `SupervisedModel`, only its network is loaded. SuperGradients' `ema_net` is preferred to
-    `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are removed.
+    From a checkpoint of a `SupervisedModel`, only its network is loaded. From a SuperGradients checkpoint, `ema_net` is
+    loaded if it exists, otherwise `net`. Name prefixes of DDP (`module.`) and `torch.compile` (`_orig_mod.`) are
+    removed.
 
     Args:
-        network: The unwrapped network.
-        checkpoint_path: See `get`.
-        strict_load: True: all names and shapes must match. False: skip mismatches. `'no_key_matching'`: match by
-            order if the names differ; shapes must match. SuperGradients' `StrictLoad` and its recipes' dicts with a
-            `value` are accepted.
-        load_backbone: Whether the file contains a backbone, such as a classifier trained on ImageNet. It is then
-            loaded into the network's backbone, and mismatches are skipped.
+        network: the unwrapped network.
+        checkpoint_path: see `get`.
+        strict_load: if True, all names and shapes must match. If False, mismatches are skipped. If `'no_key_matching'`
+            and the names differ, weights are matched by order, and shapes must match. SuperGradients' `StrictLoad` and
+            dicts with a `value` key in its recipes are also accepted.
+        load_backbone: whether to load the file into the network's backbone and skip mismatches, for example for a
+            classifier trained on ImageNet.
 
     Raises:
-        ConfigError: If `strict_load` is invalid.
-        ModelError: If the network has no backbone.
-        CheckpointError: If the file cannot be read or belongs to a different network.
+        ConfigError: if `strict_load` is invalid.
+        ModelError: if the network has no backbone.
+        CheckpointError: if the file cannot be read or is from a different network.
     """
     strict = _strictness(strict_load)
     path = _backbone(network) if load_backbone else ""
@@ -161,7 +162,7 @@ def _backbone(network: nn.Module) -> str:
     path = _BACKBONES.get(type(network).__name__, "backbone")
     if path == "backbone" and not isinstance(getattr(network, path, None), nn.Module):
         raise ModelError(
-            f"load_backbone requires a submodule 'backbone', which {type(network).__name__} does not have"
+            f"load_backbone requires a submodule 'backbone', but {type(network).__name__} has none"
         )
     return path
 
@@ -169,11 +170,11 @@ def _backbone(network: nn.Module) -> str:
 def _in_order(
     own: Mapping[str, Tensor], state: Mapping[str, Tensor], may_end_earlier: bool, source: str | Path
 ) -> dict[str, Tensor]:
-    """Return the weights, matched by order, under the network's names, followed by any weights that are left over."""
+    """Return the weights with the network's names, matched by order, followed by any remaining weights."""
     if len(state) < len(own) or (len(state) > len(own) and not may_end_earlier):
         raise CheckpointError(
-            f"{source} belongs to a different model: it contains {len(state)} tensors and the model {len(own)}, so "
-            "they cannot be matched by order"
+            f"{source} belongs to a different model: it contains {len(state)} tensors, but the model has {len(own)}, "
+            "so they cannot be matched by order"
         )
     for (theirs, value), (mine, wanted) in zip(state.items(), own.items(), strict=False):
         if value.shape != wanted.shape:
@@ -191,9 +192,11 @@ def _weights(path: str | Path) -> dict[str, Tensor]:
         if isinstance(checkpoint.get(key), dict):
             checkpoint = checkpoint[key]
             break
-    tensors = {key: value for key, value in checkpoint.items() if isinstance(value, Tensor)}
+    tensors = {
+        key: value for key, value in checkpoint.items() if isinstance(value, Tensor) and isinstance(key, str)
+    }
     if not tensors:
         raise CheckpointError(
-            f"{path} contains no weights: none of its keys {sorted(checkpoint)} is a tensor"
+            f"{path} contains no weights: none of its keys {sorted(checkpoint, key=str)} is the name of a tensor"
         )
     return tensors

@@ -42,7 +42,7 @@ class SPPM(nn.Module):
 
 
 class UAFM(nn.Module):
-    """Unified attention fusion with spatial attention: a weight per pixel blends the features and the skip."""
+    """Unified attention fusion with spatial attention, which blends features and skip with a weight for each pixel."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class UAFM(nn.Module):
 
 
 class Encoder(nn.Module):
-    """The backbone, a projection of each of its features, and the context computed from the deepest one."""
+    """The backbone, projections of its features, and the context, which is computed from the deepest features."""
 
     def __init__(self, backbone: STDCBackbone, skip_channels: tuple[int, int, int]) -> None:
         super().__init__()
@@ -80,9 +80,9 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The flexible lightweight decoder: fuse the skips from deep to shallow, with a decreasing number of channels.
+    """The flexible lightweight decoder, which fuses the skips from deep to shallow with decreasing width.
 
-    Each fusion outputs the width of the next skip. The last one outputs `out_channels`.
+    The output of each fusion has the width of the next skip. The last output has the width `out_channels`.
     """
 
     def __init__(self, skip_channels: tuple[int, int, int], out_channels: int) -> None:
@@ -104,15 +104,15 @@ class PPLiteSeg(nn.Module):
     Parameter names are those of SuperGradients' checkpoints. The backbone is `encoder.backbone`.
 
     Args:
-        num_classes: Number of output channels.
-        blocks: Number of STDC blocks in each of the last three stages of the backbone.
-        skip_channels: Widths of the skips at 1/8, 1/16 and 1/32.
-        head_channels: Width of the decoder's output and of the classifier's input.
-        use_aux_heads: Whether to add auxiliary heads to the three skips in training.
-        dropout: Dropout probability before the classifiers in training.
+        num_classes: number of output channels.
+        blocks: number of STDC blocks in each of the last three stages of the backbone.
+        skip_channels: widths of the skips at 1/8, 1/16 and 1/32.
+        head_channels: width of the decoder's output and of the classifier's input.
+        use_aux_heads: whether to add auxiliary heads to the three skips in training.
+        dropout: dropout probability before the classifiers in training.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class PPLiteSeg(nn.Module):
         check_num_classes(num_classes)
         self.encoder = Encoder(STDCBackbone(blocks), skip_channels)
         self.decoder = Decoder(skip_channels, head_channels)
-        # Each head is in a Sequential to match checkpoints, which have an upsampling module after the head.
+        # Each head is in a Sequential to match checkpoints, in which an upsampling module follows the head.
         self.seg_head = nn.Sequential(SegmentationHead(head_channels, head_channels, num_classes, dropout))
         self.aux_heads = nn.ModuleList(
             nn.Sequential(SegmentationHead(skip, hidden, num_classes, dropout))
@@ -138,7 +138,7 @@ class PPLiteSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"seg_head": lr, "aux_heads": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ __all__ = ["RegSeg", "regseg48"]
 
 _GROUP_WIDTH = 16
 
-# Stages at 1/4, 1/8 and 1/16: the width, and the dilations of each block. The first block of a stage has stride 2.
+# Stages at 1/4, 1/8 and 1/16: the width and dilations of each block. The first block of a stage has stride 2.
 _STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (
     ((48, (1,)),),
     ((128, (1,)),) * 3,
@@ -23,7 +23,7 @@ _STAGES: tuple[tuple[tuple[int, tuple[int, ...]], ...], ...] = (
 )
 _PROJECTIONS = (8, 128, 128)
 
-# Names in SuperGradients' checkpoints for modules with shorter names here.
+# Names of modules in SuperGradients' checkpoints, and their shorter names in this file.
 _RENAMED = (
     (re.compile(r"\.DBlock_[^.]*#(\d+)\."), r".\1."),
     (re.compile(r"\.shortcut\.shortcut\."), ".shortcut."),
@@ -32,7 +32,7 @@ _RENAMED = (
 
 
 class SqueezeExcitation(nn.Module):
-    """Scale each channel by a gate computed from the means of all channels (arXiv 1709.01507)."""
+    """Scales each channel by a gate computed from the means of all channels (arXiv 1709.01507)."""
 
     def __init__(self, channels: int, hidden: int) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class SqueezeExcitation(nn.Module):
 
 
 class SplitConv(nn.Module):
-    """Split the channels evenly over the dilations and apply a 3x3 group convolution to each part."""
+    """Splits the channels evenly over the dilations, and applies a 3x3 group convolution to each part."""
 
     def __init__(self, channels: int, dilations: tuple[int, ...], stride: int) -> None:
         super().__init__()
@@ -103,9 +103,9 @@ def _shortcut(in_channels: int, out_channels: int, stride: int) -> nn.Module:
 
 
 class Backbone(nn.Module):
-    """Three stages of `DBlock`s at 1/4, 1/8 and 1/16 of the resolution, for input at 1/2.
+    """Three stages of `DBlock` modules at 1/4, 1/8 and 1/16 of the resolution, for inputs at 1/2.
 
-    Returns the features of the three stages. Their widths are `out_channels`.
+    The widths of the stages are `out_channels`.
     """
 
     def __init__(self, in_channels: int) -> None:
@@ -130,7 +130,7 @@ class Backbone(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Add the features at 1/16 to those at 1/8, then concatenate them with those at 1/4."""
+    """Adds the features at 1/16 to those at 1/8, applies a convolution, and concatenates the features at 1/4."""
 
     def __init__(self, in_channels: tuple[int, ...]) -> None:
         super().__init__()
@@ -150,23 +150,23 @@ class Decoder(nn.Module):
 
 
 class RegSeg(nn.Module):
-    """RegSeg with the backbone exp48 and the decoder decoder26 of its paper.
+    """RegSeg with the backbone exp48 and the decoder decoder26 from its paper.
 
-    Checkpoints of SuperGradients' `regseg48` can be loaded: their parameter names are translated.
+    Parameter names in checkpoints of SuperGradients' `regseg48` are converted when they are loaded.
 
     Args:
-        num_classes: Number of output channels.
-        dropout: Dropout probability before the classifier in training.
+        num_classes: number of output channels.
+        dropout: dropout probability before the classifier in training.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(self, num_classes: int, dropout: float = 0.0) -> None:
         super().__init__()
         check_num_classes(num_classes)
         self.stem = ConvBNReLU(3, 32, stride=2)
-        # BatchNorm cancels this bias, which exists only to match checkpoints.
+        # BatchNorm cancels the bias of this convolution, which exists only to match checkpoints.
         self.stem.seq.conv = nn.Conv2d(3, 32, 3, stride=2, padding=1)
         self.backbone = Backbone(32)
         self.decoder = Decoder(self.backbone.out_channels)
@@ -176,7 +176,7 @@ class RegSeg(nn.Module):
         self.register_load_state_dict_pre_hook(_rename)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the head is trained, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the head, and freeze the rest."""
         return {"head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""ResNet (arXiv 1512.03385) with torchvision's parameter names, so torchvision weights can be loaded directly."""
+"""ResNet (arXiv 1512.03385) with torchvision's parameter names, for loading torchvision weights."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ class ResNet(nn.Module):
 
     Args:
         block: `BasicBlock` or `Bottleneck`.
-        depths: Number of blocks in each stage.
-        num_classes: Number of classes.
-        in_channels: Number of image channels.
-        small_input: Whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 instead
+        depths: number of blocks in each stage.
+        num_classes: number of classes.
+        in_channels: number of image channels.
+        small_input: whether to use a stem for images of about 32x32 pixels: a 3x3 convolution with stride 1 instead
             of a 7x7 convolution with stride 2 and max-pooling.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ResNet(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the classifier is trained, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the classifier, and freeze the rest."""
         return {"fc": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:

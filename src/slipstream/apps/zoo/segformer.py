@@ -29,7 +29,7 @@ _REDUCTIONS = (8, 4, 2, 1)
 _STRIDES = (4, 2, 2, 2)
 _MIN_SIZE = 32
 
-# Tokens always have shape (N, h, w, C). Viewed as (N, C, h, w) for convolutions, they are already channels-last.
+# Tokens always have the shape (N, h, w, C). Viewed as (N, C, h, w) for convolutions, they are in channels_last.
 
 
 def _image(tokens: Tensor) -> Tensor:
@@ -41,7 +41,7 @@ def _tokens(image: Tensor) -> Tensor:
 
 
 class PatchEmbed(nn.Module):
-    """Overlapping patches: a convolution with a stride smaller than its kernel, and LayerNorm."""
+    """Overlapping patches: a convolution whose stride is smaller than its kernel, and LayerNorm."""
 
     def __init__(self, in_channels: int, width: int, stride: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class MixTransformer(nn.Module):
             in_channels = width
 
     def forward(self, image: Tensor) -> list[Tensor]:
-        """Return the tokens of each stage, (N, ceil(H / 4), ceil(W / 4), widths[0]) and so on."""
+        """Return the tokens of each stage; the first has the shape (N, ceil(H / 4), ceil(W / 4), widths[0])."""
         features = []
         for number in range(1, len(_STRIDES) + 1):
             embed, blocks, norm = (
@@ -153,10 +153,10 @@ class MixTransformer(nn.Module):
 
 
 class FuseConv(nn.Conv2d):
-    """A 1x1 convolution over concatenated images that are resized to the size of the last one, computed in parts.
+    """A 1x1 convolution over the concatenation of images that are resized to the size of the last one.
 
-    Each image is convolved with its part of the weights before it is resized. The result is the same because both
-    operations are linear. Most of the work is done at low resolution, and the concatenation is never stored.
+    Each image is convolved with its part of the weights before it is resized. The result is the same, because both
+    operations are linear. Most of the work is done at low resolution, and the concatenation is not stored.
     """
 
     def forward(self, images: list[Tensor]) -> Tensor:  # type: ignore[override]
@@ -170,7 +170,7 @@ class FuseConv(nn.Conv2d):
 
 
 class DecodeHead(nn.Module):
-    """The all-MLP decoder: project each stage to one width, resize to 1/4, fuse and classify."""
+    """The all-MLP decoder: projections of all stages to one width, resizing to 1/4, fusion and a classifier."""
 
     def __init__(self, widths: tuple[int, ...], width: int, num_classes: int, dropout: float) -> None:
         super().__init__()
@@ -197,16 +197,16 @@ class SegFormer(nn.Module):
     Parameter names are those of SuperGradients' checkpoints. The encoder is `_backbone`.
 
     Args:
-        num_classes: Number of output channels.
-        widths: Channels of the encoder's four stages.
-        depths: Number of blocks in each stage.
-        head_width: Channels of the decoder.
-        drop_path: Probability of skipping a layer of the last block in training. It increases linearly from 0 at
-            the first block.
-        dropout: Probability of zeroing a channel before the classifier in training.
+        num_classes: number of output channels.
+        widths: number of channels in each of the encoder's four stages.
+        depths: number of blocks in each stage.
+        head_width: number of channels in the decoder.
+        drop_path: probability of skipping a layer of the last block in training. It increases linearly from 0 in the
+            first block.
+        dropout: probability of zeroing a channel before the classifier in training.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(
@@ -225,14 +225,14 @@ class SegFormer(nn.Module):
         _init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: the decoder is trained, the rest is frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the decoder, and freeze the rest."""
         return {"decode_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits (N, num_classes, H, W) for images (N, 3, H, W) of at least 32 x 32.
 
         Raises:
-            ModelError: If the images are smaller.
+            ModelError: if the images are smaller than 32 x 32.
         """
         height, width = x.shape[-2:]
         if height < _MIN_SIZE or width < _MIN_SIZE:
@@ -244,7 +244,7 @@ class SegFormer(nn.Module):
 
 
 def _init_weights(model: nn.Module) -> None:
-    """Initialise linear layers with standard deviation 0.02, convolutions as He et al. (fan-out), and biases to 0."""
+    """Initialize linear layers (standard deviation 0.02), convolutions (He et al., fan-out), and biases (0)."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.02)

@@ -16,8 +16,8 @@ STDC2_BLOCKS = (4, 5, 3)
 class STDCBlock(nn.Module):
     """Four consecutive convolutions with 1/2, 1/4, 1/8 and 1/8 of `out_channels`, whose outputs are concatenated.
 
-    With `stride` 2, the first output is average-pooled before concatenation, and a depthwise
-    convolution halves the resolution before the second convolution.
+    With `stride` 2, the first output is average-pooled before concatenation, and a depthwise convolution halves the
+    resolution before the second convolution.
     """
 
     def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
@@ -48,8 +48,7 @@ class STDCBlock(nn.Module):
 class STDCBackbone(nn.Module):
     """Five stages that each halve the resolution. The last three consist of `blocks` STDC blocks.
 
-    Returns the features of the last three stages at 1/8, 1/16 and 1/32 of the input, with `out_channels`
-    (256, 512 and 1024) channels.
+    The outputs of the last three stages have `out_channels` (256, 512 and 1024) channels.
     """
 
     out_channels = (256, 512, 1024)

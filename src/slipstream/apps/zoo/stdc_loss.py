@@ -1,4 +1,4 @@
-"""The loss of STDC-Seg (arXiv 2104.13188): hard example mining for classifiers, and an edge loss for details."""
+"""The loss of STDC-Seg (arXiv 2104.13188): cross-entropy over hard pixels, and an edge loss for details."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class OhemCELoss(nn.Module):
 
     Hard pixels are those whose target class has a predicted probability below `threshold`, but at least the
     k = max(1, floor(mining_percent * n)) pixels with the largest losses, where n is the number of pixels that are not
-    ignored. Pixels that tie for the last place are weighted equally. The loss is the mean over the hard pixels. It is 0
-    with gradient 0 if all pixels are ignored. It does not synchronise with the device.
+    ignored. Pixels with the kth largest loss share the remaining weight equally. The loss is the mean over the hard
+    pixels, or 0 with gradient 0 if all pixels are ignored. It does not synchronize with the device.
 
     Args:
-        threshold: Probability, greater than 0 and at most 1.
-        mining_percent: Minimum fraction of pixels to keep, from 0 to 1.
-        ignore_index: Target value of ignored pixels.
+        threshold: probability, greater than 0 and at most 1.
+        mining_percent: minimum fraction of pixels to keep, from 0 to 1.
+        ignore_index: target value of ignored pixels.
 
     Raises:
-        ConfigError: If `threshold` or `mining_percent` is out of range.
+        ConfigError: if `threshold` or `mining_percent` is out of range.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class OhemCELoss(nn.Module):
         return (self._weights(losses.detach(), targets.flatten() != self.ignore_index) * losses).sum()
 
     def _weights(self, losses: Tensor, counts: Tensor) -> Tensor:
-        """Return the weights of the pixels in the mean, with sum 1. `counts` masks the pixels that are not ignored."""
+        """Return the weights of the pixels in the mean; `counts` is True for pixels that are not ignored."""
         most = max(1, int(self.mining_percent * losses.numel()))
-        # The number of pixels to keep is known only on the device, so the kth largest loss is selected from the `most`
-        # largest ones. An ignored pixel has the smallest possible loss, 0.
+        # The number of pixels to keep is known only on the device, so select the kth largest loss from the `most`
+        # largest ones. Ignored pixels have the smallest possible loss, 0.
         keep = (counts.sum() * self.mining_percent).long().clamp(1, most)
         kth = losses.topk(most).values.gather(0, (keep - 1).reshape(1))
         cut = kth.clamp_max(self.hard_loss)
@@ -70,13 +70,14 @@ class OhemCELoss(nn.Module):
 def detail_target(targets: Tensor, ignore_index: int, threshold: float = 1.0) -> Tensor:
     """Return the detail mask of class ids (N, H, W) as a bool tensor (N, 1, H, W).
 
-    A pixel is an edge if it is not ignored and at least `threshold` of its eight neighbours have a different class, are
-    ignored or lie outside the image. Details are the edges, and all pixels whose 2x2 block begins with an edge.
+    A pixel is an edge if it is not ignored, and at least `threshold` of its eight neighbors have a different class, are
+    ignored or are outside the image. Details are the edges, and all pixels of 2x2 blocks whose top left pixel is an
+    edge.
 
-    This is equivalent to the paper's pyramid: a Laplacian (8 in the centre, -1 around) of each class's mask with
-    strides 1, 2 and 4. Each map is 1 where it is at least `threshold`. The maps are upsampled and weighted by 0.6, 0.3
-    and 0.1, and the result is 1 where the sum is at least 0.3. The third map has no effect, and the weights receive
-    no gradient.
+    This is equivalent to the paper's pyramid, which applies a Laplacian (8 in the center, -1 around it) to the mask of
+    each class with strides 1, 2 and 4. Each map is 1 where the result is at least `threshold`. The maps are upsampled
+    and weighted by 0.6, 0.3 and 0.1, and the mask is 1 where their sum is at least 0.3. The third map has no effect,
+    and the weights receive no gradient.
     """
     height, width = targets.shape[-2:]
     labels = targets.to(torch.int16)
@@ -98,18 +99,20 @@ class STDCLoss(nn.Module):
     batch. Half-precision outputs are summed in float32.
 
     Args:
-        num_classes: If set, the required number of channels of the main output.
-        weights: Factors of the main output, the auxiliary outputs (s32, s16) and the details, in this order.
-        threshold: See `OhemCELoss`.
-        mining_percent: See `OhemCELoss`.
-        ignore_index: Target value of ignored pixels.
-        num_detail_heads: Number of detail outputs, which are the last outputs.
-        detail_weights: Factors of cross-entropy and Dice, in this order.
-        detail_threshold: See `detail_target`, from 1 to 8.
+        num_classes: if set, the required number of channels of the main output.
+        weights: factors of the main output, the auxiliary outputs (s32, s16) and the details, in this order.
+        threshold: see `OhemCELoss`.
+        mining_percent: see `OhemCELoss`.
+        ignore_index: target value of ignored pixels.
+        num_detail_heads: number of detail outputs, which are the last outputs.
+        detail_weights: factors of cross-entropy and Dice, in this order.
+        detail_threshold: see `detail_target`, from 1 to 8.
 
     Raises:
-        ConfigError: If an argument is out of range.
+        ConfigError: if an argument is out of range.
     """
+
+    takes_class_ids = True
 
     def __init__(
         self,
@@ -134,7 +137,7 @@ class STDCLoss(nn.Module):
             )
         if not 1 <= detail_threshold <= 8:
             raise ConfigError(
-                f"must be a number of neighbours from 1 to 8, not {detail_threshold}", "detail_threshold"
+                f"must be a number of neighbors from 1 to 8, not {detail_threshold}", "detail_threshold"
             )
         self.num_classes = num_classes
         self.num_detail_heads = num_detail_heads
@@ -150,12 +153,12 @@ class STDCLoss(nn.Module):
         With several detail heads, the keys are `loss_detail0`, `loss_detail1`, ...
 
         Args:
-            outputs: (main, auxiliary..., details), as returned by `STDCSeg` in training: logits
-                (N, classes, H, W), and (N, 1, H, W) for details. In evaluation mode, only the main logits.
-            targets: Class ids (N, H, W) of any integer dtype.
+            outputs: (main, auxiliary..., details), as returned by `STDCSeg` in training: logits (N, classes, H, W), and
+                (N, 1, H, W) for details. In evaluation mode, only the main logits.
+            targets: class ids (N, H, W) of any integer dtype.
 
         Raises:
-            ModelError: If the number of outputs is neither one nor the number of weights, or the number of classes
+            ModelError: if the number of outputs is neither one nor the number of weights, or the number of classes
                 is not `num_classes`.
         """
         if isinstance(outputs, Tensor):
@@ -177,8 +180,8 @@ class STDCLoss(nn.Module):
     def _check(self, outputs: tuple[Tensor, ...]) -> None:
         if len(outputs) not in (1, len(self.weights)):
             raise ModelError(
-                f"STDCLoss has {len(self.weights)} weights, but the network has {len(outputs)} outputs; set one "
-                "factor in `weights` for each: main output, auxiliary outputs, details"
+                f"STDCLoss has {len(self.weights)} weights, but the network has {len(outputs)} outputs; set `weights` "
+                "to one factor per output: main output, auxiliary outputs, details"
             )
         if self.num_classes not in (None, outputs[0].shape[1]):
             raise ModelError(

@@ -1,4 +1,4 @@
-"""STDC-Seg, a real-time segmentation network whose detail head is used only in training (arXiv 2104.13188)."""
+"""STDC-Seg, a real-time segmentation network with a detail head that is used only in training (arXiv 2104.13188)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class AttentionRefinement(nn.Module):
 
 
 class GlobalContext(nn.Module):
-    """The projected global mean of the features, one vector per image."""
+    """The projected global mean of the features, which is one vector per image."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ def _crop(x: Tensor, like: Tensor) -> Tensor:
 
 
 class FeatureFusion(nn.Module):
-    """Fuse details and context, and add the fused channels gated by their global means."""
+    """Fuses details and context, and adds the fused channels scaled by gates, which depend on their global means."""
 
     def __init__(self, in_channels: int, out_channels: int) -> None:
         super().__init__()
@@ -109,13 +109,13 @@ class STDCSeg(nn.Module):
     least two images per batch (over all processes with SyncBatchNorm), because BatchNorm is applied to global means.
 
     Args:
-        num_classes: Number of output channels.
-        blocks: Number of STDC blocks in each of the last three stages of the backbone.
-        use_aux_heads: Whether to add auxiliary heads to the backbone's features in training.
-        dropout: Dropout probability before the classifiers in training.
+        num_classes: number of output channels.
+        blocks: number of STDC blocks in each of the last three stages of the backbone.
+        use_aux_heads: whether to add auxiliary heads to the backbone's features in training.
+        dropout: dropout probability before the classifiers in training.
 
     Raises:
-        ModelError: If `num_classes` is less than 1.
+        ModelError: if `num_classes` is less than 1.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class STDCSeg(nn.Module):
         init_weights(self)
 
     def get_finetune_lr_dict(self, lr: float) -> dict[str, float]:
-        """Return the learning rates for SuperGradients' `finetune`: heads are trained, other parameters are frozen."""
+        """Return the learning rates for SuperGradients' `finetune`: train the heads, and freeze the rest."""
         return {"segmentation_head": lr, "aux_head": lr, "detail_head": lr, "default": 0.0}
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, ...]:
@@ -158,7 +158,7 @@ class STDCSeg(nn.Module):
 
 
 def _head(in_channels: int, hidden: int, num_classes: int, dropout: float) -> nn.Sequential:
-    # The head is in a Sequential to match checkpoints, which have an upsampling module after the head.
+    # The head is in a Sequential to match checkpoints, in which an upsampling module follows the head.
     return nn.Sequential(SegmentationHead(in_channels, hidden, num_classes, dropout))
 
 

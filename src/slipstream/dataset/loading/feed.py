@@ -1,4 +1,4 @@
-"""Speed option `prefetch`: copy the next batches to the device while the current step runs."""
+"""Speed option: copy the next batches to the device while the current step runs (`prefetch`)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def read_prefetch(value: Any) -> int:
     """Return the number of batches to copy ahead for a value of `prefetch`: True means 2, None and False mean 0.
 
     Raises:
-        ConfigError: The value is not a bool, None or a non-negative int.
+        ConfigError: the value is not a bool, None or a non-negative int.
     """
     if value is None or isinstance(value, bool):
         return 2 if value else 0
-    if not isinstance(value, int) or value < 0:
-        raise ConfigError(f"must be a number of batches (such as 2), got {value!r}", "prefetch")
+    if not isinstance(value, int) or not 0 <= value <= 1024:
+        raise ConfigError(
+            f"must be a number of batches from 0 to 1024 (such as 2), got {value!r}", "prefetch"
+        )
     return value
 
 
@@ -44,9 +46,9 @@ def feed(
 def can_draw_ahead(loader: Any) -> bool:
     """Return whether drawing a batch from `loader` leaves the global random generators unchanged.
 
-    This holds for worker processes, which have separate generators, and for loaders of `build_dataloader`, which
-    restore the global state. An iterable dataset without workers may draw from the global generators; if its
-    batches were drawn ahead, a resumed run would see different random numbers.
+    Worker processes have separate generators, and loaders returned by `build_dataloader` restore the global state. An
+    iterable dataset without workers may draw from the global generators, so drawing its batches ahead could change the
+    random numbers of a resumed run.
     """
     restores_state = isinstance(getattr(loader, "batch_sampler", None), EpochBatchSampler)
     return restores_state or getattr(loader, "num_workers", 0) > 0
@@ -63,21 +65,22 @@ class CopyStream(Protocol):
 
 
 class DeviceFeed(Generic[Batch]):
-    """A loader whose batches are on the device; it copies `prefetch` batches ahead while a step runs.
+    """A loader that copies its batches to the device, `prefetch` batches ahead of the current step.
 
-    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype (uint8 takes a quarter of the
-    bytes of float32; the data preprocessor converts it on the device). Other values are returned unchanged. The
-    order of batches and the random draws do not change. If the loader raises an error, the batches drawn before it
-    are returned first. On the CPU, batches are returned unchanged and nothing is drawn ahead.
+    Tensors in dicts, lists, tuples and named tuples are moved and keep their dtype. (uint8 images need a quarter of
+    the bandwidth of float32 images; the data preprocessor converts them on the device.) Other values are returned
+    unchanged. The order of batches and the random draws do not change. If the loader raises an error, the batches
+    drawn before it are returned first. On the CPU, batches are returned unchanged and not drawn ahead.
 
     On accelerators, a side stream copies from pinned memory. If the loader does not pin its batches
-    (`pin_memory=True`), a thread pins them. The device holds `prefetch` + 1 batches.
+    (`pin_memory=True`), a thread pins them. Up to `prefetch` + 2 batches are in device memory: the current batch and
+    `prefetch` + 1 later batches.
 
     Args:
-        loader: Any iterable.
-        device: Target device; None means the accelerator, or the CPU if there is none.
-        prefetch: Number of batches to copy ahead; 0 copies each batch on request.
-        copy_stream: Object that copies the batches; by default a side stream, if the device supports streams.
+        loader: any iterable.
+        device: target device; None means the accelerator, or the CPU if there is none.
+        prefetch: number of batches to copy ahead; 0 copies each batch on request.
+        copy_stream: object that copies the batches; by default a side stream, if the device supports streams.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ def _run_ahead(batches: Iterator[Any], copy_stream: CopyStream, prefetch: int) -
 def _until_failure(batches: Iterator[Any], failures: list[Exception]) -> Iterator[Any]:
     try:
         yield from batches
-    except Exception as failure:  # raised by the loader; errors of the consumer do not get here
+    except Exception as failure:  # raised by the loader, not by the consumer
         failures.append(failure)
 
 
@@ -160,8 +163,8 @@ class _SideStream:
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
         """Start copying `batch`; return the copy and an event that marks its end."""
         # The allocator may reuse the memory of a batch whose step has not finished on the device, so the copy waits
-        # for all steps launched so far and overlaps with the next step. (`record_stream` would hold that memory for
-        # as long as the host runs ahead, up to one log interval of batches.)
+        # for all previously launched steps and overlaps with the next step. (`record_stream` would delay the reuse of
+        # that memory, by up to one log interval, because the host runs ahead of the device.)
         self.stream.wait_stream(torch.accelerator.current_stream(self.device))
         with self.stream:
             moved = _move(batch, self.device)

@@ -1,4 +1,4 @@
-"""Use the global random generators of Python, NumPy and torch (CPU) temporarily, and restore their state."""
+"""Temporary use of the global random generators of Python, NumPy and torch (CPU)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-__all__ = ["IsolatedGenerators", "isolate_random_state", "seed_generators"]
+__all__ = ["IsolatedGenerators", "hash_numbers", "isolate_random_state", "seed_generators"]
 
 T = TypeVar("T")
 
@@ -19,13 +19,13 @@ _64_BITS = 2**64 - 1
 
 def seed_generators(numbers: Sequence[int]) -> None:
     """Seed the three global generators from non-negative numbers."""
-    seed = _hash(numbers)
+    seed = hash_numbers(numbers)
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)
 
 
-def _hash(numbers: Sequence[int]) -> int:
+def hash_numbers(numbers: Sequence[int]) -> int:
     """Return a 32-bit hash of the numbers (splitmix64; NumPy's SeedSequence is ten times slower)."""
     mixed = 0
     for number in numbers:
@@ -39,9 +39,9 @@ def _hash(numbers: Sequence[int]) -> int:
 class IsolatedGenerators:
     """A private random state for code that draws from the global generators.
 
-    `with generators:` replaces the global state with the private one and restores the global state at the end.
-    NumPy's bit generator object is exchanged, which is sixty times faster than copying its state. The only loss
-    is the second normal number that the legacy `np.random.randn` may have cached.
+    The context `with generators:` replaces the global state with the private one and restores it at the end.
+    NumPy's bit generator object is swapped, which is sixty times faster than copying its state. The only side effect
+    is that the legacy `np.random.randn` loses its cached second value.
     """
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class IsolatedGenerators:
         torch.set_rng_state(torch_state)
 
     def keep(self) -> None:
-        """Save the current state; call it inside the block. The next block continues from this state."""
+        """Save the current state for the next block. Call this method inside a block."""
         self._others = random.getstate(), torch.get_rng_state()
 
 

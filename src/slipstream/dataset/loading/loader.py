@@ -6,7 +6,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence, Sized
 from functools import partial
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Annotated, Any, Literal
 
 import torch
 from torch.utils.data import (
@@ -21,20 +22,22 @@ from torch.utils.data import (
 )
 
 from slipstream.dataset.loading.collate import default_collate
-from slipstream.dataset.loading.generators import IsolatedGenerators, seed_generators
 from slipstream.dataset.loading.samplers import (
     DefaultSampler,
     EpochBatchSampler,
     InfiniteSampler,
     check_not_empty,
 )
+from slipstream.dataset.loading.samples import SeededDataset
+from slipstream.dataset.loading.waiting import STALL_WARNING
+from slipstream.dataset.loading.worker_init import worker_init
 from slipstream.dataset.loading.workers import check_workers, with_workers
-from slipstream.dataset.transforms.device_transforms import check_same_params
 from slipstream.dist import get_world_size
 from slipstream.errors import BuildError, ConfigError, DataError, did_you_mean
 from slipstream.registry import DATA_SAMPLERS, DATASETS, FUNCTIONS
+from slipstream.typecheck import NonNegative, NonNegativeInt, PositiveInt, Rule, check, shown
 
-__all__ = ["SeededDataset", "batch_size", "build_dataloader", "is_infinite", "length", "set_epoch"]
+__all__ = ["batch_size", "build_dataloader", "is_infinite", "length", "set_epoch"]
 
 
 def build_dataloader(
@@ -43,17 +46,19 @@ def build_dataloader(
     """Build a data loader from a configuration in MMEngine's format, or wrap an existing `DataLoader`.
 
     Args:
-        cfg: A dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
+        cfg: a dict with `dataset`, `sampler`, `batch_sampler`, `collate_fn` (each an object or a configuration)
             and the arguments of `torch.utils.data.DataLoader`; `num_workers` and `prefetch_factor` may be `auto`
-            (see `with_workers`). Alternatively, a `DataLoader`, or `dict(dataloader=..., num_batch_per_epoch=...)`
-            to limit its number of batches per epoch.
-        seed: Seed of the run; it determines the order and the augmentation for any number of workers.
-        name: Name of the loader in error messages (such as `train_dataloader`).
-        training: Whether all ranks must get the same number of samples; if so, some samples may be repeated.
+            (see `with_workers`). `skip_errors` is the number of samples that may raise errors and are replaced by
+            others (see `SeededDataset`). `stall_warning` is the number of seconds without a batch after which a run
+            logs a warning (see `Loading`; default: 60, 0 for none). Alternatively, a `DataLoader`, or
+            `dict(dataloader=..., num_batch_per_epoch=...)` to limit its number of batches per epoch.
+        seed: seed of the run. The order and the augmentation depend on it, but not on the number of workers.
+        name: name of the loader in error messages (such as `train_dataloader`).
+        training: whether all ranks must get the same number of samples; if so, some samples may be repeated.
 
     Raises:
-        ConfigError: A key is unknown or missing.
-        DataError: The dataset is empty, or `drop_last` is set and the dataset is smaller than one batch.
+        ConfigError: a key is unknown or missing.
+        DataError: the dataset is empty, or `drop_last` is set and the dataset is smaller than one batch.
     """
     limit = None
     if isinstance(cfg, Mapping) and isinstance(ready := cfg.get("dataloader"), DataLoader):
@@ -65,12 +70,19 @@ def build_dataloader(
         raise ConfigError(f"must be a DataLoader or a dict, got {type(cfg).__name__}", name)
     options = dict(cfg)
     _check_keys(options, name)
+    _check_fault_options(options, name, training)
+    stall_warning = options.pop("stall_warning", STALL_WARNING)
     dataset = _dataset(options.pop("dataset"), name)
     check_workers(options, name, streamed=isinstance(dataset, IterableDataset))
     if isinstance(dataset, IterableDataset):
-        return DataLoader(dataset, **_defaults(_collate(options, name), seed))
-    batches = _batch_sampler(options, dataset, seed, training)
-    return _check_has_batches(_loader(dataset, batches, seed, _collate(options, name), name), name, training)
+        if options.pop("skip_errors", 0):
+            raise ConfigError("does not support iterable datasets; remove this option", f"{name}.skip_errors")
+        loader = RunLoader(dataset, **_defaults(_collate(options, name), seed))
+    else:
+        batches = _batch_sampler(options, dataset, seed, training, name)
+        loader = _loader(dataset, batches, seed, _collate(options, name), name)
+    loader.stall_warning = stall_warning
+    return _check_has_batches(loader, name, training)
 
 
 def set_epoch(loader: DataLoader[Any], epoch: int, start: int = 0) -> None:
@@ -88,6 +100,19 @@ def batch_size(loader: DataLoader[Any]) -> int | None:
     return size
 
 
+def last_batch_size(loader: DataLoader[Any]) -> int | None:
+    """Return the number of this rank's samples in the last batch of an epoch, or None if there is none or unknown."""
+    batches = loader.batch_sampler
+    if not isinstance(batches, EpochBatchSampler) or type(batches.batch_sampler) is not BatchSampler:
+        return None
+    inner = batches.batch_sampler
+    if inner.drop_last or isinstance(batches.sampler, InfiniteSampler):
+        return inner.batch_size
+    full, rest = divmod(batches.samples, inner.batch_size)
+    cut = batches.limit is not None and batches.limit <= full
+    return inner.batch_size if rest == 0 or cut else rest
+
+
 def length(loader: DataLoader[Any]) -> int | None:
     """Return the number of batches per epoch, or None for an iterable dataset without a length."""
     try:
@@ -101,49 +126,15 @@ def is_infinite(loader: DataLoader[Any]) -> bool:
     return isinstance(loader.batch_sampler, EpochBatchSampler) and loader.batch_sampler.endless
 
 
-class SeededDataset(Dataset[Any]):
-    """Dataset wrapper that seeds the global generators of Python, NumPy and torch for each sample.
+class RunLoader(DataLoader[Any]):
+    """A `DataLoader` built from a configuration."""
 
-    The generators are seeded from (seed, epoch, index) before each sample. Their state is restored after the batch
-    is collated, so a `collate_fn` may also draw random numbers. Other attributes are read from the dataset.
-
-    Args:
-        dataset: A map-style dataset.
-        collate: Function that returns the batch for a list of samples.
-    """
-
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
-        self.dataset = dataset
-        self.collate = collate
-        self._generators = IsolatedGenerators()
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "dataset":  # unpickling reads it before it is set
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        with self._generators:
-            return self._get(index)
-
-    def __getitems__(self, indices: Sequence[Any]) -> Any:
-        with self._generators:
-            samples = [self._get(index) for index in indices]
-            check_same_params(samples)
-            return self.collate(samples)
-
-    def _get(self, index: Any) -> Any:
-        if hasattr(index, "__index__"):  # a key that is not an integer cannot seed the generators
-            seed, epoch = getattr(index, "seed", 0), getattr(index, "epoch", 0)
-            seed_generators((seed, epoch, int(index) % 2**64))
-        return self.dataset[index]
+    stall_warning: float = STALL_WARNING
+    """Seconds without a batch after which a run logs a warning; 0 for no warning."""
 
 
 class TensorBatches(Dataset[Any]):
-    """Wrapper of a `TensorDataset` that indexes a whole batch at once; collating samples is many times slower."""
+    """`TensorDataset` wrapper that indexes a whole batch in one call, many times faster than collating samples."""
 
     def __init__(self, dataset: TensorDataset) -> None:
         self.dataset = dataset
@@ -171,7 +162,7 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
     if other := sorted(set(cfg) - {"dataloader", "num_batch_per_epoch"}):
         raise ConfigError(f"'{other[0]}' cannot be changed for an existing DataLoader; remove this key", name)
     limit: int | None = cfg.get("num_batch_per_epoch")
-    _check_limit(limit, name)
+    check(limit, PositiveInt | None, f"{name}.num_batch_per_epoch")
     ready = cfg["dataloader"]
     if limit is not None and (isinstance(ready.dataset, IterableDataset) or ready.batch_sampler is None):
         raise ConfigError(
@@ -180,48 +171,93 @@ def _limit(cfg: Mapping[str, Any], name: str) -> int | None:
     return limit
 
 
-def _check_limit(limit: int | None, name: str) -> None:
-    if limit is not None and limit < 1:
-        raise ConfigError("must be at least 1", f"{name}.num_batch_per_epoch")
+_TYPES: Mapping[str, Any] = {
+    "batch_size": Annotated[int, Rule(lambda size: 1 <= size <= 10**8, "from 1 to 10**8")],
+    "num_batch_per_epoch": PositiveInt | None,
+    "shuffle": bool | None,
+    "drop_last": bool,
+    "pin_memory": bool,
+    "persistent_workers": bool,
+    "in_order": bool,
+    "timeout": NonNegative,
+    "multiprocessing_context": Literal["fork", "spawn", "forkserver"] | BaseContext | None,
+    "pin_memory_device": str,
+    "generator": torch.Generator | None,
+}
+"""The types of the options that `torch.utils.data.DataLoader` does not check."""
 
 
 def _check_keys(options: Mapping[str, Any], name: str) -> None:
-    known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch"]
+    known = [*inspect.signature(DataLoader).parameters, "num_batch_per_epoch", "skip_errors", "stall_warning"]
     for key in options:
         if key not in known:
             raise ConfigError(f"a data loader has no option '{key}'{did_you_mean(key, known)}", name)
     if "dataset" not in options:
         raise ConfigError("the key 'dataset' is missing", name)
-    if not isinstance(options.get("batch_size", 1), int) or options.get("batch_size", 1) < 1:
+    for key, annotation in _TYPES.items():
+        if key in options:
+            check(options[key], annotation, f"{name}.{key}")
+
+
+def _check_fault_options(options: Mapping[str, Any], name: str, training: bool) -> None:
+    check(options.get("stall_warning", 0), NonNegative, f"{name}.stall_warning")
+    if options.get("timeout") and not options.get("num_workers"):
         raise ConfigError(
-            f"must be an integer of at least 1, got {options['batch_size']!r}", f"{name}.batch_size"
+            "requires worker processes, because a sample that hangs in the process of the run cannot be interrupted; "
+            "set num_workers to at least 1, or remove this option",
+            f"{name}.timeout",
         )
-    _check_limit(options.get("num_batch_per_epoch"), name)
+    check(skip := options.get("skip_errors", 0), NonNegativeInt, f"{name}.skip_errors")
+    if skip and not training:
+        raise ConfigError(
+            "is only supported for training, because metrics would count the replacement of a sample twice; remove "
+            "the failing samples from the dataset",
+            f"{name}.skip_errors",
+        )
 
 
 def _dataset(cfg: Any, name: str) -> Any:
     dataset = DATASETS.build(cfg) if isinstance(cfg, Mapping) else cfg
-    if hasattr(dataset, "full_init"):  # datasets of OpenMMLab may be initialized lazily
+    readable = hasattr(dataset, "__getitem__") or hasattr(dataset, "__iter__")
+    if not readable or isinstance(dataset, str | bytes | Mapping):
+        raise ConfigError(
+            f"must be a dataset or a dict with a 'type', not {shown(dataset)}", f"{name}.dataset"
+        )
+    if hasattr(dataset, "full_init"):  # OpenMMLab datasets may be initialized lazily
         dataset.full_init()
+    if isinstance(dataset, list | tuple) and any(isinstance(item, Dataset) for item in dataset):
+        raise ConfigError(
+            "must be one dataset; for several, use dict(type='ConcatDataset', datasets=[...])",
+            f"{name}.dataset",
+        )
     check_not_empty(dataset, name)
     return dataset
 
 
-def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: bool) -> Any:
+def _batch_sampler(options: dict[str, Any], dataset: Any, seed: int, training: bool, name: str) -> Any:
     shuffle = options.pop("shuffle", False)
     sampler = options.pop("sampler", None) or {"type": "DefaultSampler", "shuffle": shuffle}
     if isinstance(sampler, Mapping):
         defaults = {"dataset": dataset, "data_source": dataset, "seed": seed, "round_up": training}
         sampler = DATA_SAMPLERS.build(sampler, default_args=_accepted_defaults(sampler, defaults))
     batch_sampler = options.pop("batch_sampler", None)
+    _check_sampler(sampler, f"{name}.sampler", Mapping | list)
+    _check_sampler(batch_sampler, f"{name}.batch_sampler", Mapping)
     batch_size, drop_last = options.pop("batch_size", 1), options.pop("drop_last", False)
     if isinstance(batch_sampler, Mapping):
         return DATA_SAMPLERS.build(batch_sampler, default_args={"sampler": sampler, "batch_size": batch_size})
     return batch_sampler or BatchSampler(sampler, batch_size, drop_last)
 
 
+def _check_sampler(sampler: Any, path: str, wrong: Any) -> None:
+    """Check that `sampler` is a configuration or can be iterated; a list must not contain items of the type `wrong`."""
+    iterable = sampler is None or (hasattr(sampler, "__iter__") and not isinstance(sampler, str | bytes))
+    if not iterable or (isinstance(sampler, list) and any(isinstance(item, wrong) for item in sampler)):
+        raise ConfigError(f"must be a sampler or a dict with a 'type', not {shown(sampler)}", path)
+
+
 def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the defaults that the sampler's constructor accepts; torch's samplers take `data_source`."""
+    """Return the defaults that the sampler's constructor accepts; torch's samplers call the dataset `data_source`."""
     kind = sampler.get("type")
     if kind is None:
         return {}  # the registry raises the error
@@ -231,23 +267,49 @@ def _accepted_defaults(sampler: Mapping[str, Any], defaults: dict[str, Any]) -> 
 
 
 def _collate(options: dict[str, Any], name: str) -> dict[str, Any]:
-    collate = options.get("collate_fn", {"type": "default_collate"})
-    if isinstance(collate, str):
-        collate = {"type": collate}
-    if isinstance(collate, Mapping):
-        rest = {key: value for key, value in collate.items() if key != "type"}
-        kind = collate.get("type")
-        if kind is None:
-            raise BuildError("the key 'type' is missing", f"{name}.collate_fn")
-        function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
-        collate = partial(function, **rest) if rest else function
+    collate = options.get("collate_fn")
+    collate = _function("default_collate" if collate is None else collate, f"{name}.collate_fn")
+    if options.get("worker_init_fn") is not None:
+        options["worker_init_fn"] = _function(options["worker_init_fn"], f"{name}.worker_init_fn")
     return {**options, "collate_fn": collate}
+
+
+def _function(cfg: Any, path: str) -> Any:
+    """Return a function, or the registered function that a name or a dict with a `type` describes.
+
+    Names are only looked up in the registry, so a data file cannot import a function.
+    """
+    if isinstance(cfg, str):
+        cfg = {"type": cfg}
+    if isinstance(cfg, Mapping):
+        rest = {key: value for key, value in cfg.items() if key != "type"}
+        kind = cfg.get("type")
+        if kind is None:
+            raise BuildError("the key 'type' is missing", path)
+        function = FUNCTIONS.resolve(kind) if isinstance(kind, str) else kind
+        check(function, Callable[..., Any], f"{path}.type")
+        _check_function_options(function, rest, path)
+        cfg = partial(function, **rest) if rest else function
+    if not callable(cfg):
+        raise ConfigError(f"must be a function, or the name of one in FUNCTIONS, not {shown(cfg)}", path)
+    return cfg
+
+
+def _check_function_options(function: Any, options: Mapping[Any, Any], path: str) -> None:
+    """Check that a function can be called with one argument and `options`."""
+    try:
+        inspect.signature(function).bind([], **options)
+    except TypeError as error:
+        raise BuildError(f"{getattr(function, '__name__', function)}: {error}", path) from None
+    except ValueError:  # some built-in functions have no signature
+        return
 
 
 def _loader(
     dataset: Any, batch_sampler: Any, seed: int, options: dict[str, Any], name: str = ""
-) -> DataLoader[Any]:
+) -> RunLoader:
     collate, limit = options["collate_fn"], options.pop("num_batch_per_epoch", None)
+    skip_errors = options.pop("skip_errors", 0)
     tensors = type(dataset) is TensorDataset and collate is default_collate
     samples = _samples_per_pass(dataset, batch_sampler)
     batches = EpochBatchSampler(batch_sampler, seed, samples, stamp=not tensors, limit=limit)
@@ -255,14 +317,14 @@ def _loader(
         if any(tensor.device.type != "cpu" for tensor in dataset.tensors):
             options["pin_memory"] = False  # only CPU memory can be pinned
         dataset, options["collate_fn"] = TensorBatches(dataset), _identity
-    elif collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
-        dataset, options["collate_fn"] = SeededDataset(dataset, collate), _identity
+    elif skip_errors or collate is not default_collate or not getattr(dataset, "draws_nothing_global", False):
+        dataset, options["collate_fn"] = SeededDataset(dataset, collate, skip_errors), _identity
     options = with_workers(options, dataset, batches, name)
-    return DataLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
+    return RunLoader(dataset, batch_sampler=batches, **_defaults(options, seed))
 
 
 def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> DataLoader[Any]:
-    """Return the loader; raise a DataError if it is used for training and `drop_last` leaves it without a batch."""
+    """Return the loader, or raise a DataError if `drop_last` leaves a training loader without batches."""
     batches = loader.batch_sampler
     if not training or not isinstance(batches, EpochBatchSampler) or batches.endless:
         return loader
@@ -277,19 +339,21 @@ def _check_has_batches(loader: DataLoader[Any], name: str, training: bool) -> Da
 
 
 def _samples_per_pass(dataset: Any, batch_sampler: Any) -> int:
-    """Return the number of samples of this rank in one pass over the dataset."""
+    """Return this rank's number of samples in one pass over the dataset."""
     sampler = getattr(batch_sampler, "sampler", None)
     return len(sampler) if isinstance(sampler, Sized) else math.ceil(len(dataset) / get_world_size())
 
 
 def _defaults(options: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the arguments of `DataLoader`; without workers, drop the arguments that require workers."""
-    unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor")
+    # `timeout` remains if `num_workers="auto"` chose no workers.
+    unused = () if options.get("num_workers") else ("persistent_workers", "prefetch_factor", "timeout")
     return {
         "pin_memory": torch.accelerator.is_available(),
-        # Without its own generator, each new iterator would draw from torch's global generator.
+        # If the loader has no generator, each new iterator draws from torch's global generator.
         "generator": torch.Generator().manual_seed(seed),
         **{key: value for key, value in options.items() if key not in unused},
+        "worker_init_fn": worker_init(options.get("worker_init_fn")),
     }
 
 
@@ -301,7 +365,7 @@ def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
     """Return a batch sampler for this rank's shard of the data; distributed samplers are returned unchanged.
 
     Raises:
-        ConfigError: Every rank would get the same batches, because the sampler cannot be replaced.
+        ConfigError: the sampler is not distributed and cannot be replaced.
     """
     sampler = getattr(batches, "sampler", None)
     if isinstance(sampler, DefaultSampler | InfiniteSampler | DistributedSampler):
@@ -310,8 +374,8 @@ def _sharded(batches: Any, dataset: Any, seed: int, training: bool) -> Any:
         shard = DefaultSampler(dataset, type(sampler) is RandomSampler, seed, round_up=training)
         return BatchSampler(shard, batches.batch_size, batches.drop_last)
     raise ConfigError(
-        f"each of the {get_world_size()} processes would get the same batches of {type(sampler or batches).__name__}; "
-        "use a distributed sampler (DefaultSampler or torch's DistributedSampler)"
+        f"{type(sampler or batches).__name__} yields the same batches in all {get_world_size()} processes; use a "
+        "distributed sampler (DefaultSampler or torch's DistributedSampler)"
     )
 
 
@@ -337,7 +401,7 @@ def _wrap_loader(loader: DataLoader[Any], seed: int, training: bool, limit: int 
         batches = EpochBatchSampler(
             batches.batch_sampler, batches.seed, batches.samples, batches.stamp, limit
         )
-        return DataLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
+        return RunLoader(loader.dataset, batch_sampler=batches, **_defaults(options, seed))
     if get_world_size() > 1:
         batches = _sharded(batches, loader.dataset, seed, training)
     return _loader(loader.dataset, batches, seed, {**options, "num_batch_per_epoch": limit})

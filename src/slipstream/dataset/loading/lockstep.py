@@ -1,8 +1,7 @@
 """End an epoch or an evaluation at the same batch on all ranks, even if they have different amounts of data.
 
-A rank that trains on one more batch than another would hang in the gradient all-reduce. This package's samplers
-and torch's `DistributedSampler` give every rank the same number of batches; for other loaders, the number is not
-known in advance.
+A rank with more batches than the others would hang in the gradient all-reduce. This package's samplers and torch's
+`DistributedSampler` give every rank the same number of batches; for other loaders, the number is not known in advance.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from slipstream.dataset.loading.loader import length
+from slipstream.dataset.loading.loader import is_infinite, length
 from slipstream.dataset.loading.samplers import DefaultSampler, EpochBatchSampler, InfiniteSampler
 from slipstream.dist import all_gather_object, get_rank, get_world_size
 from slipstream.dist.info import flag_device
 from slipstream.errors import DataError
 
-__all__ = ["agree_on_length", "until_all_end", "until_one_ends"]
+__all__ = ["agree_on_length", "check_complete", "until_all_end", "until_one_ends"]
 
 _END = object()
 
@@ -41,10 +40,28 @@ def agree_on_length(loader: DataLoader[Any], warn: Callable[[str], None]) -> int
     return int(fewest)
 
 
+def check_complete(loader: DataLoader[Any], name: str, batches: int, expected: int | None) -> None:
+    """Raise a DataError if a pass over `loader` ended after fewer than `expected` batches (None: any number)."""
+    streamed = isinstance(loader.dataset, IterableDataset)
+    # With `drop_last`, each worker drops the incomplete last batch of its own part of an iterable dataset.
+    uncertain = max(loader.num_workers - 1, 0) if streamed and loader.drop_last else 0
+    if is_infinite(loader):
+        raise DataError(f"{name} ended after {batches} batches, but its sampler never ends")
+    if expected is None or batches >= expected - uncertain:
+        return
+    remedy = (
+        "correct the dataset's __len__, or remove it and train by iterations (train_cfg.by_epoch=False)"
+        if streamed
+        else "correct the length of the sampler or batch sampler, or the dataset, transform or collate_fn that raises "
+        "StopIteration"
+    )
+    raise DataError(f"{name} ended after {batches} of {expected} batches; {remedy}")
+
+
 def until_one_ends(
     batches: Iterable[Any], loader: DataLoader[Any], warn: Callable[[str], None]
 ) -> Iterator[Any]:
-    """Yield batches of this rank while every rank has one.
+    """Yield this rank's batches while every rank has one.
 
     While the current batch is in use, the next one is drawn, and an asynchronous all-reduce checks that every rank
     has one. Loaders that are known to have the same length on every rank need no all-reduce.
@@ -63,20 +80,22 @@ def until_one_ends(
         yield batch
     if ahead is not _END:
         warn(
-            f"The data of another rank ended after {count} batches, so the epoch ends; rank {get_rank()} had more. "
-            "To use all batches, give every rank the same number (for example with DefaultSampler)"
+            f"The epoch ends after {count} batches because another rank has no more data; rank {get_rank()} has unused "
+            "batches. To use all batches, give every rank the same number (for example, with DefaultSampler)"
         )
 
 
-def until_all_end(loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
-    """Yield (batch, is_new) pairs until the data of every rank have ended; ranks with less data repeat a batch.
+def until_all_end(batches: Iterable[Any], loader: DataLoader[Any]) -> Iterator[tuple[Any, bool]]:
+    """Yield (batch, is_new) pairs until no rank has data left; ranks with less data repeat a batch.
+
+    `batches` are the batches of one pass over `loader`.
 
     Use it for models whose forward pass runs collectives, such as sharded models.
 
     Raises:
-        DataError: A rank has no batch, and its dataset is iterable, so there is no sample to repeat.
+        DataError: a rank has no batch, and its dataset is iterable, so there is no sample to repeat.
     """
-    iterator = iter(loader)
+    iterator = iter(batches)
     batch = last = next(iterator, _END)
     while any(all_gather_object(batch is not _END)):
         if last is _END:

@@ -1,4 +1,4 @@
-"""Sample indices that carry a seed and an epoch, and the random generator of a sample."""
+"""Sample indices with a seed and an epoch, and the random generator of a sample."""
 
 from __future__ import annotations
 

@@ -35,13 +35,13 @@ def _order(size: int, shuffle: bool, seed: int) -> list[int]:
 
 @DATA_SAMPLERS.register_module()
 class DefaultSampler(Sampler[int]):
-    """Sampler of one rank's shard of a dataset: samples rank, rank + world_size, ... in shuffled or original order.
+    """Sampler for one rank's shard of a dataset: samples rank, rank + world_size, ... in shuffled or original order.
 
     Args:
-        dataset: Any object with a length.
-        shuffle: Whether to reshuffle the samples in each epoch.
-        seed: Seed of the shuffle; it must be the same on every rank.
-        round_up: Whether to repeat the first samples so that all ranks get the same number. The Runner's validation
+        dataset: any object with a length.
+        shuffle: whether to reshuffle the samples in each epoch.
+        seed: seed of the shuffle; it must be the same on every rank.
+        round_up: whether to repeat the first samples so that all ranks get the same number. The Runner's validation
             and test loaders set it to False, so that no sample is counted twice.
     """
 
@@ -72,7 +72,7 @@ class DefaultSampler(Sampler[int]):
 
 @DATA_SAMPLERS.register_module()
 class InfiniteSampler(Sampler[int]):
-    """Endless sampler for iteration-based loops; each pass over the dataset is shuffled differently."""
+    """Endless sampler for iteration-based loops; with `shuffle`, each pass over the dataset has a different order."""
 
     def __init__(self, dataset: Sized, shuffle: bool = True, seed: int | None = None) -> None:
         self.rank, self.world_size = get_dist_info()
@@ -93,11 +93,11 @@ class InfiniteSampler(Sampler[int]):
         return math.ceil(self.size / self.world_size)
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next iteration at pass number `epoch`."""
+        """Set the pass over the dataset at which the next iteration starts."""
         self.epoch = epoch
 
 
-# These samplers draw only from their own `generator`, if it is set.
+# If their `generator` is set, these samplers draw all random numbers from it.
 _USE_OWN_GENERATOR = (
     DefaultSampler,
     InfiniteSampler,
@@ -110,18 +110,18 @@ _USE_OWN_GENERATOR = (
 
 
 class EpochBatchSampler(Sampler[list[int]]):
-    """Wrapper of a batch sampler that can start at any batch of any epoch, and yields `SampleIndex` with the epoch.
+    """Batch sampler wrapper that can start at any batch of any epoch, and yields `SampleIndex` with the epoch.
 
     If an iteration starts in the middle of an epoch, the skipped indices are drawn, but their samples are not loaded.
     The `generator` of a sampler is seeded from the seed and the epoch. If a sampler draws from the global generators,
     they are seeded in the same way and restored afterwards.
 
     Args:
-        batch_sampler: Iterable of lists of indices.
-        seed: Seed of the run.
-        samples: Number of this rank's samples in one pass over the dataset.
-        stamp: Whether to yield `SampleIndex`; False for datasets whose samples do not depend on the epoch.
-        limit: Maximum number of batches in an epoch; None means all.
+        batch_sampler: iterable of lists of indices.
+        seed: seed of the run.
+        samples: number of this rank's samples in one pass over the dataset.
+        stamp: whether to yield `SampleIndex`; False for datasets whose samples do not depend on the epoch.
+        limit: maximum number of batches in an epoch; None means all.
     """
 
     def __init__(

@@ -17,9 +17,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset
 
 from slipstream.cores import cores
+from slipstream.dataset.loading.waiting import stop_workers
 from slipstream.dist import get_local_size
 from slipstream.errors import ConfigError
 from slipstream.logging import print_log
+from slipstream.typecheck import matches, shown
 
 __all__ = ["check_workers", "end_workers", "with_workers"]
 
@@ -31,31 +33,36 @@ _TRIAL_TIME = 0.5
 _TARGET_BATCH_TIME = 0.03
 """Approximate seconds of work per batch in a trial, whose batches may be smaller than those of the run."""
 _TRIAL_BATCHES = 64
-"""Number of batches of the run from which the trials take their samples."""
+"""Number of the run's batches whose samples are used in the trials."""
 _MAX_PREFETCH_FACTOR = 8
+_MOST = 1024
+"""Largest valid `num_workers` and `prefetch_factor`; a larger number is a mistake that would exhaust the machine."""
 
 
 def check_workers(options: Mapping[str, Any], name: str, streamed: bool) -> None:
     """Raise a `ConfigError` if `num_workers` or `prefetch_factor` is neither a valid number nor `auto`."""
     for key, least in (("num_workers", 0), ("prefetch_factor", 1)):
         value = options.get(key)
-        if value == _AUTO:
+        if isinstance(value, str) and value == _AUTO:
             if streamed:
                 raise ConfigError(
                     f"'{_AUTO}' does not support iterable datasets; set a number", f"{name}.{key}"
                 )
-        elif value is not None and not (isinstance(value, int) and value >= least):
+        elif value is not None and not (matches(value, int) and least <= value <= _MOST):
             raise ConfigError(
-                f"must be an integer of at least {least} or '{_AUTO}', got {value!r}", f"{name}.{key}"
+                f"must be an integer from {least} to {_MOST}, or '{_AUTO}', not {shown(value)}",
+                f"{name}.{key}",
             )
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
     """Stop the persistent workers of a loader; its next epoch starts new ones.
 
-    If the garbage collector stopped them, each worker would take five seconds, because its queue would be closed first.
+    Garbage collection would take five seconds per worker, because it closes the workers' queues first. After an error,
+    the traceback would keep the workers alive.
     """
     if getattr(loader, "_iterator", None) is not None:
+        stop_workers(loader._iterator)
         loader._iterator = None
 
 
@@ -66,15 +73,15 @@ def with_workers(
 
     The throughput is measured for 1, 2, 4, ... workers, up to the number of cores available to this process divided
     by the number of processes on the machine. The result is the smallest number of workers whose throughput is within
-    5 % of the best. It is 0 if loading without workers is more than 1.5 times as fast, because transferring batches
-    between processes is then most of the work. No trial starts after five seconds. Samples are read only in worker
+    5% of the best. It is 0 if loading without workers is more than 1.5 times as fast, because most of the time is then
+    spent on transferring batches between processes. No trial starts after five seconds. Samples are read only in worker
     processes, so the generators and caches of this process do not change.
 
     Args:
-        options: Options of the `DataLoader`, with its `collate_fn`.
-        dataset: The dataset of the loader.
-        batches: Lists of indices, as the batch sampler yields them.
-        name: Name of the loader in the log (such as `train_dataloader`).
+        options: options of the `DataLoader`, with its `collate_fn`.
+        dataset: the dataset of the loader.
+        batches: lists of indices, as the batch sampler yields them.
+        name: name of the loader in the log (such as `train_dataloader`).
     """
     chosen = dict(options)
     auto_workers = options.get("num_workers") == _AUTO
@@ -109,9 +116,9 @@ class _Trials:
     """Short throughput measurements of data loaders.
 
     Args:
-        dataset: The dataset to read.
-        options: Options of the run's loader.
-        batches: Batches of indices of the run.
+        dataset: the dataset to read.
+        options: options of the run's loader.
+        batches: batches of indices of the run.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any], batches: Sequence[list[Any]]) -> None:
@@ -127,11 +134,13 @@ class _Trials:
         self.sample_seconds = [seconds for seconds, _ in probes]
         self.batch_seconds = self.size * float(np.mean(self.sample_seconds))
         self.batch_bytes = self.size * max(size for _, size in probes)
-        if self.batch_seconds < _TRIAL_TIME / 2:  # a batch may be faster than the sum of its samples
+        if (
+            self.batch_seconds < _TRIAL_TIME / 2
+        ):  # loading a batch may be faster than loading its samples one by one
             self.batch_seconds = float(np.median([seconds for seconds, _ in self._probe(self.size)]))
 
     def rates(self, limit: int) -> dict[int, float]:
-        """Return samples/s by number of workers, measured until more workers no longer help or time is up."""
+        """Return samples/s by number of workers, measured until more workers do not help or time runs out."""
         chunk = min(max(round(self.size * _TARGET_BATCH_TIME / self.batch_seconds), 1), self.size)
         found = {0: self.size / self.batch_seconds}
         end, best = time.monotonic() + _TIME_LIMIT, 0.0
@@ -158,7 +167,7 @@ class _Trials:
         return count * chunk / seconds
 
     def _probe(self, size: int) -> list[tuple[float, int]]:
-        """Return the (seconds, bytes) of each of several batches of `size` samples, read by one worker."""
+        """Read several batches of `size` samples in one worker, and return the (seconds, bytes) of each."""
         batches = self._loader(_Probe(self.dataset, self.collate), _identity, 1, size)
         next(batches)  # not measured: it includes imports and opening files
         found, end = [next(batches), next(batches)], time.monotonic() + _TRIAL_TIME
@@ -206,10 +215,10 @@ def _choose_num_workers(rates: Mapping[int, float], limit: int) -> int:
     """Return the number of workers to use, given the samples/s measured for each number."""
     measured = {workers: rate for workers, rate in rates.items() if workers}
     best, last = max(measured.values()), max(measured)
-    # Without workers, each step waits for its data, so 0 is chosen only if loading is then much faster.
+    # Without workers, each step waits for its data, so 0 is chosen only if it is much faster.
     if rates[0] > 1.5 * best:
         return 0
-    # The time limit was reached while each doubling still helped.
+    # The time limit was reached, and each doubling helped.
     if last < limit and all(measured[last] >= 1.05 * measured[n] for n in measured if n != last):
         return min(2 * last, limit)
     return min(workers for workers, rate in measured.items() if rate >= 0.95 * best)

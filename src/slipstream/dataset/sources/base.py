@@ -28,17 +28,17 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
     A subclass defines `load`, `__len__` and `metainfo`, a dict with `classes` (tuple of str), `palette`
     (one [r, g, b] per class) and `ignore_index` (id of pixels without a class, or None).
 
-    `dataset[i]` is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms change colours or
-    normalise, it also has `"finish"`, the parameters of the device transforms, which the data preprocessor applies
-    (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
+    A sample is `{"inputs": uint8 (3, H, W) RGB, "targets": uint8 (H, W)}`. If the transforms include color changes or
+    normalization, it also contains `"finish"`, the parameters of the device transforms, which the data preprocessor
+    applies (see `apply_transforms`). Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`, not on
     workers, processes or the order of access.
 
     Args:
-        transforms: Functions that take a sample and a generator, and return a new sample without modifying their
-            input arrays; or dicts from which `TRANSFORMS` builds such functions.
-        cache_in_memory: Keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
+        transforms: functions of a sample and a generator that return a new sample and do not modify their input
+            arrays, or dicts from which `TRANSFORMS` builds such functions.
+        cache_in_memory: keep each loaded pair (before the transforms) in memory. Use this option for small datasets, or
             for samples that are slow to create. Every worker process keeps a separate copy.
-        cache: Folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
+        cache: folder that stores each decoded pair for later epochs and for all processes (see `DecodeCache`).
     """
 
     metainfo: dict[str, Any]
@@ -94,17 +94,17 @@ class SegmentationDataset(Dataset[dict[str, torch.Tensor]], ABC):
             if self._cache is not None:  # mapped files stay open, and the number of open files is limited
                 image, mask = image.copy(), mask.copy()
         if self._cache is not None:
-            # A transform that modified the cached arrays would change all later epochs.
+            # Prevents transforms from modifying the cached arrays.
             image.flags.writeable = mask.flags.writeable = False
             self._cache[index] = {"image": image, "mask": mask}
         return {"image": image, "mask": mask}
 
 
 def default_palette(count: int) -> list[list[int]]:
-    """Return the first `count` colours (at most 256) of the colour map of the PASCAL VOC development kit.
+    """Return the first `count` colors (at most 256) of the color map of the PASCAL VOC development kit.
 
-    Bits 0, 3, 6 of the class id are the highest bits of red, bits 1, 4, 7 those of green and bits 2, 5
-    those of blue.
+    Bits 0, 3 and 6 of the class id become bits 7, 6 and 5 of red. Bits 1, 4 and 7 become bits 7, 6 and 5 of green, and
+    bits 2 and 5 become bits 7 and 6 of blue.
     """
     shifts = [(bit, 7 - bit // 3) for bit in range(8)]
     return [

@@ -36,15 +36,15 @@ class DecodeCache:
     """Disk cache of decoded images and masks, one file per sample, shared by all processes that use the folder.
 
     A file is written under a temporary name and then renamed, so several processes can fill the cache at the same
-    time and never read a partial file. It contains the version of its sample and is rewritten when the version
-    changes. The header is checked each time a file is opened; the checksum of the pixels is checked the first time
-    in each process.
+    time and never read a partial file. A file contains the version of its sample and is rewritten when the version
+    changes. The header is checked each time a file is opened; the pixels' checksum is checked only the first time in
+    each process.
 
-    A file takes 4 bytes per pixel plus up to 12 KiB. Do not run `prune` while another machine trains from the same
-    network folder: its memory maps of removed files become invalid.
+    The size of a file is 4 bytes per pixel plus up to 8 KiB. Do not run `prune` while another machine trains from the
+    same network folder, because its memory maps of removed files become invalid.
 
     Args:
-        folder: Folder of the files; it is created on the first write.
+        folder: folder of the files; it is created on the first write.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -55,14 +55,14 @@ class DecodeCache:
     def get(self, key: Key, load: Callable[[], Pair]) -> Pair:
         """Return the sample `key` from the cache; if it is missing, call `load` and store the result.
 
-        If the folder is not writable (read-only or full), this method warns once and then no longer stores samples.
+        If the folder is not writable (read-only or full), this method warns once and stops storing samples.
 
         Args:
-            key: Name and version of the sample.
-            load: Returns the image, uint8 (H, W, 3), and the mask, uint8 (H, W).
+            key: name and version of the sample.
+            load: function that returns the image, uint8 (H, W, 3), and the mask, uint8 (H, W).
 
         Raises:
-            DataError: The arrays returned by `load` have the wrong dtypes or shapes.
+            DataError: the arrays returned by `load` have the wrong dtypes or shapes.
         """
         pair = self.read(key)
         if pair is None:
@@ -99,8 +99,8 @@ class DecodeCache:
         """Store a sample: image uint8 (H, W, 3), mask uint8 (H, W).
 
         Raises:
-            OSError: The folder is not writable.
-            DataError: The arrays have the wrong dtypes or shapes.
+            OSError: the folder is not writable.
+            DataError: the arrays have the wrong dtypes or shapes.
         """
         if not image.dtype == mask.dtype == np.uint8 or mask.ndim != 2 or image.shape != (*mask.shape, 3):
             raise DataError(
@@ -177,7 +177,7 @@ class _Header(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> _Header | None:
-        """Return the header, or None if it is damaged. A header in a different format gets a digest of no sample."""
+        """Return the header, or None if it is damaged. A header of another format version matches no sample."""
         if len(data) < _FIELDS.size + 4:
             return None
         magic, version, *fields = _FIELDS.unpack_from(data)

@@ -46,21 +46,21 @@ _RECORD = 1 + 3 * 32 * 32  # a label, then the red, green and blue planes
 class CIFAR10(Dataset[dict[str, torch.Tensor]]):
     """50,000 training and 10,000 test photographs of 32 x 32 pixels in ten classes.
 
-    `dataset[i]` is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}` and, if the transforms contain `ToTensor`,
-    `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
+    A sample is `{"inputs": uint8 (3, 32, 32) RGB, "targets": int64 ()}`. If the transforms contain `ToTensor`, it also
+    contains `"finish"`, the parameters of the device transforms (`slipstream.dataset.transforms.device_transforms`).
     Augmentation depends only on the (seed, epoch, index) of a `SampleIndex`. The files are memory-mapped, so all
     processes share them.
 
     Args:
-        root: Folder that contains `cifar-10-batches-bin`, or the files of that folder.
-        train: Whether to use the training images instead of the test images.
+        root: folder that contains `cifar-10-batches-bin`, or the files of that folder.
+        train: whether to use the training images instead of the test images.
         transforms: `RandomCrop`, `RandomHorizontalFlip`, or functions of an image, uint8 (3, H, W), and a generator;
-            then `ToTensor` and `Normalize`. Each is an object or a dict that TRANSFORMS builds.
-        download: Download the files if they are missing (170 MB), and verify their published MD5 checksum.
+            then `ToTensor` and `Normalize`. Dicts are built with `TRANSFORMS`.
+        download: download the files if they are missing (170 MB), and verify their published MD5 checksum.
 
     Raises:
-        DataError: The files are missing, are damaged, or cannot be downloaded.
-        ConfigError: The order of the transforms is not supported.
+        DataError: the files are missing, are damaged, or cannot be downloaded.
+        ConfigError: the order of the transforms is not supported.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class CIFAR10(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator. If so, a loader does not seed the generators."""
+        """Whether samples do not use the global random generators, so a loader need not seed them."""
         known = (RandomCrop, RandomHorizontalFlip)
         return type(self) is CIFAR10 and all(type(transform) in known for transform in self.transforms)
 
@@ -150,7 +150,7 @@ def _find(root: Path, names: Sequence[str], download: bool) -> list[Path]:
 
 
 def _download(root: Path) -> None:
-    """Download, verify and unpack the archive into `root`, where the folder appears only when it is complete."""
+    """Download, verify and unpack the archive, then move the complete folder into `root`."""
     root.mkdir(parents=True, exist_ok=True)
     print_log(f"Downloading CIFAR-10 (170 MB) from {_URL} to '{root}'", "current")
     with tempfile.TemporaryDirectory(prefix=f".{_FOLDER}-", dir=root) as temporary:

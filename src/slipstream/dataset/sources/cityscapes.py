@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from slipstream.dataset.sources.base import Transform
 from slipstream.dataset.sources.cityscapes_classes import CITYSCAPES_CLASSES, CITYSCAPES_PALETTE
 from slipstream.dataset.sources.cityscapes_labels import CITYSCAPES_LABELS
+from slipstream.dataset.sources.decode import MAX_PIXELS
 from slipstream.dataset.sources.image_pairs import (
     ImageMaskPairs,
     MaskIds,
@@ -28,7 +29,7 @@ __all__ = ["CityscapesDataset"]
 _IMAGE, _LABEL_IDS, _TRAIN_IDS = "_leftImg8bit.png", "_gtFine_labelIds.png", "_gtFine_labelTrainIds.png"
 _LAYOUT = (
     "Expected files are leftImg8bit/<split>/<city>/<city>_<sequence>_<frame>_leftImg8bit.png and "
-    f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) below root_dir (in recipes data_root_dir=FOLDER); "
+    f"gtFine/<split>/<city>/...{_LABEL_IDS} (or ...{_TRAIN_IDS}) in root_dir (in recipes, data_root_dir=FOLDER); "
     "splits are train, val, test"
 )
 _CLASSES = len(CITYSCAPES_CLASSES)
@@ -36,30 +37,30 @@ _CLASSES = len(CITYSCAPES_CLASSES)
 
 @DATASETS.register_module()
 class CityscapesDataset(ImageMaskPairs):
-    """The Cityscapes photographs with the 19 classes of the benchmark.
+    """Cityscapes images with the 19 classes of the benchmark.
 
-    Pass either `split` or `list_file`. Masks contain label ids or, if the file name ends with `labelTrainIds.png`,
-    train ids. For a split, train ids are used if every photograph has them. `image_paths` and `mask_paths` list
-    the files.
+    Pass either `split` or `list_file`. Mask files contain label ids or, if their names end with `labelTrainIds.png`,
+    train ids. For a split, train ids are used if they exist for every image. The attributes `image_paths` and
+    `mask_paths` list the files.
 
     Args:
-        root_dir: Folder that contains `leftImg8bit` and `gtFine`.
-        split: `train`, `val` or `test`: the photographs of that folder, in the order of their paths.
-        list_file: Text file with an image and its mask on each line. All paths, including that of the file itself,
+        root_dir: folder that contains `leftImg8bit` and `gtFine`.
+        split: `train`, `val` or `test`. Samples are sorted by path.
+        list_file: text file with an image and its mask on each line. All paths, including that of the file itself,
             are relative to `root_dir`.
-        labels_csv_path: Table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
+        labels_csv_path: table (CSV), relative to `root_dir`, that maps each label id (column `id`, or the row number if
             there is no such column) to a train id (column `trainId`): 0 to 18, or 255 or -1 for pixels that are not
             scored. By default, the Cityscapes table is used.
-        ignore_label: Id that pixels that are not scored have in the samples.
-        transforms: See `SegmentationDataset`.
-        cache_labels: Keep each mask in memory after the first read (2 MB per mask, in each worker process).
-        cache_images: Keep each photograph in memory after the first read (6 MB per image).
-        cache: See `SegmentationDataset`.
-        skip_corrupt: See `ImageMaskFolder`.
+        ignore_label: id that pixels that are not scored have in the samples.
+        transforms: see `SegmentationDataset`.
+        cache_labels: keep each mask in memory after the first read (2 MB per mask, in each worker process).
+        cache_images: keep each image in memory after the first read (6 MB per image).
+        cache: see `SegmentationDataset`.
+        skip_corrupt, max_pixels: see `ImageMaskFolder`.
 
     Raises:
-        ConfigError: Both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
-        DataError: Folders or files are missing (the message lists all), or the table is invalid; or, when a sample
+        ConfigError: both or neither of `split` and `list_file` are set, or `ignore_label` is a class.
+        DataError: folders or files are missing (the message lists all), or the table is invalid; or, when a sample
             is read, a file is corrupt, sizes differ, or a mask contains an unknown id.
     """
 
@@ -75,6 +76,7 @@ class CityscapesDataset(ImageMaskPairs):
         cache_images: bool = False,
         cache: str | Path | None = None,
         skip_corrupt: bool = False,
+        max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         if not _CLASSES <= ignore_label <= 255:
             raise ConfigError(
@@ -89,15 +91,17 @@ class CityscapesDataset(ImageMaskPairs):
         self._train_ids = _mask_ids(same, ignore_label, "Cityscapes train ids are 0 to 18, and 255")
         metainfo = {
             "classes": CITYSCAPES_CLASSES,
-            "palette": [list(colour) for colour in CITYSCAPES_PALETTE],
+            "palette": [list(color) for color in CITYSCAPES_PALETTE],
             "ignore_index": ignore_label,
         }
-        super().__init__(pairs, metainfo, transforms, cache=cache, skip_corrupt=skip_corrupt)
+        super().__init__(
+            pairs, metainfo, transforms, cache=cache, skip_corrupt=skip_corrupt, max_pixels=max_pixels
+        )
         self._masks: dict[int, NDArray[np.uint8]] | None = {} if cache_labels else None
         self._images: dict[int, NDArray[np.uint8]] | None = {} if cache_images else None
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the meaning of the pixel values of the mask file `path`, which depends on its name."""
+        """Return the mapping of pixel values to class ids for the mask file `path`, which depends on its name."""
         return self._train_ids if path.name.endswith("labelTrainIds.png") else self._label_ids
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
@@ -116,7 +120,7 @@ def _cached(
         return load(index)
     if index not in memory:
         array = load(index)
-        array.flags.writeable = False  # a modification would change all later epochs
+        array.flags.writeable = False  # prevents transforms from modifying the cached array
         memory[index] = array
     return memory[index]
 

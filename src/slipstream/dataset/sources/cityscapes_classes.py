@@ -1,7 +1,7 @@
-"""The 19 training classes of Cityscapes: their names and colours, and the id of pixels that are not scored.
+"""The 19 training classes of Cityscapes: their names and colors, and the id of pixels that are not scored.
 
 Source: Cordts et al., "The Cityscapes Dataset for Semantic Urban Scene Understanding", CVPR 2016; ids and
-colours are the public train ids and palette of the benchmark.
+colors are the public train ids and palette of the benchmark.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""All labels of Cityscapes, with the ids in its mask files.
+"""All Cityscapes labels, with their ids in the mask files.
 
 Source: Cordts et al., "The Cityscapes Dataset for Semantic Urban Scene Understanding", CVPR 2016, and the
 label table of the benchmark.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,65 +18,96 @@ from slipstream.extras import extra
 
 if TYPE_CHECKING:
     from PIL import Image
+    from PIL.ImageFile import ImageFile
 
-__all__ = ["check_readable", "read_image", "read_mask"]
+__all__ = ["MAX_PIXELS", "check_readable", "open_image", "read_image", "read_mask"]
 
-_GREY, _RGB = 0, 2  # colour types of PNG
+MAX_PIXELS = 178_956_970
+"""Default of the largest number of pixels of a file, which is Pillow's limit. A small file can describe any number."""
+_GRAY, _RGB = 0, 2  # color types of PNG
 
 
-def read_image(path: Path) -> NDArray[np.uint8]:
+def read_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
     """Return an image as uint8 (H, W, 3) RGB.
 
     Plain PNGs (8 bits per channel, no transparency, no animation) are decoded with pywuffs if it is installed (the
-    extra `png`), in a third of the time that Pillow takes. Other files, and files in which pywuffs finds an error,
-    are decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a
-    colour profile. For colour images with more than 8 bits per channel, only the high bytes are used.
+    `png` extra), three times as fast as with Pillow. Other files, and files in which pywuffs finds an error, are
+    decoded with Pillow. Pixels and errors are the same, except that pywuffs ignores broken metadata, such as a color
+    profile. For color images with more than 8 bits per channel, only the high bytes are used.
 
     Raises:
-        DataError: The file cannot be read, or is a greyscale image with more than 8 bits per pixel.
+        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is a grayscale image
+            with more than 8 bits per pixel.
     """
-    pixels = _plain_png(path, _RGB)
+    pixels = _plain_png(path, max_pixels, _RGB)
     if pixels is not None:
         return pixels
-    image, _ = _by_pillow(path)
+    image, _ = _by_pillow(path, max_pixels)
     if image.mode[0] in "IF":  # converting these to RGB would clip, not scale
         raise DataError(f"the image '{path}' has mode {image.mode}; convert it to 8 bits per channel")
     return np.asarray(image if image.mode == "RGB" else image.convert("RGB"))
 
 
-def read_mask(path: Path) -> NDArray[np.uint8]:
-    """Return the values of an 8-bit file with one channel (greyscale or palette) as uint8 (H, W).
+def read_mask(path: Path, max_pixels: int | None = MAX_PIXELS) -> NDArray[np.uint8]:
+    """Return the values of an 8-bit file with one channel (grayscale or palette) as uint8 (H, W).
 
     The file is decoded as in `read_image`.
 
     Raises:
-        DataError: The file cannot be read, or is not an 8-bit file with one channel.
+        DataError: the file cannot be read, has more than `max_pixels` pixels (None: no limit), or is not an 8-bit file
+            with one channel.
     """
-    pixels = _plain_png(path, _GREY)
+    pixels = _plain_png(path, max_pixels, _GRAY)
     if pixels is not None:
         return pixels[..., 0]
-    image, codecs = _by_pillow(path)
+    image, codecs = _by_pillow(path, max_pixels)
     if image.mode not in ("L", "P"):
         raise DataError(
             f"the mask '{path}' has mode {image.mode}; its pixels must be class ids in one 8-bit channel "
-            "(Pillow mode 'L' or 'P'). Convert colours to class ids before training"
+            "(Pillow mode 'L' or 'P'). Convert colors to class ids before training"
         )
-    if _is_stretched(codecs):
+    if _is_scaled(codecs):
         raise DataError(
-            f"the mask '{path}' has grey values with fewer than 8 bits per pixel, which decoders scale to the range 0 "
+            f"the mask '{path}' has gray values with fewer than 8 bits per pixel, which decoders scale to the range 0 "
             "to 255, so they are not class ids. Save it with 8 bits per pixel or with a palette"
         )
     return np.asarray(image)
 
 
-def check_readable(path: Path) -> None:
-    """Raise a DataError if the file cannot be decoded as an image of any mode."""
-    if _plain_png(path, _GREY, _RGB) is None:
-        _by_pillow(path)
+def check_readable(path: Path, max_pixels: int | None = MAX_PIXELS) -> None:
+    """Raise a DataError if the file cannot be decoded as an image of any mode, or has too many pixels."""
+    if _plain_png(path, max_pixels, _GRAY, _RGB) is None:
+        _by_pillow(path, max_pixels)
 
 
-def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
-    """Return the pixels of a plain PNG with one of these colour types, uint8 (H, W, 1 or 3), or None for other files.
+@contextmanager
+def open_image(path: Path, max_pixels: int | None = MAX_PIXELS) -> Iterator[ImageFile]:
+    """Open an image with Pillow, which reads its pixels later.
+
+    If `max_pixels` exceeds Pillow's own limit, Pillow's limit is raised for the process.
+
+    Raises:
+        DataError: the file has more than `max_pixels` pixels.
+    """
+    with extra("images"):
+        from PIL import Image
+
+    if Image.MAX_IMAGE_PIXELS is not None and (max_pixels is None or max_pixels > 2 * Image.MAX_IMAGE_PIXELS):
+        Image.MAX_IMAGE_PIXELS = max_pixels
+    remedy = "resize it, or raise max_pixels if you trust the file"
+    try:
+        with Image.open(path) as image:
+            if max_pixels is not None and image.width * image.height > max_pixels:
+                raise DataError(
+                    f"'{path}' has {image.width} x {image.height} pixels, more than max_pixels={max_pixels:,}; {remedy}"
+                )
+            yield image
+    except Image.DecompressionBombError as error:
+        raise DataError(f"cannot read '{path}': {error}; {remedy}") from error
+
+
+def _plain_png(path: Path, max_pixels: int | None, *kinds: int) -> NDArray[np.uint8] | None:
+    """Return the pixels of a plain PNG with one of these color types, uint8 (H, W, 1 or 3), or None for other files.
 
     The result is also None if pywuffs is not installed or finds an error; Pillow then decodes the file or
     reports the error.
@@ -85,7 +118,7 @@ def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
     try:
         with path.open("rb") as file:
             start = file.read(29)
-            if not _is_plain(start, kinds):
+            if not _is_plain(start, max_pixels, kinds):
                 return None
             file.seek(0)
             data = file.read()
@@ -101,14 +134,14 @@ def _plain_png(path: Path, *kinds: int) -> NDArray[np.uint8] | None:
 
 @functools.cache
 def _formats() -> dict[int, Any] | None:
-    """Return the settings of pywuffs for each colour type, or None if it is not installed."""
+    """Return the settings of pywuffs for each color type, or None if it is not installed."""
     if importlib.util.find_spec("pywuffs") is None:
         return None
     from pywuffs import ImageDecoderQuirks, ImageDecoderType, PixelFormat
     from pywuffs.aux import ImageDecoderConfig
 
     configs = {}
-    for kind, pixel_format in ((_GREY, PixelFormat.Y), (_RGB, PixelFormat.RGB)):
+    for kind, pixel_format in ((_GRAY, PixelFormat.Y), (_RGB, PixelFormat.RGB)):
         configs[kind] = ImageDecoderConfig()
         configs[kind].enabled_decoders = [ImageDecoderType.PNG]
         configs[kind].pixel_format = pixel_format
@@ -116,17 +149,18 @@ def _formats() -> dict[int, Any] | None:
     return configs
 
 
-def _is_plain(start: bytes, kinds: tuple[int, ...]) -> bool:
-    """Return whether a file starts like an 8-bit PNG with one of these colour types and does not exceed Pillow's pixel
-    limit."""
+def _is_plain(start: bytes, max_pixels: int | None, kinds: tuple[int, ...]) -> bool:
+    """Return whether a file starts like an 8-bit PNG with one of these color types and does not exceed the limits of
+    pixels."""
     if start[:8] != b"\x89PNG\r\n\x1a\n" or start[12:16] != b"IHDR" or len(start) < 29:
         return False
     width, height = int.from_bytes(start[16:20], "big"), int.from_bytes(start[20:24], "big")
     with extra("images"):
         from PIL import Image
 
-    limit = Image.MAX_IMAGE_PIXELS  # above it, Pillow warns or raises a decompression bomb error
-    return start[24] == 8 and start[25] in kinds and (limit is None or width * height <= limit)
+    # Above Pillow's limit, Pillow warns or raises a decompression bomb error.
+    limits = [limit for limit in (max_pixels, Image.MAX_IMAGE_PIXELS) if limit is not None]
+    return start[24] == 8 and start[25] in kinds and width * height <= min(limits, default=math.inf)
 
 
 def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
@@ -136,26 +170,27 @@ def _chunks_before_pixels(data: bytes) -> Iterator[bytes]:
         at += 12 + int.from_bytes(data[at : at + 4], "big")
 
 
-def _is_stretched(codecs: Sequence[tuple[Any, ...]]) -> bool:
-    """Return whether Pillow scales grey values: PNGs and TIFFs with 2 or 4 bits per pixel, and PGMs whose maximum is
-    not 255."""
+def _is_scaled(codecs: Sequence[tuple[Any, ...]]) -> bool:
+    """Return whether Pillow scaled the gray values.
+
+    It does so for PNGs and TIFFs with 2 or 4 bits per pixel, and for PGMs whose maximum is not 255.
+    """
     return any(
         "L;2" in codec or "L;4" in codec or (codec[0].startswith("ppm") and codec[2:] != (255,))
         for codec in codecs
     )
 
 
-def _by_pillow(path: Path) -> tuple[Image.Image, list[tuple[Any, ...]]]:
+def _by_pillow(path: Path, max_pixels: int | None) -> tuple[Image.Image, list[tuple[Any, ...]]]:
     """Return the loaded image, and the Pillow codecs that decoded it with their arguments."""
-    with extra("images"):
-        from PIL import Image
-
     try:
-        with Image.open(path) as image:
+        with open_image(path, max_pixels) as image:
             codecs = [
                 (codec, *(args if isinstance(args, tuple) else (args,))) for codec, _, _, args in image.tile
             ]
             image.load()
             return image, codecs
+    except DataError:
+        raise
     except Exception as error:  # Pillow's decoders raise many types of errors on broken files
         raise DataError(f"cannot read '{path}': {error}") from error

@@ -50,26 +50,27 @@ _CLASSES = (
     "Ankle boot",
 )
 _PAD = 2
+_LARGEST = 16 + 60_000 * 28 * 28
 
 
 @DATASETS.register_module()
 class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
     """60,000 training and 10,000 test images of clothes in ten classes.
 
-    `dataset[i]` is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. `images`, uint8 (N, 1, 28, 28), and
+    A sample is `{"inputs": uint8 (1, 28, 28), "targets": int64 ()}`. The attributes `images`, uint8 (N, 1, 28, 28), and
     `targets`, int64 (N,), contain the whole split; samples without augmentation are views of them.
 
     Args:
-        data_root: Folder of the IDX files, plain or with `.gz`; by default the folder of the Debian package
+        data_root: folder of the IDX files, plain or with `.gz`; by default the folder of the Debian package
             `dataset-fashion-mnist`.
         split: 'train' or 'test'.
-        download: If `data_root` does not contain the files, use those of the Debian package; otherwise download
+        download: if `data_root` does not contain the files, use those of the Debian package; otherwise download
             them to `data_root` and verify their published MD5 checksums.
-        augment: Shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
+        augment: shift each image by up to 2 pixels (pad by 2, then crop at a random position) and mirror it with
             probability 1/2. The result depends only on the sample's (seed, epoch, index).
 
     Raises:
-        DataError: The files are missing, are damaged, or cannot be downloaded.
+        DataError: the files are missing, are damaged, or cannot be downloaded.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class FashionMNIST(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def draws_nothing_global(self) -> bool:
-        """Whether samples use no global random generator. If so, a loader does not seed the generators."""
+        """Whether samples do not use the global random generators, so a loader need not seed them."""
         return type(self) is FashionMNIST
 
     def get_cat_ids(self, index: int) -> list[int]:
@@ -167,9 +168,12 @@ def _read_idx(path: Path, ndim: int) -> torch.Tensor:
     big-endian 32-bit integer, and the values in row-major order.
     """
     try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            data = file.read(_LARGEST + 1)  # a small .gz file can expand to any size
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"cannot read '{path}': {error}; download it again") from error
+    if len(data) > _LARGEST:
+        raise DataError(f"'{path}' is larger than the largest file of Fashion-MNIST ({_LARGEST:,} bytes)")
     start = 4 + 4 * ndim
     if data[:4] != bytes([0, 0, 8, ndim]) or len(data) < start:
         raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from slipstream.dataset.sources.base import Transform, default_palette
+from slipstream.dataset.sources.decode import MAX_PIXELS
 from slipstream.dataset.sources.image_pairs import (
     ImageMaskPairs,
     MaskIds,
@@ -22,33 +23,35 @@ from slipstream.registry import DATASETS
 __all__ = ["ImageMaskFolder"]
 
 
-_WHERE = "set data_root (in SuperGradients' recipes data_root_dir=FOLDER) to the folder of the data"
+_WHERE = "set data_root (in SuperGradients' recipes, data_root_dir=FOLDER) to the dataset's folder"
 
 
 @DATASETS.register_module()
 class ImageMaskFolder(ImageMaskPairs):
     """Images and masks in two folders and their subfolders, paired by their paths without the suffix.
 
-    Masks are 8-bit greyscale or palette files whose pixel values are class ids. Samples are in the order of their
-    paths. `image_paths` and `mask_paths` list the files.
+    Masks are 8-bit grayscale or palette files whose pixel values are class ids. Samples are sorted by path.
+    The attributes `image_paths` and `mask_paths` list the files.
 
     Args:
-        data_root: The folder that `images` and `masks` are relative to.
-        images: Folder of the images, below `data_root`.
-        masks: Folder of the masks, below `data_root`.
-        classes: Names of the class ids 0, 1, ...
-        ignore_index: Id of pixels without a class, or None if every pixel has a class.
-        palette: One [r, g, b] per class; by default, PASCAL VOC's colours.
-        image_suffix: End of the image names, such as `_leftImg8bit.png`; by default, any image extension. Other files
+        data_root: the folder that `images` and `masks` are relative to.
+        images: folder of the images, below `data_root`.
+        masks: folder of the masks, below `data_root`.
+        classes: names of the class ids 0, 1, ...
+        ignore_index: id of pixels without a class, or None if every pixel has a class.
+        palette: one [r, g, b] per class; by default, PASCAL VOC's colors.
+        image_suffix: end of the image names, such as `_leftImg8bit.png`; by default, any image extension. Other files
             are ignored. The path without the suffix is the name of the pair.
-        mask_suffix: End of the mask names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
-        label_map: Maps ids in the files to class ids (or `ignore_index`); other ids do not change.
-        transforms, cache_in_memory, cache: See `SegmentationDataset`.
-        skip_corrupt: Read every file once at construction, and skip samples with unreadable files. Each is logged
+        mask_suffix: end of the mask names, such as `_gtFine_labelIds.png`; by default, any lossless extension.
+        label_map: maps ids in the files to class ids (or `ignore_index`); other ids do not change.
+        transforms, cache_in_memory, cache: see `SegmentationDataset`.
+        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
             as a warning.
+        max_pixels: largest accepted number of pixels of a file; None for no limit. A small file can describe a huge
+            image.
 
     Raises:
-        DataError: A folder is missing or has no images, or a file has no partner; or, when a sample is read, a file
+        DataError: a folder is missing or has no images, or a file has no counterpart; or, when a sample is read, a file
             is corrupt, sizes differ, or a label id is neither a class nor `ignore_index`.
         ConfigError: `palette`, `label_map` or `ignore_index` does not match the classes.
     """
@@ -68,6 +71,7 @@ class ImageMaskFolder(ImageMaskPairs):
         cache_in_memory: bool = False,
         cache: str | Path | None = None,
         skip_corrupt: bool = False,
+        max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         metainfo = _metainfo(classes, palette, ignore_index)
         table = _label_table(label_map or {}, len(classes), ignore_index)
@@ -78,9 +82,11 @@ class ImageMaskFolder(ImageMaskPairs):
         except DataError as error:
             folders = f"Images must be in '{image_root}', masks in '{mask_root}'"
             raise with_remedy(error, f"{folders}; {_WHERE}") from error
-        check_pairs(image_files, mask_files, "set image_suffix and mask_suffix if the names end differently")
+        check_pairs(
+            image_files, mask_files, "set image_suffix and mask_suffix if the names have different suffixes"
+        )
         pairs = [(image_files[name], mask_files[name]) for name in sorted(image_files)]
-        super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, skip_corrupt)
+        super().__init__(pairs, metainfo, transforms, cache_in_memory, cache, skip_corrupt, max_pixels)
         self._mask_ids = MaskIds(
             table,
             f"with {len(classes)} classes they must be 0 to {len(classes) - 1}, or ignore_index={ignore_index}. "
@@ -88,7 +94,7 @@ class ImageMaskFolder(ImageMaskPairs):
         )
 
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the meaning of the pixel values of the masks."""
+        """Return the mapping of pixel values to class ids, which is the same for all mask files."""
         return self._mask_ids
 
 
@@ -102,12 +108,10 @@ def _metainfo(
     if palette is None:
         palette = default_palette(len(classes))
     if len(palette) != len(classes):
-        raise ConfigError(
-            f"palette has {len(palette)} colours for {len(classes)} classes; pass one per class"
-        )
+        raise ConfigError(f"palette has {len(palette)} colors for {len(classes)} classes; pass one per class")
     return {
         "classes": tuple(classes),
-        "palette": [list(colour) for colour in palette],
+        "palette": [list(color) for color in palette],
         "ignore_index": ignore_index,
     }
 

@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from slipstream.cores import cores
 from slipstream.dataset.sources.base import SegmentationDataset, Transform
-from slipstream.dataset.sources.decode import check_readable, read_image, read_mask
+from slipstream.dataset.sources.decode import MAX_PIXELS, check_readable, read_image, read_mask
 from slipstream.dataset.transforms.crop import Sample
 from slipstream.errors import DataError, did_you_mean
 from slipstream.logging import print_log
@@ -38,9 +39,9 @@ class MaskIds:
     """Mapping of the pixel values of a mask file to class ids.
 
     Attributes:
-        table: New id of each of the 256 values, uint8 (256,), or None if they do not change. A mask whose new ids
-            include one that is neither a class id nor the ignored id is invalid.
-        expected: Description of the valid values, for error messages.
+        table: new id of each of the 256 values, uint8 (256,), or None if they do not change. All new ids in a mask
+            must be class ids or the ignored id.
+        expected: description of the valid values, for error messages.
     """
 
     table: NDArray[np.uint8] | None
@@ -51,14 +52,15 @@ class ImageMaskPairs(SegmentationDataset):
     """Base class for datasets that read a sample from two files. A subclass defines `mask_ids`.
 
     Args:
-        pairs: Image and mask file of each sample.
-        metainfo: See `SegmentationDataset`.
-        transforms, cache_in_memory, cache: See `SegmentationDataset`.
-        skip_corrupt: Read every file once at construction, and skip samples with unreadable files. Each is logged
+        pairs: image and mask file of each sample.
+        metainfo: see `SegmentationDataset`.
+        transforms, cache_in_memory, cache: see `SegmentationDataset`.
+        skip_corrupt: read every file once at construction, and skip samples with unreadable files. Each is logged
             as a warning. Otherwise such a sample raises an error when it is read.
+        max_pixels: largest accepted number of pixels of a file; None for no limit.
 
     Raises:
-        DataError: No pair can be read.
+        DataError: no pair can be read.
     """
 
     def __init__(
@@ -69,11 +71,13 @@ class ImageMaskPairs(SegmentationDataset):
         cache_in_memory: bool = False,
         cache: str | Path | None = None,
         skip_corrupt: bool = False,
+        max_pixels: int | None = MAX_PIXELS,
     ) -> None:
         super().__init__(transforms, cache_in_memory, cache)
         self.metainfo = metainfo
+        self.max_pixels = max_pixels
         if skip_corrupt:
-            pairs = _readable(pairs)
+            pairs = _readable(pairs, max_pixels)
         self.image_paths = [image for image, _ in pairs]
         self.mask_paths = [mask for _, mask in pairs]
 
@@ -82,7 +86,7 @@ class ImageMaskPairs(SegmentationDataset):
 
     @abstractmethod
     def mask_ids(self, path: Path) -> MaskIds:
-        """Return the meaning of the pixel values of the mask file `path`."""
+        """Return the mapping of pixel values to class ids for the mask file `path`."""
 
     def load(self, index: int) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """Return image `index` as uint8 (H, W, 3) RGB and its mask as uint8 (H, W)."""
@@ -96,12 +100,12 @@ class ImageMaskPairs(SegmentationDataset):
 
     def load_image(self, index: int) -> NDArray[np.uint8]:
         """Return image `index` as uint8 (H, W, 3) RGB."""
-        return read_image(self.image_paths[index])
+        return read_image(self.image_paths[index], self.max_pixels)
 
     def load_mask(self, index: int) -> NDArray[np.uint8]:
         """Return the mask of sample `index` as uint8 (H, W)."""
         path = self.mask_paths[index]
-        values, ids = read_mask(path), self.mask_ids(path)
+        values, ids = read_mask(path, self.max_pixels), self.mask_ids(path)
         mask = values
         if ids.table is not None:  # `translate` is several times faster than NumPy indexing
             mask = np.frombuffer(bytearray(values).translate(ids.table.data), np.uint8).reshape(values.shape)
@@ -118,7 +122,7 @@ class ImageMaskPairs(SegmentationDataset):
         return [i for i in ids if i != self.metainfo["ignore_index"]]
 
     def cache_key(self, index: int) -> tuple[str, str]:
-        """Return a name (reader class and paths) and a version (file sizes and times, and the meaning of the ids)."""
+        """Return a name (reader class and paths) and a version (file sizes and times, and the mapping of ids)."""
         files = (self.image_paths[index], self.mask_paths[index])
         try:
             stats = [path.stat() for path in files]
@@ -137,11 +141,11 @@ class ImageMaskPairs(SegmentationDataset):
         try:
             return super()._loaded(index)
         except DataError as error:
-            unreadable = _faults((self.image_paths[index], self.mask_paths[index]))
+            unreadable = _faults((self.image_paths[index], self.mask_paths[index]), self.max_pixels)
             raise with_remedy(error, _REMEDY + _SKIP if unreadable else _REMEDY) from error
 
     def _wrong(self, mask: NDArray[np.uint8]) -> NDArray[np.bool_] | None:
-        """Return which pixels have neither a class id nor the ignored id, or None if all ids are valid."""
+        """Return a mask of the pixels with neither a class id nor the ignored id, or None if all ids are valid."""
         count, ignored = len(self.metainfo["classes"]), self.metainfo["ignore_index"]
         if mask.max() < count + (ignored == count):
             return None
@@ -152,13 +156,15 @@ class ImageMaskPairs(SegmentationDataset):
 
 
 def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path]:
-    """Return the files below `folder` whose names end with `suffix`; keys are relative paths without the suffix.
+    """Return the files in `folder` and its subfolders whose names end with `suffix`.
 
-    Symbolic links to folders are followed; hidden files and folders are skipped. `what` is "image" or "mask" and
-    determines the extensions if `suffix` is None.
+    The keys are relative paths without the suffix.
+
+    Symbolic links to folders are followed; hidden files and folders are skipped. If `suffix` is None, `what` ("image"
+    or "mask") determines the extensions.
 
     Raises:
-        DataError: The folder is missing or cannot be read, has no such files, or has two files of the same name.
+        DataError: the folder is missing or cannot be read, has no such files, or has two files of the same name.
     """
     check_folder(folder, what)
     endings = (suffix,) if suffix else _EXTENSIONS[what]
@@ -179,7 +185,7 @@ def files_by_name(folder: Path, suffix: str | None, what: str) -> dict[str, Path
 
 
 def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Yield the files below `folder`. `above` contains the folders above it, to skip symbolic links to them."""
+    """Yield the files in `folder` and its subfolders, skipping symbolic links to the folders in `above`."""
     resolved = folder.resolve()
     if resolved in above:
         return
@@ -196,7 +202,7 @@ def _files_below(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator
 
 
 def check_folder(folder: Path, what: str) -> None:
-    """Raise a DataError if `folder` does not exist; it names the first missing folder and any similar name."""
+    """Raise a DataError that names the first missing folder and any similar folder, if `folder` does not exist."""
     if folder.is_dir():
         return
     missing = folder
@@ -216,20 +222,20 @@ def with_remedy(error: DataError, remedy: str) -> DataError:
 
 
 def check_pairs(images: Mapping[str, Path], masks: Mapping[str, Path], remedy: str) -> None:
-    """Raise a DataError that lists every file without a partner of the same name in the other mapping."""
+    """Raise a DataError that lists all files with no counterpart of the same name, if there are any."""
     unpaired = [f"image without a mask: '{images[name]}'" for name in sorted(images.keys() - masks.keys())]
     unpaired += [f"mask without an image: '{masks[name]}'" for name in sorted(masks.keys() - images.keys())]
     if unpaired:
         raise DataError(
-            f"{len(unpaired)} files have no partner of the same name ({remedy}; "
+            f"{len(unpaired)} files have no counterpart of the same name ({remedy}; "
             "`slipstream data stats RECIPE` lists those of all splits):\n  " + "\n  ".join(unpaired)
         )
 
 
-def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
+def _readable(pairs: Sequence[tuple[Path, Path]], max_pixels: int | None) -> list[tuple[Path, Path]]:
     # Decoders release the GIL.
     with ThreadPoolExecutor(cores()) as pool:
-        faults = list(pool.map(_faults, pairs))
+        faults = list(pool.map(partial(_faults, max_pixels=max_pixels), pairs))
     for fault in (fault for found in faults for fault in found):
         print_log(f"skip_corrupt skips a sample: {fault}", "current", logging.WARNING)
     left = [pair for pair, found in zip(pairs, faults, strict=True) if not found]
@@ -238,11 +244,11 @@ def _readable(pairs: Sequence[tuple[Path, Path]]) -> list[tuple[Path, Path]]:
     return left
 
 
-def _faults(pair: tuple[Path, Path]) -> list[str]:
+def _faults(pair: tuple[Path, Path], max_pixels: int | None) -> list[str]:
     found = []
     for path in pair:
         try:
-            check_readable(path)
+            check_readable(path, max_pixels)
         except DataError as error:
             found.append(str(error))
     return found

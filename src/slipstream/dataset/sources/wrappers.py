@@ -24,11 +24,11 @@ class ConcatDataset(TorchConcatDataset[Any]):
     """Concatenation of datasets; `metainfo` comes from the first one.
 
     Args:
-        datasets: Datasets, or dicts that DATASETS builds.
-        ignore_keys: Keys of `metainfo` in which the datasets may differ.
+        datasets: datasets, or dicts from which `DATASETS` builds them.
+        ignore_keys: keys of `metainfo` in which the datasets may differ.
 
     Raises:
-        DataError: The `metainfo` of two datasets differs.
+        DataError: the `metainfo` of two datasets differs.
     """
 
     def __init__(
@@ -62,13 +62,14 @@ class ConcatDataset(TorchConcatDataset[Any]):
 
 @DATASETS.register_module()
 class RepeatDataset(Dataset[Any]):
-    """A dataset repeated `times` times in one epoch, for small datasets, where starting an epoch is expensive.
+    """A dataset repeated `times` times in each epoch.
 
-    Each repeat of a sample is augmented differently: repeat r in epoch e is seeded with the epoch e * times + r.
+    Use it for small datasets, because starting an epoch is expensive. Each repeat of a sample is augmented differently:
+    repeat r in epoch e is seeded with the epoch e * times + r.
 
     Args:
-        dataset: A dataset, or a dict that DATASETS builds.
-        times: Number of repeats.
+        dataset: a dataset, or a dict from which `DATASETS` builds it.
+        times: number of repeats.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], times: int) -> None:
@@ -96,8 +97,8 @@ class AtLeast(RepeatDataset):
     """A dataset repeated until an epoch has at least `min_samples` samples.
 
     Args:
-        dataset: A dataset, or a dict that DATASETS builds.
-        min_samples: Minimum number of samples in an epoch.
+        dataset: a dataset, or a dict from which `DATASETS` builds it.
+        min_samples: minimum number of samples in an epoch.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], min_samples: int) -> None:
@@ -109,19 +110,19 @@ class AtLeast(RepeatDataset):
 
 @DATASETS.register_module()
 class ClassBalancedDataset(Dataset[Any]):
-    """A dataset in which samples that contain rare classes are repeated (Gupta et al. 2019, LVIS).
+    """A dataset that repeats samples with rare classes (Gupta et al. 2019, LVIS).
 
     If f(c) is the fraction of samples that contain class c, and t the threshold, a sample occurs
     `ceil(max over its classes c of max(1, sqrt(t / f(c))))` times. Repeats are consecutive and augmented
     differently.
 
     Args:
-        dataset: A dataset with `get_cat_ids(index)`, the class ids of a sample, or a dict that DATASETS builds.
-            `get_cat_ids` is called once for each sample, at construction.
-        oversample_thr: The threshold t; classes with f(c) >= t are not repeated.
+        dataset: a dataset with `get_cat_ids(index)`, which returns the class ids of a sample, or a dict from which
+            `DATASETS` builds it. The method is called once for each sample, at construction.
+        oversample_thr: the threshold t; classes with f(c) >= t are not repeated.
 
     Raises:
-        DataError: The dataset has no `get_cat_ids`.
+        DataError: the dataset has no `get_cat_ids`.
     """
 
     def __init__(self, dataset: Dataset[Any] | Mapping[str, Any], oversample_thr: float) -> None:

@@ -20,8 +20,8 @@ Sample: TypeAlias = dict[str, Pixels]
 class CropRegion:
     """A crop region of the resized image: the source is resized, cropped, placed on a canvas, then mirrored.
 
-    Sizes are (width, height), and boxes are (left, top, right, bottom). `resized`, `padded`, `cropped` and `flipped`
-    return the region after one more transform. `resized` and `padded` return None if a single region cannot represent
+    Sizes are (width, height), and boxes are (left, top, right, bottom). The methods `resized`, `padded`, `cropped` and
+    `flipped` return the region after one more transform. The first two return None if a single region cannot represent
     the result; the sample must then be rendered first.
     """
 

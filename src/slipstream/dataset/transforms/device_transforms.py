@@ -1,14 +1,14 @@
-"""Device transforms: colour changes and normalisation of a batch of images on the device.
+"""Device transforms: color changes and normalization of a batch of images on the device.
 
 A dataset does not compute these transforms. It draws their parameters and adds them to each sample, under the key
 `finish`, as float32 (K,). K determines the layout, so no value has to be read from the device:
 
-    13  colours:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
+    13  colors:    left, top, right, bottom of the image without its padding, then three stages of (f, s, c)
      6  affine:     scale and shift of red, green, blue
     19  both, in this order
 
-A stage maps x, in the range 0 to 255, to `f * x + s * grey + c * mean`, clamped to 0..255, where grey is the pixel's
-brightness (ITU-R 601) and mean is the mean of grey. As in torchvision, brightness is (f, 0, 0), saturation
+A stage maps x, in the range 0 to 255, to `f * x + s * gray + c * mean`, clamped to 0..255, where gray is the pixel's
+brightness (ITU-R 601) and mean is the mean of gray. As in torchvision, brightness is (f, 0, 0), saturation
 (f, 1 - f, 0), contrast (f, 0, 1 - f) and the identity (1, 0, 0).
 """
 
@@ -24,23 +24,23 @@ from slipstream.errors import DataError
 
 __all__ = [
     "AFFINE",
-    "COLOURS",
+    "COLORS",
     "apply_device_transforms",
     "check_same_params",
     "normalizes",
     "transform_images",
 ]
 
-COLOURS, AFFINE = 13, 6
-"""Number of colour parameters and of affine parameters."""
+COLORS, AFFINE = 13, 6
+"""Numbers of color parameters and affine parameters."""
 _STAGES = 3
-_GREY = (0.299, 0.587, 0.114)
+_GRAY = (0.299, 0.587, 0.114)
 
 
 def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     """Return the transformed images, float32 (N, 3, H, W).
 
-    Colour changes do not affect the padding, and the mean of a contrast change excludes it. Unlike in Pillow and
+    Color changes do not affect the padding, and the mean of a contrast change excludes it. Unlike in Pillow and
     torchvision, intermediate results are not rounded to integers.
 
     Args:
@@ -51,10 +51,10 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
         DataError: K is not 6, 13 or 19, or the images do not have three channels.
     """
     length = params.shape[-1]
-    if length not in (COLOURS, AFFINE, COLOURS + AFFINE) or inputs.shape[1] != 3:
+    if length not in (COLORS, AFFINE, COLORS + AFFINE) or inputs.shape[1] != 3:
         raise DataError(
             f"'finish' has {length} parameters per image for images of shape {tuple(inputs.shape)}; it requires 6, 13 "
-            "or 19 parameters (as returned by a SegmentationDataset with colour jitter or normalisation) and images "
+            "or 19 parameters (as returned by a SegmentationDataset with color jitter or normalization) and images "
             "of shape (N, 3, H, W)"
         )
     images = torch.empty_like(inputs, dtype=torch.float32)
@@ -66,8 +66,8 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
     ):
         outputs.copy_(images_in)
         if length != AFFINE:
-            _colour(outputs, rows[:, :COLOURS, None, None, None])
-        if length != COLOURS:
+            _color(outputs, rows[:, :COLORS, None, None, None])
+        if length != COLORS:
             scale, shift = rows[:, -AFFINE:].reshape(-1, 2, 3, 1, 1).unbind(1)
             outputs.mul_(scale).add_(shift)
     return images
@@ -76,7 +76,7 @@ def transform_images(inputs: Tensor, params: Tensor) -> Tensor:
 def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
     """Apply the parameters in `finish` to `inputs`; return the batch without `finish`.
 
-    A batch without `finish` is returned unchanged. `inputs` may also be a list of images (3, H, W).
+    A batch without `finish` is returned unchanged. Instead of a tensor, `inputs` may be a list of images (3, H, W).
     """
     rest = dict(batch)
     if "inputs" not in rest or "finish" not in rest:
@@ -89,36 +89,36 @@ def apply_device_transforms(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalizes(batch: Mapping[str, Any]) -> bool:
-    """Return whether the device transforms of the batch normalise its images."""
+    """Return whether the batch's device transforms normalize its images."""
     params = batch.get("finish")
-    return params is not None and params[0].shape[-1] != COLOURS
+    return params is not None and params[0].shape[-1] != COLORS
 
 
 def check_same_params(samples: Sequence[Any]) -> None:
-    """Raise a DataError if the samples' device transforms have different numbers of parameters, or some have none.
+    """Raise a DataError if the number of device transform parameters differs between the samples.
 
-    Otherwise collating would fail, or would drop the parameters silently.
+    Otherwise, collating would fail or silently drop the parameters.
     """
     params = [sample.get("finish") if isinstance(sample, Mapping) else None for sample in samples]
     if len({getattr(row, "shape", None) for row in params}) > 1:
         raise DataError(
-            "a batch mixes samples with and without colour changes (SegColorJitter) or normalisation (SegStandardize, "
-            "SegNormalize, ToTensor); use the same ones in the transforms of all datasets, or normalise in the data "
+            "a batch mixes samples with and without color changes (SegColorJitter) or normalization (SegStandardize, "
+            "SegNormalize, ToTensor); use the same ones in the transforms of all datasets, or normalize in the data "
             "preprocessor"
         )
 
 
-def _colour(images: Tensor, params: Tensor) -> None:
+def _color(images: Tensor, params: Tensor) -> None:
     """Run the three stages in place, which halves the time on the CPU; `params` is (N, 13, 1, 1, 1)."""
     inside = _inside(images, params[:, :4, 0])
     pixels = inside.sum((-2, -1), keepdim=True).clamp(min=1)
     for stage in range(_STAGES):
-        factor, grey_factor, mean_factor = params[:, 4 + 3 * stage : 7 + 3 * stage].unbind(1)
+        factor, gray_factor, mean_factor = params[:, 4 + 3 * stage : 7 + 3 * stage].unbind(1)
         red, green, blue = images.split(1, dim=1)
-        grey = (_GREY[0] * red).add_(green, alpha=_GREY[1]).add_(blue, alpha=_GREY[2]).mul_(inside)
-        mean = grey.sum((-2, -1), keepdim=True) / pixels
+        gray = (_GRAY[0] * red).add_(green, alpha=_GRAY[1]).add_(blue, alpha=_GRAY[2]).mul_(inside)
+        mean = gray.sum((-2, -1), keepdim=True) / pixels
         images.mul_(inside * (factor - 1) + 1)
-        images.add_(grey.mul_(grey_factor).add_(inside * (mean_factor * mean))).clamp_(0, 255)
+        images.add_(gray.mul_(gray_factor).add_(inside * (mean_factor * mean))).clamp_(0, 255)
 
 
 def _inside(images: Tensor, rectangle: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Transforms of image-mask pairs, named as in SuperGradients.
 
-Each transform takes a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator, and
-returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly (with
-Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
+A transform is called with a sample, `{"image": uint8 (H, W, 3), "mask": uint8 (H, W)}`, and the sample's generator,
+and returns a new sample. Sizes are (width, height), as in SuperGradients' recipes. Images are resampled bilinearly
+(with Pillow's antialiasing when they shrink), and masks with nearest-neighbor interpolation.
 
 A dataset does not call the transforms one by one. It composes those that move pixels into one `CropRegion`, and the
-device applies colour changes and normalisation (`pipeline.py`).
+device applies color changes and normalization (`pipeline.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class SegRandomFlip(Geometric):
 
 @TRANSFORMS.register_module()
 class SegRescale(Geometric):
-    """Scale the image and the mask by a factor, or so that the short or the long side has a given length.
+    """Scale the image and the mask by a factor, or to a given length of the short or long side.
 
     Exactly one of the three arguments is required. Sides are rounded to the nearest pixel.
     """
@@ -86,7 +86,7 @@ class SegRandomRescale(Geometric):
     """Scale the image and the mask by a factor drawn uniformly from `scales`.
 
     Args:
-        scales: The smallest and the largest factor; a single number s means the range between s and 1.
+        scales: the smallest and the largest factor; a single number s means the range between s and 1.
     """
 
     def __init__(self, scales: float | Sequence[float] = (0.5, 2.0)) -> None:
@@ -106,10 +106,10 @@ class SegPadShortToCropSize(Geometric):
 
     Args:
         crop_size: (width, height), or one number for both.
-        fill_mask: Class id of the padding, usually the dataset's `ignore_index`. There is no default, because 0,
+        fill_mask: class id of the padding, usually the dataset's `ignore_index`. There is no default, because 0,
             SuperGradients' default, is a class in many datasets (road in Cityscapes), and the network would
             silently learn to predict that class for the padding.
-        fill_image: Grey value, or [r, g, b], of the padding.
+        fill_image: gray value, or [r, g, b], of the padding.
         padding_mode: 'center' pads both sides equally (an odd pixel goes to the top or left), as SuperGradients
             does; 'random' places the image at a random position.
     """
@@ -157,7 +157,7 @@ class SegCropImageAndMask(Geometric):
         mode: 'random' draws the position uniformly; 'center' crops the center.
 
     Raises:
-        DataError: The image is smaller than the crop (when called).
+        DataError: the image is smaller than the crop (when called).
     """
 
     def __init__(self, crop_size: int | Sequence[int], mode: Literal["random", "center"] = "random") -> None:
@@ -182,14 +182,14 @@ class SegCropImageAndMask(Geometric):
 
 @TRANSFORMS.register_module()
 class SegColorJitter:
-    """Change brightness, contrast and saturation of the image in random order, as torchvision's `ColorJitter` does.
+    """Change the brightness, contrast and saturation of the image in random order, like torchvision's `ColorJitter`.
 
-    With a factor f, brightness is `f * image`; contrast is `f * image + (1 - f) * g`, where g is the rounded mean of
-    the grey values (ITU-R 601); saturation is `f * image + (1 - f) * grey`. Results are clamped to 0..255 and
-    rounded down.
+    For a factor f, a brightness change is `f * image`, a contrast change is `f * image + (1 - f) * g`, where g is the
+    mean of the gray values (ITU-R 601), and a saturation change is `f * image + (1 - f) * gray`. Results are clamped to
+    0..255. On the CPU, Pillow also rounds g and the gray values to integers, and rounds results down.
 
     Args:
-        brightness, contrast, saturation: Range of f as [smallest, largest]; a single number v means
+        brightness, contrast, saturation: range of f as [smallest, largest]; a single number v means
             `[max(0, 1 - v), 1 + v]`, and 0 disables the change.
     """
 
@@ -204,13 +204,13 @@ class SegColorJitter:
         self.saturation = _factors("saturation", saturation)
 
     def draw(self, rng: np.random.Generator) -> list[tuple[int, float]]:
-        """Draw the changes; return (kind, factor) pairs in order (0: brightness, 1: contrast, 2: saturation)."""
+        """Return (kind, factor) pairs in random order; the kinds are 0: brightness, 1: contrast, 2: saturation."""
         bounds = (self.brightness, self.contrast, self.saturation)
         order = [i for i in rng.permutation(len(bounds)).tolist() if bounds[i] != (1, 1)]
         return [(i, rng.uniform(*bounds[i])) for i in order]
 
     def __call__(self, sample: Sample, rng: np.random.Generator) -> Sample:
-        """Return the sample with changed colours and the same mask."""
+        """Return the sample with changed colors and the same mask."""
         with extra("images"):
             from PIL import Image, ImageEnhance
 
@@ -264,7 +264,7 @@ class SegNormalize(Affine):
         self.mean, self.std = np.array(mean, float), np.array(std, float)
 
     def compose(self, scale: Channels, shift: Channels) -> tuple[Channels, Channels]:
-        """Return the scale and shift, normalised."""
+        """Return the scale and shift, normalized."""
         return scale / self.std, (shift - self.mean) / self.std
 
 
@@ -273,8 +273,8 @@ class SegConvertToTensor:
     """No-op for compatibility with SuperGradients' recipes; datasets always return tensors.
 
     Args:
-        mask_output_dtype: Must be None or int64 (or `long`), because the loss always receives int64 masks.
-        add_mask_dummy_dim: Must be False, because losses and metrics require masks of shape (H, W).
+        mask_output_dtype: must be None or int64 (or `long`), because the loss always receives int64 masks.
+        add_mask_dummy_dim: must be False, because losses and metrics require masks of shape (H, W).
     """
 
     def __init__(self, mask_output_dtype: Any = None, add_mask_dummy_dim: bool = False) -> None:

@@ -1,8 +1,8 @@
 """Transforms of images without masks, named as in torchvision.
 
-Transforms that move pixels take an image, uint8 (3, H, W), and the sample's generator, and return a new image.
-`ToTensor` and `Normalize` are not computed here: a dataset adds their parameters to the sample as `finish`, and
-the device applies them to a whole batch.
+Transforms that move pixels are called with an image, uint8 (3, H, W), and the sample's generator, and return a new
+image. `ToTensor` and `Normalize` run on the device: a dataset adds their parameters to the sample as `finish`, and the
+data preprocessor applies them to a whole batch.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class RandomCrop:
 
     Args:
         size: (height, width) of the crop, or one number for both.
-        padding: Number of zero pixels to add on each side.
+        padding: number of zero pixels to add on each side.
 
     Raises:
-        DataError: The padded image is smaller than the crop (when called).
+        DataError: the padded image is smaller than the crop (when called).
     """
 
     def __init__(self, size: int | Sequence[int], padding: int = 0) -> None:
@@ -107,7 +107,7 @@ def read_transforms(
     are no device transforms.
 
     Raises:
-        ConfigError: `Normalize` does not follow `ToTensor`, or a transform that moves pixels comes after them.
+        ConfigError: `Normalize` does not follow `ToTensor`, or a transform that moves pixels follows them.
     """
     built: list[Any] = [TRANSFORMS.build(t) if isinstance(t, Mapping) else t for t in transforms]
     kinds = [type(t) for t in built]

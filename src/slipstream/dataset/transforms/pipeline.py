@@ -1,4 +1,4 @@
-"""Apply a list of transforms to a sample: one crop-resize on the CPU, colours and normalisation on the device."""
+"""Apply a list of transforms to a sample: one crop-resize on the CPU, colors and normalization on the device."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def apply_transforms(
 ) -> dict[str, torch.Tensor]:
     """Return the transformed sample as new tensors.
 
-    The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with colour jitter or
-    normalisation, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
-    numbers are drawn in the order of the transforms. Padding keeps its colour. Contrast changes use the mean of the
-    visible pixels. A jitter that precedes a custom function or another jitter is applied on the CPU, with Pillow.
+    The keys are `inputs`, uint8 (3, H, W), `targets`, uint8 (H, W), and, if the transforms end with color jitter or
+    normalization, `finish`, the float32 parameters of `slipstream.dataset.transforms.device_transforms`. Random
+    numbers are drawn in the order of the transforms. Color changes do not affect the padding. Contrast changes use the
+    mean of the visible pixels. A jitter that precedes a custom function or another jitter runs on the CPU, with Pillow.
 
     Raises:
-        DataError: The sample, or the result of a custom function, has the wrong dtype or shape.
-        ConfigError: See `check_transforms`.
+        DataError: the sample, or the result of a custom function, has the wrong dtype or shape.
+        ConfigError: see `check_transforms`.
     """
     return compose(transforms, sample, rng, name).packed()
 
@@ -70,14 +70,14 @@ def compose(
         else:
             sample = region.rendered(sample)
             region = transform.region_for(sample["mask"], rng)
-    params = [] if changes is None else [_colours(region, changes)]
+    params = [] if changes is None else [_colors(region, changes)]
     if plan.affine:
         params.append(_affine(plan.affine))
     return Composed(sample, region, np.concatenate(params) if params else None)
 
 
 def check_transforms(transforms: Sequence[Transform]) -> None:
-    """Raise a ConfigError if another transform follows normalisation or SegConvertToTensor."""
+    """Raise a ConfigError if another transform follows normalization or SegConvertToTensor."""
     _read(transforms)
 
 
@@ -86,9 +86,9 @@ class _Plan:
     pixels: Sequence[Transform]
     """Transforms of the uint8 pixels."""
     deferred: int
-    """Position of the colour jitter that runs on the device, or -1 if there is none."""
+    """Position of the color jitter that runs on the device, or -1 if there is none."""
     affine: Sequence[Affine]
-    """Normalisation, which runs on the device."""
+    """Normalization, which runs on the device."""
 
 
 def _read(transforms: Sequence[Transform]) -> _Plan:
@@ -131,8 +131,8 @@ def _whole_region(sample: Sample, name: str) -> CropRegion:
     return CropRegion.whole(mask)
 
 
-def _colours(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
-    """Return the colour parameters: the image's rectangle without padding, and the three stages."""
+def _colors(region: CropRegion, changes: Sequence[tuple[int, float]]) -> Floats:
+    """Return the color parameters: the image's rectangle without padding, and the three stages."""
     stages = np.array([[1, 0, 0]] * 3, np.float32)
     for stage, (kind, factor) in zip(stages, changes, strict=False):
         stage[:] = factor, (1 - factor) * (kind == 2), (1 - factor) * (kind == 1)

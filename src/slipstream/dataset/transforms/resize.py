@@ -25,9 +25,9 @@ _MAX_OVERHEAD = 2  # torch resizes a pixel more than twice as fast as Pillow
 def bilinear(image: Pixels, scaled: Pair, box: Box) -> Pixels:
     """Return a box of the image resized to `scaled`, uint8 (h, w, 3); the result may be a view.
 
-    It differs from the same box of the whole image resized by Pillow (with antialiasing when it shrinks) only by
-    rounding: by at most one grey level, or, rarely and only in noise, by two. Only the source pixels that affect the
-    box are read, and sometimes those between the box and the nearest edges.
+    The result equals the same box of the whole image resized by Pillow (with antialiasing when it shrinks), except for
+    rounding differences of at most one gray level, or rarely two, in noise. Only the source pixels that affect the box
+    are read and, in some cases, those between the box and the nearest edges.
 
     Args:
         image: uint8 (H, W, 3).
@@ -52,7 +52,7 @@ def nearest(mask: Pixels, scaled: Pair, box: Box, mirrored_first: bool) -> Pixel
         mask: uint8 (H, W).
         scaled: (width, height).
         box: (left, top, right, bottom) in the resized mask; not empty.
-        mirrored_first: Whether to mirror the mask before resizing and again afterwards. Ties are then resolved
+        mirrored_first: whether to mirror the mask before resizing and again afterwards. Ties are then resolved
             to the right.
     """
     height, width = mask.shape
@@ -111,7 +111,7 @@ class _Axis:
 
     @property
     def is_copy(self) -> bool:
-        """Whether torch would copy the pixels, as it does whenever the input and output sizes are the same."""
+        """Whether torch would copy the pixels unchanged because the input and output sizes are the same."""
         length = self.to_edge.stop - self.to_edge.start
         return self.scaled != self.source and math.floor(length * self.scale) == length
 

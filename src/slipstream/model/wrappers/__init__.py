@@ -3,6 +3,7 @@
 from slipstream.model.wrappers.distributed import (
     MMDistributedDataParallel,
     MMSeparateDistributedDataParallel,
+    check_comm_hook_state,
     comm_hook_state,
     device_ids,
     is_model_wrapper,
@@ -21,6 +22,7 @@ __all__ = [
     "MMDistributedDataParallel",
     "MMFullyShardedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "check_comm_hook_state",
     "comm_hook_state",
     "device_ids",
     "is_model_wrapper",

@@ -1,8 +1,8 @@
 """Communication hooks of DDP that compress gradients: half precision and low-rank factors (PowerSGD).
 
-Torch's own hooks are not used: its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside the
+PyTorch's hooks are not used, because its bfloat16 hook requires a CUDA build, and its PowerSGD hook waits inside
 callbacks of gloo's threads, which deadlocks with several buckets. The PowerSGD hook also stores its state by bucket,
-which rules out checkpoints.
+so the state cannot be saved in a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from slipstream.config import options
-from slipstream.errors import ConfigError, did_you_mean
+from slipstream.dist import gather_named_tensors, own_or_mean
+from slipstream.errors import CheckpointError, ConfigError, did_you_mean
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -34,8 +35,8 @@ class PowerSGDOptions:
     rank: int = 2
     """Number of columns of the factors; a matrix (n, m) is sent as (n + m) * rank values."""
     start_step: int = 1000
-    """Number of initial steps with exact gradients, because compressing early gradients harms training. About a tenth
-    of all steps is a good value."""
+    """Number of initial steps with exact gradients, because compressing early gradients harms training. About 10% of
+    all steps is a good value."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -45,14 +46,14 @@ class PowerSGDOptions:
 
 
 class HalfPrecision:
-    """Send gradients as bfloat16 or float16; they are first divided by the number of ranks to avoid overflow."""
+    """Send gradients as bfloat16 or float16, dividing them first by the number of ranks to avoid overflow."""
 
     def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype) -> None:
         self.group = group
         self.dtype = dtype
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-        """Return a future of the mean of the bucket over all ranks, in the dtype of the bucket."""
+        """Return a future of the bucket's mean over all ranks, in the bucket's dtype."""
         buffer = bucket.buffer()
         return _mean(buffer, buffer.div_(self.group.size()).to(self.dtype), self.group)
 
@@ -67,7 +68,7 @@ class PowerSGD:
     Args:
         group: process group.
         parameters: names and parameters of the model.
-        options: options of the compression.
+        options: compression options.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class PowerSGD:
         self.step = 0
         self.errors: dict[str, Tensor] = {}
         self.factors: dict[str, Tensor] = {}
-        self._names = {id(parameter): name for name, parameter in parameters}
+        named = dict(parameters)
+        self._names = {id(parameter): name for name, parameter in named.items()}
+        self._shapes = {name: _matrix(parameter) for name, parameter in named.items()}
 
     def __call__(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Return a future of the (approximate) mean of the bucket over all ranks."""
@@ -147,26 +150,38 @@ class PowerSGD:
         return [part.view(t.shape) for part, t in zip(parts, tensors, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the step and the errors and factors of each parameter; every rank must call this.
-
-        The returned errors are means over the ranks. The sum of the corrected gradients does not change, so a run
-        can resume with any number of processes; results agree up to rounding.
-        """
-        errors = {name: error.clone() for name, error in self.errors.items()}
-        for error in errors.values():
-            dist.all_reduce(error, group=self.group)
-            error.div_(self.group.size())
+        """Return the step, each rank's errors (on rank 0) and the factors; every rank must call this."""
+        errors = gather_named_tensors(self.errors, self.group)
         return {"step": self.step, "errors": errors, "factors": dict(self.factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the result of `state_dict`; factors with a different rank are initialized again."""
+        """Load the result of `state_dict`. Factors of a different rank are reinitialized.
+
+        If the number of processes has changed, each process gets the mean of the errors, which does not change the sum
+        of the corrected gradients.
+        """
         self.step = state_dict["step"]
-        self.errors = dict(state_dict["errors"])
+        self.errors = own_or_mean(state_dict["errors"], self.group.rank(), self.group.size())
         self.factors = {
             name: factor
             for name, factor in state_dict["factors"].items()
             if factor.shape[1] == self.options.rank
         }
+
+    def check_state_dict(self, state_dict: Mapping[str, Any], where: str, source: Any) -> None:
+        """Check that the errors and factors in `state_dict` belong to this model.
+
+        Raises:
+            CheckpointError: a name is not that of a parameter, or a shape differs.
+        """
+        errors = [(name, tensor, 0) for of_rank in state_dict["errors"] for name, tensor in of_rank.items()]
+        for name, tensor, first in [*errors, *((*item, 1) for item in state_dict["factors"].items())]:
+            size = self._shapes.get(name, ())[first:]
+            if not size or tuple(tensor.shape)[: len(size)] != size or tensor.dim() != 2:
+                raise CheckpointError(
+                    f"{source}: the tensor of '{name}' in '{where}' has the shape {tuple(tensor.shape)} and belongs to "
+                    "no parameter of the model; resume with the same model, or use load_from"
+                )
 
 
 def make_comm_hook(

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "MMDistributedDataParallel",
     "MMSeparateDistributedDataParallel",
+    "check_comm_hook_state",
     "comm_hook_state",
     "is_model_wrapper",
     "load_comm_hook_state",
@@ -50,9 +51,9 @@ class MMDistributedDataParallel(DistributedDataParallel):
         module: the model.
         broadcast_buffers: broadcast the buffers of rank 0 before every forward pass. If False, each rank has its own
             BatchNorm statistics (`SyncBuffersHook` averages them; with SyncBN they are identical).
-        gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy; the results
-            are the same.
-        comm_hook: compression of gradients: `'bf16'`, `'fp16'`, `'powersgd'`, or
+        gradient_as_bucket_view: make gradients views of DDP's buckets, which saves memory and a copy without changing
+            the results.
+        comm_hook: gradient compression: `'bf16'`, `'fp16'`, `'powersgd'`, or
             `dict(type='powersgd', rank=2, start_step=1000)`; see `PowerSGDOptions`.
         kwargs: other arguments of `DistributedDataParallel`.
 
@@ -70,7 +71,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
     ) -> None:
         kwargs["gradient_as_bucket_view"] = gradient_as_bucket_view
         with warnings.catch_warnings():
-            # The replacement that torch recommends still syncs buffers once at the start.
+            # The replacement recommended by torch still synchronizes buffers once at the start.
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             super().__init__(module, broadcast_buffers=broadcast_buffers, **kwargs)
         self.comm_hook = None if comm_hook is None else make_comm_hook(comm_hook, self.process_group, module)
@@ -104,7 +105,7 @@ class MMDistributedDataParallel(DistributedDataParallel):
 
 @MODEL_WRAPPERS.register_module()
 class MMSeparateDistributedDataParallel(BaseModel):
-    """Wrap each trainable child separately, for models that train their children alternately (GANs).
+    """Wrap each trainable child with DDP separately, for models that train their children alternately (GANs).
 
     The model overrides `train_step(data, optim_wrapper)`, which calls the children.
     """
@@ -154,7 +155,7 @@ def _with_wrapper(wrapper: nn.Module, state: dict[str, Any], prefix: str, *_: An
 
 
 def comm_hook_state(model: nn.Module) -> dict[str, Any]:
-    """Return the states of the communication hooks of a model by wrapper name; every rank must call this."""
+    """Return the states of a model's communication hooks by wrapper name; every rank must call this function."""
     return {name: hook.state_dict() for name, hook in _stateful_hooks(model)}
 
 
@@ -165,13 +166,24 @@ def load_comm_hook_state(model: nn.Module, states: Mapping[str, Any]) -> None:
             hook.load_state_dict(states[name])
 
 
+def check_comm_hook_state(model: nn.Module, states: Mapping[str, Any], source: Any) -> None:
+    """Check that the communication hooks of a model can load `states`.
+
+    Raises:
+        CheckpointError: a tensor belongs to no parameter, or its shape differs.
+    """
+    for name, hook in _stateful_hooks(model):
+        if name in states:
+            hook.check_state_dict(states[name], f"comm_hook.{name}", source)
+
+
 def _stateful_hooks(model: nn.Module) -> list[tuple[str, PowerSGD]]:
     hooks = ((name, getattr(module, "comm_hook", None)) for name, module in model.named_modules())
     return [(name, hook) for name, hook in hooks if isinstance(hook, PowerSGD)]
 
 
 def is_model_wrapper(model: nn.Module) -> bool:
-    """Return whether `model` wraps another model, which it stores as `module`."""
+    """Return whether `model` wraps another model, stored as `module`."""
     known = (DistributedDataParallel, DataParallel, MMSeparateDistributedDataParallel)
     return isinstance(model, known) or type(model) in MODEL_WRAPPERS.module_dict.values()
 
@@ -186,5 +198,5 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def device_ids(device: torch.device) -> list[int] | None:
-    """Return DDP's argument `device_ids`: the index of the accelerator, or None for the CPU."""
+    """Return DDP's `device_ids` argument: the index of the accelerator, or None for the CPU."""
     return None if device.type == "cpu" else [torch.accelerator.current_device_index()]

@@ -45,13 +45,13 @@ class FullyShardedOptions:
 
     shard_size: int | Literal["machine"] | None = None
     """Number of processes that share one copy of the model: all (None), the processes of a machine, or a number. With
-    fewer than all processes, each group holds a copy and gathers weights within the group (hybrid sharding, HSDP)."""
+    fewer than all processes, each group stores a copy and gathers weights within the group (hybrid sharding, HSDP)."""
     wrap: list[str] = field(default_factory=list)
-    """Class names of the blocks that are gathered separately. The default is the repeated blocks: children of a
-    `ModuleList` or `Sequential` that have children themselves, whose class occurs at least twice in the container, and
-    that have at least 262,144 parameters."""
+    """Class names of the blocks that are gathered separately. The default is all repeated blocks with at least 262,144
+    parameters. Repeated blocks are children of a `ModuleList` or `Sequential` that have children themselves, and whose
+    class occurs at least twice in the container."""
     min_params: int | None = None
-    """Alternative to `wrap`: select the smallest modules with at least this number of parameters."""
+    """Alternative to `wrap`: gather the smallest modules with at least this number of parameters separately."""
     param_dtype: Literal["bf16"] | None = None
     """Dtype of gathered weights, forward and backward; floating-point inputs are also cast. The shards, the optimizer
     and BatchNorm keep the model's dtype."""
@@ -59,8 +59,8 @@ class FullyShardedOptions:
     """Dtype in which gradients are summed over processes; only used with `param_dtype`."""
     reshard_after_forward: bool | int | None = None
     """Free gathered weights after forward (True; less memory), keep them for backward (False; less communication), or
-    keep them sharded over groups of this number of processes (int). None frees the weights of blocks and keeps the
-    rest."""
+    keep them sharded over groups of this number of processes (int). None frees the weights of blocks and keeps all
+    other weights."""
 
     def __post_init__(self) -> None:
         """Check the options."""
@@ -74,9 +74,9 @@ class FullyShardedOptions:
 class MMFullyShardedDataParallel(nn.Module):
     """A model sharded in place by torch's `fully_shard` (FSDP2; HSDP if `shard_size` is less than the world size).
 
-    Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054), Zhao et al. 2023 (FSDP, arXiv 2304.11277). A step
-    gives the same result as a step of a single process on the whole batch. Parameters become `DTensor`s; names and
-    buffers do not change.
+    See Rajbhandari et al. 2020 (ZeRO stage 3, arXiv 1910.02054) and Zhao et al. 2023 (FSDP, arXiv 2304.11277). The
+    result of a step is the same as that of a single process with the whole batch. Parameters become `DTensor`s; names
+    and buffers do not change.
 
     Args:
         module: the model on its device; the weights of rank 0 are broadcast to all ranks.
@@ -84,7 +84,7 @@ class MMFullyShardedDataParallel(nn.Module):
     """
 
     forward_needs_all_ranks = True
-    """Every forward pass gathers weights from all processes, so all processes must call it the same number of times."""
+    """Forward passes gather weights from all processes, so all processes must run the same number of forward passes."""
 
     def __init__(self, module: nn.Module, **kwargs: Any) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class MMFullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model; as in DDP, `no_sync` around the forward pass disables the gradient sum in backward."""
-        if self._sync is not self._applied_sync:  # avoid a call that visits all modules
+        if self._sync is not self._applied_sync:  # the call visits all modules
             self.module.set_requires_gradient_sync(self._sync)
             self._applied_sync = self._sync
         return self.module(*args, **kwargs)
@@ -121,7 +121,7 @@ class MMFullyShardedDataParallel(nn.Module):
         return predictions
 
     def _reshard(self) -> None:
-        """Free weights that torch keeps gathered for a backward pass, which does not follow here."""
+        """Free the weights that torch keeps gathered for a backward pass, because none follows."""
         for unit in self._units:
             unit.reshard()
 
@@ -129,8 +129,8 @@ class MMFullyShardedDataParallel(nn.Module):
     def no_sync(self) -> Iterator[None]:
         """Delay the sum of gradients over processes until a later batch.
 
-        With `param_dtype`, the gradients of each batch are summed immediately, because torch stores unsummed
-        gradients in a place that checkpoints cannot read.
+        With `param_dtype`, the gradients of each batch are summed immediately, because torch stores unsummed gradients
+        where checkpoints cannot read them.
         """
         self._sync = self._reduces_always
         try:
@@ -143,7 +143,7 @@ class MMFullyShardedDataParallel(nn.Module):
 def whole_weights(model: nn.Module) -> Iterator[None]:
     """Replace the sharded parameters of a model with full plain parameters inside the context, then shard them again.
 
-    Use it for code that sets weights, such as `init_weights`: random values drawn for a shard would differ from those
+    Use it for code that sets weights, such as `init_weights`, because random values drawn for a shard differ from those
     of a single process. A model that is not sharded does not change.
     """
     owners = [
@@ -170,9 +170,9 @@ def whole_weights(model: nn.Module) -> Iterator[None]:
 
 
 def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the gradients of this process that are not yet summed over processes, by parameter name.
+    """Return copies of this process's gradients that are not yet summed over processes, by parameter name.
 
-    Every rank must call this between a backward and a forward pass. The blocks are gathered one at a time.
+    Every rank must call this function between a backward and a forward pass. Blocks are gathered one at a time.
     """
     held: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -185,7 +185,7 @@ def unsharded_gradients(model: nn.Module) -> dict[str, Tensor]:
     return held
 
 
-# ---- sharding of a model -----------------------------------------------------------------------------
+# ---- model sharding ----------------------------------------------------------------------------------
 
 
 def _mesh(module: nn.Module, shard_size: int | str | None) -> DeviceMesh:
@@ -254,7 +254,7 @@ def _blocks(model: nn.Module, config: FullyShardedOptions) -> list[nn.Module]:
     else:
         found = _large(repeated_blocks(model), _MIN_UNIT_SIZE)
     uses = _uses(model)
-    # Sharding a block would separate weights that are also used outside it, so such a block is excluded.
+    # A block is excluded if its weights are also used outside it, because sharding would untie them.
     return [m for m in found if m is not model and all(n == uses[p] for p, n in _uses(m).items())]
 
 

@@ -1,4 +1,4 @@
-"""Schedulers for the learning rate, momentum and other options of the parameter groups."""
+"""Schedulers for the learning rate, the momentum and other options of parameter groups."""
 
 from slipstream.optim.scheduler.build import (
     TorchSchedulerAdapter,

@@ -22,17 +22,17 @@ class _ParamScheduler:
     value in other steps. It computes each value from the current value, so schedulers of the same option can be
     chained (a warm-up, then a decay) or combined (their factors multiply).
 
-    A subclass defines `_next(value, base)`, or `_get_value()` for all groups at once. In these methods
-    `self.last_step` is the number of steps since `begin`. The constructor takes the first step.
+    A subclass defines `_next(value, base)` for one group, or `_get_value()` for all groups. In these methods,
+    `self.last_step` is the number of steps since `begin`. The constructor calls `step()` once.
 
     Args:
         optimizer: a torch optimizer, an `OptimWrapper`, or any other object with `param_groups`.
-        param_name: name of the option. Its value is a number or a 0-dim tensor; a tensor is filled in place.
+        param_name: name of the option. Its value is a number, or a 0-dim tensor, which is filled in place.
         begin: first active step.
         end: first step after the active steps.
         last_step: last step of this scheduler, to resume without a state; -1 starts from the beginning.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. The caller of `step` uses it.
-        verbose: log each value.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this.
+        verbose: whether to log each value.
 
     Raises:
         ConfigError: an argument is invalid; the message contains its name.
@@ -98,11 +98,11 @@ class _ParamScheduler:
 
     @cached_property
     def total_iters(self) -> int:
-        """Value of `last_step` in the last active step."""
+        """Value of `last_step` at the last active step."""
         return self.end - self.begin - 1
 
     def step(self) -> None:
-        """Take one step, and set the next value if the scheduler is active in this step."""
+        """Count one step, and set the next value if the scheduler is active in this step."""
         self._global_step += 1
         if len(self.base_values) != len(self._values.groups):
             raise ConfigError(
@@ -115,7 +115,7 @@ class _ParamScheduler:
         self._last_value = self._values.read()
 
     def get_last_value(self) -> list[float]:
-        """Return the value of every parameter group after the last step, without synchronization."""
+        """Return the value of every parameter group as of the last step, without synchronization."""
         return list(self._last_value)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,12 +129,12 @@ class _ParamScheduler:
         Load the optimizer state first, because it contains the current values. Unknown keys are ignored.
 
         Raises:
-            CheckpointError: the state belongs to a different scheduler, or has a different number of groups.
+            CheckpointError: the state is from a different scheduler, or has a different number of groups.
         """
         name = type(self).__name__
         missing = [key for key in self._state_keys if key not in state_dict]
         if missing:
-            raise CheckpointError(f"this is not the state of a {name}; the keys {missing} are missing")
+            raise CheckpointError(f"the state is not from a {name}; the keys {missing} are missing")
         if len(state_dict["base_values"]) != len(self._values.groups):
             raise CheckpointError(
                 f"the state of {name} has {len(state_dict['base_values'])} parameter groups, but the optimizer has "

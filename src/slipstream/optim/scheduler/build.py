@@ -12,16 +12,17 @@ from slipstream.errors import ConfigError
 from slipstream.optim.scheduler.base import _ParamScheduler
 from slipstream.optim.scheduler.checks import INF
 from slipstream.registry import PARAM_SCHEDULERS
+from slipstream.typecheck import PositiveInt, check, check_finite, shown
 
 __all__ = ["TorchSchedulerAdapter", "build_param_scheduler"]
 
 
 class TorchSchedulerAdapter:
-    """Adapter that gives schedulers from `torch.optim.lr_scheduler` this package's scheduler interface.
+    """Adapts a scheduler from `torch.optim.lr_scheduler` to this package's scheduler interface.
 
     Args:
         scheduler: scheduler of the torch optimizer; it is active from step 0.
-        by_epoch: whether a step is an epoch; otherwise it is an iteration. The caller of `step` uses it.
+        by_epoch: whether a step is an epoch; otherwise it is an iteration. Only the caller of `step` uses this.
         end: first step after the active steps.
     """
 
@@ -36,11 +37,11 @@ class TorchSchedulerAdapter:
         self.by_epoch = by_epoch
         self.end = end
         self._global_step = 0
-        # A compiled step does not call optimizer.step(), which torch would warn about.
+        # Suppress torch's warning: a compiled step does not call optimizer.step().
         scheduler.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def step(self) -> None:
-        """Take one step."""
+        """Count one step, and update the learning rates until `end`."""
         self._global_step += 1
         if self._global_step < self.end:
             self.scheduler.step()
@@ -70,11 +71,12 @@ def build_param_scheduler(
     max_epochs: int | None = None,
     max_iters: int | None = None,
 ) -> _ParamScheduler | TorchSchedulerAdapter:
-    """Build one scheduler; a scheduler object is returned unchanged.
+    """Build a scheduler from its configuration; a scheduler object is returned unchanged.
 
     Args:
-        cfg: a dict whose `type` is one of this package's schedulers or a class in `torch.optim.lr_scheduler`. With
-            `convert_to_iter_based=True`, arguments are in epochs, and steps are iterations.
+        cfg: a scheduler, or a dict whose `type` is one of this package's schedulers or a class in
+            `torch.optim.lr_scheduler`. With `convert_to_iter_based=True`, arguments are in epochs, and steps are
+            iterations.
         optimizer: a torch optimizer or an `OptimWrapper`.
         epoch_length: number of iterations in an epoch, for `convert_to_iter_based`.
         max_epochs: default of `end` for epoch-based schedulers.
@@ -86,17 +88,21 @@ def build_param_scheduler(
     if isinstance(cfg, LRScheduler):
         return TorchSchedulerAdapter(cfg)
     if not isinstance(cfg, Mapping):
+        if not (hasattr(cfg, "step") and hasattr(cfg, "by_epoch")):
+            raise ConfigError(f"must be a scheduler or a dict with a 'type', not {shown(cfg)}")
         scheduler: _ParamScheduler | TorchSchedulerAdapter = cfg
         return scheduler
     kind = cfg.get("type")
     target: Any = PARAM_SCHEDULERS.resolve(kind) if isinstance(kind, str) else kind
+    for key in ("by_epoch", "convert_to_iter_based"):
+        check(cfg.get(key, True), bool, key)
     end = max_epochs if cfg.get("by_epoch", True) else max_iters
     default_args = {"optimizer": optimizer, "end": INF if end is None else end}
     if inspect.isclass(target) and issubclass(target, LRScheduler):
         return _build_torch(cfg, default_args)
     if "convert_to_iter_based" in cfg:
         arguments = {key: value for key, value in cfg.items() if key != "convert_to_iter_based"}
-        if cfg["convert_to_iter_based"]:
+        if cfg["convert_to_iter_based"] and hasattr(target, "build_iter_from_epoch"):
             arguments |= {"type": target.build_iter_from_epoch, "epoch_length": epoch_length}
         cfg = arguments
     built: _ParamScheduler = PARAM_SCHEDULERS.build(cfg, default_args=default_args)
@@ -107,11 +113,13 @@ def _build_torch(cfg: Mapping[str, Any], default_args: dict[str, Any]) -> TorchS
     for key in ("begin", "convert_to_iter_based"):
         if cfg.get(key):
             raise ConfigError(
-                f"{cfg['type']} is a torch scheduler, which does not support {key}; remove {key} and give the "
+                f"{cfg['type']} is a torch scheduler, which does not support {key}; remove {key} and specify the "
                 "arguments in scheduler steps, or use a scheduler from slipstream.optim.scheduler"
             )
     own = {"by_epoch", "end", "begin", "convert_to_iter_based"}
     arguments = {key: value for key, value in cfg.items() if key not in own}
+    check(cfg.get("end"), PositiveInt | None, "end")
+    check_finite(arguments)
     optimizer = default_args["optimizer"]
     scheduler = PARAM_SCHEDULERS.build(
         arguments, default_args={"optimizer": getattr(optimizer, "optimizer", optimizer)}

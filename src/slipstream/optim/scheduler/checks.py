@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from slipstream.errors import ConfigError
-from slipstream.typecheck import matches
+from slipstream.typecheck import is_number, matches, shown
 
 __all__ = ["INF", "check_gamma", "check_int", "check_steps", "is_number", "require", "require_end"]
 
@@ -14,19 +13,14 @@ INF = int(1e9)
 
 
 def require(holds: bool, name: str, rule: str, value: Any) -> None:
-    """Raise a `ConfigError` unless `holds`; `rule` describes the valid values."""
+    """Raise a `ConfigError` unless `holds` is true; `rule` describes the valid values."""
     if not holds:
-        raise ConfigError(f"{name} must be {rule}, not {value!r}")
+        raise ConfigError(f"{name} must be {rule}, not {shown(value)}")
 
 
 def check_int(name: str, value: Any, least: int) -> None:
     """Raise a `ConfigError` unless `value` is an int of at least `least`."""
     require(matches(value, int) and value >= least, name, f"an int of at least {least}", value)
-
-
-def is_number(value: Any) -> bool:
-    """Return whether `value` is a finite int or float."""
-    return matches(value, float) and math.isfinite(value)
 
 
 def check_gamma(gamma: Any) -> None:
@@ -43,6 +37,6 @@ def check_steps(name: str, steps: Any, least: int) -> None:
 
 
 def require_end(end: int, also: str = "") -> None:
-    """Raise a `ConfigError` unless `end` is finite; `also` contains alternatives for the message."""
+    """Raise a `ConfigError` unless `end` is finite; `also` lists alternatives in the message."""
     if end == INF:
-        raise ConfigError(f"{also}end must be specified; otherwise the value would never change")
+        raise ConfigError(f"{also}end must be specified, because without it the value never changes")

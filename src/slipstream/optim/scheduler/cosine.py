@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from slipstream.errors import ConfigError
 from slipstream.optim.scheduler.base import _ParamScheduler
-from slipstream.optim.scheduler.checks import INF, check_int, check_steps, is_number, require, require_end
+from slipstream.optim.scheduler.checks import INF, check_int, check_steps, require, require_end
 from slipstream.registry import PARAM_SCHEDULERS
+from slipstream.typecheck import NonNegative, matches
 
 __all__ = ["CosineAnnealingParamScheduler", "CosineRestartParamScheduler"]
 
@@ -25,7 +26,7 @@ class _CosineParamScheduler(_ParamScheduler):
         if eta_min is not None and eta_min_ratio is not None:
             raise ConfigError("specify eta_min or eta_min_ratio, not both")
         for name, value in (("eta_min", eta_min), ("eta_min_ratio", eta_min_ratio)):
-            require(value is None or is_number(value), name, "a number", value)
+            require(value is None or matches(value, NonNegative), name, "a number of at least 0", value)
         self.eta_min = 0.0 if eta_min is None and eta_min_ratio is None else eta_min
         self.eta_min_ratio = eta_min_ratio
 
@@ -42,8 +43,8 @@ class _CosineParamScheduler(_ParamScheduler):
 class CosineAnnealingParamScheduler(_CosineParamScheduler):
     """Decrease to `eta_min` along a half cosine of `T_max` steps (default: `end - begin`), then increase again.
 
-    eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2 (SGDR, arXiv:1608.03983, without restarts).
-    `eta_min_ratio` specifies the lower bound relative to the initial value of each group instead.
+    The value is eta_min + (v0 - eta_min) (1 + cos(pi t / T_max)) / 2 (SGDR, arXiv:1608.03983, without restarts).
+    Alternatively, `eta_min_ratio` specifies the lower bound relative to the initial value of each group.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("T_max",)
@@ -75,17 +76,17 @@ class CosineAnnealingParamScheduler(_CosineParamScheduler):
         if self.last_step == 0:
             return value
         after_minimum = (self.last_step - 1 - self.T_max) % (2 * self.T_max) == 0
-        if after_minimum:  # _fall is 0/0 there
+        if after_minimum:  # _fall would compute 0/0
             return value + (base - low) * (1 - math.cos(math.pi / self.T_max)) / 2
         return self._fall(value, low, self.last_step, self.T_max)
 
 
 @PARAM_SCHEDULERS.register_module()
 class CosineRestartParamScheduler(_CosineParamScheduler):
-    """Decrease along a half cosine in each of `periods`.
+    """Decrease along a half cosine in each of the `periods` (SGDR, arXiv:1608.03983).
 
-    Period i starts at `restart_weights[i]` times the initial value (SGDR, arXiv:1608.03983). The value does not change
-    after the last period. The lower bound is specified as in `CosineAnnealingParamScheduler`.
+    Period i starts at `restart_weights[i]` times the initial value. The value does not change after the last period.
+    The lower bound is specified as in `CosineAnnealingParamScheduler`.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("periods",)
@@ -106,9 +107,9 @@ class CosineRestartParamScheduler(_CosineParamScheduler):
     ) -> None:
         check_steps("periods", periods, 1)
         require(
-            len(restart_weights) == len(periods) and all(is_number(w) for w in restart_weights),
+            len(restart_weights) == len(periods) and all(matches(w, NonNegative) for w in restart_weights),
             "restart_weights",
-            f"one number for each of the {len(periods)} periods",
+            f"one number of at least 0 for each of the {len(periods)} periods",
             restart_weights,
         )
         self.periods = list(periods)

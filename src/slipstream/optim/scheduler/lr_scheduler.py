@@ -1,4 +1,4 @@
-"""Learning-rate schedulers: `...ParamScheduler` without the argument `param_name`."""
+"""Learning rate schedulers, which are the `...ParamScheduler` classes without the `param_name` argument."""
 
 from __future__ import annotations
 

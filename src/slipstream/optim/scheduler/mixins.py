@@ -1,4 +1,4 @@
-"""Mixins that select the option to schedule: learning rate or momentum."""
+"""Mixins that select the option to schedule: the learning rate or the momentum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ __all__ = ["LRSchedulerMixin", "MomentumSchedulerMixin"]
 
 
 class LRSchedulerMixin:
-    """Mixin for schedulers of `lr` without `param_name`; list it before a `...ParamScheduler` in the base classes."""
+    """Mixin for learning rate schedulers, which have no `param_name` argument.
+
+    List it before a `...ParamScheduler` in the base classes.
+    """
 
     def __init__(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(optimizer, "lr", *args, **kwargs)  # type: ignore[call-arg]
@@ -50,7 +53,7 @@ class MomentumSchedulerMixin:
 
 
 def _show_arguments(cls: type, mixin: Any) -> None:
-    """Add an `__init__` with the scheduler's signature to `cls`, for help() and the registry's checks."""
+    """Add an `__init__` with the scheduler's signature to `cls`, for `help()` and the registry's checks."""
     if "__init__" in vars(cls) or mixin not in cls.__bases__ or not issubclass(cls, _ParamScheduler):
         return
     shown = super(mixin, cls).__init__

@@ -1,4 +1,4 @@
-"""Momentum schedulers: `...ParamScheduler` without the argument `param_name`."""
+"""Momentum schedulers, which are the `...ParamScheduler` classes without the `param_name` argument."""
 
 from __future__ import annotations
 

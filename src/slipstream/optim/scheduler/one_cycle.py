@@ -18,20 +18,20 @@ __all__ = ["OneCycleParamScheduler"]
 class OneCycleParamScheduler(_ParamScheduler):
     """Increase from `eta_max / div_factor` to `eta_max`, then decrease to `eta_max / div_factor / final_div_factor`.
 
-    Super-convergence, arXiv:1708.07120. It sets absolute values instead of scaling the current values, so it cannot
-    be chained after a warm-up. The value does not change after `total_steps`.
+    See "Super-Convergence" (arXiv:1708.07120). This scheduler sets absolute values instead of scaling the current
+    values, so it cannot be chained after a warm-up. The value does not change after `total_steps`.
 
     Args:
         optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: must be `lr`.
-        eta_max: the peak, one for all groups or one for each.
-        total_steps: length of the cycle; default `end - begin`.
+        eta_max: peak value, one for all groups or one for each group.
+        total_steps: length of the cycle in steps; `end - begin` by default.
         pct_start: fraction of the cycle in which the value increases.
         anneal_strategy: shape of each phase, cosine or linear.
-        div_factor: ratio of the peak to the start value.
+        div_factor: ratio of the peak value to the start value.
         final_div_factor: ratio of the start value to the final value.
-        three_phase: add a second phase that decreases from the peak to the start value and is as long as the first
-            phase.
+        three_phase: whether to add a second phase of the same length as the first, which decreases from the peak value
+            to the start value.
     """
 
     _in_epochs: ClassVar[tuple[str, ...]] = ("total_steps",)
@@ -56,7 +56,7 @@ class OneCycleParamScheduler(_ParamScheduler):
         require(param_name == "lr", "param_name", "'lr' for a one-cycle scheduler", param_name)
         if total_steps is None and end == INF:
             raise ConfigError(
-                "total_steps or end must be specified; otherwise the length of the cycle is unknown"
+                "total_steps or end must be specified, because they determine the length of the cycle"
             )
         if total_steps is not None:
             check_int("total_steps", total_steps, 1)
@@ -68,7 +68,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             require(is_number(divisor) and divisor > 0, name, "a positive number", divisor)
         self.anneal_strategy = anneal_strategy
         self._peaks = self._peak_of_each_group(optimizer, eta_max)
-        # (last step of the phase, factor of the peak at its start and at its end); the first phase starts at 0
+        # For each phase: its last step, and the factors of the peak value at its start and end.
         low, final = 1 / div_factor, 1 / (div_factor * final_div_factor)
         turn = pct_start * self.total_steps - 1
         back = [(2 * turn, 1.0, low), (self.total_steps - 1.0, low, final)]
@@ -96,7 +96,7 @@ class OneCycleParamScheduler(_ParamScheduler):
             if self.last_step <= stop:
                 break
             start = stop
-        # A phase of length zero is already at its end.
+        # A phase of length zero is already complete.
         done = (self.last_step - start) / (stop - start) if stop > start else 1.0
         if self.anneal_strategy == "cos":
             done = (1 - math.cos(math.pi * done)) / 2

@@ -1,6 +1,6 @@
 """Schedulers whose values depend only on the step.
 
-In the formulas, t is the step of the scheduler (0 at `begin`), T its length and v the current value.
+In the formulas, t is the scheduler's step (0 at `begin`), T is its last step, and v is the current value.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from slipstream.optim.scheduler.cosine import CosineAnnealingParamScheduler, Cos
 from slipstream.optim.scheduler.one_cycle import OneCycleParamScheduler
 from slipstream.optim.scheduler.plateau import ReduceOnPlateauParamScheduler
 from slipstream.registry import PARAM_SCHEDULERS
+from slipstream.typecheck import NonNegative, matches
 
 __all__ = [
     "INF",
@@ -202,7 +203,7 @@ class PolyParamScheduler(_ParamScheduler):
         by_epoch: bool = True,
         verbose: bool = False,
     ) -> None:
-        require(is_number(eta_min), "eta_min", "a number", eta_min)
+        require(matches(eta_min, NonNegative), "eta_min", "a number of at least 0", eta_min)
         require(is_number(power) and power > 0, "power", "a positive number", power)
         require_end(end)
         self.eta_min = eta_min

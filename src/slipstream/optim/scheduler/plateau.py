@@ -1,4 +1,4 @@
-"""Scheduler that reduces a value when a metric stops improving."""
+"""A scheduler that reduces a value when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
     Args:
         optimizer: see `_ParamScheduler` for this and the other common arguments.
         param_name: option to reduce.
-        monitor: key in `metrics`.
+        monitor: key of the metric in `metrics`.
         rule: `less` if smaller values are better, `greater` if larger values are better.
         factor: factor of each reduction, below 1.
-        patience: number of validation runs without improvement before a reduction.
+        patience: number of consecutive validation runs without improvement that do not cause a reduction.
         threshold: minimum improvement.
         threshold_rule: `rel` if the threshold is relative to the best value, `abs` if it is absolute.
-        cooldown: number of validation runs after a reduction that do not count as bad.
-        min_value: lower bound, one for all groups or one for each.
-        eps: minimum reduction; smaller reductions are skipped.
+        cooldown: number of validation runs after a reduction that are not counted as runs without improvement.
+        min_value: lower bound, one for all groups or one for each group.
+        eps: reductions that are not larger than this value are skipped.
         by_epoch: must be True.
     """
 
@@ -87,7 +87,7 @@ class ReduceOnPlateauParamScheduler(_ParamScheduler):
 
     @classmethod
     def build_iter_from_epoch(cls, *args: Any, **kwargs: Any) -> ReduceOnPlateauParamScheduler:
-        """Raise ConfigError, because this scheduler counts validation runs instead of iterations."""
+        """Raise `ConfigError`, because this scheduler counts validation runs instead of iterations."""
         raise ConfigError(f"{cls.__name__} does not support convert_to_iter_based; remove it")
 
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:

@@ -17,9 +17,9 @@ __all__ = ["BetaValues", "ParamValues"]
 class ParamValues:
     """One option (`lr`, `momentum`, `weight_decay`) of all parameter groups of an optimizer, as floats.
 
-    If the option is a 0-dim tensor, which avoids recompilation of a compiled step, it is filled in place, and the
-    written value is cached on the host. A read synchronizes with the device only if other code has changed the
-    tensor. The cache is an attribute of the optimizer, so all its schedulers share it.
+    The option may be a 0-dim tensor, which avoids recompilation of a compiled step. It is filled in place, and the
+    value is cached on the host. A read synchronizes with the device only if other code has changed the tensor. The
+    cache is an attribute of the optimizer, so all its schedulers share it.
 
     Args:
         optimizer: an object with `param_groups`; for an `OptimWrapper`, its inner optimizer stores the cache.
@@ -35,7 +35,7 @@ class ParamValues:
         self.optimizer = optimizer
         self.name = name
         owner = getattr(optimizer, "optimizer", optimizer)
-        # The entry contains the tensor, so no other tensor can get the same id.
+        # Each entry contains its tensor, so no other tensor can have the same id.
         self._cache: dict[int, tuple[Tensor, int, float]] = vars(owner).setdefault("_values_on_host", {})
         for index, group in enumerate(self.groups):
             self._check(index, group)
@@ -61,9 +61,9 @@ class ParamValues:
                 self._store(current, value)
 
     def restore(self, values: Sequence[float]) -> None:
-        """Cache `values` as the values of the tensors if they agree after rounding to the dtype of the tensor.
+        """Cache `values` as the values of the tensors if they are equal after rounding to the tensor's dtype.
 
-        Without this, a learning rate saved as float32 would continue from its rounded value after resuming.
+        Without this, a float32 learning rate continues from its rounded value after resuming.
         """
         for group, value in zip(self.groups, values, strict=True):
             current = self._get(group)
@@ -122,7 +122,7 @@ class ParamValues:
 
 
 class BetaValues(ParamValues):
-    """First beta of Adam optimizers, mirrored in the groups as `momentum`."""
+    """The first beta of Adam optimizers, mirrored in the groups as `momentum`."""
 
     def __init__(self, optimizer: Any) -> None:
         for group in getattr(optimizer, "param_groups", []):

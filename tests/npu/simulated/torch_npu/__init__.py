@@ -1,8 +1,7 @@
-"""A simulated Ascend NPU: torch's device `npu` on the CPU, with counters of operations that synchronize or copy.
+"""A simulated Ascend NPU: torch's device `npu` on the CPU, which reports operations that synchronize or copy.
 
 torch loads this package through its entry point `torch.backends`, like the real torch_npu. With the environment
-variable SIMULATED_NPU_HCCL=0 there is no backend `hccl`; with SIMULATED_NPU_FUSED=0 there are no fused optimizer
-kernels.
+variable SIMULATED_NPU_HCCL=0 there is no backend `hccl`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import sys
 import traceback
 import types
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,12 +19,11 @@ import torch
 
 from torch_npu import _C
 
-__all__ = ["HOST_READS", "autoload", "counts", "reset", "watching"]
+__all__ = ["HOST_READS", "autoload", "watching"]
 
 DEVICES = 2
 HOST_READS = ("item", "device_to_host", "hidden_sync", "synchronize")
 """Kinds of operations in which the host waits for the device."""
-counts, reset, fallbacks, strict = _C.counts, _C.reset, _C.fallbacks, _C.strict
 
 
 def _index(device: Any = None) -> int:
@@ -50,12 +48,12 @@ class _Device:
 
 
 def _module() -> types.ModuleType:
-    """Return the module `torch.npu`."""
+    """Return the `torch.npu` module."""
     npu: Any = types.ModuleType("torch.npu")
     generators = tuple(_C.default_generator(index) for index in range(DEVICES))
     npu.default_generators = generators
     npu.is_available = npu.is_initialized = lambda: True
-    npu._initialized = True  # activation checkpointing asks it before it saves random states
+    npu._initialized = True  # activation checkpointing saves random states only if this is True
     npu.is_bf16_supported = lambda *_, **__: True
     npu.device_count = lambda: DEVICES
     npu.device = _Device
@@ -96,7 +94,7 @@ def _register() -> None:
 
 
 def autoload() -> None:
-    """Do nothing: torch calls the entry point after importing this module, which registers the device."""
+    """Do nothing. PyTorch calls the entry point after it has imported this module, which registers the device."""
 
 
 def _stack() -> str:
@@ -107,15 +105,13 @@ def _stack() -> str:
 
 
 @contextmanager
-def watching(
-    kinds: Collection[str] = HOST_READS, stack: Callable[[], str] = _stack
-) -> Iterator[Counter[tuple[str, str, str]]]:
+def watching(kinds: Collection[str] = HOST_READS) -> Iterator[Counter[tuple[str, str, str]]]:
     """Count the operations of these kinds inside the context, by (kind, detail, Python stack)."""
     seen: Counter[tuple[str, str, str]] = Counter()
 
     def see(kind: str, detail: str) -> None:
         if kind in kinds:
-            seen[kind, detail, stack()] += 1
+            seen[kind, detail, _stack()] += 1
 
     _C.watch(see)
     try:

@@ -1,13 +1,16 @@
 // A simulated accelerator (PrivateUse1) for CPU builds of torch.
 //
-// Device memory is a memfd that is mapped twice. Tensors hold addresses in a mapping without access rights, so a read
-// on the host is a segmentation fault. Kernels use the second mapping of the same pages: the boxed fallback runs
+// Device memory is a memfd that is mapped twice. Tensors point into a mapping without access rights, so a read on the
+// host causes a segmentation fault. Kernels use the second mapping of the same pages: the boxed fallback runs
 // torch's CPU kernels on aliases of device memory, which supports in-place operators, views and lists of tensors.
 //
-// Kernels run when they are launched. Copies between pinned and device memory with non_blocking=True run as late as
-// their stream allows: before the next kernel on the same stream, or when an event or the host waits for them. Until
-// then the destination contains NaN or -1. A missing wait, or a pinned buffer that is reused too early, therefore
-// gives wrong numbers.
+// Kernels run when they are launched. On a real device, kernels of different streams may overlap unless one stream waits
+// for the other, so a kernel that uses memory which a kernel of another stream may still use is an error. This includes
+// memory that was freed without record_stream and allocated again.
+//
+// Copies between pinned and device memory with non_blocking=True run as late as their stream allows: before the next
+// kernel on the same stream, or when an event or the host waits for them. Until then the destination contains NaN or
+// -1. A host that does not wait, or a pinned buffer that is reused too early, therefore gives wrong numbers.
 #include <torch/extension.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
@@ -36,16 +39,10 @@ constexpr auto NPU = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 2;
 constexpr size_t ARENA = 6ull << 30;
 
-// ---------------------------------------------------------------- counters
-std::mutex counting;
-std::map<std::string, int64_t> counts;
+// ---------------------------------------------------------------- reports to Python
 py::object* watcher = nullptr;  // called with (kind, detail) while the GIL is held
 
-void count(const char* kind, const std::string& detail = "") {
-    {
-        std::lock_guard<std::mutex> lock(counting);
-        ++counts[kind];
-    }
+void report(const char* kind, const std::string& detail) {
     if (watcher && Py_IsInitialized()) {
         py::gil_scoped_acquire gil;
         if (watcher) (*watcher)(kind, detail);
@@ -58,13 +55,73 @@ void check_process() {
     TORCH_CHECK(owner == getpid(), "Cannot re-initialize NPU in forked subprocess (simulated)");
 }
 
-// ---------------------------------------------------------------- memory
+// ---------------------------------------------------------------- order of kernels
 thread_local c10::DeviceIndex current = 0;
+thread_local c10::StreamId streams[DEVICES] = {0, 0};
+using Stream = std::pair<c10::DeviceIndex, c10::StreamId>;
+using Clock = std::map<Stream, int64_t>;  // the number of a kernel for each stream
+
+std::mutex ordering;
+std::map<Stream, Clock> launched;  // the last kernel of a stream, and the kernels of other streams that end before it
+Clock ended;                       // the kernels that the host has waited for
+struct Uses {
+    Clock written, read;        // the last write, and the reads after it
+    std::set<Stream> recorded;  // record_stream was called for these streams
+};
+std::map<const void*, Uses> uses;  // by the address of the memory
+
+Stream current_stream(c10::DeviceIndex device) { return {device, streams[device]}; }
+void merge(Clock& into, const Clock& other) {
+    for (auto& [stream, number] : other) into[stream] = std::max(into[stream], number);
+}
+void count_kernel(const Stream& stream) {
+    std::lock_guard<std::mutex> lock(ordering);
+    merge(launched[stream], ended);
+    ++launched[stream][stream];
+}
+void host_waits(const Stream& stream) {
+    std::lock_guard<std::mutex> lock(ordering);
+    merge(ended, launched[stream]);
+}
+void check_order(const Clock& earlier, const Stream& stream, const std::string& name, const char* action) {
+    for (auto& [other, number] : earlier)
+        TORCH_CHECK(other == stream || launched[stream][other] >= number, "simulated NPU: ", name, " on stream ",
+                    stream.second, " uses memory that stream ", other.second, " may still ", action,
+                    ". Wait for an event of that stream, or call record_stream before the memory is freed");
+}
+void use(const void* memory, const Stream& stream, bool writes, const std::string& name) {
+    std::lock_guard<std::mutex> lock(ordering);
+    auto& found = uses[memory];
+    check_order(found.written, stream, name, "write");
+    if (writes) {
+        check_order(found.read, stream, name, "read");
+        found = {{{stream, launched[stream][stream]}}, {}, found.recorded};
+    } else {
+        found.read[stream] = launched[stream][stream];
+    }
+}
+// Forget the uses on streams for which record_stream was called: a real allocator waits for them.
+void forget_recorded(const void* memory) {
+    std::lock_guard<std::mutex> lock(ordering);
+    auto& found = uses[memory];
+    for (auto& stream : found.recorded) {
+        found.written.erase(stream);
+        found.read.erase(stream);
+    }
+    found.recorded.clear();
+}
+
+// ---------------------------------------------------------------- memory
+struct Block {
+    size_t size;
+    c10::StreamId stream;  // which allocated it first; only this stream reuses it
+    bool operator<(const Block& other) const { return std::tie(size, stream) < std::tie(other.size, other.stream); }
+};
 struct Arena {
     char *visible = nullptr, *real = nullptr;
     size_t top = 512;
-    std::map<size_t, std::vector<size_t>> unused;
-    std::map<size_t, size_t> sizes;
+    std::map<Block, std::vector<size_t>> unused;
+    std::map<size_t, Block> blocks;
     c10::CachingDeviceAllocator::DeviceStats stats;
     std::mutex mutex;
     void open() {
@@ -88,9 +145,10 @@ void release(void* p) {
     for (auto& a : arenas)
         if (a.visible && (char*)p >= a.visible && (char*)p < a.visible + ARENA) {
             std::lock_guard<std::mutex> lock(a.mutex);
-            size_t at = (char*)p - a.visible, n = a.sizes[at];
+            size_t at = (char*)p - a.visible, n = a.blocks.at(at).size;
             memset(a.real + at, 0xFF, std::min(n, (size_t)4096));  // poison: NaN, -1
-            a.unused[n].push_back(at);
+            forget_recorded(p);
+            a.unused[a.blocks.at(at)].push_back(at);
             a.stats.allocated_bytes[0].decrease(n);
             a.stats.active_bytes[0].decrease(n);
         }
@@ -106,7 +164,8 @@ struct Memory final : c10::DeviceAllocator {
         n = (n + 511) / 512 * 512;
         if (n > (1 << 20)) n = (n + (1 << 20) - 1) >> 20 << 20;
         size_t at;
-        auto& unused = a.unused[n];
+        const Block block{n, streams[current]};
+        auto& unused = a.unused[block];
         if (unused.size()) {
             at = unused.back();
             unused.pop_back();
@@ -116,7 +175,7 @@ struct Memory final : c10::DeviceAllocator {
             TORCH_CHECK_WITH(OutOfMemoryError, a.top <= ARENA, "simulated NPU out of memory");
             a.stats.reserved_bytes[0].increase(n);
         }
-        a.sizes[at] = n;
+        a.blocks.insert_or_assign(at, block);
         a.stats.allocated_bytes[0].increase(n);
         a.stats.active_bytes[0].increase(n);
         return {a.visible + at, a.visible + at, &release, device};
@@ -125,7 +184,10 @@ struct Memory final : c10::DeviceAllocator {
     void copy_data(void* to, const void* from, size_t n) const override { memcpy(kernel_address(to), kernel_address(from), n); }
     bool initialized() override { return true; }
     void emptyCache(c10::MempoolId_t) override {}
-    void recordStream(const DataPtr&, c10::Stream) override {}
+    void recordStream(const DataPtr& memory, c10::Stream stream) override {
+        std::lock_guard<std::mutex> lock(ordering);
+        uses[memory.get()].recorded.insert({stream.device_index(), stream.id()});
+    }
     c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex i) override { return arenas[i].stats; }
     void resetAccumulatedStats(c10::DeviceIndex) override {}
     void resetPeakStats(c10::DeviceIndex i) override {
@@ -166,43 +228,61 @@ struct PinnedMemory final : c10::Allocator {
 } pinned_memory;
 
 // ---------------------------------------------------------------- device guard, streams, events
-thread_local c10::StreamId streams[DEVICES] = {0, 0};
 std::atomic<int64_t> next_stream{1};
 c10::DeviceIndex number(Device d) {
     return d.has_index() ? d.index() : current;
 }
 
-// Copies that have not run yet, by device and stream. Copies are numbered so that an event can wait for part of them.
+// Pending copies, by device and stream. Copies are numbered so that an event can wait for some of them.
 struct Copy {
     int64_t number;
     std::function<void()> run;
 };
 std::recursive_mutex queueing;
-std::map<std::pair<c10::DeviceIndex, c10::StreamId>, std::deque<Copy>> queues;
+std::map<Stream, std::deque<Copy>> queues;
 int64_t last_copy = 0;
 
 // Run the copies of a stream, up to a number.
-void run_copies(c10::DeviceIndex device, c10::StreamId stream, int64_t until) {
+void run_copies(const Stream& stream, int64_t until = std::numeric_limits<int64_t>::max()) {
     std::lock_guard<std::recursive_mutex> lock(queueing);
-    auto& queue = queues[{device, stream}];
+    auto& queue = queues[stream];
     while (!queue.empty() && queue.front().number <= until) {
         auto copy = std::move(queue.front());
         queue.pop_front();
         copy.run();
     }
 }
-void run_copies(const c10::Stream& stream) {
-    run_copies(number(stream.device()), stream.id(), std::numeric_limits<int64_t>::max());
-}
-void run_copies_of_current_stream(c10::DeviceIndex device) {
-    run_copies(device, streams[device], std::numeric_limits<int64_t>::max());
+// Run the copies of a stream, for which the host waits.
+void synchronize(const Stream& stream) {
+    run_copies(stream);
+    host_waits(stream);
 }
 struct Event {
-    c10::DeviceIndex device;
-    c10::StreamId stream;
+    Stream stream;
     int64_t until;
+    Clock kernels;
     std::chrono::steady_clock::time_point time;
-    void wait() const { run_copies(device, stream, until); }
+};
+// A kernel on the current stream of a device.
+struct Kernel {
+    Stream stream;
+    std::string name;
+    Kernel(c10::DeviceIndex device, std::string name) : stream(current_stream(device)), name(std::move(name)) {
+        count_kernel(stream);
+    }
+    void uses(const Tensor& t, bool writes) const {
+        if (t.defined() && t.device().type() == NPU && t.numel()) use(t.storage().data(), stream, writes, name);
+    }
+    void uses(const IValue& v, bool writes) const {
+        if (v.isTensor()) {
+            uses(v.toTensor(), writes);
+        } else if (v.isTensorList()) {
+            for (const Tensor& t : v.toTensorVector()) uses(t, writes);
+        } else if (v.isOptionalTensorList()) {
+            for (const auto& t : v.toOptionalTensorVector())
+                if (t) uses(*t, writes);
+        }
+    }
 };
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -233,10 +313,13 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
         std::lock_guard<std::recursive_mutex> lock(queueing);
         if (!*event) *event = new Event;
-        *static_cast<Event*>(*event) = {number(stream.device()), stream.id(), last_copy,
-                                       std::chrono::steady_clock::now()};
+        std::lock_guard<std::mutex> order(ordering);
+        const auto found = key(stream);
+        *static_cast<Event*>(*event) = {found, last_copy, launched[found], std::chrono::steady_clock::now()};
     }
-    void block(void* event, const c10::Stream&) const override { wait(event); }
+    void block(void* event, const c10::Stream& stream) const override {
+        wait(event, key(stream));
+    }
     bool queryEvent(void* event) const override {
         wait(event);
         return true;
@@ -244,25 +327,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
     c10::DeviceIndex deviceCount() const noexcept override { return DEVICES; }
     bool queryStream(const c10::Stream& stream) const override {
-        run_copies(stream);
+        synchronize(key(stream));
         return true;
     }
     void synchronizeStream(const c10::Stream& stream) const override {
-        count("synchronize", "stream");
-        run_copies(stream);
+        report("synchronize", "stream");
+        synchronize(key(stream));
     }
     void synchronizeEvent(void* event) const override {
-        count("synchronize", "event");
+        report("synchronize", "event");
         wait(event);
     }
     void synchronizeDevice(const c10::DeviceIndex device) const override {
-        count("synchronize", "device");
+        report("synchronize", "device");
         std::lock_guard<std::recursive_mutex> lock(queueing);
-        for (auto& [key, queue] : queues)
-            if (key.first == device) run_copies(key.first, key.second, std::numeric_limits<int64_t>::max());
+        for (auto& [stream, queue] : queues)
+            if (stream.first == device) run_copies(stream);
+        std::lock_guard<std::mutex> order(ordering);
+        for (auto& [stream, kernels] : launched)
+            if (stream.first == device) merge(ended, kernels);
     }
-    static void wait(void* event) {
-        if (event) static_cast<Event*>(event)->wait();
+    static Stream key(const c10::Stream& stream) { return {number(stream.device()), stream.id()}; }
+    static void wait(void* recorded, std::optional<Stream> waiting = std::nullopt) {  // without a stream, the host waits
+        if (!recorded) return;
+        const auto& event = *static_cast<Event*>(recorded);
+        run_copies(event.stream, event.until);
+        std::lock_guard<std::mutex> order(ordering);
+        merge(waiting ? launched[*waiting] : ended, event.kernels);
     }
     double elapsedTime(void* start, void* end, const c10::DeviceIndex) const override {  // in milliseconds
         return std::chrono::duration<double, std::milli>(static_cast<Event*>(end)->time -
@@ -358,10 +449,11 @@ Tensor empty_strided_(IntArrayRef size, IntArrayRef stride, std::optional<Scalar
     return at::detail::empty_strided_generic(size, stride, &memory, c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
                                              dtype.value_or(at::get_default_dtype_as_scalartype()));
 }
-Tensor to_device(const Tensor& host, Device device) {  // a kernel's own result: nothing is counted
+Tensor to_device(const Tensor& host, Device device) {  // the result of a kernel, which is not counted as a copy
     if (!host.defined() || host.device().type() != kCPU) return host;
     auto out = empty_strided_(host.sizes(), host.strides(), host.scalar_type(), {}, device, {});
     readable(out).copy_(host);
+    if (out.numel()) use(out.storage().data(), current_stream(out.device().index()), true, "a new tensor");
     return out;
 }
 const std::set<std::string> SYNCS{"aten::nonzero",
@@ -379,9 +471,13 @@ const std::set<std::string> SYNCS{"aten::nonzero",
                                   "aten::multinomial"};
 const std::set<std::string> INDICES_MAY_BE_CPU{"aten::index.Tensor", "aten::index.Tensor_out", "aten::index_put_",
                                                "aten::_index_put_impl_", "aten::index_put"};
-bool strict = true;
-std::map<std::string, int64_t> fallbacks;
 
+bool is_index_with_a_mask(const std::string& name, const std::vector<IValue>& arguments) {
+    if (name.rfind("aten::index", 0) != 0 || arguments.size() < 2 || !arguments[1].isOptionalTensorList()) return false;
+    for (auto t : arguments[1].toOptionalTensorVector())
+        if (t && t->defined() && (t->scalar_type() == kBool || t->scalar_type() == kByte)) return true;
+    return false;
+}
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     check_process();
     const auto& schema = op.schema();
@@ -391,17 +487,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     std::optional<Device> device;
     Tensor from_host;
     std::vector<std::pair<size_t, Tensor>> written;
-    bool takes_generator = false, zero_dim_cpu = false;
+    bool takes_generator = false;
     auto swap = [&](const Tensor& t) {
         if (!t.defined()) return t;
         if (t.device().type() == NPU) {
-            TORCH_CHECK(!strict || !device || *device == t.device(), "simulated NPU: ", name, ": tensors on ", *device,
+            TORCH_CHECK(!device || *device == t.device(), "simulated NPU: ", name, ": tensors on ", *device,
                         " and ", t.device());
             device = t.device();
         } else if (t.dim() > 0)
             from_host = t;
-        else
-            zero_dim_cpu = true;
         return readable(t);
     };
     for (size_t i = 0; i < n; ++i)
@@ -435,29 +529,26 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
             if (g.device().type() == NPU)
                 v = g.get<NpuGenerator>()->inner;
             else
-                TORCH_CHECK(!strict, "simulated NPU: ", name, ": expected a 'npu' generator, got a 'cpu' one");
+                TORCH_CHECK(false, "simulated NPU: ", name, ": expected a 'npu' generator, got a 'cpu' one");
         } else if (v.isNone() && arg.type()->str() == "Generator?") {
             takes_generator = true;
             v = default_generator(device ? device->index() : -1).get<NpuGenerator>()->inner;
         }
     }
     Device where = device.value_or(Device(NPU, current));
-    TORCH_CHECK(!strict || !from_host.defined() || !device || INDICES_MAY_BE_CPU.count(name),
+    TORCH_CHECK(!from_host.defined() || !device || INDICES_MAY_BE_CPU.count(name),
                 "Expected all tensors to be on the same device, but found at least two devices, ", where,
                 " and cpu! (simulated NPU: ", name, ", CPU tensor of size ", from_host.sizes(), ")");
-    if (zero_dim_cpu && device) count("zero_dim_cpu_argument", name);
-    if (SYNCS.count(name)) count("hidden_sync", name);
-    if (name.rfind("aten::index", 0) == 0 && n > 1 && arguments[1].isOptionalTensorList())
-        for (auto t : arguments[1].toOptionalTensorVector())
-            if (t && t->defined() && (t->scalar_type() == kBool || t->scalar_type() == kByte)) {
-                count("hidden_sync", name + " with a mask");
-                break;
-            }
-    {
-        std::lock_guard<std::mutex> lock(counting);
-        ++fallbacks[name];
+    const bool masked = is_index_with_a_mask(name, arguments);
+    if (masked || SYNCS.count(name)) report("hidden_sync", masked ? name + " with a mask" : name);
+    report("kernel", name);
+    const Kernel kernel(where.index(), name);
+    for (size_t i = 0; i < n; ++i) {
+        const auto* info = schema.arguments()[i].alias_info();
+        kernel.uses(arguments[i], info && info->isWrite());
     }
-    run_copies_of_current_stream(where.index());
+    run_copies(kernel.stream);
+    if (masked || SYNCS.count(name)) host_waits(kernel.stream);
     at::AutoDispatchBelowADInplaceOrView below;
     c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
     const bool hidden_generator = !takes_generator && op.hasTag(at::Tag::nondeterministic_seeded);  // e.g. native_dropout
@@ -485,7 +576,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
         auto& v = (*stack)[stack->size() - schema.returns().size() + k];
         const auto* info = schema.returns()[k].alias_info();
         if (info) {
-            TORCH_CHECK(info->isWrite(), "simulated NPU: the view op ", name, " has no kernel of its own");
+            TORCH_CHECK(info->isWrite(), "simulated NPU: the view op ", name, " has no custom kernel");
             for (size_t i = 0; i < n; ++i)
                 if (schema.arguments()[i].alias_info() && *schema.arguments()[i].alias_info() == *info) v = arguments[i];
         } else if (v.isTensor())
@@ -498,7 +589,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
 }
 
-// ---------------------------------------------------------------- kernels of our own: memory, views, copies
+// ---------------------------------------------------------------- custom kernels: memory, views, copies
 Tensor empty_(IntArrayRef size, std::optional<ScalarType> dtype, std::optional<Layout>, std::optional<Device> device,
               std::optional<bool>, std::optional<MemoryFormat> format) {
     c10::DeviceGuard guard(device.value_or(Device(NPU, current)));
@@ -537,13 +628,20 @@ Tensor& set_tensor(Tensor& self, const Tensor& source) {
 Tensor& set_nothing(Tensor& self) {
     return set_tensor(self, empty_({0}, self.scalar_type(), {}, self.device(), {}, {}));
 }
-// Fill the destination of a copy that has not run yet with NaN or -1, which a read before its end returns.
+// Fill the destination of a pending copy with NaN or -1, which a premature read returns.
 void poison(const Tensor& tensor) {
     if (tensor.is_floating_point() || tensor.is_complex()) {
         tensor.fill_(std::numeric_limits<double>::quiet_NaN());
     } else {
         tensor.fill_(-1);
     }
+}
+void wait_for_each_other(const Stream& some, const Stream& other) {
+    run_copies(some);
+    run_copies(other);
+    std::lock_guard<std::mutex> lock(ordering);
+    merge(launched[some], launched[other]);
+    merge(launched[other], launched[some]);
 }
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     check_process();
@@ -553,12 +651,17 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
     const auto text = c10::str(self.scalar_type(), " ", self.sizes(), non_blocking ? " non_blocking" : " blocking",
                                pinned ? " pinned" : " pageable");
     if (from && !to) {
-        count(async ? "device_to_host_async" : "device_to_host", text);
+        report(async ? "device_to_host_async" : "device_to_host", text);
     } else if (to && !from && self.numel()) {
-        count(async ? "host_to_device_async" : "host_to_device_blocking", text);
+        report(async ? "host_to_device_async" : "host_to_device_blocking", text);
     }
     at::AutoDispatchBelowADInplaceOrView below;
-    const auto device = number((from ? self : dst).device());
+    const auto device = number((to ? dst : self).device());
+    const auto source_stream = current_stream(number((from ? self : dst).device()));
+    if (from && to) wait_for_each_other(source_stream, current_stream(device));
+    const Kernel kernel(device, "a copy");
+    kernel.uses(self, false);
+    kernel.uses(dst, true);
     auto source = readable(self), target = readable(dst);
     if (async) {
         poison(target);
@@ -567,11 +670,15 @@ Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
             at::AutoDispatchBelowADInplaceOrView below;
             target.copy_(source);
         };
-        queues[{device, streams[device]}].push_back({++last_copy, run});
+        queues[kernel.stream].push_back({++last_copy, run});
         return dst;
     }
-    run_copies_of_current_stream(device);
-    if (from && to) run_copies_of_current_stream(number(dst.device()));
+    run_copies(kernel.stream);
+    if (from != to) {
+        host_waits(kernel.stream);
+    } else {
+        wait_for_each_other(source_stream, kernel.stream);
+    }
     target.copy_(source);
     return dst;
 }
@@ -580,32 +687,39 @@ Tensor copy_and_resize(const Tensor& self, const Tensor& dst) {
     return copy_from(self, dst, false);
 }
 Scalar local_scalar(const Tensor& self) {
-    count("item", c10::str(self.scalar_type()));
-    run_copies_of_current_stream(number(self.device()));
+    report("item", c10::str(self.scalar_type()));
+    const Kernel kernel(number(self.device()), "item");
+    kernel.uses(self, false);
+    synchronize(kernel.stream);
     return readable(self).item();
+}
+void launch(const char* name, std::initializer_list<Tensor> read) {
+    const Kernel kernel(number(read.begin()->device()), name);
+    for (const Tensor& t : read) kernel.uses(t, false);
+    run_copies(kernel.stream);
 }
 Tensor conv(const Tensor& x, const Tensor& w, const std::optional<Tensor>& b, IntArrayRef stride, IntArrayRef padding,
             IntArrayRef dilation, bool transposed, IntArrayRef outpad, int64_t groups) {
     TORCH_CHECK(x.device() == w.device() && (!b || !b->defined() || b->device() == x.device()),
                 "Expected all tensors to be on the same device (simulated NPU: convolution)");
     at::AutoDispatchBelowADInplaceOrView below;
-    run_copies_of_current_stream(number(x.device()));
+    launch("convolution", {x, w, b.value_or(Tensor())});
     auto bias = b ? std::optional(readable(*b)) : std::nullopt;
     auto out = at::convolution(readable(x), readable(w), bias, stride, padding, dilation, transposed, outpad, groups);
-    return to_device(out.contiguous(), x.device());  // the strides that torch assumes of this operator
+    return to_device(out.contiguous(), x.device());  // the output strides that torch assumes for this operator
 }
 std::tuple<Tensor, Tensor, Tensor> conv_backward(const Tensor& g, const Tensor& x, const Tensor& w, IntArrayRef stride,
                                                  IntArrayRef padding, IntArrayRef dilation, bool transposed,
                                                  IntArrayRef outpad, int64_t groups, std::array<bool, 3> mask) {
     at::AutoDispatchBelowADInplaceOrView below;
-    run_copies_of_current_stream(number(x.device()));
+    launch("convolution_backward", {g, x, w});
     auto bias = IntArrayRef(transposed ? w.size(1) * groups : w.size(0));
     auto [a, b, c] = at::convolution_backward(readable(g), readable(x), readable(w), bias, stride, padding, dilation,
                                               transposed, outpad, groups, mask);
     auto strides = [](const Tensor& t) { return t.defined() ? t.contiguous() : t; };
     return {to_device(strides(a), x.device()), to_device(strides(b), x.device()), to_device(c, x.device())};
 }
-void record_stream(Tensor&, c10::Stream) {}
+void record_stream(Tensor& t, c10::Stream stream) { memory.recordStream(t.storage().data_ptr(), stream); }
 Tensor view_as_real(const Tensor& s) {
     auto size = s.sizes().vec(), stride = s.strides().vec();
     for (auto& v : stride) v *= 2;
@@ -640,9 +754,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("convolution_backward_overrideable", conv_backward);
     m.impl("record_stream", record_stream);
 }
-// By name, so that `torch._C._dispatch_has_kernel_for_dispatch_key` finds them, as where a vendor wrote them.
+// Registered by name, so that `torch._C._dispatch_has_kernel_for_dispatch_key` finds them like a vendor's kernels.
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
-    if (const char* off = getenv("SIMULATED_NPU_FUSED"); off && off[0] == '0') return;
     for (const char* op : {"_fused_adam_", "_fused_adam_.tensor_lr", "_fused_adamw_", "_fused_adamw_.tensor_lr",
                            "_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_"})
         m.impl(op, torch::CppFunction::makeFromBoxedFunction<&fallback>());
@@ -665,21 +778,20 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
             });
 }
 
-// ---------------------------------------------------------------- a stand-in for hccl: gloo on aliases of device
+// ---------------------------------------------------------------- a mock of hccl: gloo on aliases of device
 // memory
 using namespace c10d;
 using W = c10::intrusive_ptr<Work>;
-std::vector<Tensor> aliases(const std::vector<Tensor>& l) {
-    std::vector<Tensor> o;
-    for (auto& t : l) {
-        TORCH_CHECK(t.device().type() == NPU, "hccl: a CPU tensor");
-        run_copies_of_current_stream(number(t.device()));
-        o.push_back(readable(t));
-    }
-    return o;
+Tensor aliases(const Tensor& t) {
+    TORCH_CHECK(t.device().type() == NPU, "hccl: a CPU tensor");
+    const Kernel kernel(number(t.device()), "a collective");
+    kernel.uses(t, true);
+    run_copies(kernel.stream);
+    return readable(t);
 }
-std::vector<std::vector<Tensor>> aliases(const std::vector<std::vector<Tensor>>& l) {
-    std::vector<std::vector<Tensor>> o;
+template <typename T>
+std::vector<T> aliases(const std::vector<T>& l) {
+    std::vector<T> o;
     for (auto& t : l) o.push_back(aliases(t));
     return o;
 }
@@ -687,44 +799,32 @@ struct Hccl final : c10d::Backend {
     c10::intrusive_ptr<c10d::Backend> g;
     Hccl(c10::intrusive_ptr<c10d::Backend> gloo) : c10d::Backend(gloo->getRank(), gloo->getSize()), g(gloo) {}
     const std::string getBackendName() const override { return "hccl"; }
-    W broadcast(std::vector<Tensor>& t, const BroadcastOptions& o) override {
-        auto a = aliases(t);
-        return g->broadcast(a, o);
+    template <typename Collective, typename Options, typename... T>
+    W call(Collective collective, const Options& options, const T&... tensors) {
+        auto host = std::make_tuple(aliases(tensors)...);
+        return std::apply([&](auto&... t) { return ((*g).*collective)(t..., options); }, host);
     }
-    W allreduce(std::vector<Tensor>& t, const AllreduceOptions& o) override {
-        auto a = aliases(t);
-        return g->allreduce(a, o);
+    using Tensors = std::vector<Tensor>;
+    W broadcast(Tensors& t, const BroadcastOptions& o) override { return call(&Backend::broadcast, o, t); }
+    W allreduce(Tensors& t, const AllreduceOptions& o) override { return call(&Backend::allreduce, o, t); }
+    W allreduce_coalesced(Tensors& t, const AllreduceCoalescedOptions& o) override {
+        return call(&Backend::allreduce_coalesced, o, t);
     }
-    W allreduce_coalesced(std::vector<Tensor>& t, const AllreduceCoalescedOptions& o) override {
-        auto a = aliases(t);
-        return g->allreduce_coalesced(a, o);
-    }
-    W reduce(std::vector<Tensor>& t, const ReduceOptions& o) override {
-        auto a = aliases(t);
-        return g->reduce(a, o);
-    }
-    W allgather(std::vector<std::vector<Tensor>>& t, std::vector<Tensor>& i, const AllgatherOptions& o) override {
-        auto a = aliases(t);
-        auto b = aliases(i);
-        return g->allgather(a, b, o);
+    W reduce(Tensors& t, const ReduceOptions& o) override { return call(&Backend::reduce, o, t); }
+    W allgather(std::vector<Tensors>& t, Tensors& i, const AllgatherOptions& o) override {
+        return call(&Backend::allgather, o, t, i);
     }
     W _allgather_base(Tensor& t, Tensor& i, const AllgatherOptions& o) override {
-        auto tensors = aliases({t, i});
-        return g->_allgather_base(tensors[0], tensors[1], o);
+        return call(&Backend::_allgather_base, o, t, i);
     }
-    W allgather_into_tensor_coalesced(std::vector<Tensor>& t, std::vector<Tensor>& i,
-                                      const AllgatherOptions& o) override {
-        auto a = aliases(t), b = aliases(i);
-        return g->allgather_into_tensor_coalesced(a, b, o);
+    W allgather_into_tensor_coalesced(Tensors& t, Tensors& i, const AllgatherOptions& o) override {
+        return call(&Backend::allgather_into_tensor_coalesced, o, t, i);
     }
     W _reduce_scatter_base(Tensor& t, Tensor& i, const ReduceScatterOptions& o) override {
-        auto tensors = aliases({t, i});
-        return g->_reduce_scatter_base(tensors[0], tensors[1], o);
+        return call(&Backend::_reduce_scatter_base, o, t, i);
     }
-    W reduce_scatter_tensor_coalesced(std::vector<Tensor>& t, std::vector<Tensor>& i,
-                                      const ReduceScatterOptions& o) override {
-        auto a = aliases(t), b = aliases(i);
-        return g->reduce_scatter_tensor_coalesced(a, b, o);
+    W reduce_scatter_tensor_coalesced(Tensors& t, Tensors& i, const ReduceScatterOptions& o) override {
+        return call(&Backend::reduce_scatter_tensor_coalesced, o, t, i);
     }
     W barrier(const BarrierOptions& o) override { return g->barrier(o); }
     void setSequenceNumberForGroup() override {}
@@ -734,21 +834,7 @@ struct Hccl final : c10d::Backend {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     at::RegisterPrivateUse1HooksInterface(&hooks);
-    m.def("counts", [] {
-        std::lock_guard<std::mutex> lock(counting);
-        return counts;
-    });
-    m.def("fallbacks", [] {
-        std::lock_guard<std::mutex> lock(counting);
-        return fallbacks;
-    });
-    m.def("reset", [] {
-        std::lock_guard<std::mutex> lock(counting);
-        counts.clear();
-        fallbacks.clear();
-    });
     m.def("watch", [](py::object f) { watcher = f.is_none() ? nullptr : new py::object(f); });
-    m.def("strict", [](bool on) { strict = on; });
     m.def("default_generator", [](int i) { return default_generator(i); });
     m.def("bad_fork", [] { return owner && owner != getpid(); });
     m.def("hccl", [](c10::intrusive_ptr<c10d::Backend> gloo) -> c10::intrusive_ptr<c10d::Backend> {

@@ -1,11 +1,8 @@
-"""Fused optimizers like those of torch_npu.
+"""Fused optimizers like the ones in torch_npu.
 
 Gradients are views of one buffer, which the first `step` or `zero_grad` creates, and are never None. `zero_grad`
-does not support `set_to_none`. With SIMULATED_NPU_STALE=1, a gradient that has left the buffer is ignored, as by the
-real kernels; otherwise it is an error.
+does not support `set_to_none`. The real kernels ignore a gradient that has left the buffer; here it is an error.
 """
-
-import os
 
 import pytorch_optimizer
 import torch
@@ -42,9 +39,7 @@ def _fused(base: type[Optimizer], **fixed: object) -> type[Optimizer]:
                 self._combine()
             for param, view in zip(self.owners, self._views() if self.owners else [], strict=True):
                 storage = None if param.grad is None else param.grad.untyped_storage().data_ptr()
-                if storage != self.buffer.untyped_storage().data_ptr() and not os.environ.get(
-                    "SIMULATED_NPU_STALE"
-                ):
+                if storage != self.buffer.untyped_storage().data_ptr():
                     raise RuntimeError("simulated torch_npu.optim: a gradient has left the combined buffer")
                 param.grad = view
             return super().step(closure)

@@ -1,6 +1,6 @@
-"""A training run in which rank 1 fails in its third step: python stumbling_training.py LAUNCHER raise|kill busy|away.
+"""A training run in which rank 1 fails in its third step: python failing_training.py LAUNCHER raise|kill busy|away.
 
-The other ranks wait for the gradients of rank 1 (busy), or sleep outside of a collective for minutes (away).
+The other ranks wait for the gradients of rank 1 (busy) or sleep outside a collective for minutes (away).
 """
 
 import os
@@ -16,7 +16,7 @@ from slipstream.model import BaseModel
 from slipstream.runner import Runner
 
 
-class Stumbles(BaseModel):
+class FailsInStep3(BaseModel):
     def __init__(self, how, others):
         super().__init__()
         self.how, self.others = how, others
@@ -45,7 +45,7 @@ class Points(torch.utils.data.Dataset):
 if __name__ == "__main__":
     launcher, how, others = sys.argv[1:]
     Runner(
-        model=Stumbles(how, others),
+        model=FailsInStep3(how, others),
         work_dir="faulty",
         train_dataloader=dict(
             batch_size=2, dataset=Points(), sampler=dict(type="DefaultSampler", shuffle=True)

@@ -9,7 +9,7 @@ import test_compiled_optimizers
 import test_compiled_replaced
 import test_compiled_state
 import test_compiled_structure
-from compiled_runs import FALLS_BACK, ONE_GRAPH, REFUSED, STEPS, TOLERANCE
+from compiled_runs import FALLS_BACK, IN_FLOAT32, ONE_GRAPH, REFUSED, STEPS, TOLERANCE
 
 _TABLES = (
     test_compiled_state,
@@ -25,39 +25,43 @@ _TABLES = (
 
 _TOP = """## What a compiled step supports
 
-`tests/compiled` trains {cases} cases for {steps} steps in float64: with `accelerate` and `compile`, with `accelerate`
-only, and with a plain loop. Losses, weights, buffers, averages and other values of a case must agree within
-{tolerance:g}.
+`tests/compiled` runs {cases} cases, most of them for {steps} steps in float64: with `accelerate` and `compile`, with
+`accelerate` only, and with a plain loop. Losses, weights, buffers, averages and other values of a case
+must agree within a relative error of {tolerance:g} ({float32:g} for NAdam and RAdam).
 
-- *{one}*: the whole step stays one graph until the end, without warnings.
-- *{back}*: the results are the same. One warning names the cause, and the line of the user's code if there is one.
-- *{refused}*: an error is raised before training starts; the message names the remedy.
+- *{one}*: forward, loss and backward run as one graph, without warnings. The optimizer update is part of it if the
+  optimizer can be traced; otherwise it runs after the graph.
+- *{back}*: the results are the same. A warning names the cause and, if there is one, the line in the user's code. If
+  the model cannot be compiled either, a second warning says so.
+- *{refused}*: an error is raised before training starts. The message names the remedy.
 
-The following is not detected:
+A compiled step differs from an eager step in these cases:
 
-- a hook on a parameter's AccumulateGrad node (`get_gradient_edge(param).node`), if it is added after the second step,
-  because torch does not report it
-- a change to an environment variable that the model or the loss reads
-- how often a function with `functools.lru_cache` is called, because Dynamo ignores the cache and traces the function
+- A hook on a parameter's AccumulateGrad node (`get_gradient_edge(param).node`) that is added after the second step is
+  not detected, because torch does not report it.
+- A change to an environment variable that the model or the loss reads is not detected.
+- A function with `functools.lru_cache` is traced without its cache, so it can be called more often.
 
 The last two limits apply to `torch.compile` in general. In a graph, an `assert` on tensor values raises
 `RuntimeError` instead of `AssertionError`. With several processes, anomaly mode and saved-tensor hooks
 have no effect on a step that runs as a graph, because all ranks must take the same path.
 
-The tests also compare two steps that share modules or parameters (a GAN; two optimizers), with and without `compile`.
+The tests also compare two steps that share modules or parameters (a GAN, or two optimizers), with and without
+`compile`.
 
-| what | compiled | remark |
+| case | compiled | remark |
 |---|---|---|
 """
 
 
-def holds():
-    """Return the section."""
-    groups = {title: cases for table in _TABLES for title, cases in table.HOLDS.items()}
+def section():
+    """Return the section as Markdown."""
+    groups = {title: cases for table in _TABLES for title, cases in table.GROUPS.items()}
     top = _TOP.format(
         cases=sum(map(len, groups.values())),
         steps=STEPS,
         tolerance=TOLERANCE["rtol"],
+        float32=IN_FLOAT32["rtol"],
         one=ONE_GRAPH,
         back=FALLS_BACK,
         refused=REFUSED,
@@ -66,7 +70,7 @@ def holds():
 
 
 def _rows(title, cases):
-    """Return the rows of a group: one for each expected behaviour."""
+    """Return a group's table rows, one for each expected behavior."""
     for expect in (ONE_GRAPH, FALLS_BACK, REFUSED):
         found = [case for case in cases if case.expect == expect]
         if found:

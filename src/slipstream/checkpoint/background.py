@@ -1,0 +1,131 @@
+"""Write checkpoints in a thread while training continues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.checkpoint.files import plain, tied
+from slipstream.checkpoint.sharded import write_checkpoint
+from slipstream.dist import get_world_size, is_main_process
+from slipstream.dist.sharding import is_sharded
+from slipstream.errors import CheckpointError
+
+__all__ = ["BackgroundWriter"]
+
+_WITHOUT_EVENTS = ("cpu", "mps")
+
+
+class BackgroundWriter:
+    """Write one checkpoint at a time in a thread, from copies of its tensors.
+
+    The copies use as much host memory as the tensors and are reused for the next checkpoint. Sharded tensors are copied
+    on their device. With several processes, the threads communicate through their own gloo group.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+        self._pool: ThreadPoolExecutor | None = None
+        self._group: dist.ProcessGroup | None = None
+        self._writing: Future[None] | None = None
+
+    def write(
+        self,
+        checkpoint: Mapping[str, Any],
+        path: Path,
+        warn: Callable[[str], None],
+        on_saved: Callable[[Path], None],
+    ) -> None:
+        """Copy the checkpoint and start to write it, after the previous one is written. All ranks must call this.
+
+        Args:
+            checkpoint: what to write; see `write_checkpoint`.
+            path: path of the checkpoint.
+            warn: called for values that cannot be saved.
+            on_saved: called in the thread with the path of the complete checkpoint.
+
+        Raises:
+            CheckpointError: the previous checkpoint could not be written.
+        """
+        self.wait()
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(1, "slipstream-checkpoint")
+            self._group = dist.new_group(backend="gloo") if get_world_size() > 1 else None
+        content, copied = self._copy(checkpoint, warn if is_main_process() else lambda _: None)
+
+        def run() -> None:
+            for event in copied:
+                event.synchronize()
+            written = write_checkpoint(content, path, warn, group=self._group)
+            try:
+                on_saved(written)
+            except OSError as error:
+                raise CheckpointError(f"{written} is written, but {error}") from error
+
+        self._writing = self._pool.submit(run)
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the last checkpoint, and free the copies."""
+        try:
+            self.wait()
+        finally:
+            self._buffers = {}
+            if self._pool is not None:
+                self._pool.shutdown()
+                self._pool = None
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+                self._group = None
+
+    def _copy(
+        self, checkpoint: Mapping[str, Any], warn: Callable[[str], None]
+    ) -> tuple[dict[str, Any], list[torch.Event]]:
+        """Return a copy of the checkpoint, and the events after which its tensors are complete."""
+        buffers: dict[str, Tensor] = {}
+        devices: set[torch.device] = set()
+
+        def copy(name: str, tensor: Tensor) -> Tensor:
+            if is_sharded(tensor):
+                return tensor.clone()
+            if not is_main_process():  # only rank 0 writes this tensor
+                return tensor
+            if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+                return tensor.cpu().clone()
+            devices.add(tensor.device)
+            # `pop`, because different keys (1 and "1") can have the same name.
+            buffers[name] = buffer = _buffer_for(tensor, self._buffers.pop(name, None))
+            return buffer.copy_(tensor, non_blocking=_copies_asynchronously(tensor))
+
+        content = plain(checkpoint, warn, copy=tied(copy))
+        self._buffers = buffers
+        accelerators = [device for device in devices if device.type not in _WITHOUT_EVENTS]
+        return content, [torch.accelerator.current_stream(device).record_event() for device in accelerators]
+
+
+def _copies_asynchronously(tensor: Tensor) -> bool:
+    return tensor.device.type not in _WITHOUT_EVENTS
+
+
+def _buffer_for(tensor: Tensor, previous: Tensor | None) -> Tensor:
+    """Return a host tensor like `tensor`, in pinned memory if the device copies to it asynchronously."""
+    layout = (tensor.shape, tensor.dtype, tensor.stride())
+    if previous is not None and (previous.shape, previous.dtype, previous.stride()) == layout:
+        return previous
+    with torch.inference_mode(False):  # an inference tensor could not be reused
+        return torch.empty_like(tensor, device="cpu", pin_memory=_copies_asynchronously(tensor))

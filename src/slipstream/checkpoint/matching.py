@@ -1,0 +1,276 @@
+"""Compare the entries of a checkpoint with the objects of a run, before these objects are changed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from slipstream.checkpoint.schema import OPTIMIZER, check, shown
+from slipstream.errors import CheckpointError
+
+__all__ = ["check_like", "check_optimizer", "check_tensors", "restoring"]
+
+Warn = Callable[[str], None]
+
+_SCALARS = frozenset({"step", "eta", "mu", "mu_product"})
+"""Entries of the states of torch's optimizers that have one element."""
+_STATES: Mapping[str, tuple[str, ...]] = {
+    "ASGD": ("step", "eta", "mu", "ax"),
+    "Adadelta": ("step", "square_avg", "acc_delta"),
+    "Adagrad": ("step", "sum"),
+    "Adam": ("step", "exp_avg", "exp_avg_sq"),
+    "AdamW": ("step", "exp_avg", "exp_avg_sq"),
+    "Adamax": ("step", "exp_avg", "exp_inf"),
+    "NAdam": ("step", "mu_product", "exp_avg", "exp_avg_sq"),
+    "RAdam": ("step", "exp_avg", "exp_avg_sq"),
+    "RMSprop": ("step", "square_avg"),
+    "Rprop": ("step", "prev", "step_size"),
+    "SGD": (),
+}
+"""The entries that torch's optimizers require in the state of a parameter."""
+_STATES_OF_OPTIONS = {
+    ("Adam", "amsgrad"): "max_exp_avg_sq",
+    ("AdamW", "amsgrad"): "max_exp_avg_sq",
+    ("RMSprop", "centered"): "grad_avg",
+    ("RMSprop", "momentum"): "momentum_buffer",
+}
+"""The entries that torch's optimizers additionally require if an option is set."""
+_SHAPED = frozenset({"momentum_buffer", *chain(*_STATES.values(), _STATES_OF_OPTIONS.values())}) - _SCALARS
+"""Entries of the states of torch's optimizers that have the shape of the parameter."""
+_NOT_NEGATIVE = ("lr", "initial_lr", "weight_decay", "momentum", "eps")
+_REPLACED = ("params", "fused", "foreach", "capturable")
+"""Keys of a parameter group whose saved values are replaced by those of the run."""
+_COUNTERS = ("_global_step", "_step_count", "num_bad_epochs", "cooldown_counter")
+
+
+@contextmanager
+def restoring(key: str, source: Any) -> Iterator[None]:
+    """Convert an error that is raised while `key` is restored into a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # the content can have any form
+        raise CheckpointError(
+            f"{source}: '{key}' cannot be restored ({type(error).__name__}: {error}). The run may be partly restored; "
+            "build it again before training"
+        ) from error
+
+
+def check_tensors(
+    own: Mapping[str, Any],
+    saved: Mapping[str, Any],
+    where: str,
+    source: Any,
+    warn: Warn,
+    shapes: bool = True,
+    layouts: bool = True,
+) -> None:
+    """Check that the tensors in `saved` can be copied into those in `own` that have the same names.
+
+    Args:
+        own: tensors of the run.
+        saved: tensors of the checkpoint.
+        where: place of `saved` in the checkpoint.
+        source: name of the checkpoint in messages.
+        warn: called for a tensor whose values are rounded when copied.
+        shapes: whether the shapes must be equal.
+        layouts: whether the layouts must be equal; the gradient of a dense parameter may be sparse.
+
+    Raises:
+        CheckpointError: the shape, the kind of number or the storage of a tensor differs.
+    """
+    for name, value in saved.items():
+        if isinstance(target := own.get(name), Tensor):
+            _check_tensor(target, value, f"{where}.{name}", source, shapes, layouts)
+            if torch.promote_types(value.dtype, target.dtype) != target.dtype:
+                warn(f"{source}: '{where}.{name}' is rounded from {value.dtype} to {target.dtype}")
+
+
+def _check_tensor(
+    own: Tensor, saved: Any, where: str, source: Any, shape: bool = True, layout: bool = True
+) -> None:
+    text = f"a tensor of {own.dtype}" + f" with the shape {tuple(own.shape)}" * shape
+    fits = (
+        isinstance(saved, Tensor)
+        and (saved.layout is own.layout or not layout)
+        and saved.is_meta == own.is_meta
+        and saved.is_quantized == own.is_quantized
+        and _kind(saved) == _kind(own)
+        and (not shape or saved.shape == own.shape)
+    )
+    if not fits:
+        raise _different(where, text, saved, source)
+
+
+def _kind(tensor: Tensor) -> str:
+    if tensor.is_floating_point():
+        return "float"
+    return "complex" if tensor.is_complex() else "bool" if tensor.dtype is torch.bool else "int"
+
+
+def _different(where: str, text: str, saved: Any, source: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{source}: '{where}' must be {text} in this run, not {shown(saved)}. Resume with the configuration that wrote "
+        "the checkpoint, or start a new run with load_from"
+    )
+
+
+def check_like(own: Any, saved: Any, where: str, source: Any) -> None:
+    """Check that `saved` has the form of `own`, the state of a new object: same keys, lengths and kinds of values.
+
+    None in `own` matches every value. Keys that `own` does not contain are accepted.
+
+    Raises:
+        CheckpointError: the forms differ.
+    """
+    if isinstance(own, Mapping):
+        if not isinstance(saved, Mapping):
+            raise _different(where, "a dict", saved, source)
+        for key, value in own.items():
+            if key in saved:
+                check_like(value, saved[key], f"{where}.{key}", source)
+                _check_counter(key, value, saved[key], f"{where}.{key}", source)
+            elif not isinstance(value, bool):  # versions of torch have different flags
+                raise CheckpointError(
+                    f"{source}: '{where}.{key}' is missing; use load_from to start a new run"
+                )
+    elif isinstance(own, list | tuple):
+        if not isinstance(saved, list | tuple) or len(saved) != len(own):
+            raise _different(where, f"a list of {len(own)} values", saved, source)
+        for index, (value, other) in enumerate(zip(own, saved, strict=True)):
+            check_like(value, other, f"{where}[{index}]", source)
+    elif isinstance(own, bool | str):
+        if type(saved) is not type(own):
+            raise _different(where, f"a {type(own).__name__}", saved, source)
+    elif (isinstance(own, int | float) or _is_number_tensor(own)) and not _is_number(saved):
+        raise _different(where, "a number", saved, source)
+
+
+def _check_counter(key: Any, own: Any, saved: Any, where: str, source: Any) -> None:
+    low = {"last_step": -1, "last_epoch": -1}.get(key, 0 if key in _COUNTERS else None)
+    if low is not None and isinstance(own, int) and not (isinstance(saved, int) and low <= saved < 2**63):
+        raise _different(where, f"an integer of at least {low}", saved, source)
+
+
+def _is_number_tensor(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _is_number(value: Any) -> bool:
+    if _is_number_tensor(value):
+        return not bool(value.isnan())
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+
+
+# ---- optimizers ----------------------------------------------------------------------------------------
+
+
+def check_optimizer(
+    optimizer: Optimizer, saved: Any, where: str, source: Any, warn: Warn | None = None
+) -> None:
+    """Check that `saved` is a state of `optimizer`.
+
+    The values for each parameter are only checked for the optimizers of `torch.optim` and their subclasses, because
+    other optimizers have states of any form. For these optimizers, `warn` is called if parameters have no state.
+
+    Raises:
+        CheckpointError: groups, parameters, options or states differ.
+    """
+    check(saved, OPTIMIZER, source, where)
+    groups = saved["param_groups"]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if [len(group["params"]) for group in groups] != sizes:
+        raise CheckpointError(
+            f"{source}: '{where}.param_groups' has {len(groups)} groups with "
+            f"{[len(group['params']) for group in groups]} parameters, but the optimizer has {len(sizes)} with "
+            f"{sizes}. Resume with the same optimizer and paramwise_cfg, or start a new run with load_from"
+        )
+    for index, (own, group) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
+        _check_group(optimizer.defaults, own, group, f"{where}.param_groups[{index}]", source)
+    params = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    numbers = list(chain.from_iterable(group["params"] for group in groups))
+    if sorted(numbers) != numbers or len({*numbers}) != len({*map(id, params)}):
+        raise CheckpointError(
+            f"{source}: '{where}.param_groups' must number the parameters in ascending order, not {numbers[:20]}"
+        )
+    _check_states(optimizer, dict(zip(numbers, params, strict=True)), saved, where, source, warn)
+
+
+def _check_states(
+    optimizer: Optimizer,
+    params: Mapping[int, Tensor],
+    saved: Mapping[str, Any],
+    where: str,
+    source: Any,
+    warn: Warn | None,
+) -> None:
+    inner = getattr(optimizer, "optim", optimizer)  # that of a ZeroRedundancyOptimizer
+    kinds = [kind.__name__ for kind in type(inner).__mro__ if kind.__module__.startswith("torch.optim.")]
+    kind = next((name for name in kinds if name in _STATES), None)
+    groups = {number: group for group in saved["param_groups"] for number in group["params"]}
+    for number, state in saved["state"].items():
+        place = f"{where}.state[{number!r}]"
+        if not isinstance(state, Mapping):
+            raise _different(place, "a dict", state, source)
+        if kind is None:
+            continue
+        if number not in params:
+            raise CheckpointError(f"{source}: '{place}' belongs to none of the {len(params)} parameters")
+        extra = [
+            name
+            for (of, option), name in _STATES_OF_OPTIONS.items()
+            if of == kind and groups[number].get(option)
+        ]
+        missing = [name for name in (*_STATES[kind], *extra) if name not in state]
+        if missing and (state or kind != "SGD"):
+            raise CheckpointError(
+                f"{source}: '{place}.{missing[0]}' is missing; use load_from to start a new run from the weights"
+            )
+        _check_state(params[number], state, kind == "SGD", place, source)
+
+    stateless = [n for n, p in params.items() if p.requires_grad and not saved["state"].get(n)]
+    stateful = kind is not None and (kind != "SGD" or any(g.get("momentum") for g in saved["param_groups"]))
+    if warn is not None and stateless and stateful:
+        warn(
+            f"{source}: '{where}.state' has no entries for the parameters {stateless[:5]}: either their gradients were "
+            "None, or the entries are lost and start with their initial values"
+        )
+
+
+def _check_state(param: Tensor, state: Mapping[str, Any], may_be_none: bool, where: str, source: Any) -> None:
+    for name, value in state.items():
+        place = f"{where}.{name}"
+        if name in _SCALARS:
+            number = value.reshape(()) if isinstance(value, Tensor) and value.numel() == 1 else value
+            exact = isinstance(number, Tensor) and _kind(number) == "int"
+            if not (exact or _is_number(number)) or not 0 <= float(number) < math.inf:
+                raise _different(place, "a number of at least 0", value, source)
+        elif name in _SHAPED and not (value is None and may_be_none):
+            _check_tensor(param, value, place, source)
+
+
+def _check_group(
+    defaults: Mapping[str, Any], own: Mapping[str, Any], group: Mapping[str, Any], where: str, source: Any
+) -> None:
+    for key, value in own.items():
+        if key in _REPLACED:
+            continue
+        if key in group:
+            check_like(value, group[key], f"{where}.{key}", source)
+        elif key in defaults and isinstance(value, int | float | tuple) and not isinstance(value, bool):
+            raise CheckpointError(f"{source}: '{where}.{key}' is missing; use load_from to start a new run")
+    for key in _NOT_NEGATIVE:
+        value = group.get(key, 0)
+        if _is_number(value) and not 0 <= float(value) < math.inf:
+            raise _different(f"{where}.{key}", "a number of at least 0", value, source)
+    betas = group.get("betas", ())
+    if not all(0 <= float(beta) <= 1 for beta in betas):
+        raise _different(f"{where}.betas", "numbers from 0 to 1", str(betas), source)

@@ -1,0 +1,286 @@
+"""Types and ranges of a checkpoint's entries.
+
+A rule is a function that yields one message for each mismatch. Unknown keys are accepted, so files of other engines can
+be loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slipstream.checkpoint.random_state import random_state_problem
+from slipstream.errors import CheckpointError
+
+__all__ = [
+    "ACCELERATED",
+    "DESCRIPTION",
+    "META",
+    "OPTIMIZER",
+    "PENDING",
+    "RESUMED",
+    "check",
+    "shown",
+    "weights_in",
+]
+
+Rule = Callable[[Any, str], Iterator[str]]
+_LARGEST = 2**63 - 1
+
+
+def check(value: Any, rule: Rule, source: Any, where: str = "") -> None:
+    """Compare `value` with `rule`.
+
+    Args:
+        source: name of the checkpoint in the message.
+        where: place of `value` in the checkpoint.
+
+    Raises:
+        CheckpointError: `value` does not match; the message names the key.
+    """
+    for problem in rule(value, where):
+        raise CheckpointError(
+            f"{source}: {problem}. The file was changed or written by a different program; use another checkpoint"
+        )
+
+
+def weights_in(checkpoint: Mapping[Any, Any], source: Any) -> dict[str, Any]:
+    """Return the entry `state_dict` of a checkpoint, or the checkpoint itself if it has no such entry.
+
+    Raises:
+        CheckpointError: the entry is not a dict, or a name is not a string.
+    """
+    state = checkpoint.get("state_dict", checkpoint)
+    check(state, _by_name(_anything), source, "state_dict")
+    return dict(state)
+
+
+def shown(value: Any) -> str:
+    """Return a short description of `value` for a message."""
+    if isinstance(value, Tensor):
+        return f"a tensor of {value.dtype} with the shape {tuple(value.shape)}"
+    if isinstance(value, bool | int | float | str) or value is None:
+        text = repr(value)
+        return text if len(text) <= 40 else f"{text[:40]}..."
+    return f"a {type(value).__name__}"
+
+
+# ---- rules ---------------------------------------------------------------------------------------------
+
+
+def _must_be(text: str, accepts: Callable[[Any], bool]) -> Rule:
+    def rule(value: Any, where: str) -> Iterator[str]:
+        if not accepts(value):
+            yield f"'{where}' must be {text}, not {shown(value)}"
+
+    return rule
+
+
+def _is_integer(value: Any, low: int = 0) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_step(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        exact = value.numel() == 1 and not value.is_floating_point() and not value.is_complex()
+        return exact and value.dtype is not torch.bool and not value.is_meta and _is_integer(value.item())
+    return _is_integer(value)
+
+
+def _optional(rule: Rule) -> Rule:
+    return lambda value, where: iter(()) if value is None else rule(value, where)
+
+
+def _each(rule: Rule, length: int | None = None) -> Rule:
+    """Accept a list or tuple whose elements match `rule`."""
+    text = "a list" if length is None else f"a list of {length} values"
+    is_list = _must_be(text, lambda v: isinstance(v, list | tuple) and length in (None, len(v)))
+
+    def each(value: Any, where: str) -> Iterator[str]:
+        yield from is_list(value, where)
+        for index, element in enumerate(value):
+            yield from rule(element, f"{where}[{index}]")
+
+    return each
+
+
+def _by_name(rule: Rule) -> Rule:
+    """Accept a dict with strings as keys, whose values match `rule`."""
+
+    def by_name(value: Any, where: str) -> Iterator[str]:
+        yield from _mapping(value, where)
+        for key, element in value.items():
+            if not isinstance(key, str):
+                yield f"'{where}' must have names as keys, not {shown(key)}"
+            yield from rule(element, f"{where}.{key}")
+
+    return by_name
+
+
+def _entries(required: Mapping[str, Rule], optional: Mapping[str, Rule] | None = None) -> Rule:
+    """Accept a dict with the keys of `required`; the values of these keys and of those in `optional` are checked."""
+    rules = {**required, **(optional or {})}
+
+    def entries(value: Any, where: str) -> Iterator[str]:
+        yield from _mapping(value, where)
+        prefix = f"{where}." if where else ""
+        for key in required:
+            if key not in value:
+                yield f"'{prefix}{key}' is missing"
+        for key, rule in rules.items():
+            if key in value:
+                yield from rule(value[key], prefix + key)
+
+    return entries
+
+
+def _all(*rules: Rule) -> Rule:
+    """Accept a value that matches every rule."""
+    return lambda value, where: (problem for rule in rules for problem in rule(value, where))
+
+
+def _tuple(*rules: Rule) -> Rule:
+    """Accept a list or tuple with one element for each rule."""
+
+    def of_rules(value: Any, where: str) -> Iterator[str]:
+        yield from _each(_anything, len(rules))(value, where)
+        for index, (rule, element) in enumerate(zip(rules, value, strict=True)):
+            yield from rule(element, f"{where}[{index}]")
+
+    return of_rules
+
+
+def _anything(value: Any, where: str) -> Iterator[str]:
+    return iter(())
+
+
+def _random_state(value: Any, where: str) -> Iterator[str]:
+    yield from _mapping(value, where)
+    if (problem := random_state_problem(value)) is not None:
+        yield f"'{where}.{problem[0]}' is not the state of a random generator ({problem[1]})"
+
+
+def _history(value: Any, where: str) -> Iterator[str]:
+    yield from _all(_by_name(_anything), _entries(_HISTORY_KEYS))(value, where)
+    if unknown := sorted(value.keys() - _HISTORY_KEYS.keys()):
+        yield f"'{where}' must not have the keys {unknown[:5]}"
+    if len(value["log_history"]) != len(value["count_history"]):
+        yield f"'{where}' must have as many entries in 'log_history' as in 'count_history'"
+
+
+def _message_hub(value: Any, where: str) -> Iterator[str]:
+    if value is not None and not (isinstance(value, Mapping) and not value):  # an empty hub is not restored
+        yield from _entries({"log_scalars": _by_name(_history), "runtime_info": _infos})(value, where)
+
+
+def _infos(value: Any, where: str) -> Iterator[str]:
+    """Check the infos that the engine's hooks read when they resume."""
+    yield from _by_name(_anything)(value, where)
+    for key, info in value.items():
+        rule = next((rule for start, rule in _INFOS.items() if key.startswith(start)), _anything)
+        yield from rule(info, f"{where}.{key}")
+
+
+def _meta(value: Any, where: str) -> Iterator[str]:
+    yield from _META(value, where)
+    if "iter" in value and value.get("inner_samples", 0) > value["iter"] * value.get(
+        "samples_per_step", _LARGEST
+    ):
+        yield f"'{where}.inner_samples' must be at most iter x samples_per_step, not {value['inner_samples']}"
+
+
+# ---- the entries of a checkpoint -----------------------------------------------------------------------
+
+_mapping = _must_be("a dict", lambda v: isinstance(v, Mapping))
+_tensor = _must_be("a tensor", lambda v: isinstance(v, Tensor))
+_text = _must_be("a string", lambda v: isinstance(v, str))
+_file = _must_be("a file name", lambda v: isinstance(v, str) and 0 < len(v) < 256 and "\0" not in v)
+_boolean = _must_be("True or False", lambda v: isinstance(v, bool))
+_number = _must_be("a number", _is_number)
+_count = _must_be("an integer of at least 0", _is_integer)
+_step = _must_be("an integer of at least 0", _is_step)
+_positive = _must_be("an integer of at least 1", lambda v: _is_integer(v, 1))
+_seed = _must_be("an integer", lambda v: _is_integer(v, -_LARGEST))
+_not_nan = _must_be("a number other than NaN", lambda v: _is_number(v) and not math.isnan(v))
+_tensors = _by_name(_tensor)
+
+_HISTORY_KEYS: Mapping[str, Rule] = {
+    "log_history": _each(_number),
+    "count_history": _each(_positive),
+    "max_length": _positive,
+}
+_INFOS: Mapping[str, Rule] = {
+    "best_score/": _optional(_not_nan),
+    "best_ckpt/": _optional(_file),
+    "kept_ckpts/": _each(_file),
+    "average_best": _each(_tuple(_not_nan, _file)),
+    "early_stopping/": _tuple(_not_nan, _count),
+}
+_META = _entries(
+    {},
+    {
+        "epoch": _count,
+        "iter": _count,
+        "inner_samples": _count,
+        "samples_per_step": _positive,
+        "validated": _boolean,
+        "seed": _optional(_seed),
+        "random_state": _optional(_each(_random_state)),
+        "cfg": _optional(_text),
+    },
+)
+
+
+def _palette(value: Any, where: str) -> Iterator[str]:
+    colors = value.tolist() if isinstance(value, Tensor) else value
+    yield from _each(_color)(colors, where)
+
+
+_color = _each(_must_be("an integer from 0 to 255", lambda v: _is_integer(v) and v < 256), 3)
+DESCRIPTION = _entries(
+    {},
+    {
+        "cfg": _optional(_text),
+        "dataset_meta": _optional(_entries({}, {"palette": _optional(_palette)})),
+    },
+)
+"""The entries of `meta` from which `slipstream predict` builds the model and colors the masks."""
+ACCELERATED = _entries(
+    {"optimizer": _mapping, "steps": _count},
+    {
+        "average": _all(_by_name(_anything), _entries({"steps": _step})),
+        "gradients": _each(_optional(_tensor)),
+    },
+)
+"""The state of a step of `slipstream.accelerate`."""
+META: Rule = _meta
+"""The entry `meta` of a checkpoint that a run resumes from."""
+OPTIMIZER = _entries({"state": _mapping, "param_groups": _each(_entries({"params": _each(_count)}))})
+"""The state of one optimizer."""
+PENDING = _entries(
+    {}, {"batches": _by_name(_count), "gradients": _tensors, "rank_gradients": _each(_tensors)}
+)
+"""The number of batches of each optimizer wrapper, and the gradients of an unfinished accumulation window."""
+_COMM_HOOK = _entries({"step": _count, "errors": _each(_tensors), "factors": _tensors})
+RESUMED = _entries(
+    {},
+    {
+        "meta": META,
+        "state_dict": _by_name(_anything),
+        "ema_state_dict": _all(_by_name(_anything), _entries({"steps": _step})),
+        "optimizer": _mapping,
+        "message_hub": _message_hub,
+        "gradients": _tensors,
+        "rank_gradients": _each(_tensors),
+        "comm_hook": _by_name(_COMM_HOOK),
+    },
+)
+"""A checkpoint that a run resumes from."""

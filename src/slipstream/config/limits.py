@@ -1,0 +1,35 @@
+"""Limits of configuration files, so that a hostile file cannot exhaust time or memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["MAX_COPIES", "MAX_DEPTH", "check_depth"]
+
+MAX_DEPTH = 100
+"""Maximum depth of nested dicts and lists."""
+MAX_COPIES = 100_000
+"""Maximum number of values that all aliases (`*name`) of a YAML file stand for."""
+
+
+def check_depth(tree: Any, source: str) -> None:
+    """Check that dicts and lists are not nested deeper than `MAX_DEPTH`.
+
+    Raises:
+        ConfigError: they are nested deeper, or a value contains itself; the message names `source`.
+    """
+    level = [tree]
+    for _ in range(MAX_DEPTH + 1):
+        level = list({id(item): item for value in level for item in _containers(value)}.values())
+        if not level:
+            return
+    raise ConfigError(
+        f"{source}: the values contain a cycle or are nested too deeply; the limit is {MAX_DEPTH} levels"
+    )
+
+
+def _containers(value: Any) -> list[Any]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return [item for item in items if isinstance(item, dict | list | tuple)]

@@ -1,0 +1,197 @@
+"""Wait for batches: warn if none arrives, explain the errors of worker processes, and stop the workers."""
+
+from __future__ import annotations
+
+import errno
+import re
+import shutil
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from slipstream.errors import DataLoaderError
+
+__all__ = ["STALL_WARNING", "Loading", "explain_worker_errors"]
+
+STALL_WARNING = 60.0
+"""Default number of seconds without a batch after which a run logs a warning."""
+
+_SHM = Path("/dev/shm")
+_TIMED_OUT = re.compile(r"DataLoader timed out after (\S+) seconds")
+_KILLED = re.compile(
+    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: \w+|exited unexpectedly)"
+)
+_SHARED_MEMORY = re.compile(r"dataloader's workers are out of shared memory|unable to [^\n]*</torch_")
+_OPEN_FILES = re.compile(
+    r"Communication with the workers is no longer possible|received \d+ items of ancdata"
+)
+
+
+class Loading:
+    """One pass over a loader.
+
+    A thread warns if no batch arrives for `stall_warning` seconds, and again each time the waiting time has doubled.
+    A batch that arrives in time costs two assignments.
+
+    Args:
+        loader: the loader. Its worker processes start immediately.
+        name: name of the loader's option in the configuration (such as `train_dataloader`).
+        warn: logs a warning; called in the thread.
+    """
+
+    def __init__(self, loader: DataLoader[Any], name: str, warn: Callable[[str], None]) -> None:
+        self.loader, self.name, self.warn = loader, name, warn
+        self.seconds: float = getattr(loader, "stall_warning", STALL_WARNING)
+        try:
+            self._iterator: Any = iter(loader)
+        except OSError as error:  # the queues and locks of the workers are in shared memory, too
+            if error.errno != errno.ENOSPC:
+                raise
+            raise DataLoaderError(_out_of_shared_memory(name)) from error
+        self._since: float | None = None
+        self._count = 0
+        self._stop = threading.Event()
+        self._waiting_thread = threading.get_ident()
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.seconds:
+            self._waiting_thread = threading.get_ident()
+            threading.Thread(target=self._watch, name="slipstream-stall-warning", daemon=True).start()
+        try:
+            while True:
+                self._since = time.monotonic()
+                try:
+                    batch = next(self._iterator)
+                except StopIteration:
+                    return
+                except (ConnectionError, EOFError) as error:
+                    self._check_connection(error)
+                    raise
+                self._since = None
+                self._count += 1
+                yield batch
+        finally:
+            self._since = None
+            self._stop.set()
+
+    def close(self) -> None:
+        """Stop the thread and the worker processes, except persistent ones; the pass cannot continue."""
+        self._stop.set()
+        if not getattr(self.loader, "persistent_workers", False):
+            stop_workers(self._iterator)
+
+    def _check_connection(self, error: Exception) -> None:
+        """Raise a DataLoaderError if the error was raised while this process received a batch from a worker."""
+        in_worker = str(error).startswith("Caught ")  # torch's text for an error of the dataset
+        if hasattr(self._iterator, "_workers") and not in_worker:
+            raise DataLoaderError(
+                f"{self.name}: a worker process died while it sent a batch; set num_workers=0 to see the error in the "
+                "process of the run"
+            ) from error
+
+    def _watch(self) -> None:
+        threshold = self.seconds
+        while not self._stop.wait(min(self.seconds / 4, 5)):
+            since = self._since
+            waited = 0.0 if since is None else time.monotonic() - since
+            if waited < self.seconds:
+                threshold = self.seconds
+            elif waited >= threshold:
+                threshold = 2 * waited
+                self.warn(self._warning(waited))
+
+    def _warning(self, waited: float) -> str:
+        text = f"{self.name}: no batch for {waited:.3g} s, after {self._count} batches of this pass. "
+        workers = getattr(self._iterator, "_workers", None)
+        if workers is None:
+            frame = sys._current_frames().get(self._waiting_thread)
+            where = traceback.extract_stack(frame)[-1] if frame else None
+            place = f" in {where.name} ({where.filename}:{where.lineno})" if where else ""
+            return text + (
+                f"The process is{place}. The run continues when the dataset returns; with num_workers of at least 1, "
+                f"{self.name}.timeout=SECONDS ends it with an error instead"
+            )
+        pids = ", ".join(str(worker.pid) for worker in workers)
+        return text + (
+            f"A worker process (pid {pids}) is slow or hangs; `py-spy dump --pid PID` prints what it does"
+            f"{_scarce_shared_memory()}. To end the run with an error instead, set {self.name}.timeout=SECONDS"
+        )
+
+
+def stop_workers(iterator: Any) -> None:
+    """Stop the worker processes of an iterator over a loader, if it has any."""
+    if hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+
+
+@contextmanager
+def explain_worker_errors(name: str) -> Iterator[None]:
+    """Replace torch's errors about worker processes by errors that name the loader's option and a remedy.
+
+    The death of a worker raises an error wherever the process of the run is at that moment.
+
+    Raises:
+        DataLoaderError: a worker died or timed out, or shared memory or open files were exhausted.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        explained = None if isinstance(error, DataLoaderError) else _explain(str(error), name)
+        if explained is None:
+            raise
+        raise DataLoaderError(explained) from error
+
+
+def _explain(text: str, name: str) -> str | None:
+    if timed_out := _TIMED_OUT.search(text):
+        return (
+            f"no batch arrived within {timed_out[1]} s ({name}.timeout): a worker process is slow or hangs"
+            f"{_scarce_shared_memory()}. Find out which sample takes so long with num_workers=0, or raise the timeout"
+        )
+    if _SHARED_MEMORY.search(text):
+        return _out_of_shared_memory(name)
+    if _OPEN_FILES.search(text):
+        return (
+            f"{name}: the worker processes have too many open files, because each tensor of a batch is one; raise "
+            "the limit (ulimit -n 65536), or call torch.multiprocessing.set_sharing_strategy('file_system')"
+        )
+    if died := _KILLED.search(text):
+        cause = "it may have printed an error, or the system may have run out of memory"
+        if "Killed" in died[1]:
+            cause = "the system probably ran out of memory"
+        return (
+            f"{name}: {died[0]}; {cause}{_scarce_shared_memory()}. Lower num_workers, or set num_workers=0 to see the "
+            "error in the process of the run"
+        )
+    return None
+
+
+def _out_of_shared_memory(name: str) -> str:
+    return (
+        f"{name}: the worker processes have no shared memory left for their batches{_shared_memory()}; give it more "
+        "space (docker run --shm-size=8g, or --ipc=host), lower num_workers, prefetch_factor or batch_size, or set "
+        "num_workers=0"
+    )
+
+
+def _shared_memory() -> str:
+    if not _SHM.is_dir():
+        return ""
+    usage = shutil.disk_usage(_SHM)
+    return f" ({_SHM} has {usage.total / 2**20:.4g} MB, of which {usage.free / 2**20:.4g} MB are free)"
+
+
+def _scarce_shared_memory() -> str:
+    """Return a hint if shared memory is nearly full, or as small as in a container by default."""
+    if not _SHM.is_dir():
+        return ""
+    usage = shutil.disk_usage(_SHM)
+    scarce = usage.free < 2**24 or usage.total <= 2**26
+    return f"; perhaps a batch does not fit into shared memory{_shared_memory()}" if scarce else ""

@@ -1,0 +1,82 @@
+"""Prepare data loader workers for signals and faults that torch's workers do not handle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing import parent_process
+from multiprocessing.queues import Queue
+from typing import Any
+
+__all__ = ["WorkerInit", "worker_init"]
+
+_IGNORED = ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_POLL_INTERVAL = 1.0
+"""Seconds between two checks whether the training process is alive."""
+
+
+@dataclass(frozen=True)
+class WorkerInit:
+    """A `worker_init_fn` that prepares the worker and calls the user's function.
+
+    - Signals are ignored, except SIGTERM from the training process. Terminals, Slurm and torchrun also send them to the
+      workers, but the training process still needs its workers: it saves a checkpoint after the current step.
+    - The worker ends when the training process has died. torch's workers check this only between batches, and therefore
+      not while a sample hangs.
+    - The worker ends when it cannot send a batch, because shared memory is full or because the batch cannot be pickled.
+      torch loses such a batch, and the run waits for it forever.
+
+    Args:
+        user_init: the user's `worker_init_fn`, or None.
+        owner: id of the process that creates the workers.
+    """
+
+    user_init: Callable[[int], None] | None = None
+    owner: int = field(default_factory=os.getpid)
+
+    def __call__(self, worker_id: int) -> None:
+        """Prepare this worker process."""
+        if os.getpid() != self.owner:  # a worker may also be a thread of the owner
+            self._prepare()
+        if self.user_init is not None:
+            self.user_init(worker_id)
+
+    def _prepare(self) -> None:
+        for name in _IGNORED:
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        if hasattr(signal, "sigtimedwait"):
+            signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM,))
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        Queue._on_queue_feeder_error = staticmethod(_end_worker)  # type: ignore[attr-defined]
+
+
+def worker_init(user_init: Callable[[int], None] | None) -> WorkerInit:
+    """Return a `WorkerInit` that calls `user_init`."""
+    return user_init if isinstance(user_init, WorkerInit) else WorkerInit(user_init)
+
+
+def _end_with_parent() -> None:
+    """End this process when the process that created it has died or sends SIGTERM, as torch does to end a worker."""
+    parent = parent_process()
+    if parent is None:
+        return
+    forked = os.getppid() == parent.pid  # otherwise, this is a child of the fork server
+    while os.getppid() == parent.pid if forked else parent.is_alive():
+        if not hasattr(signal, "sigtimedwait"):
+            time.sleep(_POLL_INTERVAL)
+        elif (got := signal.sigtimedwait((signal.SIGTERM,), _POLL_INTERVAL)) and got.si_pid == parent.pid:
+            os._exit(0)
+    os._exit(1)
+
+
+def _end_worker(error: Exception, batch: Any) -> None:
+    traceback.print_exception(error)
+    sys.stderr.flush()
+    os._exit(1)

@@ -1,0 +1,50 @@
+"""Find targets that are not classes of the network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.errors import DataError
+
+__all__ = ["check_labels", "wrong_label"]
+
+
+def check_labels(loss: nn.Module, scores: Any, targets: Tensor) -> None:
+    """Raise a DataError if a target is neither a class of the network nor the ignored value.
+
+    On an accelerator, the loss itself would end the process without naming the target. The check reads from the device,
+    so it is made for one batch only. Losses that may use targets in a different way are not checked: those that neither
+    are torch's nor set `takes_class_ids = True`.
+
+    Args:
+        loss: the loss module.
+        scores: the network's main output, (N, classes, ...).
+        targets: class ids of an integer dtype, or class probabilities, which are not checked.
+    """
+    known = isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or getattr(loss, "takes_class_ids", False)
+    # Tensors without values, such as fake tensors, cannot be checked.
+    if not known or targets.is_floating_point() or type(targets) is not Tensor or targets.is_meta:
+        return
+    if not isinstance(scores, Tensor) or scores.ndim < 2:
+        return
+    wrong = (targets < 0) | (targets >= scores.shape[1])
+    wrong &= targets != getattr(loss, "ignore_index", -100)
+    if wrong.any():
+        values = torch.unique(targets[wrong])[:5].tolist()
+        sample = int(wrong.nonzero()[0, 0])
+        found = f"{', '.join(map(str, values))} (first in sample {sample} of the batch)"
+        raise wrong_label(loss, scores, found)
+
+
+def wrong_label(loss: nn.Module, scores: Tensor, found: str) -> DataError:
+    """Return the error for targets that are not classes of the network."""
+    ignored = getattr(loss, "ignore_index", None)
+    ignores = f", and the loss ignores {ignored}" if ignored is not None else ""
+    return DataError(
+        f"a target is not a class of the network: {found}; the classes are 0 to {scores.shape[1] - 1}{ignores}. "
+        "Increase num_classes, map the dataset's labels to the classes, or set the loss's ignore_index to the value of "
+        "targets without a class"
+    )

@@ -1,0 +1,197 @@
+"""Stop a training loop after the same step on all ranks when any rank receives a signal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import threading
+import time
+from datetime import timedelta
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+import torch.distributed as dist
+
+from slipstream.dist import broadcast_object_list, get_rank, get_world_size
+from slipstream.errors import DistributedError
+
+__all__ = ["CHECKPOINT_NAME", "EXIT_STATUS", "SIGNALS", "Interrupted", "Preempted", "Preemption"]
+
+CHECKPOINT_NAME = "preempted"
+"""Name, without suffix, of the checkpoint that a Runner saves after a signal."""
+
+EXIT_STATUS = 75
+"""Exit status of a run that saved its state after a signal (`EX_TEMPFAIL` of sysexits.h: try again)."""
+SIGNALS = tuple(
+    getattr(signal, name)
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+    if hasattr(signal, name)
+)
+_DEFAULT_HANDLERS = (signal.SIG_DFL, signal.default_int_handler)
+_SAME_REQUEST = 1.0
+"""Signals that arrive within this many seconds of the first one are ignored: launchers and terminals can send a signal
+twice."""
+_POLL_INTERVAL = 0.25
+"""Seconds between two checks for a signal on another rank."""
+_TIMEOUT = timedelta(seconds=30)
+"""Time in which every rank must report its step after a signal."""
+
+
+class Preempted(SystemExit):
+    """A run saved its state after a signal. If it is not caught, Python exits with status `EXIT_STATUS`."""
+
+    def __init__(self) -> None:
+        super().__init__(EXIT_STATUS)
+
+
+class Interrupted(Preempted, KeyboardInterrupt):
+    """A run saved its state after SIGINT (Ctrl-C)."""
+
+
+class Preemption:
+    """Handle SIGTERM, SIGINT, SIGHUP, SIGUSR1 and SIGUSR2 in the `with` block.
+
+    The training loop can then stop after a complete step.
+
+        with Preemption() as preemption:
+            for batch in loader:
+                step(batch)
+                if preemption.requested():
+                    torch.save(...)
+                    sys.exit(slipstream.preemption.EXIT_STATUS)
+
+    A second signal, at least one second after the first, has its default effect and ends the process. Signals that the
+    process ignores (`nohup`) or for which it has its own handler are not changed. Outside the main thread, where Python
+    cannot handle signals, this process only reacts to the signals of other ranks. All ranks must enter the block.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        """Name of the signal that a rank received."""
+        self._calls, self._owner = 0, os.getpid()
+        self._received: float | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+        self._ranks: _Ranks | None = None
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in SIGNALS:
+                if signal.getsignal(number) in _DEFAULT_HANDLERS:
+                    self._previous[number] = signal.signal(number, self._handle)
+        if get_world_size() > 1:
+            try:
+                self._ranks = _Ranks(self)
+            except BaseException:
+                self._restore()
+                raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._ranks is not None:
+            self._ranks.close()
+            self._ranks = None
+        self._restore()
+
+    def requested(self) -> bool:
+        """Return whether to save the state and stop. Every rank must call this after each step.
+
+        It returns True after the same step on all ranks. Without a signal, a call takes less than a microsecond.
+        """
+        self._calls += 1
+        if self._ranks is None:
+            return self.signal is not None
+        return self._ranks.noticed and self._calls >= self._ranks.last_call()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._owner:  # a data loader worker that was forked a moment ago
+            return
+        now = time.monotonic()
+        if self._received is None:
+            self._received, self.signal = now, signal.Signals(number).name
+            text = (
+                f"\n{self.signal} received: training will stop after one of the next steps; "
+                "send it again to exit immediately\n"
+            )
+            _print(text)
+        elif now - self._received > _SAME_REQUEST:
+            self._restore()
+            os.kill(os.getpid(), number)
+
+    def _restore(self) -> None:
+        while self._previous:
+            number, handler = self._previous.popitem()
+            signal.signal(number, handler)
+
+
+def _print(text: str) -> None:
+    """Write to stderr, which may be closed: SIGHUP is sent when the terminal closes."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.write(sys.__stderr__.fileno(), text.encode())  # type: ignore[union-attr]
+
+
+class _Ranks:
+    """Let all ranks agree on the call of `requested` that returns True first.
+
+    A thread of each rank checks for a signal. Each rank then publishes how often it has called `requested`. Training
+    stops at the call after the maximum. No rank can have passed this call, because `requested` waits for the result
+    once `noticed` is True.
+    """
+
+    def __init__(self, preemption: Preemption) -> None:
+        token: list[Any] = [secrets.token_hex(4)]
+        broadcast_object_list(token)
+        # The clone has its own connection, because an operation that waits would block the others.
+        default: Any = dist.distributed_c10d._get_default_store()
+        self._store = dist.distributed_c10d.PrefixStore(f"slipstream/preemption/{token[0]}", default.clone())
+        self._preemption = preemption
+        self.noticed = False
+        self._last: int | None = None
+        self._failure: Exception | None = None
+        self._agreed, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._run, name="slipstream-preemption", daemon=True)
+        self._thread.start()
+
+    def last_call(self) -> int:
+        """Wait until the ranks have agreed; return the number of the first call that returns True."""
+        self._agreed.wait()
+        if self._last is None:
+            raise DistributedError(
+                f"not all ranks responded to {self._preemption.signal} ({self._failure}); "
+                "all progress since the last checkpoint is lost"
+            )
+        return self._last
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._closed.wait(_POLL_INTERVAL):
+                if self._preemption.signal is not None:
+                    self._store.set("signal", self._preemption.signal)
+                if self._store.check(["signal"]):
+                    self._agree()
+                    return
+            self._publish()  # a rank that waits for this rank must not wait forever
+        except Exception as error:  # the store belongs to another process, which may have ended
+            self._failure = error
+        finally:
+            self._agreed.set()
+
+    def _agree(self) -> None:
+        self.noticed = True  # before the calls are counted: from here on, `requested` waits
+        self._preemption.signal = self._store.get("signal").decode()
+        self._publish()
+        keys = [f"calls/{rank}" for rank in range(get_world_size())]
+        self._store.wait(keys, _TIMEOUT)
+        self._last = 1 + max(int(self._store.get(key)) for key in keys)
+
+    def _publish(self) -> None:
+        self._store.set(f"calls/{get_rank()}", str(self._preemption._calls))

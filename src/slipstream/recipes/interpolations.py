@@ -1,0 +1,78 @@
+"""Limit the interpolations (`${key}`) of recipes: a few short values can refer to each other billions of times."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from slipstream.errors import ConfigError
+
+__all__ = ["check_interpolations"]
+
+_MAX_REFERENCES = 10_000
+_KEY = re.compile(r"[\w-]+(?:[.\[]+[\w-]+\]?)*")
+_Key = tuple[Any, ...]
+
+
+def check_interpolations(tree: Mapping[str, Any], source: str) -> None:
+    """Check how many values OmegaConf would read to resolve every interpolation in `tree`.
+
+    Every key in the text of an interpolation counts, even in a resolver's arguments (`${oc.select:key}`).
+
+    Raises:
+        ConfigError: there are more than 10,000; the message names `source` and the key.
+    """
+    costs: dict[_Key, int] = {}
+
+    def cost(key: _Key, node: Any) -> int:
+        if key not in costs:
+            costs[key] = 0  # a value that refers to itself is OmegaConf's error
+            found = 1
+            for inner, value in _children(key, node):
+                found += cost(inner, value)
+            for inner in _references(tree, key, node):
+                found += cost(inner, _find(tree, inner))
+            if found > _MAX_REFERENCES:
+                raise ConfigError(
+                    f"its interpolations refer to more than {_MAX_REFERENCES:,} values; simplify them ({source})",
+                    ".".join(map(str, key)),
+                )
+            costs[key] = found
+        return costs[key]
+
+    try:
+        cost((), tree)
+    except RecursionError:
+        raise ConfigError(f"{source}: the interpolations are nested too deeply") from None
+
+
+def _children(key: _Key, node: Any) -> Iterator[tuple[_Key, Any]]:
+    items: Any = (
+        node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
+    )
+    for name, value in items:
+        yield (*key, name), value
+
+
+def _references(tree: Any, key: _Key, text: Any) -> Iterator[_Key]:
+    """Yield the keys in the interpolations of `text`, relative to the root or to any parent of `key`."""
+    if not isinstance(text, str) or not ("${" in text or _KEY.fullmatch(text)):
+        return
+    for word in _KEY.findall(text.partition("${")[2] or text):
+        parts = tuple(filter(None, re.split(r"[.\[\]]+", word)))
+        for depth in range(len(key)):
+            found = (*key[:depth], *parts)
+            if found != key and _find(tree, found) is not None:
+                yield found
+
+
+def _find(tree: Any, key: _Key) -> Any:
+    for part in key:
+        if isinstance(tree, Mapping):
+            tree = tree.get(part, tree.get(int(part)) if str(part).isdecimal() else None)
+        elif isinstance(tree, list) and str(part).isdecimal() and int(part) < len(tree):
+            tree = tree[int(part)]
+        else:
+            return None
+    return tree

@@ -1,0 +1,174 @@
+"""Remove secrets from text that is written to files and logs.
+
+Three kinds of values are secrets: values of environment variables and configuration keys whose names say so
+(`WANDB_API_KEY`, `password`), and text in the form of a known token (`ghp_...`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+__all__ = [
+    "REDACTED",
+    "Redactor",
+    "Reference",
+    "is_secret_name",
+    "redact",
+    "redact_errors",
+    "redact_text",
+]
+
+REDACTED = "<redacted>"
+
+_NAME = re.compile(
+    r"(?:^|_)(?:(?:api|access|private|secret|signing|encryption|account|auth)_?keys?(?:_id)?|secrets?|passphrase|pass"
+    r"|pwd|credentials?|auth|authorization|bearer|connection_string|webhook_url|token)$|passw(?:or)?d$"
+)
+# Words of a tokenizer's vocabulary, which are not secrets.
+_VOCABULARY = re.compile(r"(?:class|cls|pad|mask|bos|eos|unk|sep|start|end|image|dist|prompt|special)_token$")
+_TOKEN = re.compile(
+    r"\b(?:gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|hf_[A-Za-z0-9]{20,}|wandb_v1_\w{20,}"
+    r"|sk-[\w-]{20,}|xox[abeprs]-[\w-]{10,}|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{35}"
+    r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+    r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"]+(?=@)"
+)
+_SHORTEST = 8  # shorter values are also ordinary words
+
+
+class Reference(str):
+    """Text with values of environment variables.
+
+    Attributes:
+        reference: the text with `{{ $NAME }}` in place of the values. Files contain this text.
+    """
+
+    reference: str
+
+    def __new__(cls, value: str, reference: str) -> Reference:
+        """Return `value` with its reference."""
+        text = super().__new__(cls, value)
+        text.reference = reference
+        return text
+
+    def __getnewargs__(self) -> tuple[str, str]:  # type: ignore[override]
+        return str(self), self.reference
+
+
+def is_secret_name(name: Any) -> bool:
+    """Return whether the name of a key or an environment variable says that its value is a secret."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", str(name)).replace("-", "_").lower()
+    return _NAME.search(words) is not None and _VOCABULARY.search(words) is None
+
+
+class Redactor(logging.Filter):
+    """Replaces secrets in text: those of a configuration, those of the environment, and known tokens.
+
+    As a filter of a logger, it replaces them in log records and their tracebacks.
+
+    Args:
+        tree: a configuration, as nested dicts and lists.
+    """
+
+    def __init__(self, tree: Any = None) -> None:
+        super().__init__()
+        found = {value: REDACTED for value in _secrets(tree) if len(value) >= _SHORTEST}
+        found |= {
+            value: f"{{{{ ${name} }}}}"
+            for name, value in os.environ.items()
+            if len(value) >= _SHORTEST and is_secret_name(name)
+        }
+        # A secret may be a part of a longer one.
+        self._replaced = sorted(found.items(), key=lambda item: -len(item[0]))
+
+    def __call__(self, text: str) -> str:
+        """Return `text` without secrets."""
+        for value, replacement in self._replaced:
+            text = text.replace(value, replacement)
+        return _TOKEN.sub(REDACTED, text)
+
+    def tree(self, value: Any) -> Any:
+        """Return nested dicts and lists of built-in values with this replacement in all text."""
+        if isinstance(value, dict):
+            return {key: self.tree(item) for key, item in value.items()}
+        if type(value) in (list, tuple):
+            return type(value)(self.tree(item) for item in value)
+        return self(value) if isinstance(value, str) else value
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Replace the secrets in a log record; return True, because no record is dropped."""
+        text = record.getMessage()
+        if record.exc_info and not record.exc_text:
+            record.exc_text = self(logging.Formatter().formatException(record.exc_info))
+        if (redacted := self(text)) != text:
+            record.msg, record.args = redacted, None
+        return True
+
+
+def redact_text(text: str) -> str:
+    """Return `text` without values of secret environment variables and without known tokens."""
+    return Redactor()(text)
+
+
+def redact(tree: Any) -> Any:
+    """Return a copy of nested dicts and lists without secrets.
+
+    A `Reference` is replaced by its reference, and the value of a key with a secret name by `<redacted>`.
+    """
+    return _redacted(tree, Redactor(), secret=False)
+
+
+def _redacted(value: Any, redactor: Redactor, secret: bool) -> Any:
+    if isinstance(value, dict):
+        return {
+            _redacted(key, redactor, False): _redacted(item, redactor, secret or is_secret_name(key))
+            for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(_redacted(item, redactor, secret) for item in value)
+    if isinstance(value, Reference):
+        return redactor(value.reference)
+    if secret and _may_be_secret(value):
+        return REDACTED
+    return redactor(value) if isinstance(value, str) else value
+
+
+def _secrets(tree: Any, secret: bool = False) -> Iterator[str]:
+    """Yield the secrets of a configuration as text."""
+    if isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from _secrets(item, secret or is_secret_name(key))
+    elif isinstance(tree, list | tuple):
+        for item in tree:
+            yield from _secrets(item, secret)
+    elif secret and _may_be_secret(tree):
+        yield str(tree)
+
+
+def _may_be_secret(value: Any) -> bool:
+    # Small numbers (`pass: 2`) are options.
+    return (isinstance(value, str) and value != "") or (isinstance(value, int) and len(str(value)) > 5)
+
+
+@contextmanager
+def redact_errors(redactor: Redactor) -> Iterator[None]:
+    """Remove secrets from the messages and notes of errors raised in the block, and of their causes."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        seen: set[int] = set()
+        while cause is not None and id(cause) not in seen:
+            seen.add(id(cause))
+            args = tuple(redactor(arg) if isinstance(arg, str) else arg for arg in cause.args)
+            if args != cause.args:
+                cause.args = args
+            if notes := getattr(cause, "__notes__", None):
+                notes[:] = [redactor(note) for note in notes]
+            cause = cause.__cause__ or cause.__context__
+        raise

@@ -1,0 +1,62 @@
+"""Checks of a training run's data and model before the first step, and notes on the errors that they cannot foresee."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader
+
+from slipstream.dataset.loading.loader import batch_size, last_batch_size
+from slipstream.dist import get_world_size
+from slipstream.errors import SlipstreamError
+from slipstream.model.sync_batchnorm import SyncBatchNorm
+
+__all__ = ["error_notes", "warn_of_single_sample"]
+
+_NOTES = {
+    "find_unused_parameters": "(set it with cfg=dict(find_unused_parameters=True))",
+    "Expected more than 1 value per channel": (
+        "(BatchNorm cannot train on one sample with a 1x1 feature map; if this is the incomplete last batch of the "
+        "epoch, set train_dataloader.drop_last=True, otherwise raise batch_size)"
+    ),
+    "is out of bounds.": (  # the end of torch's message about a target
+        "(a target is not a class of the network; give the network more outputs, map the dataset's labels to its "
+        "classes, or set the loss's ignore_index to the value of targets without a class)"
+    ),
+    "device-side assert triggered": (
+        "(an index on the device is out of range, often a target that is not a class of the network; the same run on "
+        "the CPU, with CUDA_VISIBLE_DEVICES='', names the target)"
+    ),
+}
+"""Notes by a part of torch's message."""
+
+
+def error_notes(error: Exception) -> list[str]:
+    """Return the notes that name a remedy for an error of torch."""
+    text = "" if isinstance(error, SlipstreamError) else str(error)
+    return [note for part, note in _NOTES.items() if part in text]
+
+
+def warn_of_single_sample(model: nn.Module, loader: DataLoader[Any], warn: Callable[[str], None]) -> None:
+    """Warn if the last batch of each epoch has one sample, on which a BatchNorm layer may be unable to train.
+
+    Call it while the model is in training mode: frozen BatchNorm layers accept any batch.
+    """
+    if batch_size(loader) == 1 or last_batch_size(loader) != 1:
+        return
+    name = next((name for name, module in model.named_modules() if _needs_samples(module)), None)
+    if name is not None:
+        warn(
+            "The last batch of each epoch has one sample. If the feature map at a BatchNorm layer (the first one is "
+            f"'{name}') is 1x1, as after global pooling, training stops there with an error; "
+            "train_dataloader.drop_last=True drops this batch"
+        )
+
+
+def _needs_samples(module: nn.Module) -> bool:
+    """Return whether the layer computes statistics from the samples of this process only."""
+    synced = isinstance(module, SyncBatchNorm | nn.SyncBatchNorm) and get_world_size() > 1
+    return isinstance(module, _BatchNorm) and module.training and not synced

@@ -1,0 +1,126 @@
+"""Lock an output folder, so that two runs never write to it at the same time."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from slipstream.checkpoint import remove_partial_checkpoints
+from slipstream.dist import broadcast_object_list, is_main_process
+from slipstream.errors import ConfigError
+from slipstream.files import remove_temporary_files
+
+__all__ = ["FolderLock"]
+
+_NAME = ".lock"
+_PATIENCE = 20.0
+"""Seconds to wait for a holder that has ended: its data loader workers, which share the lock, still have to exit."""
+
+
+class FolderLock:
+    """Hold an exclusive lock on output folders from `lock` to `release`.
+
+    The operating system releases the lock when the process ends, even if it is killed. Windows, and file systems
+    without locks, are not supported: there, `lock` has no effect.
+
+    Args:
+        warn: called with a message if the file system does not support locks.
+    """
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._files: dict[Path, IO[str]] = {}
+        self._warn = warn
+
+    def lock(self, folder: Path, key: str) -> None:
+        """Lock `folder` and remove the temporary files of runs that were killed. All ranks must call this method.
+
+        Args:
+            folder: output folder; rank 0 creates and locks it.
+            key: configuration key that sets this folder, for errors.
+
+        Raises:
+            ConfigError: another run uses the folder; raised on every rank.
+        """
+        folder = folder.resolve()
+        problem: list[str | None] = [None]
+        if is_main_process() and folder not in self._files:
+            problem[0] = self._lock(folder)
+        broadcast_object_list(problem)
+        if problem[0] is not None:
+            raise ConfigError(problem[0], key)
+
+    def release(self) -> None:
+        """Release all locks."""
+        while self._files:
+            with self._files.popitem()[1] as file:
+                _unlock(file)
+
+    def _lock(self, folder: Path) -> str | None:
+        """Lock `folder` and return None, or the reason why this is not possible."""
+        if os.name != "posix":
+            return None
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / _NAME).open("a+")
+        end = time.monotonic() + _PATIENCE
+        while (failure := _try(file)) is not None:
+            if failure.errno not in (errno.EAGAIN, errno.EACCES):
+                file.close()
+                self._warn(f"{folder} cannot be locked ({failure}), so a second run in it is not detected")
+                return None
+            file.seek(0)
+            holder = file.read() or "another process"
+            if time.monotonic() > end or _is_running(holder):
+                file.close()
+                return f"{folder} is in use by {holder}; wait for that run or choose another folder"
+            time.sleep(0.1)
+        file.truncate(0)
+        file.write(_holder())
+        file.flush()
+        remove_temporary_files(folder)
+        remove_partial_checkpoints(folder)
+        self._files[folder] = file
+        return None
+
+
+def _unlock(file: IO[str]) -> None:
+    """Release the lock also for child processes, which share it."""
+    import fcntl
+
+    fcntl.flock(file, fcntl.LOCK_UN)
+
+
+def _try(file: IO[str]) -> OSError | None:
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        return error
+    return None
+
+
+def _holder() -> str:
+    return f"process {os.getpid()} on {socket.gethostname()} (since {time.strftime('%Y-%m-%d %H:%M:%S')})"
+
+
+def _is_running(holder: str) -> bool:
+    """Return whether the text written by `_holder` names a process that is or may be running."""
+    words = holder.split(" ")
+    if len(words) < 4:  # the holder has not written it yet
+        return False
+    if words[3] != socket.gethostname():
+        return True
+    try:
+        os.kill(int(words[1]), 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    status = Path("/proc") / words[1] / "stat"
+    # A zombie (Z) has ended, but its parent has not yet read its exit status.
+    return not (status.exists() and status.read_text().rpartition(")")[2].split()[0] == "Z")

@@ -1,0 +1,175 @@
+"""Check that a checkpoint can be resumed, before anything is changed in the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from slipstream.checkpoint import (
+    PENDING,
+    RESUMED,
+    check,
+    check_like,
+    check_optimizer,
+    check_tensors,
+    compare_weights,
+    weights_in,
+)
+from slipstream.dist import get_world_size
+from slipstream.errors import CheckpointError
+from slipstream.model import unwrap_model
+from slipstream.model.wrappers import check_comm_hook_state
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+
+__all__ = ["check_content", "check_matches"]
+
+Warn = Callable[[str], None]
+Schedulers = list[Any] | dict[str, list[Any]] | None
+
+_DEFAULTS = ("seed", "inner_samples", "samples_per_step", "validated", "random_state")
+"""Entries of `meta` without which a run can resume, but not exactly."""
+
+
+def check_content(checkpoint: Mapping[str, Any], source: Any) -> None:
+    """Check the types and ranges of the entries, and that there is a training position.
+
+    Raises:
+        CheckpointError: an entry does not match; the message names its key.
+    """
+    check(checkpoint, RESUMED, source)
+    meta = checkpoint.get("meta", {})
+    if "iter" not in meta:
+        raise CheckpointError(
+            f"{source}: 'meta.iter' is missing. The checkpoint only contains weights and cannot be resumed; use "
+            "load_from"
+        )
+    if "epoch" not in meta:
+        raise CheckpointError(f"{source}: 'meta.epoch' is missing; use load_from to start from the weights")
+
+
+def check_matches(
+    checkpoint: Mapping[str, Any],
+    source: Any,
+    model: nn.Module,
+    optim: OptimWrapper | None,
+    schedulers: Schedulers,
+    warn: Warn,
+) -> None:
+    """Compare the checkpoint with the run.
+
+    Args:
+        checkpoint: a checkpoint that `check_content` and the hooks have accepted.
+        source: name of the checkpoint in messages.
+        model: the wrapped model.
+        optim: the optimizer wrapper to restore, or None.
+        schedulers: the schedulers to restore.
+        warn: called for an entry that is missing but not required.
+
+    Raises:
+        CheckpointError: an entry is missing, or belongs to a different model, optimizer or schedule.
+    """
+    _warn_about_missing(checkpoint, source, warn)
+    core = unwrap_model(model)
+    parameters = dict(core.named_parameters())
+    compare_weights(core, weights_in(checkpoint, source), strict=True, source=str(source))
+    check_tensors(core.state_dict(), checkpoint["state_dict"], "state_dict", source, warn, shapes=False)
+    if optim is not None:
+        _check_optim(optim, _required(checkpoint, "optimizer"), source, warn)
+        check(checkpoint, PENDING, source)
+        of_ranks = checkpoint.get("rank_gradients", ())
+        for where, gradients in [
+            ("gradients", checkpoint.get("gradients", {})),
+            *((f"rank_gradients[{rank}]", of_rank) for rank, of_rank in enumerate(of_ranks)),
+        ]:
+            for name in gradients:
+                if name not in parameters:
+                    raise CheckpointError(f"{source}: '{where}.{name}' belongs to no parameter of the model")
+            check_tensors(parameters, gradients, where, source, warn, layouts=False)
+        check_comm_hook_state(model, checkpoint.get("comm_hook", {}), source)
+        iteration = checkpoint["meta"]["iter"]
+        if iteration % optim.accumulative_counts and not {"gradients", "rank_gradients"} & checkpoint.keys():
+            warn(
+                f"{source} has no 'gradients', but iteration {iteration} is inside an accumulation window: the next "
+                "optimizer step uses fewer batches"
+            )
+    if schedulers:
+        _check_schedulers(schedulers, _required(checkpoint, "param_schedulers"), "param_schedulers", source)
+
+
+def _check_optim(
+    optim: OptimWrapper, saved: Mapping[str, Any], source: Any, warn: Warn, where: str = "optimizer"
+) -> None:
+    if isinstance(optim, OptimWrapperDict):
+        if set(saved) != set(optim.keys()):
+            raise CheckpointError(
+                f"{source}: '{where}' contains {sorted(map(str, saved))}, but the optimizers are {sorted(optim.keys())}"
+            )
+        for name, wrapper in optim.items():
+            _check_optim(wrapper, saved[name], source, warn, f"{where}.{name}")
+        return
+    check_optimizer(optim.optimizer, saved, where, source, warn)
+    if (scaler := getattr(optim, "loss_scaler", None)) is None:
+        return
+    if saved.get("loss_scaler") in (None, {}):
+        warn(f"{source} has no '{where}.loss_scaler': the loss scale starts with its initial value")
+        return
+    state = saved["loss_scaler"]
+    check_like(scaler.state_dict(), state, f"{where}.loss_scaler", source)
+    for key, value in state.items():
+        integer = isinstance(value, int) and 0 <= value < 2**31
+        if key in ("growth_interval", "_growth_tracker") and not integer:
+            raise CheckpointError(
+                f"{source}: '{where}.loss_scaler.{key}' must be an integer below 2**31, not {value}"
+            )
+        if key in ("scale", "growth_factor", "backoff_factor", "growth_interval") and not 0 < value < float(
+            "inf"
+        ):
+            raise CheckpointError(
+                f"{source}: '{where}.loss_scaler.{key}' must be positive and finite, not {value}"
+            )
+
+
+def _check_schedulers(own: Any, saved: Any, where: str, source: Any) -> None:
+    if isinstance(own, dict):
+        if not isinstance(saved, Mapping):
+            raise CheckpointError(
+                f"{source}: '{where}' must be a dict with a list for each optimizer, not a {type(saved).__name__}"
+            )
+        for name, part in own.items():
+            _check_schedulers(part, saved.get(name, []), f"{where}.{name}", source)
+        return
+    if not isinstance(saved, list | tuple):
+        raise CheckpointError(f"{source}: '{where}' must be a list, not a {type(saved).__name__}")
+    if len(own) != len(saved):
+        raise CheckpointError(
+            f"{source}: '{where}' has {len(saved)} parameter schedulers, but the configuration has {len(own)}; "
+            "resume with the same param_scheduler, or start a new run with load_from"
+        )
+    for index, (scheduler, state) in enumerate(zip(own, saved, strict=True)):
+        check_like(scheduler.state_dict(), state, f"{where}[{index}]", source)
+
+
+def _warn_about_missing(checkpoint: Mapping[str, Any], source: Any, warn: Warn) -> None:
+    meta = checkpoint["meta"]
+    missing = [f"meta.{key}" for key in _DEFAULTS if meta.get(key) is None]
+    missing += [] if checkpoint.get("message_hub") else ["message_hub"]
+    if missing:
+        names = ", ".join(f"'{name}'" for name in missing)
+        warn(f"{source} has no {names}, so the resumed run will differ from an uninterrupted run")
+    states = meta.get("random_state")
+    if states is not None and len(states) != get_world_size():
+        warn(
+            f"{source} has the random states of {len(states)} processes, but there are {get_world_size()}: "
+            "random numbers will differ from those of an uninterrupted run"
+        )
+
+
+def _required(checkpoint: Mapping[str, Any], key: str) -> Any:
+    if key not in checkpoint:
+        raise CheckpointError(
+            f"the checkpoint has no '{key}', so it was probably saved with save_{key.removesuffix('s')}=False. "
+            "Use load_from to start from its weights"
+        )
+    return checkpoint[key]

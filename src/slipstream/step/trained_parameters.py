@@ -1,0 +1,82 @@
+"""Check that the optimizer trains the parameters of the model, on devices where `Module.to` replaces them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from slipstream.dist.sharding import is_sharded
+from slipstream.errors import ModelError
+
+if TYPE_CHECKING:
+    from slipstream.optim.optim_wrapper import OptimWrapper
+
+__all__ = ["checking_parameters", "keeps_parameters"]
+
+
+def keeps_parameters(device: torch.device) -> bool:
+    """Return whether `Module.to` keeps the Parameter objects when it moves a model between this device and the CPU."""
+    return torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device))
+
+
+def checking_parameters(
+    prepare: Callable[[Any], Any], model: nn.Module, optim: OptimWrapper
+) -> Callable[[Any], Any]:
+    """Return `prepare`, with a check for replaced parameters where `Module.to` may replace them.
+
+    The check compares the identity of each trained parameter. Sharded models are not checked, because FSDP replaces
+    their parameters itself.
+    """
+    params = list(optim.parameters())
+    if any(map(is_sharded, params)) or all(map(keeps_parameters, {param.device for param in params})):
+        return prepare
+    trained = _TrainedParameters(model, optim)
+
+    def checked(batch: Any) -> Any:
+        trained.check()
+        return prepare(batch)
+
+    return checked
+
+
+class _TrainedParameters:
+    """The parameters of a model that its optimizer trains, with the modules that own them."""
+
+    def __init__(self, model: nn.Module, optim: OptimWrapper) -> None:
+        self._model, self._optim = model, optim
+        self._device = next(optim.parameters()).device.type
+        self._find()
+
+    def _find(self) -> None:
+        trained = set(map(id, self._optim.parameters()))
+        self._places = [
+            (module._parameters, name)
+            for module in self._model.modules()
+            for name, param in module._parameters.items()
+            if id(param) in trained
+        ]
+        self._params = [params[name] for params, name in self._places]
+
+    def check(self) -> None:
+        """Check that no module has a different parameter in the place of a trained one.
+
+        Raises:
+            ModelError: a parameter was replaced, and the optimizer does not contain the new one.
+        """
+        now = [params.get(name) for params, name in self._places]
+        if all(map(is_, now, self._params)):
+            return
+        trained = set(map(id, self._optim.parameters()))
+        new = {id(param) for param in now if isinstance(param, Tensor) and param.requires_grad} - trained
+        for name, param in self._model.named_parameters():
+            if id(param) in new:
+                raise ModelError(
+                    f"the parameter '{name}' was replaced, so the optimizer does not train it. model.to() replaces the "
+                    f"parameters of models on {self._device}; move a copy instead, with "
+                    "copy.deepcopy(model).to(...), or build the optimizer and the training step again"
+                )
+        self._find()

@@ -1,0 +1,108 @@
+"""A checkpoint that is written in the background contains the state at the time of the call."""
+
+import threading
+
+import pytest
+import torch
+
+from slipstream.checkpoint import background, load_checkpoint
+from slipstream.checkpoint.background import BackgroundWriter
+from slipstream.errors import CheckpointError
+
+
+@pytest.fixture
+def writer():
+    writer = BackgroundWriter()
+    yield writer
+    writer.close()
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """An event for which every write waits."""
+    event, write = threading.Event(), background.write_checkpoint
+
+    def waiting(*args, **kwargs):
+        assert event.wait(30)
+        return write(*args, **kwargs)
+
+    monkeypatch.setattr(background, "write_checkpoint", waiting)
+    yield event
+    event.set()
+
+
+def test_changes_after_the_call_are_not_saved(tmp_path, writer, held):
+    weight = torch.nn.Parameter(torch.ones(3, 4, 2, 2).to(memory_format=torch.channels_last))
+    state = {"weight": weight, "tied": weight, "steps": [1], "expanded": torch.ones(1).expand(5)}
+    saved = []
+    writer.write(state, tmp_path / "a.pth", pytest.fail, saved.append)
+    with torch.no_grad():
+        weight.zero_()
+    state["steps"].append(2)
+    held.set()
+    writer.wait()
+    assert saved == [tmp_path / "a.pth"]
+    content = load_checkpoint(tmp_path / "a.pth")
+    assert content["weight"].equal(torch.ones(3, 4, 2, 2))
+    assert content["weight"].stride() == weight.stride()
+    assert content["weight"].data_ptr() == content["tied"].data_ptr()
+    assert content["steps"] == [1]
+    assert content["expanded"].tolist() == [1] * 5
+
+
+def test_next_checkpoint_reuses_the_copies_after_the_previous_write(tmp_path, writer):
+    weight, other = torch.zeros(3), torch.zeros(2)
+    for number in range(3):
+        weight.fill_(number)
+        writer.write(
+            {"weight": weight, "other": other[number:]}, tmp_path / f"{number}.pth", pytest.fail, str
+        )
+    writer.wait()
+    for number in range(3):
+        content = load_checkpoint(tmp_path / f"{number}.pth")
+        assert content["weight"].tolist() == [number] * 3
+        assert len(content["other"]) == 2 - number
+
+
+def test_error_of_a_write_is_raised_once_by_the_next_call(tmp_path, writer):
+    (tmp_path / "taken.pth").mkdir()
+    writer.write({"a": torch.ones(1)}, tmp_path / "taken.pth", pytest.fail, pytest.fail)
+    with pytest.raises(CheckpointError, match=r"taken\.pth cannot be written"):
+        writer.write({"a": torch.ones(1)}, tmp_path / "next.pth", pytest.fail, pytest.fail)
+    writer.wait()
+    assert not (tmp_path / "next.pth").exists()
+
+
+def test_keys_with_the_same_name_and_different_views_are_copied_separately(tmp_path, writer):
+    base = torch.complex(torch.ones(2), torch.ones(2))
+    content = {1: torch.zeros(2), "1": torch.ones(2), "z": base, "c": base.conj()}
+    for number in range(2):
+        writer.write(content, tmp_path / f"{number}.pth", pytest.fail, str)
+    writer.wait()
+    for number in range(2):
+        saved = load_checkpoint(tmp_path / f"{number}.pth")
+        assert saved[1].tolist() == [0, 0]
+        assert saved["1"].tolist() == [1, 1]
+        assert torch.equal(saved["c"], saved["z"].conj())
+
+
+def test_first_write_in_inference_mode_does_not_prevent_the_next(tmp_path, writer):
+    with torch.inference_mode():
+        writer.write({"a": torch.ones(2)}, tmp_path / "0.pth", pytest.fail, str)
+    writer.write({"a": torch.zeros(2)}, tmp_path / "1.pth", pytest.fail, str)
+    writer.wait()
+    assert load_checkpoint(tmp_path / "1.pth")["a"].tolist() == [0, 0]
+
+
+def test_tensors_of_a_subclass_or_with_attributes_are_saved_as_plain_tensors(tmp_path, writer):
+    class Image(torch.Tensor):
+        pass
+
+    named = torch.ones(2)
+    named.note = object()
+    writer.write(
+        {"image": torch.ones(2).as_subclass(Image), "named": named}, tmp_path / "a.pth", pytest.fail, str
+    )
+    writer.wait()
+    saved = load_checkpoint(tmp_path / "a.pth")
+    assert type(saved["image"]) is type(saved["named"]) is torch.Tensor

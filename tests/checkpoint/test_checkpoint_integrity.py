@@ -1,0 +1,96 @@
+"""Damaged checkpoint files are recognized, whichever byte is wrong."""
+
+import random
+import zipfile
+from contextlib import suppress
+
+import pytest
+import torch
+
+from slipstream.checkpoint import load_checkpoint, save_checkpoint
+from slipstream.checkpoint.integrity import verify
+from slipstream.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a checkpoint's content and the bytes of its file."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {f"layer{i}.weight": torch.randn(64, 64, generator=generator) for i in range(8)}
+    content = {"meta": {"iter": 3, "epoch": 1, "cfg": "lr: 0.1\n" * 20}, "state_dict": weights}
+    path = tmp_path_factory.mktemp("saved") / "a.pth"
+    save_checkpoint(content, path, pytest.fail)
+    return content, path.read_bytes()
+
+
+def assert_recognized(damaged, content, path):
+    """Check that loading raises an error, unless the damage is in bytes that are never read."""
+    path.write_bytes(damaged)
+    with suppress(CheckpointError):
+        found = load_checkpoint(path)
+        assert found["meta"] == content["meta"]
+        torch.testing.assert_close(found["state_dict"], content["state_dict"], rtol=0, atol=0)
+
+
+def spots(size, count=150):
+    """Return positions all over a file, and more of them in its first and last bytes."""
+    draw = random.Random(0)
+    ranges = [(0, size), (0, 2000), (size - 3000, size)]
+    return [draw.randrange(*limits) for limits in ranges for _ in range(count)]
+
+
+def test_flipped_bits(saved, tmp_path):
+    content, good = saved
+    for number, spot in enumerate(spots(len(good))):
+        damaged = bytearray(good)
+        damaged[spot] ^= 1 << number % 8
+        assert_recognized(bytes(damaged), content, tmp_path / "a.pth")
+
+
+def test_zeroed_sectors(saved, tmp_path):
+    content, good = saved
+    for start in range(0, len(good), 4096):
+        damaged = good[:start] + bytes(len(good[start : start + 512])) + good[start + 512 :]
+        assert_recognized(damaged, content, tmp_path / "a.pth")
+
+
+def test_truncated_files(saved, tmp_path):
+    _, good = saved
+    path = tmp_path / "a.pth"
+    for size in (0, 1, 100, *range(1000, len(good), 5003), len(good) - 1):
+        path.write_bytes(good[:size])
+        with pytest.raises(CheckpointError, match=r"a\.pth"):
+            load_checkpoint(path)
+
+
+def test_error_names_the_file_and_the_entry(saved, tmp_path):
+    path = tmp_path / "a.pth"
+    path.write_bytes(saved[1])
+    with zipfile.ZipFile(path) as archive:
+        entry = next(info for info in archive.infolist() if info.filename.endswith("data/3"))
+    damaged = bytearray(saved[1])
+    damaged[entry.header_offset + 5000] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(
+        CheckpointError, match=rf"{path} is damaged: the checksum of {entry.filename} does not match"
+    ):
+        load_checkpoint(path)
+
+
+def test_files_without_checksums_are_not_verified(tmp_path):
+    path = tmp_path / "old.pth"
+    torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    verify(path)
+    assert torch.equal(load_checkpoint(path)["a"], torch.ones(2))
+
+
+def test_part_of_a_file(saved, tmp_path):
+    path = tmp_path / "parts"
+    damaged = bytearray(saved[1])
+    damaged[8000] ^= 1
+    path.write_bytes(saved[1] + bytes(damaged) + saved[1])
+    size = len(damaged)
+    verify(path, 0, size)
+    verify(path, 2 * size, size)
+    with pytest.raises(CheckpointError, match="checksum"):
+        verify(path, size, size)

@@ -1,0 +1,106 @@
+"""Saved optimizer states are compared with the optimizers that load them."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from slipstream.checkpoint import check_optimizer
+from slipstream.errors import CheckpointError
+
+OPTIONS = [
+    ("SGD", {}),
+    ("SGD", dict(momentum=0.9)),
+    ("Adam", dict(amsgrad=True)),
+    ("AdamW", {}),
+    ("NAdam", {}),
+    ("RAdam", {}),
+    ("Adamax", {}),
+    ("Adagrad", {}),
+    ("Adadelta", {}),
+    ("ASGD", {}),
+    ("RMSprop", dict(centered=True, momentum=0.9)),
+    ("Rprop", {}),
+    ("Adafactor", {}),
+    ("LBFGS", {}),
+]
+
+
+def optimizer(name, options):
+    torch.manual_seed(0)
+    net = nn.Linear(3, 2)
+    return net, getattr(torch.optim, name)(net.parameters(), lr=0.01, **options)
+
+
+def saved_state(name, options):
+    net, optim = optimizer(name, options)
+
+    def closure():
+        optim.zero_grad()
+        loss = net(torch.ones(1, 3)).square().sum()
+        loss.backward()
+        return loss
+
+    optim.step(closure)
+    file = io.BytesIO()
+    torch.save(optim.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS, ids=str)
+def test_state_of_the_same_optimizer_is_accepted(name, options):
+    warnings = []
+    check_optimizer(
+        optimizer(name, options)[1], saved_state(name, options), "optimizer", "a.pth", warnings.append
+    )
+    assert not warnings
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS[2:12], ids=str)
+def test_each_entry_that_the_optimizer_needs_is_required(name, options):
+    saved = saved_state(name, options)
+    for key in saved["state"][0]:
+        changed = copy.deepcopy(saved)
+        del changed["state"][0][key]
+        with pytest.raises(CheckpointError, match=rf"'optimizer\.state\[0\]\.{key}' is missing"):
+            check_optimizer(optimizer(name, options)[1], changed, "optimizer", "a.pth")
+
+
+@pytest.mark.parametrize(("name", "options"), OPTIONS[1:12], ids=str)
+def test_each_entry_must_have_the_shape_of_the_parameter(name, options):
+    saved = saved_state(name, options)
+    for key in saved["state"][0]:
+        changed = copy.deepcopy(saved)
+        changed["state"][0][key] = torch.zeros(7, 7)
+        with pytest.raises(CheckpointError, match=rf"'optimizer\.state\[0\]\.{key}' must be"):
+            check_optimizer(optimizer(name, options)[1], changed, "optimizer", "a.pth")
+
+
+def test_other_groups_and_parameters_are_rejected():
+    saved = saved_state("SGD", {})
+    net = nn.Linear(3, 2)
+    two = torch.optim.SGD([dict(params=[net.weight]), dict(params=[net.bias])], lr=0.1)
+    with pytest.raises(CheckpointError, match=r"1 groups with \[2\] parameters, but the optimizer has 2"):
+        check_optimizer(two, saved, "optimizer", "a.pth")
+    saved["param_groups"][0]["params"] = [1, 0]
+    with pytest.raises(CheckpointError, match="in ascending order"):
+        check_optimizer(optimizer("SGD", {})[1], saved, "optimizer", "a.pth")
+
+
+def test_subclass_with_entries_of_its_own_is_accepted():
+    class Mine(torch.optim.SGD):
+        pass
+
+    saved = saved_state("SGD", dict(momentum=0.9))
+    saved["state"][0]["history"] = [1, 2]
+    check_optimizer(Mine(nn.Linear(3, 2).parameters(), lr=0.1), saved, "optimizer", "a.pth")
+
+
+def test_lost_states_are_reported():
+    saved, lines = saved_state("Adam", {}), []
+    del saved["state"][1]
+    check_optimizer(optimizer("Adam", {})[1], saved, "optimizer", "a.pth", lines.append)
+    assert "no entries for the parameters [1]" in lines[0]

@@ -1,0 +1,162 @@
+"""Hostile checkpoints: they execute nothing, allocate no more than their size, and remove no other files."""
+
+import os
+import pickle
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import save
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+from slipstream.checkpoint import load_checkpoint, read_meta, remove_checkpoint, verify_checkpoint
+from slipstream.errors import CheckpointError
+
+
+class Evil:
+    """An object that leaves a file when it is unpickled."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+@pytest.fixture
+def marker(tmp_path):
+    return tmp_path / "was_here"
+
+
+def pickles(tmp_path, marker):
+    """Yield files whose unpickling would leave `marker`."""
+    evil = Evil(marker)
+    contents = [
+        evil,
+        {"state_dict": {"w": torch.ones(2)}, "meta": {"a": [{"b": (evil,)}]}},
+        {"state_dict": {"w": torch.ones(2), evil: 1}},
+        {"message_hub": {"runtime_info": {"x": evil}}},
+    ]
+    for number, content in enumerate(contents):
+        torch.save(content, tmp_path / f"zip{number}.pth")
+        torch.save(content, tmp_path / f"old{number}.pth", _use_new_zipfile_serialization=False)
+        yield from (tmp_path / f"zip{number}.pth", tmp_path / f"old{number}.pth")
+    (tmp_path / "plain.pth").write_bytes(pickle.dumps({"meta": evil}))
+    yield tmp_path / "plain.pth"
+    with zipfile.ZipFile(tmp_path / "nested.pth", "w") as archive:  # a pickle at every name that torch reads
+        for name in ("data.pkl", "constants.pkl", ".data/serialization_id", "version", "byteorder", "code/x.py",
+                     "../../data.pkl", "/data.pkl", ".metadata", "data/0"):  # fmt: skip
+            archive.writestr(f"archive/{name}", pickle.dumps(evil))
+    yield tmp_path / "nested.pth"
+
+
+def test_pickles_are_not_executed(tmp_path, marker):
+    files = list(pickles(tmp_path, marker))
+    for path in files:
+        for read in (load_checkpoint, read_meta):
+            with pytest.raises(CheckpointError, match=path.name):
+                read(path)
+        assert not marker.exists(), path
+    os.system(f"touch {marker}")  # the attack works
+    assert marker.exists()
+
+
+@pytest.fixture
+def sharded(tmp_path, marker):
+    """A folder as written by torch for a sharded checkpoint, with a hostile `.metadata`."""
+    folder = tmp_path / "x.sharded"
+    save({"w": torch.arange(4.0)}, storage_writer=FileSystemWriter(folder), no_dist=True)
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(marker)))
+    name = next(path.name for path in folder.glob("*.distcp"))
+
+    def write(file=name, start=0, length=None):
+        length = (folder / name).stat().st_size if length is None else length
+        parts = [([0], [4], file, start, length)]
+        entry = {"path": ["state_dict", "w"], "dtype": torch.float32, "shape": [4], "parts": parts}
+        content = {"checkpoint": {"state_dict": {"w": None}, "meta": {}}, "index": {"0/w": entry}}
+        torch.save(content, folder / "plain.pth")
+        return folder
+
+    return write
+
+
+def test_metadata_of_a_sharded_checkpoint_is_not_read(sharded, marker):
+    folder = sharded()
+    verify_checkpoint(folder)
+    assert load_checkpoint(folder)["state_dict"]["w"].tolist() == [0, 1, 2, 3]
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../secret", "..", "", "a/b", "."])
+def test_shards_outside_the_folder_are_not_read(sharded, name):
+    folder = sharded(file=name)
+    for read in (load_checkpoint, verify_checkpoint):
+        with pytest.raises(CheckpointError, match="outside the checkpoint"):
+            read(folder)
+
+
+def test_a_shard_that_is_a_pickle_is_not_executed(sharded, marker):
+    folder = sharded()
+    shard = next(folder.glob("*.distcp"))
+    torch.save(Evil(marker), shard)
+    sharded(file=shard.name)
+    with pytest.raises(CheckpointError):
+        load_checkpoint(folder)
+    shard.write_bytes(pickle.dumps(Evil(marker)))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(sharded(file=shard.name))
+    assert not marker.exists()
+
+
+def test_compressed_entries_are_refused_before_they_are_read(tmp_path):
+    torch.save({"state_dict": {"w": torch.zeros(1000)}}, tmp_path / "x.pth")
+    bomb = tmp_path / "bomb.pth"
+    with zipfile.ZipFile(tmp_path / "x.pth") as old, zipfile.ZipFile(bomb, "w", zipfile.ZIP_DEFLATED) as new:
+        for entry in old.infolist():
+            new.writestr(entry.filename, old.read(entry))
+    assert torch.load(bomb, weights_only=True)["state_dict"]["w"].shape == (1000,)  # torch expands it
+    with pytest.raises(CheckpointError, match=r"bomb\.pth is refused: its entry .*/data.pkl is compressed"):
+        load_checkpoint(bomb)
+
+
+def test_entries_that_share_bytes_are_refused(tmp_path):
+    path = tmp_path / "x.pth"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", bytes(5000))
+        for number in range(10):
+            copy = zipfile.ZipInfo(f"x/data/{number}")
+            first = archive.infolist()[0]
+            copy.header_offset, copy.CRC = first.header_offset, first.CRC
+            copy.file_size = copy.compress_size = first.file_size
+            archive.filelist.append(copy)
+            archive.NameToInfo[copy.filename] = copy
+    with pytest.raises(CheckpointError, match=r"x\.pth is damaged: its entries are larger than the file"):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("name", ["../victim.pth", "link/victim.pth", "a/../../victim.pth", "{victim}", ".", "..",
+                                  "", "../victim.sharded", "link", "link/victim.sharded"])  # fmt: skip
+def test_nothing_outside_the_folder_is_removed(tmp_path, name):
+    work_dir, outside = tmp_path / "work", tmp_path / "outside"
+    for folder in (work_dir, outside, outside / "victim.sharded", tmp_path / "victim.sharded"):
+        folder.mkdir()
+    victims = [tmp_path / "victim.pth", outside / "victim.pth", outside / "victim.sharded" / "x",
+               tmp_path / "victim.sharded" / "x"]  # fmt: skip
+    for path in victims:
+        path.touch()
+    (work_dir / "link").symlink_to(outside)
+    remove_checkpoint(work_dir, name.format(victim=victims[0]))
+    assert all(path.exists() for path in victims)
+    assert work_dir.is_dir()
+
+
+def test_links_to_checkpoints_are_removed_but_not_followed(tmp_path):
+    target, work_dir = tmp_path / "big.sharded", tmp_path / "real"
+    target.mkdir()
+    work_dir.mkdir()
+    (work_dir / "epoch_1.sharded").symlink_to(target)
+    (tmp_path / "work").symlink_to(work_dir)  # the work_dir itself may be a link
+    remove_checkpoint(tmp_path / "work", "epoch_1.sharded")
+    assert target.is_dir()
+    assert not Path(work_dir / "epoch_1.sharded").is_symlink()

@@ -1,0 +1,176 @@
+"""Hostile configuration files: they execute nothing, and do not exhaust time or memory."""
+
+import contextlib
+import sys
+import time
+
+import pytest
+
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+
+EVIL = "from pathlib import Path\nPath(__file__).with_name('was_here').touch()\n"
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, text):
+        (tmp_path / name).write_text(text)
+        return tmp_path / name
+
+    return write
+
+
+@pytest.fixture
+def evil(tmp_path, monkeypatch):
+    """A module that leaves a file when it is executed; the fixture returns a function that tells whether it was."""
+    (tmp_path / "evil_module.py").write_text(EVIL)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield (tmp_path / "was_here").exists
+    sys.modules.pop("evil_module", None)
+
+
+def nested(levels):
+    return "[" * levels + "]" * levels
+
+
+LISTS = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+    f"a{i}: &a{i} [{','.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 10)
+)
+MERGES = "a0: &a0 {k: 1, l: 2}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{','.join([f'*a{i - 1}'] * 10)}]}}\n" for i in range(1, 10)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix", "message"),
+    [
+        (LISTS, "yaml", r"<string>:5: the aliases stand for more than 100,000 values"),
+        (MERGES, "yaml", r"<string>:6: the aliases stand for more than 100,000 values"),
+        ("a: " + "[" * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
+        ("a: " + "{a: " * 100_000, "yaml", r"<string>:1: .*nested too deeply; the limit is 100"),
+        ("\n".join(" " * i + "a:" for i in range(200)), "yaml", r"<string>:100: .*nested too deeply"),
+        ('{"a": ' + nested(100_000) + "}", "json", "nested too deeply"),
+        ('{"a": ' + nested(150) + "}", "json", "nested too deeply; the limit is 100"),
+        ("a = " + nested(100_000), "toml", "nested too deeply"),
+        ("a = " + nested(150), "toml", "nested too deeply; the limit is 100"),
+        ("a = " + "-" * 100_000 + "1", "py", "nested too deeply"),
+        ("a = []\nfor _ in range(150): a = [a]", "py", "nested too deeply; the limit is 100"),
+    ],
+)
+def test_bombs_are_refused_at_once(text, suffix, message):
+    begin = time.process_time()
+    with pytest.raises(ConfigError, match=message):
+        Config.fromstring(text, suffix)
+    assert time.process_time() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("text", "suffix"),
+    [
+        ("a: '{{ $A:" + " " * 50_000 + "'", "yaml"),
+        ("a: '" + "{{ $A:" * 20_000 + "'", "yaml"),
+        ('{"a": "' + r"\"" * 50_000 + '{{ $A:1 }}"}', "json"),
+        ('{"a": [' + ", ".join(["{{ $A:1 }}"] * 2_000) + "]}", "json"),
+        ('{"a": ' + "9" * 10_000 + "}", "json"),
+        ("a = " + "9" * 10_000, "toml"),
+        ('a = """' + r"\"" * 50_000 + "{{ $A:1 }}", "toml"),
+    ],
+)
+def test_long_values_take_linear_time(text, suffix):
+    begin = time.process_time()
+    with contextlib.suppress(ConfigError):
+        Config.fromstring(text, suffix)
+    assert time.process_time() - begin < 2
+
+
+@pytest.mark.parametrize("text", ["a: '%s'", "a: [%s]"])
+def test_bases_that_multiply_are_refused_at_once(write, text):
+    write("b0.yaml", "a: xxxxxxxxxx\n")
+    for number in range(1, 10):
+        copies = "{{ _base_.a }}, " * 10
+        write(f"b{number}.yaml", f"_base_: b{number - 1}.yaml\n{text % copies}\n")
+    begin = time.process_time()
+    with pytest.raises(
+        ConfigError, match=r"b\d\.yaml:2: the placeholders `_base_` stand for more than 100,000"
+    ):
+        Config.fromfile(write("c.yaml", "_base_: b9.yaml\n"))
+    assert time.process_time() - begin < 1
+
+
+def test_ordinary_aliases_and_depths_are_read():
+    text = (
+        "a: &a {x: 1}\n"
+        + "".join(f"b{i}: {{<<: *a, y: [*a, *a]}}\n" for i in range(50))
+        + f"c: {nested(95)}\n"
+    )
+    cfg = Config.fromstring(text, "yaml")
+    assert cfg.b49 == {"x": 1, "y": [{"x": 1}, {"x": 1}]}
+
+
+@pytest.mark.parametrize("name", ["evil_module", "json.evil_module", "slipstream_evil", "unittest.__main__",
+                                  "torch.__main__", "slipstream.__main__", "antigravity"])  # fmt: skip
+@pytest.mark.parametrize("suffix", ["yaml", "json", "toml"])
+def test_a_data_file_does_not_import_modules(write, evil, name, suffix):
+    text = {"yaml": "custom_imports: {imports: [%s], allow_failed_imports: true}", "json":
+            '{"custom_imports": {"imports": ["%s"]}}', "toml": 'custom_imports = {imports = ["%s"]}'}  # fmt: skip
+    before = set(sys.modules)
+    with pytest.raises(
+        ConfigError, match=rf"custom_imports: the module '{name}'.*a\.{suffix}.*--trust.*trust=True"
+    ):
+        Config.fromfile(write(f"a.{suffix}", text[suffix] % name))
+    assert name not in set(sys.modules) - before
+    assert not evil()
+
+
+def test_a_trusted_data_file_imports_modules(write, evil):
+    path = write("a.yaml", "custom_imports: {imports: [evil_module]}\n")
+    Config.fromfile(path, trust=True)
+    assert evil()
+    Config.fromfile(path)  # the program has imported the module already
+
+
+def test_a_python_file_is_trusted_with_its_bases(write, evil):
+    write("base.yaml", "_base_: inner.py\ncustom_imports: {imports: [evil_module]}\n")
+    write("inner.py", "x = 1\n")
+    assert Config.fromfile(write("a.py", "_base_ = 'base.yaml'\n")).x == 1
+    assert evil()
+
+
+@pytest.mark.parametrize("base", ["evil_module.py", "EVIL.PY", "middle.yaml"])
+def test_a_data_file_does_not_execute_a_python_base(write, evil, base):
+    write("EVIL.PY", EVIL)
+    write("middle.yaml", "_base_: evil_module.py\n")
+    path = write("a.yaml", f"_base_: {base}\n")
+    with pytest.raises(ConfigError, match=r"_base_: .*is a data file.*--trust"):
+        Config.fromfile(path)
+    with pytest.raises(ConfigError, match="--trust"):
+        Config.fromstring(f"_base_: {path.parent}/{base}", "yaml")
+    assert not evil()
+    if base != "EVIL.PY":
+        Config.fromfile(path, trust=True)
+        assert evil()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: !!python/object/apply:os.system ['touch was_here']\n",
+        "a: !!python/name:os.system\n",
+        "!!python/module:evil_module\n",
+        "type: os.system\ncommand: touch was_here\n",
+    ],
+)
+def test_yaml_tags_and_types_execute_nothing(text, evil, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    try:
+        cfg = Config.fromstring(text, "yaml")
+    except ConfigError:
+        cfg = None
+    if cfg is not None:
+        from slipstream.registry import FUNCTIONS, HOOKS, MODELS
+
+        for registry in (MODELS, HOOKS, FUNCTIONS):
+            with pytest.raises(ConfigError, match="is not a registered"):
+                registry.build(cfg)
+    assert not evil()

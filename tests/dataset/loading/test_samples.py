@@ -1,0 +1,243 @@
+"""Failing samples are named, and replaced if asked."""
+
+import re
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.data import ConcatDataset, Dataset, IterableDataset, Subset, TensorDataset
+
+from slipstream.dataset import ClassBalancedDataset, ImageMaskFolder, RepeatDataset
+from slipstream.dataset.loading.loader import build_dataloader, set_epoch
+from slipstream.dataset.loading.sample_index import SampleIndex
+from slipstream.dataset.loading.samples import describe_sample, skipped_samples
+from slipstream.dataset.loading.waiting import stop_workers
+from slipstream.dataset.loading.workers import end_workers
+from slipstream.errors import ConfigError, DataError
+
+
+class Samples(Dataset):
+    """Samples 0 to 19 and a random number; `faulty` ones raise `error`."""
+
+    def __init__(self, faulty=(), error=ValueError, size=20):
+        self.faulty, self.error, self.size = set(faulty), error, size
+
+    def __len__(self):
+        return self.size
+
+    def __getitem__(self, index):
+        if index in self.faulty:
+            raise self.error("damaged")
+        return int(index), torch.rand(()).item()
+
+
+def build(dataset, seed=5, **options):
+    options = dict(batch_size=4, sampler=dict(type="DefaultSampler", shuffle=False)) | options
+    return build_dataloader(dict(dataset=dataset, **options), seed, "train_dataloader", training=True)
+
+
+def content(loader, epoch=0, start=0):
+    set_epoch(loader, epoch, start)
+    batches = iter(loader)
+    try:
+        return [tuple(zip(*(part.tolist() for part in batch), strict=True)) for batch in batches]
+    finally:
+        if not loader.persistent_workers:
+            stop_workers(batches)  # otherwise an error's traceback would keep them alive
+
+
+def notes(error):
+    """Return the text of an error and its notes, which a worker sends as part of its traceback."""
+    return "".join(traceback.format_exception(error))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("error", [ValueError, OSError, DataError, KeyError])
+def test_sample_error_keeps_its_type_and_names_the_sample(error, workers):
+    loader = build(Samples([6], error), num_workers=workers)
+    with pytest.raises(error, match="damaged") as caught:
+        content(loader)
+    assert "(sample 6 of Samples)" in notes(caught.value)
+    if error is DataError:
+        assert (str(caught.value), caught.value.__notes__) == ("damaged", ["(sample 6 of Samples)"])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_of_a_sample_does_not_end_the_epoch(workers):
+    loader = build(Samples([6], StopIteration), num_workers=workers)
+    with pytest.raises(DataError, match=r"sample 6 of Samples raised StopIteration.*end the epoch early"):
+        content(loader)
+
+
+def test_collate_fn_error_names_the_samples_of_the_batch():
+    def collate(samples):
+        if samples[0][0] == 8:
+            next(iter(()))
+        return [torch.tensor([value for value, _ in samples])]
+
+    with pytest.raises(DataError, match=r"batch of samples 8, 9, 10, 11 of Samples raised StopIteration"):
+        list(build(Samples(), collate_fn=collate))
+
+    def fails(samples):
+        raise RuntimeError("stack expects each tensor to be equal size")
+
+    with pytest.raises(RuntimeError) as caught:
+        list(build(Samples(), collate_fn=fails, batch_size=12))
+    assert caught.value.__notes__ == ["(the batch of samples 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, ... of Samples)"]
+
+
+# ---- the file of a sample --------------------------------------------------------------------------------------------
+
+
+class Files(Samples):
+    """A dataset with one more attribute."""
+
+    def __init__(self, name, value):
+        super().__init__(size=3)
+        setattr(self, name, value)
+
+    def get_cat_ids(self, index):
+        return [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "file"),
+    [
+        ("samples", [("a/0.png", 0), ("a/1.png", 0), ("b/2.png", 1)], "b/2.png"),
+        ("image_paths", [Path("a"), Path("b"), Path("c d")], "c d"),
+        ("data_list", [{}, {}, {"img_path": "2.jpg", "seg_map_path": "2.png"}], "2.jpg"),
+        ("get_data_info", lambda index: {"img_path": f"{index}.jpg"}, "2.jpg"),
+        ("images", [torch.zeros(1)] * 3, None),
+        ("samples", ["a sentence.", "and one", "a third sentence, e.g. one with a dot"], None),
+        ("samples", [], None),
+    ],
+)
+def test_file_of_a_sample_is_found_in_the_usual_attributes_and_through_wrappers(name, value, file):
+    data = Files(name, value)
+    wanted = f" ('{file}')" if file else ""
+    assert describe_sample(data, 2) == f"sample 2 of Files{wanted}"
+    wrapped = {
+        1: Subset(data, [0, 2]),
+        5: ConcatDataset([data, data]),
+        8: RepeatDataset(data, 3),
+        2: ClassBalancedDataset(data, 0.1),
+    }
+    for index, dataset in wrapped.items():
+        assert describe_sample(dataset, index) == f"sample {index} of {type(dataset).__name__}{wanted}"
+
+
+def test_error_for_a_damaged_image_names_its_index_and_file(tmp_path):
+    from PIL import Image
+
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+        for number in range(3):
+            Image.new("L" if folder == "masks" else "RGB", (4, 4)).save(tmp_path / folder / f"{number}.png")
+    (tmp_path / "images" / "1.png").write_bytes(b"not an image")
+    loader = build(ImageMaskFolder(tmp_path, "images", "masks", ["a"]), batch_size=1)
+    with pytest.raises(DataError) as caught:
+        list(loader)
+    assert caught.value.__notes__ == [f"(sample 1 of ImageMaskFolder ('{tmp_path}/images/1.png'))"]
+
+
+# ---- skip_errors -----------------------------------------------------------------------------------------------------
+
+
+def test_replacement_depends_only_on_seed_epoch_and_index():
+    faulty = [3, 4, 11]
+    kept, wanted = build(Samples()), {}
+    for epoch in (0, 1):
+        wanted[epoch] = dict(sample for batch in content(kept, epoch) for sample in batch)
+    one = build(Samples(faulty), skip_errors=3)
+    two = build(Samples(faulty), skip_errors=3, num_workers=2, persistent_workers=True)
+    replacements = {}
+    for epoch in (0, 1):
+        batches = content(one, epoch)
+        assert content(two, epoch) == batches
+        assert content(build(Samples(faulty), skip_errors=3), epoch, start=2) == batches[2:], "resumed"
+        read = [sample for batch in batches for sample in batch]
+        for index, (found, draw) in enumerate(read):
+            assert found not in faulty
+            assert index in faulty or found == index
+            assert draw == wanted[epoch][found], "augmented as in any other position"
+        replacements[epoch] = [read[index][0] for index in faulty]
+    assert replacements[0] != replacements[1]
+    other = [s for batch in content(build(Samples(faulty), seed=6, skip_errors=3)) for s in batch]
+    assert [other[index][0] for index in faulty] != replacements[0]
+    for loader in (one, two):
+        assert skipped_samples(loader.dataset) == "3 of 20 samples: 3, 4, 11", "counted across processes"
+    end_workers(two)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_more_failing_samples_than_allowed_are_an_error_that_names_the_last(workers):
+    loader = build(Samples([3, 4, 11]), skip_errors=2, num_workers=workers)
+    with pytest.raises(
+        DataError, match=r"3 samples raised an error, more than skip_errors=2; .* 11 .* ValueError: damaged"
+    ):
+        content(loader)
+
+
+def test_each_skipped_sample_is_logged_once_with_its_error(capsys):
+    loader = build(Samples([2, 3]), skip_errors=2)
+    content(loader)
+    content(loader)
+    lines = re.findall("Skipped sample .*", capsys.readouterr().err)
+    assert lines == [f"Skipped sample {i} of Samples: ValueError: damaged" for i in (2, 3)]
+
+
+def test_dataset_whose_samples_all_fail_is_an_error():
+    with pytest.raises(DataError, match="all 4 samples of Samples raise errors"):
+        content(build(Samples(range(4), size=4), skip_errors=9))
+
+
+def test_without_failing_samples_nothing_changes():
+    assert content(build(Samples(), skip_errors=2)) == content(build(Samples()))
+    assert skipped_samples(build(Samples(), skip_errors=2).dataset) == ""
+    assert skipped_samples(TensorDataset(torch.zeros(2))) == ""
+
+
+def test_sample_without_a_number_cannot_be_replaced():
+    class Named(Samples):
+        def __getitem__(self, index):
+            raise ValueError("damaged")
+
+    loader = build(Named(), sampler=["a", "b"], skip_errors=2)
+    with pytest.raises(ValueError, match="damaged") as caught:
+        list(loader)
+    assert caught.value.__notes__ == ["(sample a of Named)"]
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(4))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options", "training", "message"),
+    [
+        (Samples(), dict(skip_errors=True), True, "skip_errors: must be int of at least 0"),
+        (Samples(), dict(skip_errors=-1), True, "skip_errors: must be int of at least 0, not -1"),
+        (Samples(), dict(skip_errors=1.5), True, "skip_errors: must be int of at least 0"),
+        (Samples(), dict(skip_errors=1), False, "skip_errors: is only supported for training"),
+        (Stream(), dict(skip_errors=1), True, "skip_errors: does not support iterable datasets"),
+        (Samples(), dict(skip_error=1), True, "no option 'skip_error'; did you mean 'skip_errors'"),
+    ],
+)
+def test_invalid_options_are_refused(dataset, options, training, message):
+    with pytest.raises(ConfigError, match=message):
+        build_dataloader(dict(dataset=dataset, **options), 1, "train_dataloader", training)
+
+
+def test_sample_index_of_the_replacement_has_seed_and_epoch():
+    seen = []
+
+    class Recorded(Samples):
+        def __getitem__(self, index):
+            seen.append(index)
+            return super().__getitem__(index)
+
+    content(build(Recorded([0]), skip_errors=1), epoch=3)
+    assert isinstance(seen[1], SampleIndex)
+    assert (seen[1].seed, seen[1].epoch) == (5, 3)

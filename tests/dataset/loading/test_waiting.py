@@ -1,0 +1,291 @@
+"""Waiting for batches: warnings, timeouts, dead workers, and shared memory that is full, with real processes."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from slipstream.dataset.loading.collate import pseudo_collate
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.waiting import STALL_WARNING, Loading, explain_worker_errors
+from slipstream.errors import ConfigError, DataLoaderError, SlipstreamError
+
+
+class Slow(Dataset):
+    """6 samples; sample 2 takes `seconds`, or kills its process."""
+
+    def __init__(self, seconds=0.0, kill=None):
+        self.seconds, self.kill = seconds, kill
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        if index == 2 and self.kill:
+            os.kill(os.getpid(), self.kill)
+        if index == 2:
+            time.sleep(self.seconds)
+        return int(index)
+
+
+def build(dataset, **options):
+    options = dict(sampler=dict(type="DefaultSampler", shuffle=False)) | options
+    return build_dataloader(dict(dataset=dataset, **options), 0, "train_dataloader", training=True)
+
+
+def read(loader):
+    """Return the batches and the warnings of one pass."""
+    warnings = []
+    loading = Loading(loader, "train_dataloader", warnings.append)
+    try:
+        with explain_worker_errors("train_dataloader"):
+            return [batch.tolist() for batch in loading], warnings
+    finally:
+        loading.close()
+
+
+def watchers():
+    return [thread for thread in threading.enumerate() if thread.name == "slipstream-stall-warning"]
+
+
+def test_slow_sample_in_the_process_of_the_run_warns_with_its_place():
+    batches, warnings = read(build(Slow(1.3), stall_warning=0.2))
+    assert batches == [[i] for i in range(6)]
+    assert len(warnings) in (2, 3), "the time between warnings doubles"
+    assert warnings[0].startswith("train_dataloader: no batch for 0.2")
+    assert "after 2 batches" in warnings[0]
+    assert f"in __getitem__ ({__file__}:" in warnings[0]
+    assert "train_dataloader.timeout=SECONDS" in warnings[0]
+
+
+def test_slow_worker_warns_with_its_pid():
+    batches, warnings = read(build(Slow(0.6), stall_warning=0.3, num_workers=1))
+    assert batches == [[i] for i in range(6)]
+    assert warnings
+    assert "A worker process (pid " in warnings[0]
+
+
+@pytest.mark.parametrize("seconds", [0, 0.5])
+def test_no_warning_when_batches_arrive_in_time_or_the_step_is_slow(seconds):
+    warnings = []
+    for batch in Loading(build(Slow(), stall_warning=seconds), "train_dataloader", warnings.append):
+        time.sleep(0.8 if batch == 0 else 0)  # the consumer, not the loader
+    assert warnings == []
+
+
+def test_thread_ends_with_the_pass_and_with_close():
+    before = set(watchers())
+    loading = Loading(build(Slow(), stall_warning=0.1), "train_dataloader", print)
+    batches = iter(loading)
+    next(batches)
+    (thread,) = set(watchers()) - before
+    loading.close()
+    thread.join(5)
+    assert not thread.is_alive()
+    read(build(Slow(), stall_warning=0))
+    assert set(watchers()) <= before
+
+
+def test_default_is_a_warning_after_a_minute_for_every_loader():
+    assert STALL_WARNING == 60
+    for loader in (build(Slow()), DataLoader(Slow()), build(DataLoader(Slow()))):
+        assert Loading(loader, "train_dataloader", print).seconds == 60
+
+
+def test_timeout_is_an_error_that_names_the_option_and_ends_the_worker(monkeypatch):
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
+    )  # torch waits 5 s before it kills
+    loader = build(Slow(60), num_workers=1, timeout=1, multiprocessing_context="fork")
+    loading = Loading(loader, "val_dataloader", print)
+    worker = loading._iterator._workers[0]
+    start = time.monotonic()
+    message = r"no batch arrived within 1 s \(val_dataloader.timeout\)"
+    with pytest.raises(DataLoaderError, match=message), explain_worker_errors("val_dataloader"):
+        list(loading)
+    assert time.monotonic() - start < 5
+    loading.close()
+    assert not worker.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("number", "message"),
+    [
+        (
+            signal.SIGKILL,
+            r"out of memory.*Lower num_workers|died while it sent a batch",
+        ),
+        (signal.SIGABRT, r"train_dataloader: .*worker.*num_workers=0 to see the error"),
+    ],
+)
+def test_dead_worker_is_named_with_a_remedy(number, message):
+    loader = build(Slow(kill=number), num_workers=1)
+    with pytest.raises(RuntimeError, match=message) as caught:
+        read(loader)
+    assert isinstance(caught.value, DataLoaderError)
+    assert caught.value.__cause__ is not None
+
+
+def test_lost_connection_to_a_worker_is_explained_but_not_a_connection_of_the_dataset():
+    class Offline(Slow):
+        def __getitem__(self, index):
+            raise ConnectionResetError("the server left")
+
+    for workers in (0, 1):
+        with pytest.raises(ConnectionResetError, match="the server left"):
+            read(build(Offline(), num_workers=workers))
+    loading = Loading(build(Slow(), num_workers=1), "train_dataloader", print)
+    loading._iterator._next_data = lambda: (_ for _ in ()).throw(ConnectionResetError("[Errno 104]"))
+    with pytest.raises(DataLoaderError, match="a worker process died while it sent a batch"):
+        next(iter(loading))
+    loading.close()
+
+
+def test_batch_that_cannot_be_sent_is_an_error_instead_of_an_endless_wait(capfd):
+    class Unsendable(Slow):
+        def __getitem__(self, index):
+            return threading.Lock()
+
+    loader = build(Unsendable(), num_workers=1, collate_fn=pseudo_collate)
+    with pytest.raises(DataLoaderError, match=r"exited unexpectedly; it may have printed an error"):
+        read(loader)
+    assert "cannot pickle '_thread.lock' object" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            RuntimeError(
+                "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataloader's workers "
+                "are out of shared memory. Please try to raise your shared memory limit."
+            ),
+            "no shared memory left.*--shm-size.*num_workers=0",
+        ),
+        (
+            RuntimeError(
+                "unable to open shared memory object </torch_7_1_0> in read-write mode: No such file"
+            ),
+            "no shared memory left",
+        ),
+        (
+            RuntimeError("unable to write to file </torch_7_1_0>: No space left on device (28)"),
+            "no shared memory left",
+        ),
+        (RuntimeError("received 0 items of ancdata"), "ulimit -n 65536.*set_sharing_strategy"),
+        (
+            RuntimeError("Too many open files. Communication with the workers is no longer possible. Please"),
+            "ulimit -n 65536.*set_sharing_strategy",
+        ),
+    ],
+)
+def test_texts_of_torch_are_recognised(error, message):
+    with pytest.raises(DataLoaderError, match=message) as caught, explain_worker_errors("train_dataloader"):
+        raise error
+    assert caught.value.__cause__ is error
+    assert str(caught.value).startswith("train_dataloader: ")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device", "runs/epoch_1.pth"),
+        OSError(24, "Too many open files", "a.png"),
+        RuntimeError(
+            "[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0"
+        ),
+        RuntimeError("out of resource: shared memory, Required: 163840, Hardware limit: 101376"),
+        RuntimeError(
+            "NCCL error: unable to create shared memory segment /dev/shm/nccl-X: No space left on device"
+        ),
+        DataLoaderError("train_dataloader: DataLoader worker (pid 7) exited unexpectedly; explained"),
+        ValueError("DataLoader timed out after 5 seconds"),
+    ],
+)
+def test_other_errors_stay_as_they_are(error):
+    with pytest.raises(type(error)) as caught, explain_worker_errors("train_dataloader"):
+        raise error
+    assert caught.value is error
+
+
+IN_SMALL_SHARED_MEMORY = """
+import torch
+from slipstream.dataset.loading.loader import build_dataloader
+from slipstream.dataset.loading.waiting import Loading, explain_worker_errors
+from slipstream.errors import DataLoaderError
+
+class Big(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return torch.zeros(500_000)
+
+def message(collate):
+    cfg = dict(dataset=Big(), batch_size=2, num_workers=1, collate_fn=dict(type=collate))
+    try:
+        with explain_worker_errors("train_dataloader"):
+            list(Loading(build_dataloader(cfg, 0, "train_dataloader", True), "train_dataloader", print))
+    except DataLoaderError as error:
+        print(error)
+
+message("default_collate")
+message("pseudo_collate")
+open("/dev/shm/other", "wb", buffering=0).write(bytes(2**20))
+message("default_collate")
+"""
+
+
+def test_shared_memory_that_is_too_small_is_named(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(IN_SMALL_SHARED_MEMORY)
+    mount = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    small = "mount -t tmpfs -o size=1m tmpfs /dev/shm && exec"
+    if subprocess.run([*mount, f"{small} true"], capture_output=True).returncode:
+        pytest.skip("requires the right to mount in a user namespace")
+    source = str(Path(__file__).parents[3] / "src")
+    done = subprocess.run(
+        [*mount, f"{small} {sys.executable} {script}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "PYTHONPATH": source},
+    )
+    collated, lost, full = done.stdout.strip().splitlines()
+    for line in (collated, lost, full):
+        assert line.startswith("train_dataloader: ")
+        assert "/dev/shm has 1 MB" in line
+        assert "num_workers=0" in line
+    assert "no shared memory left for their batches" in collated
+    assert "a batch does not fit into shared memory" in lost
+    assert "no shared memory left" in full
+    assert "of which 0 MB are free" in full
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (dict(timeout=5), r"timeout: requires worker processes.*num_workers"),
+        (dict(timeout=-1, num_workers=1), "timeout: must be float of at least 0, not -1"),
+        (dict(timeout=float("nan"), num_workers=1), "timeout: must be float of at least 0, not nan"),
+        (dict(stall_warning="60"), "stall_warning: must be float of at least 0, not '60'"),
+        (dict(stall_warning=True), "stall_warning: must be float of at least 0, not True"),
+        (dict(stall_warning=float("inf")), "stall_warning: must be float of at least 0, not inf"),
+    ],
+)
+def test_invalid_options_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        build(Slow(), **options)
+    assert isinstance(caught.value, SlipstreamError)
+
+
+def test_timeout_without_workers_is_dropped_if_the_number_is_chosen_automatically(monkeypatch):
+    chosen = "slipstream.dataset.loading.loader.with_workers"
+    monkeypatch.setattr(chosen, lambda options, *_: {**options, "num_workers": 0})
+    loader = build(Slow(), num_workers="auto", timeout=5)
+    assert [batch.item() for batch in loader] == list(range(6))

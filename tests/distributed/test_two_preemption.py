@@ -1,0 +1,71 @@
+"""All ranks stop after the same step when one of them receives a signal."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+from two_processes import run_in_two
+from two_trainings import train
+
+from slipstream.hooks import Hook
+from slipstream.preemption import Preempted, Preemption
+
+
+class SignalToRank1(Hook):
+    """Send SIGUSR1 to rank 1 after a step."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        time.sleep(0.05)
+        if runner.iter + 1 == 4 and torch.distributed.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+
+OPTIONS = dict(
+    max_epochs=12,
+    optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=7),
+)
+
+
+def interrupted_within_a_window(folder):
+    options = dict(OPTIONS, default_hooks=dict(checkpoint=None))
+    stopped, seen = None, []
+    try:
+        train(folder / "a", world=2, custom_hooks=[SignalToRank1()], prepare=seen.append, **options)
+    except Preempted:
+        stopped = seen[0].iter
+    resumed = train(folder / "a", world=2, resume=True, **options)
+    whole = train(folder / "b", world=2, **options)
+    one, other = (runner.model.state_dict() for runner in (resumed, whole))
+    return stopped, all(one[name].equal(other[name]) for name in one), resumed.iter == whole.iter
+
+
+def rank_that_ends_before_the_signal(folder):
+    """Rank 0 leaves the block immediately; rank 1 must not wait for it."""
+    with Preemption() as preemption:
+        if torch.distributed.get_rank() == 0:
+            return True
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(1)
+        return preemption.requested()
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory):
+    functions = [interrupted_within_a_window, rank_that_ends_before_the_signal]
+    return run_in_two(functions, tmp_path_factory.mktemp("preemption"), timeout=120)
+
+
+def test_signal_on_one_rank_stops_all_and_the_run_resumes_bit_for_bit(answers):
+    first, second = answers["interrupted_within_a_window"]
+    assert first == second, (first, second)
+    stopped, same_weights, same_length = first
+    assert stopped % 7 != 0
+    assert same_weights
+    assert same_length
+
+
+def test_rank_that_has_ended_does_not_block_the_others(answers):
+    assert answers["rank_that_ends_before_the_signal"][0] is True
+    assert isinstance(answers["rank_that_ends_before_the_signal"][1], bool)

@@ -1,0 +1,69 @@
+"""A few hundred random inputs of each fuzzer; `make faults` runs 100,000."""
+
+import random
+
+import pytest
+
+from faults import fuzz_config, fuzz_files
+from faults.fuzz_config import BASES, inputs, prepare, run, tried
+from faults.mutations import copied, misspelled, mutated
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    prepare()
+
+
+@pytest.mark.parametrize("seed", range(0, 240, 30))
+def test_errors_for_mutated_configurations_name_a_key(seed):
+    found = [tried(*item) for item in inputs(seed, 30)]
+    assert [finding for finding in found if finding is not None and finding.kind != "accepted"] == []
+
+
+@pytest.mark.parametrize("seed", range(0, 400, 100))
+def test_errors_for_damaged_files_name_the_file(seed):
+    assert list(filter(None, map(fuzz_files.read_damaged_file, range(seed, seed + 100)))) == []
+
+
+@pytest.mark.parametrize("seed", range(0, 30, 15))
+def test_errors_for_random_overrides_name_the_recipe_or_a_key(seed):
+    assert list(filter(None, map(fuzz_files.compose_with_overrides, range(seed, seed + 15)))) == []
+
+
+def test_same_seed_gives_the_same_input():
+    first, second = ([str(m) for _, m, _ in inputs(7, 20)] for _ in range(2))
+    # Objects without a representation of their own are shown with their address.
+    assert [text.partition(" at 0x")[0] for text in map(str, first)] == [
+        text.partition(" at 0x")[0] for text in map(str, second)
+    ]
+
+
+def test_mutations_change_the_copy_only():
+    before = BASES[0]()
+    for seed in range(50):
+        cfg, mutations = mutated(before, random.Random(seed), 2)
+        assert len(mutations) == 2
+        assert str(copied(before)) == str(before) != str(cfg)
+
+
+def test_misspelled_words_differ_or_have_no_letters():
+    rng = random.Random(0)
+    words = {misspelled("max_epochs", rng) for _ in range(200)}
+    assert len(words) > 15
+    assert misspelled("", rng) == ""
+
+
+def test_foreign_errors_and_errors_without_a_key_are_found(monkeypatch):
+    def fail(error):
+        def run(cfg):
+            raise error
+
+        return run
+
+    monkeypatch.setattr(fuzz_config, "run", fail(KeyError("x")))
+    assert tried({"lr": 1}, [], "base").kind == "foreign"
+    monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("something is wrong")))
+    assert tried({"lr": 1}, [], "base").kind == "no key"
+    monkeypatch.setattr(fuzz_config, "run", fail(fuzz_config.SlipstreamError("lr: must be positive")))
+    assert tried({"lr": 1}, [], "base") is None
+    monkeypatch.setattr(fuzz_config, "run", run)

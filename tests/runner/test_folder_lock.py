@@ -1,0 +1,118 @@
+"""Two runs never write to the same folder at the same time."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import ProgressBarHook
+from slipstream.runner.folder_lock import FolderLock
+from tiny_runs import run
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from slipstream.runner.folder_lock import FolderLock
+lock = FolderLock(print)
+lock.lock(Path(sys.argv[1]), "work_dir")
+print("locked", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_second_run_is_refused_until_the_first_is_killed(tmp_path, holder):
+    (tmp_path / "epoch_1.pth").write_text("of the first run")
+    with pytest.raises(ConfigError, match=rf"work_dir: .* is in use by process {holder.pid} on ") as error:
+        run(tmp_path)
+    assert "choose another folder" in str(error.value)
+    assert (tmp_path / "epoch_1.pth").read_text() == "of the first run"
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.wait()
+    run(tmp_path)
+
+
+def test_lock_waits_for_the_remaining_processes_of_a_killed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("slipstream.runner.folder_lock._PATIENCE", 0.3)
+    first, second = FolderLock(pytest.fail), FolderLock(pytest.fail)
+    first.lock(tmp_path, "work_dir")
+    (tmp_path / ".lock").write_text(f"process {2**30} on {os.uname().nodename} (since 2026-01-01 00:00:00)")
+    with pytest.raises(ConfigError, match=f"in use by process {2**30}"):
+        second.lock(tmp_path, "work_dir")
+    first.release()
+    second.lock(tmp_path, "work_dir")
+    second.release()
+
+
+def test_file_system_without_locks_causes_a_warning(tmp_path, monkeypatch):
+    warnings = []
+    monkeypatch.setattr(
+        "fcntl.flock", lambda *_: (_ for _ in ()).throw(OSError(38, "Function not implemented"))
+    )
+    FolderLock(warnings.append).lock(tmp_path, "work_dir")
+    assert "cannot be locked" in warnings[0]
+
+
+def test_run_removes_what_killed_runs_left(tmp_path):
+    left = [
+        tmp_path / name
+        for name in (".epoch_1.pth.0123abcd.tmp", ".epoch_1.sharded.tmp", ".epoch_2.sharded.old")
+    ]
+    left[0].write_text("half")
+    left[1].mkdir()
+    left[2].mkdir()
+    (tmp_path / "epoch_2.sharded").mkdir()  # replaced the `.old` folder
+    only_copy = tmp_path / ".epoch_3.sharded.old"
+    only_copy.mkdir()
+    lock = FolderLock(pytest.fail)
+    lock.lock(tmp_path, "work_dir")
+    lock.release()
+    assert not any(path.exists() for path in left)
+    assert only_copy.exists()
+
+
+def test_other_spelling_of_a_folder_is_the_same_lock(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "runs")
+    lock = FolderLock(pytest.fail)
+    lock.lock(tmp_path / "runs", "work_dir")
+    lock.lock(tmp_path / "runs" / ".." / "runs", "out_dir")
+    lock.lock(tmp_path / "link", "out_dir")
+    lock.release()
+
+
+def test_release_is_effective_while_a_forked_child_is_alive(tmp_path):
+    lock = FolderLock(pytest.fail)
+    lock.lock(tmp_path, "work_dir")
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    try:
+        lock.release()
+        lock.lock(tmp_path, "work_dir")
+        lock.release()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+class FailingClose(ProgressBarHook):
+    def close(self):
+        raise RuntimeError("cannot close")
+
+
+def test_failing_hook_does_not_keep_the_lock(tmp_path):
+    with pytest.raises(RuntimeError, match="cannot close"):
+        run(tmp_path, custom_hooks=[FailingClose()])
+    run(tmp_path)

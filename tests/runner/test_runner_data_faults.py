@@ -1,0 +1,408 @@
+"""Runs whose data end early, fail or hang; and worker processes, which never survive a run."""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, Dataset, IterableDataset, SequentialSampler, TensorDataset
+
+from slipstream.errors import DataError, DataLoaderError
+from slipstream.hooks import Hook
+from slipstream.runner import Runner
+from tiny_runs import Net, Noisy, assert_same, loader, run, samples, training, validation, weights
+
+
+class Faulty(Noisy):
+    """40 samples, of which some raise an error or hang."""
+
+    def __init__(self, faulty=(), error=ValueError, seconds=0.0):
+        super().__init__()
+        self.faulty, self.error, self.seconds = frozenset(faulty), error, seconds
+
+    def __getitem__(self, index):
+        if index in self.faulty:
+            time.sleep(self.seconds)
+            if self.error is not None:
+                raise self.error("damaged")
+        return super().__getitem__(index)
+
+
+class Claims:
+    """A batch sampler that claims to have more batches than it yields."""
+
+    def __init__(self, yields, claims):
+        self.yields, self.claims = yields, claims
+
+    def __iter__(self):
+        return iter([[0, 1, 2, 3]] * self.yields)
+
+    def __len__(self):
+        return self.claims
+
+
+class Stream(IterableDataset):
+    """`size` samples, divided among the workers."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __iter__(self):
+        info = torch.utils.data.get_worker_info()
+        worker, workers = (info.id, info.num_workers) if info else (0, 1)
+        yield from zip(*(part[worker :: max(workers, 1)] for part in samples(self.size)), strict=True)
+
+
+class Sized(Stream):
+    def __init__(self, size, claims):
+        super().__init__(size)
+        self.claims = claims
+
+    def __len__(self):
+        return self.claims
+
+
+EPOCHS, ITERATIONS = dict(by_epoch=True, max_epochs=2), dict(by_epoch=False, max_iters=100)
+
+# ---- epochs that end early -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cfg", [EPOCHS, ITERATIONS], ids=["epochs", "iterations"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_stop_iteration_of_a_sample_fails_the_run_and_names_the_sample(workers, cfg, tmp_path):
+    data = loader(Faulty([13], StopIteration), num_workers=workers)
+    with pytest.raises(DataError, match=r"sample 13 of Faulty raised StopIteration"):
+        run(tmp_path, train_dataloader=data, train_cfg=cfg)
+
+
+@pytest.mark.parametrize("cfg", [EPOCHS, ITERATIONS], ids=["epochs", "iterations"])
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            dict(dataset=Noisy(), batch_sampler=Claims(9, 21)),
+            "train_dataloader ended after 9 of 21 batches; correct the length of the sampler",
+        ),
+        (
+            dict(dataset=Sized(18, 42), batch_size=2),
+            "train_dataloader ended after 9 of 21 batches; correct the dataset's __len__",
+        ),
+        (
+            dict(dataset=Sized(24, 42), batch_size=2, num_workers=2, drop_last=True),
+            "train_dataloader ended after 12 of 21 batches",
+        ),
+    ],
+    ids=["sampler", "stream", "stream-of-workers"],
+)
+def test_epoch_with_fewer_batches_than_the_length_is_an_error(data, message, cfg, tmp_path):
+    with pytest.raises(DataError, match=message):
+        run(tmp_path, train_dataloader=data, train_cfg=cfg)
+
+
+@pytest.mark.parametrize("mode", ["val", "test"])
+def test_short_evaluation_is_an_error(mode, tmp_path):
+    data = dict(dataset=Noisy(), batch_sampler=Claims(3, 5))
+    cfg = {f"{mode}{name.removeprefix('val')}": value for name, value in validation().items()}
+    runner = Runner(**training(tmp_path, **{**cfg, f"{mode}_dataloader": data}))
+    with pytest.raises(DataError, match=f"{mode}_dataloader ended after 3 of 5 batches"):
+        getattr(runner, mode)()
+    for error in (StopIteration, RuntimeError):
+        data = loader(Faulty([13], error), shuffle=False)
+        runner = Runner(**training(tmp_path, **{**cfg, f"{mode}_dataloader": data}))
+        with pytest.raises(DataError if error is StopIteration else error) as caught:
+            getattr(runner, mode)()
+        assert "sample 13 of Faulty" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+
+
+@pytest.mark.parametrize(
+    ("data", "cfg", "steps"),
+    [
+        (dict(dataset=Stream(18), batch_size=2), ITERATIONS, 100),  # no length
+        (dict(dataset=Sized(18, 18), batch_size=2), EPOCHS, 18),
+        # 15 samples of each worker: 2 x 3 batches, although 30 samples are 7 batches of 4
+        (dict(dataset=Sized(30, 30), batch_size=4, num_workers=2, drop_last=True), EPOCHS, 12),
+        (loader(num_batch_per_epoch=3), EPOCHS, 6),
+        (dict(dataset=Noisy(), batch_sampler=Claims(9, 9)), EPOCHS, 18),
+    ],
+)
+def test_complete_epochs_and_data_without_a_length_train(data, cfg, steps, tmp_path):
+    assert run(tmp_path, train_dataloader=data, train_cfg=cfg).iter == steps
+
+
+def test_run_resumed_in_the_middle_or_at_the_end_of_an_epoch_counts_the_batches_before_it(tmp_path):
+    by_iter = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=1, by_epoch=False)))
+    whole = run(tmp_path / "whole", **by_iter)
+    for number in (2, 5, 9):
+        file = str(tmp_path / "whole" / f"iter_{number}.pth")
+        again = run(tmp_path / str(number), resume=file, **by_iter)
+        assert again.iter == whole.iter == 10
+
+
+# ---- failing samples -------------------------------------------------------------------------------------------------
+
+
+def test_skipped_samples_are_logged_and_a_resumed_run_replaces_them_by_the_same_samples(tmp_path):
+    data = loader(Faulty([3, 17, 30]), skip_errors=3)
+    kept = dict(default_hooks=dict(checkpoint=dict(type="CheckpointHook", interval=3, by_epoch=False)))
+    whole = run(tmp_path / "whole", train_dataloader=data, **kept)
+    log = next(Path(whole.log_dir).glob("*.log")).read_text()
+    assert log.count("Skipped sample 17 of Faulty: ValueError: damaged") == 1
+    assert log.count("train_dataloader has skipped 3 of 40 samples: 3, 17, 30") == 2
+    for number, workers in ((3, 0), (6, 2)):
+        data = loader(Faulty([3, 17, 30]), skip_errors=3, num_workers=workers)
+        file = str(tmp_path / "whole" / f"iter_{number}.pth")
+        resumed = run(tmp_path / str(number), train_dataloader=data, resume=file, **kept)
+        assert_same(weights(resumed), weights(whole))
+
+
+def test_error_of_a_sample_names_sample_and_step(tmp_path):
+    with pytest.raises(ValueError, match="damaged") as caught:
+        run(tmp_path, train_dataloader=loader(Faulty([13]), shuffle=False))
+    assert caught.value.__notes__ == ["(sample 13 of Faulty)", "(in epoch 1, iteration 2 of training)"]
+
+
+def test_hanging_sample_warns_in_the_log_and_ends_the_run_if_a_timeout_is_set(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.2
+    )  # torch waits 5 s before it kills
+    data = loader(
+        Faulty([13], seconds=60),
+        shuffle=False,
+        num_workers=1,
+        timeout=1,
+        stall_warning=0.4,
+        prefetch_factor=1,
+    )
+    runner = Runner(**training(tmp_path, train_dataloader=data))
+    with pytest.raises(DataLoaderError, match=r"within 1 s \(train_dataloader.timeout\)") as caught:
+        runner.train()
+    assert "iteration 2 of training" in caught.value.__notes__[0]
+    log = next(Path(runner.log_dir).glob("*.log")).read_text()
+    assert "train_dataloader: no batch for 0." in log
+
+
+def test_targets_that_are_not_classes_are_explained_for_any_model_and_loss(tmp_path):
+    inputs, targets = samples()
+    targets[20] = 7
+    data = loader(TensorDataset(inputs, targets), shuffle=False)
+    with pytest.raises(IndexError, match=r"Target 7 is out of bounds\.") as caught:
+        run(tmp_path / "own", train_dataloader=data)
+    place, note = caught.value.__notes__
+    assert place == "(in epoch 1, iteration 3 of training)"
+    assert "ignore_index" in note
+    model = dict(type="Classifier", network=nn.Linear(4, 3))
+    with pytest.raises(DataError, match=r"Target 7 is out of bounds; the classes are 0 to 2") as caught:
+        run(tmp_path / "task", train_dataloader=data, model=model)
+    assert caught.value.__notes__ == [place]
+
+
+# ---- BatchNorm and a batch of one sample -----------------------------------------------------------------------------
+
+
+def last_batch_warnings(runner):
+    log = next(Path(runner.log_dir).glob("*.log")).read_text()
+    return [line for line in log.splitlines() if "last batch of each epoch has one sample" in line]
+
+
+class Frozen(Net):
+    """BatchNorm in evaluation mode, as in fine-tuning."""
+
+    def __init__(self):
+        super().__init__(norm=True)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+
+class Pixels(Net):
+    """BatchNorm on a feature map of 2 x 2 pixels, which accepts a batch of one sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.pixels = nn.BatchNorm2d(1)
+
+    def forward(self, inputs, targets, mode):
+        inputs = self.pixels(inputs.view(-1, 1, 2, 2)).view(-1, 4)
+        return super().forward(inputs, targets, mode)
+
+
+def seventeen(**options):
+    return loader(TensorDataset(*samples(17)), **options)
+
+
+def test_last_batch_of_one_sample_warns_before_the_first_step_and_the_error_names_the_remedy(tmp_path):
+    first = []
+
+    class First(Hook):
+        def before_train_iter(self, runner, batch_idx, data_batch=None):
+            first.append(last_batch_warnings(runner))
+
+    runner = Runner(
+        **training(
+            tmp_path, train_dataloader=seventeen(), model=dict(type=Net, norm=True), custom_hooks=[First()]
+        )
+    )
+    with pytest.raises(ValueError, match="Expected more than 1 value per channel") as caught:
+        runner.train()
+    assert any("train_dataloader.drop_last=True" in note for note in caught.value.__notes__)
+    assert len(first[0]) == 1
+    assert "is 'norm')" in first[0][0]
+    assert "train_dataloader.drop_last=True" in first[0][0]
+
+
+def test_warning_does_not_claim_that_a_larger_feature_map_fails(tmp_path):
+    runner = run(tmp_path, train_dataloader=seventeen(), model=dict(type=Pixels))
+    (line,) = last_batch_warnings(runner)
+    assert "If the feature map" in line
+    assert "is 1x1" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "steps"),
+    [
+        (dict(train_dataloader=seventeen()), 6),  # no BatchNorm
+        (dict(train_dataloader=seventeen(), model=dict(type=Frozen)), 6),
+        (dict(train_dataloader=seventeen(drop_last=True), model=dict(type=Net, norm=True)), 4),
+        (dict(train_dataloader=seventeen(num_batch_per_epoch=2), model=dict(type=Net, norm=True)), 4),
+        (dict(train_dataloader=loader(), model=dict(type=Net, norm=True)), 10),
+        (dict(train_dataloader=seventeen(batch_size=1), model=dict(type=Pixels)), 34),
+        (
+            dict(
+                train_dataloader=seventeen(sampler="InfiniteSampler"),
+                train_cfg=dict(by_epoch=False, max_iters=5),
+                model=dict(type=Net, norm=True),
+            ),
+            5,
+        ),
+        (dict(train_dataloader=dict(dataset=Stream(18), batch_size=2), train_cfg=ITERATIONS), 100),
+        (
+            dict(
+                train_dataloader=dict(
+                    dataset=TensorDataset(*samples(16)),
+                    batch_sampler=BatchSampler(SequentialSampler(range(16)), 8, False),
+                ),
+                model=dict(type=Net, norm=True),
+            ),
+            4,
+        ),
+    ],
+)
+def test_no_warning_where_no_batch_of_one_sample_reaches_batchnorm(changes, steps, tmp_path):
+    runner = run(tmp_path, **changes)
+    assert runner.iter == steps
+    assert last_batch_warnings(runner) == []
+
+
+# ---- worker processes ------------------------------------------------------------------------------------------------
+
+
+def is_alive(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
+
+
+def children():
+    return {child.pid for child in multiprocessing.active_children()}
+
+
+class Interrupt(Hook):
+    """Ends the run in the second step, and records the workers."""
+
+    def __init__(self, how):
+        self.how, self.pids = how, set()
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if batch_idx == 1:
+            self.pids = children()
+            self.how()
+
+    def after_val_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        self.after_train_iter(runner, batch_idx)
+
+
+def fail():
+    raise RuntimeError("the step failed")
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [(fail, RuntimeError), (lambda: os.kill(os.getpid(), signal.SIGINT), KeyboardInterrupt)],
+    ids=["error", "ctrl-c"],
+)
+def test_no_worker_survives_an_error_whose_traceback_is_kept(how, kind, persistent, tmp_path):
+    workers = dict(num_workers=2, persistent_workers=persistent)
+    cfg = {**validation(), "val_dataloader": loader(shuffle=False, **workers)}
+    for mode in ("train", "val"):
+        hook, before = Interrupt(how), children()
+        runner = Runner(**training(tmp_path, train_dataloader=loader(**workers), custom_hooks=[hook], **cfg))
+        with pytest.raises(kind) as caught:
+            getattr(runner, mode)()
+        pids = hook.pids - before
+        assert len(pids) == 2
+        assert not [pid for pid in pids if is_alive(pid)]
+        assert caught.value.__traceback__ is not None
+
+
+def test_no_worker_survives_a_run_that_ends_in_the_middle_of_a_pass(tmp_path):
+    hook, before = Interrupt(lambda: None), children()
+    data = loader(sampler="InfiniteSampler", num_workers=2)
+    runner = run(
+        tmp_path, train_dataloader=data, train_cfg=dict(by_epoch=False, max_iters=3), custom_hooks=[hook]
+    )
+    assert runner.iter == 3
+    assert len(hook.pids - before) == 2
+    assert not [pid for pid in hook.pids - before if is_alive(pid)]
+
+
+class Recorded(Dataset):
+    """Writes the pid of the process that reads sample 0, and then hangs or continues."""
+
+    def __init__(self, folder, seconds):
+        self.folder, self.seconds = folder, seconds
+
+    def __len__(self):
+        return 400
+
+    def __getitem__(self, index):
+        (self.folder / str(os.getpid())).touch()
+        time.sleep(self.seconds)
+        return samples()[0][0], samples()[1][0]
+
+
+def train_with_workers(folder, seconds):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    data = loader(Recorded(folder, seconds), num_workers=2, shuffle=False, batch_size=2)
+    run(folder / "run", train_dataloader=data)
+
+
+@pytest.mark.parametrize(
+    ("number", "seconds"), [(signal.SIGTERM, 0.1), (signal.SIGKILL, 0.1), (signal.SIGKILL, 300)]
+)
+def test_no_worker_survives_the_death_of_its_run_even_while_it_hangs(number, seconds, tmp_path):
+    main = multiprocessing.get_context("fork").Process(target=train_with_workers, args=(tmp_path, seconds))
+    main.start()
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("[0-9]*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    pids = [int(path.name) for path in tmp_path.glob("[0-9]*")]
+    assert len(pids) == 2
+    assert all(is_alive(pid) for pid in pids)
+    os.kill(main.pid, number)
+    main.join(30)
+    assert main.exitcode is not None
+    deadline = time.monotonic() + 10
+    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    left = [pid for pid in pids if is_alive(pid)]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert left == []

@@ -1,0 +1,90 @@
+"""A whole run with secrets in its configuration: it gets the real values, and no file contains them."""
+
+import pytest
+import torch
+
+from slipstream.cli.parser import parse
+from slipstream.cli.submit import batch_file
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
+from slipstream.registry import DATASETS, HOOKS, MODELS, VISBACKENDS
+from slipstream.runner import Runner
+from slipstream.visualization import BaseVisBackend
+from tiny_runs import Net, Noisy
+
+KEY, PASSWORD, TOKEN = "0f3c-key-of-a-tracker-91", "open-sesame-77", "ghp_" + "Zx9" * 12
+
+CONFIG = f"""
+model: {{type: Net}}
+train_dataloader: {{batch_size: 20, dataset: {{type: Noisy}}}}
+work_dir: out
+url: 'https://{{{{ $TRACKER_API_KEY }}}}@host'
+train_cfg: {{by_epoch: true, max_epochs: 1}}
+optim_wrapper: {{optimizer: {{type: SGD, lr: 0.1}}}}
+custom_hooks: [{{type: CarelessHook, token: {TOKEN}}}]
+visualizer:
+  vis_backends:
+  - {{type: LoginBackend, api_key: {{{{ $TRACKER_API_KEY }}}}, login: {{user: bob, password: {PASSWORD}}}}}
+  - {{type: LocalVisBackend}}
+  - {{type: TensorboardVisBackend}}
+"""
+
+
+class LoginBackend(BaseVisBackend):
+    def __init__(self, save_dir, api_key, login):
+        super().__init__(save_dir)
+        assert (api_key, login["password"]) == (KEY, PASSWORD)
+
+
+class CarelessHook(Hook):
+    """A hook that puts secrets where they do not belong."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def before_train(self, runner):
+        key = runner.cfg.visualizer.vis_backends[0].api_key
+        runner.logger.info(f"logging in with {key} and {self.token}")
+        runner.message_hub.update_info("note", f"{key}")
+        runner.message_hub.update_info("url", runner.cfg.url)
+
+    def after_train(self, runner):
+        raise ValueError(f"the tracker refused {runner.cfg.visualizer.vis_backends[0].api_key}")
+
+
+def test_no_file_of_a_run_contains_its_secrets(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("tensorboard")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRACKER_API_KEY", KEY)
+    for registry, kind in {
+        HOOKS: CarelessHook,
+        VISBACKENDS: LoginBackend,
+        MODELS: Net,
+        DATASETS: Noisy,
+    }.items():
+        monkeypatch.setitem(registry.module_dict, kind.__name__, kind)
+    cfg = Config.fromstring(CONFIG, "yaml")
+    with pytest.raises(ValueError, match=r"the tracker refused \{\{ \$TRACKER_API_KEY \}\}"):
+        Runner.from_cfg(cfg).train()
+    files = [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
+    assert {".pth", ".py", ".log"} <= {path.suffix for path in files}
+    assert any("tfevents" in path.name for path in files)
+    for secret in (KEY, PASSWORD, TOKEN):
+        assert not [path.name for path in files if secret.encode() in path.read_bytes()]
+        assert secret not in "".join(capfd.readouterr())
+    checkpoint = torch.load(tmp_path / "out" / "epoch_1.pth", weights_only=True)
+    assert "{{ $TRACKER_API_KEY }}" in checkpoint["meta"]["cfg"]
+    assert checkpoint["message_hub"]["runtime_info"]["note"] == "{{ $TRACKER_API_KEY }}"
+    dump = next(path for path in files if path.name == "config.py")
+    assert Config.fromfile(dump).visualizer.vis_backends[0].api_key == KEY
+
+
+def test_a_batch_script_with_a_secret_is_refused(tmp_path):
+    args = parse(["submit", "recipe", "lr=1", f"visualizer.init_kwargs.api_key={KEY}"])
+    message = r"visualizer.init_kwargs.api_key: the batch script.*\{\{ \$NAME \}\}"
+    with pytest.raises(ConfigError, match=message) as caught:
+        batch_file(args, tmp_path)
+    assert KEY not in str(caught.value)
+    args = parse(["submit", "recipe", "visualizer.init_kwargs.api_key=${oc.env:TRACKER_API_KEY}"])
+    assert "oc.env:TRACKER_API_KEY" in batch_file(args, tmp_path)

@@ -1,0 +1,225 @@
+"""A run saves its state after a signal and continues as if it had not been interrupted."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.errors import ConfigError
+from slipstream.hooks import Hook
+from slipstream.optim import OptimWrapper, OptimWrapperDict
+from slipstream.preemption import EXIT_STATUS, SIGNALS, Interrupted, Preempted, Preemption
+from slipstream.runner import Runner
+from tiny_runs import Net, Noisy, assert_same, loader, run, training, validation, weights
+
+
+class Signal(Hook):
+    """Send a signal to this process after a step."""
+
+    def __init__(self, step, number=signal.SIGTERM):
+        self.step, self.number = step, number
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter + 1 == self.step:
+            os.kill(os.getpid(), self.number)
+
+
+CASES = {
+    "within an epoch": (3, dict(train_cfg=dict(by_epoch=True, max_epochs=3), **validation())),
+    "at the end of an epoch": (5, dict(train_cfg=dict(by_epoch=True, max_epochs=3), **validation())),
+    "before a validation": (4, dict(train_cfg=dict(by_epoch=False, max_iters=9, val_interval=4), **validation())),
+    "within a window": (
+        4, dict(optim_wrapper=dict(optimizer=dict(type="SGD", lr=0.1, momentum=0.9), accumulative_counts=3)),
+    ),
+    "after the last step": (10, dict()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_preempted_run_resumes_bit_for_bit(tmp_path, case):
+    step, changes = CASES[case]
+    options = dict(model=dict(type=Net, dropout=0.5, norm=True), train_dataloader=loader(Noisy()), **changes)
+    before = [signal.getsignal(number) for number in SIGNALS]
+    interrupted = Runner(**training(tmp_path / "a", custom_hooks=[Signal(step)], **options))
+    with pytest.raises(Preempted) as stopped:
+        interrupted.train()
+    assert stopped.value.code == EXIT_STATUS == 75
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+    assert (tmp_path / "a" / "last_checkpoint").read_text().endswith("preempted.pth")
+    resumed, whole = run(tmp_path / "a", resume=True, **options), run(tmp_path / "b", **options)
+    assert resumed.iter == whole.iter
+    assert_same(weights(resumed), weights(whole))
+    assert [
+        h.data[0].tolist() for n, h in resumed.message_hub.log_scalars.items() if n.startswith("val/acc")
+    ] == [h.data[0].tolist() for n, h in whole.message_hub.log_scalars.items() if n.startswith("val/acc")]
+
+
+def test_ctrl_c_raises_a_keyboard_interrupt_after_saving(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(tmp_path, custom_hooks=[Signal(3, signal.SIGINT)])
+    assert stopped.type is Interrupted
+    assert (tmp_path / "preempted.pth").is_file()
+
+
+def test_hook_can_be_removed(tmp_path):
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run(tmp_path, custom_hooks=[Signal(3, signal.SIGINT)], default_hooks=dict(preemption=None))
+    assert stopped.type is KeyboardInterrupt
+    assert not (tmp_path / "preempted.pth").exists()
+
+
+def test_own_handlers_and_ignored_signals_are_not_changed():
+    received = []
+    previous = (
+        signal.signal(signal.SIGUSR1, lambda *_: received.append(1)),
+        signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    try:
+        with Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not preemption.requested()
+            os.kill(os.getpid(), signal.SIGUSR2)
+            assert preemption.requested()
+            assert preemption.signal == "SIGUSR2"
+    finally:
+        signal.signal(signal.SIGUSR1, previous[0])
+        signal.signal(signal.SIGHUP, previous[1])
+    assert received == [1]
+
+
+LOOP = """
+import time
+from slipstream import Preemption
+with Preemption() as preemption:
+    print("ready", flush=True)
+    while True:
+        time.sleep(0.05)
+        if preemption.requested():
+            print("requested", flush=True)
+"""
+
+
+def test_second_signal_ends_the_process():
+    process = subprocess.Popen(
+        [sys.executable, "-c", LOOP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)  # the same request, delivered twice
+        assert process.stdout.readline() == "requested\n"
+        time.sleep(1.1)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == -signal.SIGTERM
+        assert "SIGTERM received" in process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+
+
+RUN = """
+import sys, time
+sys.path.insert(0, sys.argv[2])
+from tiny_runs import Noisy, loader, run
+
+class Slow(Noisy):
+    def __getitem__(self, index):
+        time.sleep(0.02)
+        return super().__getitem__(index)
+
+workers = dict(num_workers=2, persistent_workers=True)
+options = dict(train_dataloader=loader(Slow(), **workers), train_cfg=dict(by_epoch=True, max_epochs=200))
+run(sys.argv[1], log_level="INFO", resume=True, **options)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_signal_to_all_processes_of_a_run_saves_its_state(tmp_path, number):
+    folder = str(Path(__file__).parent)
+    command = [sys.executable, "-c", RUN, str(tmp_path), folder]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        while "Saved checkpoint epoch_1.pth" not in process.stdout.readline():
+            assert process.poll() is None
+        os.killpg(process.pid, number)
+        assert process.wait(60) == EXIT_STATUS
+        assert "run the same command with resume=True" in process.stdout.read()
+        assert (tmp_path / "preempted.pth").is_file()
+        time.sleep(0.5)
+        with pytest.raises(ProcessLookupError):  # no worker is left
+            os.killpg(process.pid, 0)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_signal_is_handled_without_stderr(tmp_path, monkeypatch):
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as closed:
+        monkeypatch.setattr(sys, "__stderr__", closed)
+        with pytest.raises(Preempted):
+            run(tmp_path, custom_hooks=[Signal(3)])
+    assert (tmp_path / "preempted.pth").is_file()
+
+
+def test_runner_that_was_stopped_cannot_train_again(tmp_path):
+    runner = Runner(**training(tmp_path, custom_hooks=[Signal(3)]))
+    with pytest.raises(Preempted):
+        runner.train()
+    with pytest.raises(ConfigError, match="build a new one with resume=True"):
+        runner.train()
+
+
+def test_signal_after_a_failed_background_write_still_saves(tmp_path):
+    class Fail(Hook):
+        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+            if runner.iter + 1 == 2:
+                (tmp_path / "taken.pth").mkdir()
+                runner.save_checkpoint(tmp_path, "taken.pth", by_epoch=False, background=True)
+
+    with pytest.raises(Preempted):
+        run(tmp_path, custom_hooks=[Fail(), Signal(3)])
+    assert (tmp_path / "preempted.pth").is_file()
+
+
+class TwoOptimizers(Net):
+    """Trains its two layers with separate optimizers and accumulation windows."""
+
+    def train_step(self, data, optim_wrapper):
+        losses = {}
+        for name, wrapper in optim_wrapper.items():
+            loss = self(*data, mode="loss")["loss"]
+            wrapper.update_params(loss)
+            losses[name] = loss.detach()
+        return {"loss": sum(losses.values())}
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (3, 1), (1, 4)])
+def test_windows_of_several_optimizers_resume_bit_for_bit(tmp_path, counts):
+    def optimizers(model):
+        layers = {"first": model.first, "last": model.last}
+        return OptimWrapperDict(
+            **{
+                name: OptimWrapper(torch.optim.SGD(layer.parameters(), lr=0.1), accumulative_counts=count)
+                for (name, layer), count in zip(layers.items(), counts, strict=True)
+            }
+        )
+
+    def runner(folder, **changes):
+        torch.manual_seed(0)
+        model = TwoOptimizers()
+        return Runner(**training(folder, model=model, optim_wrapper=optimizers(model), **changes))
+
+    with pytest.raises(Preempted):
+        runner(tmp_path / "a", custom_hooks=[Signal(4)]).train()
+    resumed, whole = runner(tmp_path / "a", resume=True), runner(tmp_path / "b")
+    resumed.train()
+    whole.train()
+    assert_same(weights(resumed), weights(whole))

@@ -1,0 +1,138 @@
+"""Secrets: which names and texts are recognised, and where the values must not appear."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+
+from slipstream.config import Config
+from slipstream.errors import ConfigError
+from slipstream.logging import build_logger
+from slipstream.redaction import REDACTED, Redactor, Reference, is_secret_name, redact, redact_errors
+
+VALUE = "0123e4567890-not-for-files"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "WANDB_API_KEY", "apiKey", "token", "HF_TOKEN", "auth-token", "password", "PGPASSWORD", "secret",
+     "AWS_SECRET_ACCESS_KEY", "aws_access_key_id", "credentials", "db_pass", "private_key", "webhook_url"],
+)  # fmt: skip
+def test_names_of_secrets_are_recognised(name):
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["key", "cache_key", "tokenizer", "num_tokens", "token_dim", "cls_token", "pad_token", "passes", "author", "lr",
+     "secretary", "image_key", 3, None],
+)  # fmt: skip
+def test_names_of_options_are_not_secrets(name):
+    assert not is_secret_name(name)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["ghp_" + "a1" * 18, "hf_" + "Ab1" * 11, "sk-" + "x" * 30, "AKIA" + "A1" * 8, "eyJhbGciOiJIUzI1.eyJzdWIiOiIx.abc",
+     "glpat-" + "x" * 20, "-----BEGIN RSA PRIVATE KEY-----\nMIIEow\n-----END RSA PRIVATE KEY-----"],
+)  # fmt: skip
+def test_known_tokens_are_replaced_inside_text(text):
+    assert redact({"note": f"use {text}"}) == {"note": f"use {REDACTED}"}
+    assert redact(["https://bob:hunter2@host/x"]) == [f"https://{REDACTED}@host/x"]
+
+
+def test_only_text_and_long_numbers_below_secret_keys_are_replaced():
+    tree = {
+        "password": "x",
+        "credentials": {"user": "bob", "retry": True},
+        "token": 123456,
+        "pass": 2,
+        "auth": None,
+    }
+    assert redact(tree) == {
+        "password": REDACTED,
+        "credentials": {"user": REDACTED, "retry": True},
+        "token": REDACTED,
+        "pass": 2,
+        "auth": None,
+    }
+
+
+@pytest.mark.parametrize("suffix", ["py", "yaml", "json", "toml"])
+def test_dumps_refer_to_environment_variables_and_can_be_loaded(monkeypatch, suffix):
+    pytest.importorskip("tomli_w")
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    monkeypatch.setenv("DATA_PLACE", "/data/somewhere")
+    source = (
+        "key: {{ $MY_API_KEY }}\nroot: '{{ $DATA_PLACE:/x }}'\npath: \"{{ $DATA_PLACE }}/train\"\n"
+        "default: {{ $NOT_SET_HERE:abc }}\nnumber: {{ $NOT_SET_HERE:3 }}\n"
+    )
+    cfg = Config.fromstring(source, "yaml")
+    assert cfg.key == VALUE
+    assert cfg.number == 3
+    text = Config(dict(cfg), filename=f"x.{suffix}").dump()
+    assert VALUE not in text
+    assert "/data/somewhere" not in text
+    assert "{{ $MY_API_KEY }}" in text
+    assert "{{ $DATA_PLACE:/x }}" in text
+    loaded = Config.fromstring(text, suffix)
+    assert loaded.to_dict() == cfg.to_dict()
+    assert cfg.to_dict()["path"] == "/data/somewhere/train"
+    assert VALUE in Config(dict(cfg), filename=f"x.{suffix}").dump(secrets=True)
+
+
+def test_references_survive_copies_and_merges(monkeypatch):
+    monkeypatch.setenv("PLACE", "/somewhere")
+    cfg = Config.fromstring("a: {{ $PLACE }}\nb: {c: {{ $PLACE }}}\n", "yaml")
+    cfg.merge_from_dict({"b.d": cfg.a})
+    for other in (pickle.loads(pickle.dumps(cfg)), copy.deepcopy(cfg)):
+        assert isinstance(other.b.d, Reference)
+        assert other.pretty_text == cfg.pretty_text
+        assert "/somewhere" not in repr(other)
+    assert all(type(v) is str for v in (cfg.to_dict()["a"], cfg.to_dict()["b"]["c"]))
+
+
+def test_python_files_may_use_secrets_in_any_expression(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    source = "import os\na = os.environ['MY_API_KEY']\nb = f'x{a}'\nc = 'y {{ $MY_API_KEY }}'\nd = {{ $MY_API_KEY }}\n"
+    cfg = Config.fromstring(source, "py")
+    assert (cfg.a, cfg.b, cfg.c, cfg.d) == (VALUE, f"x{VALUE}", f"y {VALUE}", VALUE)
+    assert VALUE not in cfg.pretty_text
+    assert Config.fromstring(cfg.pretty_text, "py").to_dict() == cfg.to_dict()
+
+
+def test_a_key_of_digits_stays_text(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "0123e4")
+    assert Config.fromstring("a: {{ $MY_API_KEY }}\n", "yaml").a == "0123e4"
+
+
+def test_log_lines_and_tracebacks_contain_no_secret(tmp_path, monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    logger = build_logger(
+        "x", tmp_path / "x.log", "ERROR", redactor=Redactor({"init": {"password": "open-sesame"}})
+    )
+    logger.info("a %s", VALUE)
+    logger.info("no secret: %d", 3)
+    try:
+        raise ValueError(f"cannot log in with open-sesame and {VALUE}")
+    except ValueError as error:
+        logger.log(logging.INFO, "failed: %s", error, exc_info=True)
+    logger.close()
+    text = (tmp_path / "x.log").read_text()
+    assert VALUE not in text
+    assert "open-sesame" not in text
+    assert "no secret: 3" in text
+    assert "a {{ $MY_API_KEY }}" in text
+    assert f"ValueError: cannot log in with {REDACTED} and {{{{ $MY_API_KEY }}}}" in text
+
+
+def test_errors_their_notes_and_causes_contain_no_secret(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", VALUE)
+    error = ConfigError(f"must be a number, not '{VALUE}'", "a.b")
+    error.add_note(f"value: {VALUE}")
+    error.__cause__ = KeyError(VALUE)
+    with pytest.raises(ConfigError) as caught, redact_errors(Redactor()):
+        raise error
+    assert str(caught.value) == "a.b: must be a number, not '{{ $MY_API_KEY }}'"
+    assert VALUE not in repr((caught.value.__notes__, caught.value.__cause__))
