@@ -15,7 +15,8 @@ def check(net, options, answers):
         return
     for answer in answers:
         assert isinstance(answer, dict), answer
-        assert [line for line in answer["warnings"] if not _may_warn(line, options)] == []
+        unexpected = [line for line in answer["warnings"] if not _may_warn(line, options)]
+        assert unexpected == [], unexpected
         assert answer["in force"] | _implied(options) == _expected(options, len(answers)) | _implied(options)
         assert answer["moves"] == _moves(options)
         if "compile=step" in options and answer["graphs"] is not None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from slipstream.model import ExponentialMovingAverage
+from slipstream.optim import OptimWrapper
 from slipstream.optim.layouts import lay_out_states
 from slipstream.speed.memory_format import as_channels_last, to_channels_last
 
@@ -225,3 +226,17 @@ def test_converted_states_are_the_same_tensors():
     before = {id(value) for states in optimizer.state.values() for value in states.values()}
     lay_out_states(optimizer)
     assert {id(value) for states in optimizer.state.values() for value in states.values()} == before
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad])
+def test_fused_kernels_accept_gradients_with_other_strides(kind):
+    def trained(fused):
+        torch.manual_seed(0)
+        weight = nn.Parameter(torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last))
+        optim = OptimWrapper(kind([weight], lr=0.1, fused=fused))
+        for _ in range(3):
+            weight.grad = torch.randn(4, 3, 3, 3)
+            optim.step()
+        return weight.detach()
+
+    assert_close(trained(fused=True), trained(fused=False))

@@ -19,7 +19,7 @@ from slipstream.config import options
 from slipstream.dist.sharding import is_sharded, largest, shard_like, whole
 from slipstream.errors import ConfigError, LossError, ModelError
 from slipstream.optim.kernels import with_own_kernels
-from slipstream.optim.layouts import lay_out_states
+from slipstream.optim.layouts import lay_out_gradients, lay_out_states
 from slipstream.registry import OPTIM_WRAPPERS
 from slipstream.step.numerics import scale_
 from slipstream.step.parts import StepPart, apply_update
@@ -193,6 +193,7 @@ class OptimWrapper:
 
     def _apply_parts(self, step: Callable[[], Any], finite: Tensor | None) -> None:
         """Call `step`, which runs the optimizer step, with `parts` around it; undo the parts unless `finite`."""
+        lay_out_gradients(self.optimizer)
         params = [param for param in self.parameters() if param.grad is not None] if self.parts else []
         self.logs, self.grad_norm = {}, None
         if not params:

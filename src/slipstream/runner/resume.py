@@ -187,8 +187,15 @@ def restore_optimizer(model: nn.Module, optim: OptimWrapper, checkpoint: Mapping
     parameters = dict(unwrap_model(model).named_parameters())
     own = own_or_mean(checkpoint.get("rank_gradients", ()), get_rank(), get_world_size())
     for name, gradient in {**own, **checkpoint.get("gradients", {})}.items():
-        parameters[name].grad = shard_like(gradient, parameters[name]).to(parameters[name])
+        parameters[name].grad = _like(parameters[name], shard_like(gradient, parameters[name]))
     load_comm_hook_state(model, checkpoint.get("comm_hook", {}))
+
+
+def _like(param: nn.Parameter, gradient: Tensor) -> Tensor:
+    """Return a gradient with the device, dtype and strides of the parameter, which DDP and graphs require."""
+    if gradient.layout is not torch.strided:
+        return gradient.to(param)
+    return torch.empty_like(param, requires_grad=False).copy_(gradient)
 
 
 def scheduler_states(schedulers: list[Any] | dict[str, list[Any]]) -> Any:
