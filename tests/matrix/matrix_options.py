@@ -88,9 +88,20 @@ ONE_OF = [{"bf16", "fp16"}, {"compile=step", "compile=model"}, {"DDP", "FSDP2"},
 """Mutually exclusive options."""
 OF_SEVERAL = {"SyncBN", "DDP", "FSDP2"}
 """Options that require several processes."""
-ONE_PLACE = {"SAM", "adaptive clipping", "centralization", "layer decay", "SWA"}
-"""Options whose triples with the step graph are trained only once, to save time."""
-IN_NUMBERS = {"bf16", "fp16", "EMA", "accumulation", "clipping", "param groups", "scheduler", *ONE_PLACE}
+IN_NUMBERS = {
+    "bf16",
+    "fp16",
+    "EMA",
+    "accumulation",
+    "clipping",
+    "param groups",
+    "scheduler",
+    "SAM",
+    "adaptive clipping",
+    "centralization",
+    "layer decay",
+    "SWA",
+}
 """Options that change the results. All others must not."""
 REFUSED = {
     (
@@ -152,28 +163,38 @@ def possible(options, processes, net=None):
     return not (processes == 1 and chosen & OF_SEVERAL) and not (net == "transformer" and "SyncBN" in chosen)
 
 
-def pairs(processes, net=None):
-    """Return all possible pairs."""
-    return [pair for pair in combinations(OPTIONS, 2) if possible(pair, processes, net)]
+def pairs(processes, net):
+    """Return the pairs that are trained on a network with a number of processes.
+
+    A pair that is possible everywhere is trained on one network in one process and on the other network in two
+    processes. Pairs that require several processes are trained on both networks.
+    """
+    return [pair for n, pair in enumerate(combinations(OPTIONS, 2)) if (processes, net) in _places(n, pair)]
+
+
+def _places(number, pair):
+    places = _possible_places(pair)
+    return places if len(places) < 4 else [places[number % 2], places[3 - number % 2]]
 
 
 def triples(processes, net):
     """Return the triples with the step graph for a network and a number of processes. With two, DDP is implied.
 
-    A triple with an option from `ONE_PLACE` is trained in only one of its possible places (number of processes,
-    network). The places alternate.
+    Each triple is trained in only one of its possible places (number of processes, network). The places alternate.
     """
     step = "compile=step"
     others = combinations([option for option in OPTIONS if option not in (step, "DDP")], 2)
     every = [(step, *two) for two in others if possible((step, *two), 2)]
-    in_turn = [triple for triple in every if ONE_PLACE & {*triple}]
-    found = [triple for triple in every if triple not in in_turn and possible(triple, processes, net)]
-    return found + [triple for n, triple in enumerate(in_turn) if _place(n, triple) == (processes, net)]
+    return [triple for n, triple in enumerate(every) if _place(n, triple) == (processes, net)]
 
 
 def _place(number, triple):
-    places = [place for place in product((1, 2), NETS) if possible(triple, *place)]
+    places = _possible_places(triple)
     return places[number % len(places)]
+
+
+def _possible_places(options):
+    return [place for place in product((1, 2), NETS) if possible(options, *place)]
 
 
 def everything(processes, net, half=None, compiled="compile=step", parallel="DDP", left_out=()):

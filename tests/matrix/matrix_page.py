@@ -8,7 +8,6 @@ from matrix_nets import BATCH, NETS, OPTIMIZERS, STEPS
 from matrix_options import (
     BREAKS,
     OF_SEVERAL,
-    ONE_PLACE,
     OPTIONS,
     REFUSED,
     TOLERANCES,
@@ -26,9 +25,9 @@ _TOP = """# Combinations of options
 
 `tests/matrix` trains two small networks ({nets}) for {steps} steps of
 {batch} samples with every pair of options, and with every triple that contains `compile=step` ({triples} training
-runs). Pairs and triples are tested on both networks, in one process and in two. Triples that contain
-{one_place} are tested only once each,
-alternating between the networks and between one process and two. The tests compare losses, final weights and averages
+runs). Each pair is tested on one network in one process and on the other network in two processes; pairs that require
+several processes are tested on both networks. Each triple is tested once, alternating between the networks and between
+one process and two. The tests compare losses, final weights and averages
 with a hand-written PyTorch loop, which trains eagerly on the whole batch in one process. They also check that only the
 requested options were active. `python tests/matrix/matrix_page.py` generates this page from the tables that the tests
 use.
@@ -106,14 +105,11 @@ def render():
 
     count = sum(len(triples(processes, net)) for processes in (1, 2) for net in NETS)
     nets = ", ".join(f"`{net}` with {options['type']}" for net, options in OPTIMIZERS.items())
-    *first, last = [option for option in OPTIONS if option in ONE_PLACE]
     found = "\n".join(f"- {_title(*key)}: `{message}`" for key, message in REFUSED.items())
     plans = "\n".join(f"- `{plan.option}`: {plan.message}" for plan in REFUSED_PLANS)
     bounds = "\n".join(f"| {name} | {rel:g} | {absolute:g} |" for name, (rel, absolute) in TOLERANCES.items())
     parts = [
-        _TOP.format(
-            nets=nets, steps=STEPS, batch=BATCH, triples=count, one_place=f"{', '.join(first)} or {last}"
-        ),
+        _TOP.format(nets=nets, steps=STEPS, batch=BATCH, triples=count),
         f"## One process\n\n{table(1)}\n\nSyncBN, DDP and FSDP2 require several processes.\n",
         f"## Two processes\n\n{table(2)}\n\nWithout FSDP2, the model is always wrapped in DDP.\n",
         _BOTTOM.format(

@@ -1,10 +1,11 @@
 """Verify a compiled step against the eager step and float64, without side effects.
 
-The verification computes the step for one batch three times on copies of all inputs of the graph: with the compiled
-code, by interpreting the captured graph with eager kernels, and in float64. The eager step then trains on the original
-inputs. The distance between the interpreted graph and float64 is the network's rounding error. The compiled code and
-the eager step may differ from float64 by a small multiple of this error. A larger error of the eager step means that
-the captured graph is incomplete. A larger error of the compiled code indicates a compiler bug.
+The verification computes the step for one batch four times on copies of all inputs of the graph: with the compiled
+code, and by interpreting the captured graph in float64 and twice with eager kernels, the second time with weights that
+are perturbed by the machine epsilon. The eager step then trains on the original inputs. The larger distance of the two
+interpretations from float64 is the network's rounding error. The compiled code and the eager step may differ from
+float64 by a small multiple of this error. A larger error of the eager step means that the captured graph is incomplete.
+A larger error of the compiled code indicates a compiler bug.
 """
 
 from __future__ import annotations
@@ -146,15 +147,17 @@ class Verification:
         with self._forked():
             captured.compiled.run(*inputs)
         self._compiled = _values(inputs)
-        self._captured = self._interpreted(graph, double=False)
+        self._captured = self._interpreted(graph)
+        self._perturbed = self._interpreted(graph, perturb=True)
         self._exact = self._interpreted(graph, double=True)
 
-    def _interpreted(self, graph: fx.GraphModule, double: bool) -> list[Tensor | None] | None:
+    def _interpreted(
+        self, graph: fx.GraphModule, double: bool = False, perturb: bool = False
+    ) -> list[Tensor | None] | None:
         """Return the results of the captured graph with eager kernels, or None if it cannot be interpreted."""
         inputs = copies(self.inputs, torch.float64 if double else None)
         try:
-            if not double and _is_double(self.inputs):
-                # There is no higher precision than float64, so estimate the rounding error with a perturbation.
+            if perturb:
                 inputs = [_perturbed(value) for value in inputs]
             with self._forked():
                 interpret(graph, inputs, double)
@@ -221,6 +224,7 @@ class Verification:
             eager,
             self._compiled,
             self._captured or unknown,
+            self._perturbed or unknown,
             self._exact or unknown,
             strict=True,
         ):
@@ -241,7 +245,7 @@ class _Row:
     moved: bool
     """Whether the captured graph changes the tensor."""
     noise: float
-    """Error of the captured graph, which is the rounding error."""
+    """Larger error of the two interpretations of the captured graph, which is the rounding error."""
     eager: float
     """Error of the eager step."""
     compiled: float
@@ -258,13 +262,14 @@ class _Row:
         eager: Tensor,
         compiled: Tensor,
         captured: Tensor | None,
+        perturbed: Tensor | None,
         exact: Tensor | None,
     ) -> _Row:
         """Compare the results with the exact one or, if there is none, with the eager result."""
-        if captured is None or exact is None:
-            captured, exact, known = eager, eager, False
+        if captured is None or perturbed is None or exact is None:
+            captured, exact, noise = eager, eager, None
         else:
-            known = True
+            noise = max(_distance(captured, exact), _distance(perturbed, exact))
         size = _distance(before, exact)
         return cls(
             key,
@@ -272,7 +277,7 @@ class _Row:
             before.numel(),
             size=size,
             moved=not torch.equal(before, exact if before.dtype == torch.float64 else captured),
-            noise=_distance(captured, exact) if known else _WITHOUT_REFERENCE / _MULTIPLE * size,
+            noise=_WITHOUT_REFERENCE / _MULTIPLE * size if noise is None else noise,
             eager=_distance(eager, exact),
             compiled=_distance(compiled, exact),
             digits=torch.finfo(before.dtype).eps * float(before[before.isfinite()].double().norm())
@@ -343,16 +348,13 @@ def _values(tensors: Sequence[Any]) -> list[Tensor | None]:
     return [value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else None for value in tensors]
 
 
-def _is_double(inputs: Sequence[Any]) -> bool:
-    """Return whether a trained tensor is float64."""
-    trained = (value for value in inputs if isinstance(value, Tensor) and value.requires_grad)
-    return any(value.dtype == torch.float64 for value in trained)
-
-
 @torch.no_grad()
 def _perturbed(value: Any) -> Any:
-    """Multiply each element by one plus or minus the machine epsilon, in place."""
-    if isinstance(value, Tensor) and value.is_floating_point():
+    """Multiply each element of a trained tensor by one plus or minus the machine epsilon, in place.
+
+    Other inputs may contain class ids, which must not change.
+    """
+    if isinstance(value, Tensor) and value.requires_grad:
         generator = torch.Generator().manual_seed(0)  # leaves the global generator unchanged
         signs = torch.randint(0, 2, value.shape, generator=generator) * 2 - 1
         value.mul_(1 + torch.finfo(value.dtype).eps * signs.to(value.device))
