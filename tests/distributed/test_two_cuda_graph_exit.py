@@ -49,6 +49,7 @@ child.join()
 """
 OWN = """
 torch.distributed.init_process_group("gloo")
+torch.distributed.barrier()  # a rank that ends at once would close the connection that the other one still opens
 atexit.register(destroy_process_group)
 train()
 """
