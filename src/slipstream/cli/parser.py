@@ -64,6 +64,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_predict,
         _add_submit,
         _add_explain,
+        _add_profile,
         _add_data,
         _add_consolidate,
         _add_plan_scale,
@@ -152,6 +153,18 @@ def _add_explain(commands: _Commands) -> None:
         "explain", help="show a run's options, and those not supported on this machine"
     )
     _add_run(parser)
+
+
+def _add_profile(commands: _Commands) -> None:
+    parser = commands.add_parser("profile", help="profile training steps (docs/profile.md)")
+    _add_recipe(parser)
+    parser.add_argument("--steps", type=_count, default=5, metavar="N", help="steps to record (default: 5)")
+    parser.add_argument(
+        "--warmup", type=_count, default=5, metavar="N", help="steps to skip first (default: 5)"
+    )
+    parser.add_argument("--stacks", action="store_true", help="record Python stacks, which slows down steps")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/NAME/profile)")
+    parser.set_defaults(work_dir=None)
 
 
 def _add_data(commands: _Commands) -> None:
