@@ -81,6 +81,9 @@ def _add_train(commands: _Commands) -> None:
     _add_processes(parser)
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
+                        help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run of a sweep
 
 
 def _add_val(commands: _Commands) -> None:
