@@ -1,6 +1,7 @@
 """`slipstream train --sweep` on a small network."""
 
 import json
+import os
 
 import pytest
 
@@ -162,7 +163,7 @@ def test_shortcuts_of_recipes_can_be_swept(in_process, monkeypatch, tmp_path):
 def test_sweep_trains_in_processes(slipstream, tmp_path, monkeypatch):
     from faulty_fixtures import FOLDER
 
-    monkeypatch.setenv("PYTHONPATH", FOLDER)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FOLDER, os.environ.get("PYTHONPATH", "")]))
     done = slipstream("train", "tiny.py", "--sweep", f"{LR}=0.1,-1", status=1)
     assert "not -1" in done.stderr
     assert [run["status"] for run in results(tmp_path)] == [0, 2]
