@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import perf_counter
@@ -33,7 +33,12 @@ class Child:
 
 
 def run_child(
-    argv: Sequence[str], *, timeout: float | None = None, quiet: bool = False, grace: float = _GRACE
+    argv: Sequence[str],
+    *,
+    timeout: float | None = None,
+    quiet: bool = False,
+    grace: float = _GRACE,
+    environ: Mapping[str, str] | None = None,
 ) -> Child:
     """Run `python ARGV` and wait for it. Its standard error is copied to this process's.
 
@@ -44,12 +49,14 @@ def run_child(
         timeout: seconds after which the process is ended; None: no limit.
         quiet: whether to discard its output. The reason of a failure is kept.
         grace: seconds for the process to end by itself when it is interrupted.
+        environ: environment variables to set in addition to those of this process.
     """
     start, last = perf_counter(), deque[str](maxlen=50)
     process = subprocess.Popen(
         [sys.executable, *argv],
         stdout=subprocess.DEVNULL if quiet else None,
         stderr=subprocess.PIPE,
+        env={**os.environ, **(environ or {})},
         text=True,
         errors="replace",
         start_new_session=True,  # so that Ctrl-C reaches it only through this process

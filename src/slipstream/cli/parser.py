@@ -65,6 +65,7 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_submit,
         _add_explain,
         _add_profile,
+        _add_bench,
         _add_data,
         _add_consolidate,
         _add_plan_scale,
@@ -168,6 +169,39 @@ def _add_profile(commands: _Commands) -> None:
     parser.add_argument("--stacks", action="store_true", help="record Python stacks, which slows down steps")
     parser.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/NAME/profile)")
     parser.set_defaults(work_dir=None)
+
+
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser("bench", help="measure training speed (docs/bench.md)")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE",
+                        help="recipes to measure (default: the five street_scenes_* recipes)")  # fmt: skip
+    parser.add_argument(
+        "--synthetic", action="store_true", help="train on one batch, without the loading of data"
+    )
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
+    parser.add_argument("--warmup", type=_count, default=5, metavar="N",
+                        help="steps to skip first, at least 3 (default: 5)")  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=_count, metavar="N", help="samples per process (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="HxW", help="size of generated images (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--mode", choices=("eager", "compiled"), metavar="MODE", help="only eager, or only compiled"
+    )
+    parser.add_argument("--devices", type=int, choices=(1, 2), metavar="N", help="only 1, or only 2 devices")
+    parser.add_argument(
+        "--precision", choices=("float32", "amp"), metavar="P", help="only float32, or only amp"
+    )
+    parser.add_argument(
+        "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
+                        help="limit of each cell (default: 900)")  # fmt: skip
+    parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
+    _add_trust(parser)
 
 
 def _add_data(commands: _Commands) -> None:

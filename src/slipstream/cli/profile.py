@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from slipstream.cli.profiling import StepProfiler
     from slipstream.config import Config
 
-__all__ = ["run"]
+__all__ = ["run", "writable"]
 
 _SHOWN = 15
 
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     cfg = configure(args)
     if cfg.get("launcher", "none") != "none":
         raise ConfigError("a profile records one process; set launcher=none", "launcher")
-    out = _writable(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
+    out = writable(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
     hook = StepProfiler(args.warmup, args.steps, args.stacks, default_device())
     _train(cfg, hook)
     if hook.profile is None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _writable(out: Path) -> Path:
+def writable(out: Path) -> Path:
     """Create the output folder and a file in it, so that an error is raised before the steps run."""
     try:
         out.mkdir(parents=True, exist_ok=True)
