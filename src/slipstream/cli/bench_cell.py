@@ -171,7 +171,7 @@ def _config(cell: Cell, work_dir: str) -> Config:
             raise ConfigError(
                 f"{cell.recipe} reads its images from files; only generated images have a `--size`", "--size"
             )
-        dataset["size"] = list(cell.size)
+        cfg.train_dataloader.dataset.size = list(cell.size)
     return cfg
 
 

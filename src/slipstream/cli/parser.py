@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from slipstream.errors import did_you_mean
 
@@ -71,7 +71,8 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_plan_scale,
     ):
         add(commands)
-    commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
+    doctor = commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
+    _add_recipe(doctor, nargs="?")
     commands.add_parser("recipes", help="list the recipes")
     return parser
 
@@ -234,8 +235,9 @@ def _add_consolidate(commands: _Commands) -> None:
     parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RECIPE_OR_CONFIG", help="name of a recipe, or configuration file")
+def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = None) -> None:
+    parser.add_argument("config", nargs=nargs, metavar="RECIPE_OR_CONFIG",
+                        help="name of a recipe, or configuration file")  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )
