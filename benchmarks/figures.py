@@ -265,6 +265,17 @@ def fused() -> str:
     )
 
 
+def nan_guard() -> str:
+    rows = []
+    for case, times in result("nan_guard")["milliseconds"].items():
+        cells = (f"{median(times[name]):.1f}" for name in ("without guard", "with guard"))
+        rows.append([case, *cells, ratio(times["with guard"], times["without guard"])])
+    header = ["ms per optimizer step", "without guard", "with guard", "with / without"]
+    clock = {"cpu": "CPU time", "wall": "wall time"}[result("nan_guard")["clock"]]
+    n = n_of(times["with guard"])
+    return f"{table(header, rows)}\n\n{clock}; {machine('nan_guard')}; {n} (minimum to maximum)."
+
+
 def sync_bn() -> str:
     two, one = (result("sync_bn")[f"{count} message{s} each way"] for count, s in (("two", "s"), ("one", "")))
     rows = [
@@ -339,8 +350,8 @@ def scaling() -> str:
     return f"{text}\n\n{machine('scaling')}; minima of {facts['n (rounds)']} rounds."
 
 
-FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, sync_bn,
-             background, compile_cache, checkpoint, scaling)  # fmt: skip
+FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
+             sync_bn, background, compile_cache, checkpoint, scaling)  # fmt: skip
 REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
 
 
