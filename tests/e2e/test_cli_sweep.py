@@ -8,6 +8,7 @@ import pytest
 from slipstream.cli import sweep as module
 from slipstream.cli.child import Child
 from slipstream.cli.main import main
+from slipstream.cli.parser import parse
 from slipstream.cli.sweep import read_sweep
 from slipstream.errors import ConfigError
 
@@ -120,6 +121,8 @@ def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
         main(["train", "tiny.py", "--work-dir", "w", "--resume", "--nproc", "2", "--sweep", f"{LR}=0.1"]) == 0
     )
     (argv,) = in_process
+    parsed = parse(argv[2:])
+    assert (parsed.nproc, parsed.resume, parsed.max_restarts, parsed.sweep) == ("2", True, 0, [])
     assert {f"--work-dir=w/sweep/0_{LR}=0.1", "--resume", "--nproc=2", f"{LR}=0.1"} <= set(argv)
 
 

@@ -139,7 +139,9 @@ def _train(args: argparse.Namespace, run: Run) -> int:
         result = Path(folder) / "result.json"
         argv = ["-m", "slipstream", *command_args(argparse.Namespace(**options), result=str(result))]
         if args.nproc is not None:
-            argv += [f"--nproc={args.nproc}", f"--max-restarts={args.max_restarts}"]
+            argv.append(f"--nproc={args.nproc}")
+        if args.max_restarts:
+            argv.append(f"--max-restarts={args.max_restarts}")
         run.status, run.error = 130, "interrupted"  # unless it ends by itself
         done: Child = run_child(argv)
         if result.is_file():
