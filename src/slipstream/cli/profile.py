@@ -82,10 +82,11 @@ def _train(cfg: Config, hook: StepProfiler) -> None:
         runner = Runner.from_cfg(cfg)
         runner.register_hook(hook)
         compile = runner.speed.compile
-        if compile and compile.scope in (None, "step") and not compile.wait:
+        in_background = compile and compile.scope in (None, "step") and not compile.wait
+        if in_background and runner.device.type == "cpu":
             runner.logger.warning(
-                "On a CPU, the step is compiled in the background, so the recorded steps may be eager. Set "
-                "speed.compile.wait=True to record compiled steps."
+                "The step is compiled in the background, so the recorded steps may be eager. To record compiled "
+                "steps, set 'speed.compile={wait: true}'"
             )
         try:
             runner.train()
