@@ -1,6 +1,6 @@
 """Step times of 2 and 4 processes, compared with predictions from single-process times and microbenchmarks.
 
-    python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md --document docs/scaling.md
+    python benchmarks/scaling.py --rounds 3 --out benchmarks/results/scaling.md
 
 Each round measures one process while the others wait, then all processes independently (side by side), then
 distributed training. `slipstream.apps.scaling` predicts the times using only the single-process step times and the
@@ -362,11 +362,6 @@ def main() -> None:
         "--rounds", type=int, default=4, help="number of measurements of each step, at least 2"
     )
     parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
-    parser.add_argument(
-        "--document",
-        type=Path,
-        help="replace the text between the `<!-- measured -->` and `<!-- end -->` markers in this page with the table",
-    )
     args = parser.parse_args()
     if args.rounds < 2:
         parser.error("--rounds must be at least 2")
@@ -381,10 +376,6 @@ def main() -> None:
     if args.out:
         data = {"rows": rows, "found": found}
         write_result(args.out, "Predicted and measured step times", facts, text, data)
-    if args.document:
-        before, mark, rest = args.document.read_text(encoding="utf-8").partition("<!-- measured -->\n")
-        after = rest.partition("<!-- end -->")[2]
-        args.document.write_text(f"{before}{mark}\n{text}\n\n<!-- end -->{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

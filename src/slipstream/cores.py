@@ -6,16 +6,16 @@ import math
 import os
 from pathlib import Path
 
-__all__ = ["cores"]
+__all__ = ["cores", "quotas"]
 
 
 def cores() -> int:
     """Return the number of cores this process may use, as limited by its CPU affinity and cgroup (v2) quotas."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(min([found, *map(math.ceil, _quotas())]), 1)
+    return max(min([found, *map(math.ceil, quotas())]), 1)
 
 
-def _quotas() -> list[float]:
+def quotas() -> list[float]:
     """Return the CPU quotas, in cores, of this process's cgroup and its parents."""
     root, found = Path("/sys/fs/cgroup"), []
     try:

@@ -97,7 +97,7 @@ def command_args(args: argparse.Namespace, **changed: str | bool) -> list[str]:
     """Return the arguments after `slipstream` that reproduce `args` with the options in `changed` replaced."""
     options = {**vars(args), **changed}
     argv = [options["command"], args.config, *args.overrides]
-    for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume", "trust"):
+    for name in ("config_dir", "work_dir", "launcher", "checkpoint", "resume", "result", "trust"):
         flag, value = f"--{name.replace('_', '-')}", options.get(name)
         if value is not None:
             argv.append(flag if value is True else f"{flag}={value}")

@@ -6,7 +6,7 @@ import argparse
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Literal, NoReturn
 
 from slipstream.errors import did_you_mean
 
@@ -64,12 +64,15 @@ def _build_parser() -> argparse.ArgumentParser:
         _add_predict,
         _add_submit,
         _add_explain,
+        _add_profile,
+        _add_bench,
         _add_data,
         _add_consolidate,
         _add_plan_scale,
     ):
         add(commands)
-    commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
+    doctor = commands.add_parser("doctor", help="show the machine, versions, options and misconfigurations")
+    _add_recipe(doctor, nargs="?")
     commands.add_parser("recipes", help="list the recipes")
     return parser
 
@@ -80,6 +83,9 @@ def _add_train(commands: _Commands) -> None:
     _add_processes(parser)
     parser.add_argument("--resume", nargs="?", const=True, default=None, metavar="CHECKPOINT",
                         help="resume from CHECKPOINT, or from the last checkpoint in the work_dir")  # fmt: skip
+    parser.add_argument("--sweep", action="append", default=[], metavar="key=value,value,...",
+                        help="train once per value, one run after the other; repeat for combinations")  # fmt: skip
+    parser.add_argument("--result", help=argparse.SUPPRESS)  # file for the metrics of a run of a sweep
 
 
 def _add_val(commands: _Commands) -> None:
@@ -154,6 +160,51 @@ def _add_explain(commands: _Commands) -> None:
     _add_run(parser)
 
 
+def _add_profile(commands: _Commands) -> None:
+    parser = commands.add_parser("profile", help="profile training steps (docs/profile.md)")
+    _add_recipe(parser)
+    parser.add_argument("--steps", type=_count, default=5, metavar="N", help="steps to record (default: 5)")
+    parser.add_argument(
+        "--warmup", type=_count, default=5, metavar="N", help="steps to skip first (default: 5)"
+    )
+    parser.add_argument("--stacks", action="store_true", help="record Python stacks, which slows down steps")
+    parser.add_argument("--out", metavar="DIR", help="output folder (default: work_dirs/NAME/profile)")
+    parser.set_defaults(work_dir=None)
+
+
+def _add_bench(commands: _Commands) -> None:
+    parser = commands.add_parser("bench", help="measure training speed (docs/bench.md)")
+    parser.add_argument("recipes", nargs="*", metavar="RECIPE",
+                        help="recipes to measure (default: the five street_scenes_* recipes)")  # fmt: skip
+    parser.add_argument(
+        "--synthetic", action="store_true", help="train on one batch, without the loading of data"
+    )
+    parser.add_argument("--steps", type=_count, default=20, metavar="N", help="steps to time (default: 20)")
+    parser.add_argument("--warmup", type=_count, default=5, metavar="N",
+                        help="steps to skip first, at least 3 (default: 5)")  # fmt: skip
+    parser.add_argument(
+        "--batch-size", type=_count, metavar="N", help="samples per process (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--size", type=_size, metavar="HxW", help="size of generated images (default: the recipe's)"
+    )
+    parser.add_argument(
+        "--mode", choices=("eager", "compiled"), metavar="MODE", help="only eager, or only compiled"
+    )
+    parser.add_argument("--devices", type=int, choices=(1, 2), metavar="N", help="only 1, or only 2 devices")
+    parser.add_argument(
+        "--precision", choices=("float32", "amp"), metavar="P", help="only float32, or only amp"
+    )
+    parser.add_argument(
+        "--averaging", choices=("off", "on"), metavar="A", help="SyncBN and EMA: only off, or only on"
+    )
+    parser.add_argument("--timeout", type=_seconds, default=900.0, metavar="SECONDS",
+                        help="limit of each cell (default: 900)")  # fmt: skip
+    parser.add_argument("--out", default="work_dirs/bench", metavar="DIR", help="default: work_dirs/bench")
+    parser.add_argument("--config-dir", metavar="FOLDER", help="folder with your recipes")
+    _add_trust(parser)
+
+
 def _add_data(commands: _Commands) -> None:
     parser = commands.add_parser("data", help="inspect or cache a recipe's data (docs/data.md)")
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -184,8 +235,9 @@ def _add_consolidate(commands: _Commands) -> None:
     parser.add_argument("out", nargs="?", metavar="OUT", help="output file (default: epoch_3.pth next to it)")
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="RECIPE_OR_CONFIG", help="name of a recipe, or configuration file")
+def _add_recipe(parser: argparse.ArgumentParser, nargs: Literal["?"] | None = None) -> None:
+    parser.add_argument("config", nargs=nargs, metavar="RECIPE_OR_CONFIG",
+                        help="name of a recipe, or configuration file")  # fmt: skip
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="values to override, such as train_cfg.max_epochs=3"
     )

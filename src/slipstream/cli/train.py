@@ -18,7 +18,11 @@ __all__ = ["run", "summary"]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train, and print a summary."""
+    """Train, and print a summary. With `--sweep`, train several times."""
+    if args.sweep:
+        from slipstream.cli.sweep import sweep
+
+        return sweep(args)
     from slipstream.runner import Runner
     from slipstream.training.config_paths import at_user_paths
 
@@ -33,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
         runner = Runner.from_cfg(cfg)
         runner.train()
     if runner.rank == 0:
+        if args.result:
+            from slipstream.cli.sweep import write_result
+
+            write_result(args.result, runner)
         print(summary(runner))
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,13 +56,16 @@ class ProfilerHook(Hook):
     def before_train(self, runner: Runner) -> None:
         """Start the profiler."""
         if is_main_process():
-            folder = str(Path(runner.work_dir) / "profile")
+            # Without `activities`, the profiler records all that the device supports.
             self._profiler = profile(
-                schedule=self._schedule,
-                on_trace_ready=tensorboard_trace_handler(folder),
-                **self._options,
+                schedule=self._schedule, on_trace_ready=self._trace_handler(runner), **self._options
             )
             self._profiler.start()
+
+    def _trace_handler(self, runner: Runner) -> Callable[[profile], None]:
+        """Return the function that receives the profiler after the recorded steps."""
+        handler: Callable[[profile], None] = tensorboard_trace_handler(str(Path(runner.work_dir) / "profile"))
+        return handler
 
     def after_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None

@@ -147,6 +147,11 @@ class GraphStep:
         """Whether the step trains with a graph, now or once it is compiled and verified."""
         return self._fallback is None
 
+    @property
+    def has_graph(self) -> bool:
+        """Whether the step has captured a graph, with which it trains batches of the same shape."""
+        return self._fallback is None and self._step is not None
+
     def __call__(self, batch: Any) -> dict[str, Tensor]:
         """Train on one batch."""
         for part in self.optim.parts:

@@ -1,0 +1,402 @@
+"""Write the measured figures of README.md and docs/ from the JSON files in benchmarks/results/.
+
+    python benchmarks/figures.py            # rewrite the regions
+    python benchmarks/figures.py --check    # exit with status 1 if a region differs from the results
+
+A region starts with `<!-- figures: NAME -->` and ends with `<!-- end -->`. NAME selects a function in
+REGIONS. Each function returns every case of its measurement, including the cases in which Slipstream is slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from report import table
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+MARK = re.compile(r"<!-- figures: ([\w ]*) -->\n(.*?)<!-- end -->", re.DOTALL)
+GRAPH = "Slipstream, one graph"
+NAMES = {
+    "MLP": "MLP",
+    "conv net": "small conv net",
+    "pp_lite_t_seg75": "PP-LiteSeg-T",
+    "stdc1_seg75": "STDC1-Seg",
+    "regseg48": "RegSeg-48",
+    "segformer_b0": "SegFormer-B0",
+    "ddrnet_23_slim": "DDRNet-23-slim",
+}
+LOADERS = {"own data set": "custom dataset"}
+"""Labels of data loaders that were renamed after a result was written."""
+TWO_PROCESSES = "Tiny networks in two gloo processes (the loop uses DDP)"
+DECODERS = {
+    "PIL": "Pillow, one transform after the other",
+    "albumentations": "albumentations, OpenCV",
+    "slipstream, Pillow": "Slipstream, Pillow's decoder",
+    "slipstream, pywuffs": "Slipstream, `slipstream[png]`",
+    "slipstream, cached": "Slipstream, cached",
+}
+
+
+@cache
+def result(name: str) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return document
+
+
+def machine(name: str, threads: int | None = None) -> str:
+    """Return the processor, number of threads and date of a result. With `threads=0`, the threads are left out."""
+    facts = result(name)
+    threads = facts["threads"] if threads is None else threads
+    cpu = facts["cpu"].replace("(R)", "").removesuffix(" Processor")
+    used = f"{threads} thread{'s' * (threads > 1)}, " if threads else ""
+    return f"{cpu}, {facts['cores']} cores, {used}{facts['date'][:10]}"
+
+
+def n_of(values: Sequence[Any]) -> str:
+    return f"medians of {len(values)} interleaved rounds"
+
+
+def within_rounds(ours: Iterable[float], other: Iterable[float]) -> list[float]:
+    """Return the ratio of the two times of each round."""
+    return [a / b for a, b in zip(ours, other, strict=True)]
+
+
+def ratio(ours: Iterable[float], other: Iterable[float], digits: int = 2) -> str:
+    """Return the median, minimum and maximum of the ratios within a round."""
+    found = within_rounds(ours, other)
+    return f"{median(found):.{digits}f} ({min(found):.{digits}f} to {max(found):.{digits}f})"
+
+
+def added(ours: Iterable[float], other: Iterable[float]) -> float:
+    """Return the median of the differences within a round."""
+    return median(a - b for a, b in zip(ours, other, strict=True))
+
+
+def source(name: str, script: str = "") -> str:
+    """Return a link from README.md to a result, with its machine and date."""
+    threads = 1 if name == "data" else None
+    return f"[`{script or name}.py`](benchmarks/results/{name}.md), {machine(name, threads)}"
+
+
+def label_of(case: dict[str, Any]) -> str:
+    return LOADERS.get(case["loader"], case["loader"])
+
+
+def overhead_case(network: str, loader: str) -> dict[str, list[float]]:
+    cases = result("overhead")["cases"]
+    return next(c["milliseconds"] for c in cases if (c["network"], label_of(c)) == (network, loader))
+
+
+def readme() -> str:
+    rows: list[list[str]] = []
+    for network, loader in (
+        ("MLP", "TensorDataset"),
+        ("MLP", "custom dataset"),
+        ("conv net", "custom dataset"),
+    ):
+        times = overhead_case(network, loader)
+        loop = times["loop"]
+        of = {name: f"{added(values, loop):+.3f}" for name, values in times.items()}
+        others = ", ".join(f"{name} {of[name]}" for name in ("Accelerate", "MMEngine", "Lightning"))
+        rows.append([f"time added to a training step, {NAMES[network]}, {loader}",
+                     f"a hand-written loop ({median(loop):.3f} ms)",
+                     f"{of['Slipstream']} ms; {others}", source("overhead")])  # fmt: skip
+    graphs = [
+        (
+            "one_graph_tiny",
+            "Tiny networks",
+            "MLP",
+            "loop, torch.compile(model)",
+            "`torch.compile(model)` in a loop",
+        )
+    ]
+    for network in result("one_graph")["milliseconds"]["The recipes' networks"]:
+        graphs.append(("one_graph", "The recipes' networks", network, "loop", "a hand-written loop"))
+    for name, part, network, other, label in graphs:
+        times = result(name)["milliseconds"][part][network]
+        rows.append([f"step with `compile=True`, {NAMES[network]}", label,
+                     f"{ratio(times[GRAPH], times[other])} times the step time",
+                     source(name, "one_graph")])  # fmt: skip
+    rounds = result("data")["rounds"]
+    pillow = f"Pillow ({median(1 / r['PIL']['worker'] for r in rounds):.1f} images/s)"
+    what = "images per second on one core, 2048x1024 PNG images and masks, decoded from files"
+    for label, decoder in (
+        (what, "slipstream, pywuffs"),
+        ("the same, from the decode-once cache", "slipstream, cached"),
+    ):
+        speed = median(1 / r[decoder]["worker"] for r in rounds)
+        rows.append([label, pillow, f"{speed:.1f}", source("data")])
+    return text_table(["what", "compared with", "result", "script in `benchmarks/`, machine, date"], rows)
+
+
+def text_table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def overhead() -> str:
+    rows = []
+    for case in result("overhead")["cases"]:
+        times = case["milliseconds"]
+        cells = [f"{median(times['loop']):.3f}"]
+        for name in ("Slipstream", "Accelerate", "MMEngine", "Lightning"):
+            cells.append(f"{median(times[name]):.3f} ({added(times[name], times['loop']):+.3f})")
+        rows.append([f"{NAMES[case['network']]}, {label_of(case)}", *cells])
+    facts = result("overhead")
+    versions = [
+        f"{name} {facts[name.lower()].rpartition('.')[0]}" for name in ("Accelerate", "MMEngine", "Lightning")
+    ]
+    header = ["milliseconds per step", "hand-written loop", "Slipstream", *versions]
+    n = f"{n_of(times['loop'])} of {facts['steps']:,} steps"
+    return f"{table(header, rows)}\n\n{machine('overhead')}; {n}; batch size {facts['batch size']}."
+
+
+def memory() -> str:
+    facts = result("memory")
+    return (
+        f"Over {facts['steps']:,} steps, resident memory grows by {facts['growth_bytes_per_step']:.1f} bytes per step "
+        f"({machine('memory')}, n = {facts['n (runs)']})."
+    )
+
+
+def one_graph_tiny() -> str:
+    rows = []
+    for part, suffix in (("Tiny networks", ""), (TWO_PROCESSES, ", two gloo processes (DDP in the loops)")):
+        for network, times in result("one_graph_tiny")["milliseconds"][part].items():
+            ratios = [ratio(times[GRAPH], times[other]) for other in ("loop", "loop, torch.compile(model)")]
+            rows.append([NAMES[network] + suffix, *ratios])
+    header = [
+        "time with one graph relative to:",
+        "the hand-written loop",
+        "the loop with `torch.compile(model)`",
+    ]
+    return f"{table(header, rows)}\n\n{machine('one_graph_tiny')}; {n_of(times[GRAPH])} (minimum to maximum)."
+
+
+def one_graph() -> str:
+    rows = []
+    for network, times in result("one_graph")["milliseconds"]["The recipes' networks"].items():
+        rows.append(
+            [
+                NAMES[network],
+                *(ratio(times[GRAPH], times[other]) for other in ("loop", "loop, channels_last")),
+            ]
+        )
+    header = ["time with one graph relative to:", "the hand-written loop", "the loop in channels_last"]
+    facts = result("one_graph")
+    crop = facts["crop of the recipes' networks"]
+    clock = {"cpu": "CPU time", "wall": "wall time"}[facts["clock"]]
+    return (
+        f"{table(header, rows)}\n\n{clock}; crops of {crop}x{crop}; {machine('one_graph')}; {n_of(times[GRAPH])} "
+        "(minimum to maximum)."
+    )
+
+
+def channels_last() -> str:
+    """Return how much longer channels_last alone takes in a hand-written loop."""
+    parts = result("one_graph")["milliseconds"]["The recipes' networks"]
+    rows = [
+        [NAMES[name], ratio(times["loop, channels_last"], times["loop"])] for name, times in parts.items()
+    ]
+    header = ["step of a hand-written loop on a CPU", "time in channels_last relative to the default layout"]
+    return f"{table(header, rows)}\n\n{machine('one_graph')}; {n_of(parts['regseg48']['loop'])} (minimum to maximum)."
+
+
+def host_time() -> str:
+    rows = []
+    for name, times in result("host_time")["microseconds"].items():
+        wall = {contender: [pair[0] for pair in values] for contender, values in times.items()}
+        rows.append([name, *(f"{median(wall[c]):.0f}" for c in ("loop", GRAPH, "jax.jit")),
+                     *(ratio(wall[GRAPH], wall[c]) for c in ("loop", "jax.jit"))])  # fmt: skip
+    header = [
+        "microseconds per step",
+        "hand-written loop",
+        "one graph",
+        "`jax.jit`",
+        "one graph / loop",
+        "one graph / `jax.jit`",
+    ]
+    return f"{table(header, rows)}\n\n{machine('host_time')}; {n_of(wall[GRAPH])} (minimum to maximum)."
+
+
+def data() -> str:
+    rounds = result("data")["rounds"]
+    rows = []
+    for name, label in DECODERS.items():
+        cells = [label]
+        for part in ("worker", "all"):
+            speed = median(1 / r[name][part] for r in rounds)
+            relative = median(r["PIL"]["all"] / r[name][part] for r in rounds)
+            cells.append(f"{speed:.1f} ({relative:.1f}x)")
+        rows.append([*cells, f"{median(r[name]['adds_mb'] for r in rounds):.0f} MB"])
+    facts = result("data")
+    header = [
+        "images per second on one core",
+        "worker only",
+        "with color transforms and normalization on the same core",
+        "additional memory",
+    ]
+    versions = ", ".join(
+        f"{name} {facts[name]}" for name in ("pillow", "pywuffs", "albumentations", "opencv-python-headless")
+    )
+    return f"{table(header, rows)}\n\n{machine('data', threads=1)}; {n_of(rounds)}; {versions}."
+
+
+def fused() -> str:
+    rows = [
+        [name, *(f"{median(times[kind]):.1f}" for kind in ("loop", "foreach", "fused")),
+         *(ratio(times[kind], times["loop"]) for kind in ("foreach", "fused"))]
+        for name, times in result("fused")["times_ms"].items()
+    ]  # fmt: skip
+    header = ["ms per optimizer step", "loop", "`foreach=True`", "fused", "foreach / loop", "fused / loop"]
+    n = len(next(iter(result("fused")["times_ms"].values()))["loop"])
+    return (
+        f"{table(header, rows)}\n\n{machine('fused')}; medians of {n} interleaved steps (minimum to maximum)."
+    )
+
+
+def nan_guard() -> str:
+    rows = []
+    for case, times in result("nan_guard")["milliseconds"].items():
+        cells = (f"{median(times[name]):.1f}" for name in ("without guard", "with guard"))
+        rows.append([case, *cells, ratio(times["with guard"], times["without guard"])])
+    header = ["ms per optimizer step", "without guard", "with guard", "with / without"]
+    clock = {"cpu": "CPU time", "wall": "wall time"}[result("nan_guard")["clock"]]
+    n = n_of(times["with guard"])
+    return f"{table(header, rows)}\n\n{clock}; {machine('nan_guard')}; {n} (minimum to maximum)."
+
+
+def sync_bn() -> str:
+    two, one = (result("sync_bn")[f"{count} message{s} each way"] for count, s in (("two", "s"), ("one", "")))
+    rows = [
+        ["two per direction", f"{median(two):.1f}", ""],
+        ["one per direction", f"{median(one):.1f}", ratio(one, two)],
+    ]
+    header = ["collectives", "ms per step", "relative to two per direction"]
+    return f"{table(header, rows)}\n\n{machine('sync_bn')}; {n_of(one)} (minimum to maximum)."
+
+
+def background() -> str:
+    def cell(value: float | None, digits: int) -> str:
+        return "not finished" if value is None else f"{value:.{digits}f}"
+
+    rows = []
+    for name, found in result("background")["measured"].items():
+        inner = found["background"]
+        ratios = inner["all ratios"]
+        rows.append([name.replace(", 1 threads", ", 1 thread"),
+                     f"{inner['running over paused']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})",
+                     cell(inner["seconds of compilation"], 0),
+                     cell(inner.get("seconds of the batch that switches to the graph"), 1)])  # fmt: skip
+    header = [
+        "network",
+        "step time during compilation, relative to eager training",
+        "compilation, s",
+        "batch that switches to the graph, s",
+    ]
+    return (
+        f"{table(header, rows)}\n\n{machine('background', threads=0)}; n = {len(ratios)} (minimum to maximum). "
+        "The measurement stops 60 s after compilation starts."
+    )
+
+
+def compile_cache() -> str:
+    rows = [
+        [f"{scope}, {start}", f"{median(r['seconds'] for r in runs):.1f}", runs[0]["found"]]
+        for scope, starts in result("compile_cache")["starts"].items()
+        for start, runs in starts.items()
+    ]
+    n = result("compile_cache")["n (rounds)"]
+    header = ["start of a fresh process", "seconds", "code found in the cache"]
+    return f"{table(header, rows)}\n\n{machine('compile_cache')}; n = {n}."
+
+
+def checkpoint() -> str:
+    rows = []
+    for name, times in result("checkpoint")["save"].items():
+        cells = (f"{median(times[key]):.2f}" for key in ("synchronous", "stall", "background"))
+        rows.append([name, *cells, ratio(times["stall"], times["synchronous"])])
+    header = [
+        "seconds to save a checkpoint of 806 MB",
+        "synchronous",
+        "training waits",
+        "writing in the background",
+        "waits / synchronous",
+    ]
+    load = result("checkpoint")["load"]
+    slower = ratio(load["verified"], load["torch.load"])
+    n = len(load["verified"])
+    return (
+        f"{table(header, rows)}\n\nLoading with verification takes {slower} times as long as `torch.load`. "
+        f"{machine('checkpoint')}; medians of {n} rounds (minimum to maximum)."
+    )
+
+
+def scaling() -> str:
+    from scaling import summary
+
+    facts = result("scaling")
+    text = summary(facts["rows"], {int(processes): found for processes, found in facts["found"].items()})
+    return f"{text}\n\n{machine('scaling')}; minima of {facts['n (rounds)']} rounds."
+
+
+FUNCTIONS = (readme, overhead, memory, one_graph_tiny, one_graph, channels_last, host_time, data, fused, nan_guard,
+             sync_bn, background, compile_cache, checkpoint, scaling)  # fmt: skip
+REGIONS: dict[str, Callable[[], str]] = {f.__name__.replace("_", " "): f for f in FUNCTIONS}
+
+
+def pages() -> list[Path]:
+    """Return the pages that contain a region."""
+    every = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in every if "<!-- figures:" in page.read_text(encoding="utf-8")]
+
+
+def rendered(text: str, page: str) -> str:
+    """Return a page with its regions written again.
+
+    Raises:
+        ValueError: a region has an unknown name or no end.
+    """
+    if len(MARK.findall(text)) != text.count("<!-- figures:"):
+        raise ValueError(
+            f"A region of {page} has no end. End it with <!-- end --> before the next region starts."
+        )
+
+    def write(match: re.Match[str]) -> str:
+        if match[1] not in REGIONS:
+            raise ValueError(
+                f"{page} has a region named {match[1]!r}. The regions are: {', '.join(REGIONS)}."
+            )
+        return f"<!-- figures: {match[1]} -->\n\n{REGIONS[match[1]]()}\n\n<!-- end -->"
+
+    return MARK.sub(write, text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="change nothing; print what differs")
+    args = parser.parse_args()
+    texts = {page: page.read_text(encoding="utf-8") for page in pages()}
+    new = {page: rendered(text, page.name) for page, text in texts.items()}
+    changed = [page for page in texts if new[page] != texts[page]]
+    for page in changed:
+        if args.check:
+            lines = (texts[page].splitlines(), new[page].splitlines())
+            print("\n".join(difflib.unified_diff(*lines, str(page), "results", lineterm="")))
+        else:
+            page.write_text(new[page], encoding="utf-8")
+    return int(bool(changed) and args.check)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

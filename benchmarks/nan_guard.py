@@ -1,0 +1,82 @@
+"""Time of an optimizer step for a ResNet-18 with and without the NaN guard (action 'skip').
+
+    python benchmarks/nan_guard.py --rounds 21 --clock cpu --out benchmarks/results/nan_guard.md
+
+The guard checks all gradients. Fused optimizers skip a step themselves; for others, weights and state are copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter, process_time
+
+import torch
+from fused import make
+from report import circumstances, table, write_result
+from torch import nn
+
+from slipstream.optim import OptimWrapper
+from slipstream.speed.nan_guard import StepGuard
+
+CASES = {"fused AdamW": ("AdamW", "fused"), "unfused AdamW": ("AdamW", "loop"),
+         "fused SGD with momentum": ("SGD", "fused"), "unfused SGD with momentum": ("SGD", "loop")}  # fmt: skip
+CLOCKS: dict[str, Callable[[], float]] = {"wall": perf_counter, "cpu": process_time}
+
+
+def steps(case: str) -> dict[str, Callable[[], None]]:
+    """Return the contenders, each of which has already taken its first step."""
+    plain, guarded = (OptimWrapper(make(*CASES[case])) for _ in range(2))
+    guard = StepGuard(nn.Module(), torch.device("cpu"))
+
+    def with_guard() -> None:
+        guard.before_forward()
+        guard.step(guarded)
+
+    found = {"without guard": plain.step, "with guard": with_guard}
+    for step in found.values():
+        step()
+        step()
+    for one, other in zip(plain.parameters(), guarded.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+    return found
+
+
+def measure(case: str, rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Return the milliseconds per step. The contenders take turns."""
+    contenders = steps(case)
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(rounds):
+        order = list(contenders) if number % 2 else list(reversed(contenders))
+        for name in order:
+            start = clock()
+            contenders[name]()
+            times[name].append(1e3 * (clock() - start))
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=21, help="number of steps per contender")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="cpu: CPU time of the process")
+    parser.add_argument("--out", type=Path, help="write Markdown to this file, and JSON next to it")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    facts = circumstances() | {"n (rounds)": args.rounds, "clock": args.clock}
+    times = {case: measure(case, args.rounds, CLOCKS[args.clock]) for case in CASES}
+    rows = []
+    for case, found in times.items():
+        ratios = [a / b for a, b in zip(found["with guard"], found["without guard"], strict=True)]
+        cells = (f"{median(values):.1f}" for values in found.values())
+        rows.append([case, *cells, f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"])
+    text = table(["ms per step", "without guard", "with guard", "with / without"], rows)
+    print(text)
+    if args.out:
+        title = "Optimizer steps with the parameters of a ResNet-18, with and without the NaN guard"
+        write_result(args.out, title, facts, text, {"milliseconds": times})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""`slipstream bench`: training speed of recipes, eager and compiled, on one and two devices, with and without AMP."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from slipstream.cli.bench_cell import Cell
+from slipstream.cli.bench_report import Measured, write_report
+from slipstream.cli.child import ending_on_sigterm, run_child
+from slipstream.cli.configure import load_config
+from slipstream.cli.profile import writable
+from slipstream.cli.tables import print_table
+from slipstream.cores import cores
+from slipstream.errors import ConfigError
+
+__all__ = ["run"]
+
+_RECIPES = [
+    f"street_scenes_{name}"
+    for name in ("pp_lite_t", "stdc1_seg", "regseg48", "segformer_b0", "ddrnet_23_slim")
+]
+_SHORTEST_WARMUP = 3  # a compiled step is captured in the second step and verified with it
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every cell in a process of its own, and write the table after each.
+
+    Returns:
+        0 if all cells were measured, 1 if a cell failed, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: an option is invalid, a recipe does not exist, or the output folder is not writable.
+    """
+    if args.warmup < _SHORTEST_WARMUP:
+        raise ConfigError(
+            f"must be at least {_SHORTEST_WARMUP}, because a step is compiled in these steps", "--warmup"
+        )
+    for recipe in args.recipes:
+        load_config(recipe, (), args.config_dir, bool(args.trust))
+    out = writable(Path(args.out))
+    facts = _facts(args)
+    found: list[Measured] = []
+    status = 0
+    try:
+        with ending_on_sigterm():
+            planned = list(_cells(args))
+            for number, cell in enumerate(planned, start=1):
+                print(f"{number}/{len(planned)}  {cell.recipe}: {cell.options}", end="  ", flush=True)
+                found.append(_measure(cell, args.timeout))
+                print(found[-1].summary(), flush=True)
+                write_report(out, facts, found, picture=False)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    finally:
+        files = write_report(out, facts, found, picture=True)
+        print_table(
+            ["recipe", "options", "result"], [[m.cell.recipe, m.cell.options, m.summary()] for m in found]
+        )
+        print(f"Results: {', '.join(map(str, files))}")
+    return status or int(any(measured.error for measured in found))
+
+
+def _cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """Yield the cells that the options select. Eager cells of a recipe come before compiled ones."""
+    modes = [False, True] if args.mode is None else [args.mode == "compiled"]
+    devices = [1, 2] if args.devices is None else [args.devices]
+    precisions = [False, True] if args.precision is None else [args.precision == "amp"]
+    averaging = [False, True] if args.averaging is None else [args.averaging == "on"]
+    for recipe in args.recipes or _RECIPES:
+        base = Cell(
+            recipe, False, 1, False, False, args.synthetic, args.warmup, args.steps, args.batch_size, args.size,
+            config_dir=args.config_dir, trust=bool(args.trust),
+        )  # fmt: skip
+        for compiled, count, amp, both in itertools.product(modes, devices, precisions, averaging):
+            yield replace(base, compiled=compiled, processes=count, amp=amp, averaging=both)
+
+
+def _measure(cell: Cell, timeout: float) -> Measured:
+    """Run a cell in a process of its own. All cells use the same number of cores in total."""
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        spec, result = Path(folder) / "spec.json", Path(folder) / "result.json"
+        spec.write_text(json.dumps(asdict(cell)), encoding="utf-8")
+        threads = str(max(1, cores() // cell.processes))
+        argv = ["-m", "slipstream.cli.bench_cell", str(spec), str(result)]
+        done = run_child(argv, timeout=timeout, quiet=True, grace=2.0, environ={"OMP_NUM_THREADS": threads})
+        if done.status or not result.is_file():
+            return Measured(cell, error=done.reason or "the process wrote no result")
+        values: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return Measured(cell, values["seconds"], values["samples_per_step"], values["memory"], values["threads"])
+
+
+def _facts(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the command, the date, the machine and the versions."""
+    from slipstream.runner.environment import collect_env
+    from slipstream.version import __version__
+
+    env = {key: value for key, value in collect_env().items() if key not in ("world_size", "cpu_threads")}
+    return {
+        "command": " ".join(["slipstream bench", *_words(args)]),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "cpu": _cpu(),
+        "cores": cores(),
+        "load": round(os.getloadavg()[0], 2),
+        **env,
+        "slipstream": __version__,
+        "warm-up steps": args.warmup,
+        "timed steps": args.steps,
+        "data": "one batch, repeated" if args.synthetic else "the recipe's, loaded as in training",
+    }
+
+
+def _words(args: argparse.Namespace) -> Sequence[str]:
+    words = list(args.recipes)
+    for name, value in vars(args).items():
+        if name not in ("command", "recipes", "out", "config_dir") and value not in (None, False):
+            text = (
+                "x".join(map(str, value))
+                if isinstance(value, tuple)
+                else f"{value:g}"
+                if isinstance(value, float)
+                else value
+            )
+            words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {text}"))
+    return words
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())

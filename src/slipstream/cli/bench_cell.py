@@ -1,0 +1,200 @@
+"""One cell of `slipstream bench`: time the training steps of one recipe with one set of options.
+
+`python -m slipstream.cli.bench_cell SPEC RESULT` reads the cell from the JSON file SPEC and writes its measurement to
+the JSON file RESULT. It exits with status 1 if the options did not take effect.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from slipstream.config import Config
+
+__all__ = ["Cell", "main"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one process measures."""
+
+    recipe: str
+    compiled: bool
+    """Whether the whole step runs as one graph."""
+    processes: int
+    """Number of processes; several train data parallel (DDP)."""
+    amp: bool
+    """Whether the step runs in mixed precision (bfloat16)."""
+    averaging: bool
+    """Whether SyncBN and EMA are enabled."""
+    synthetic: bool
+    """Whether every step uses the same batch, which leaves out the loading of data."""
+    warmup: int
+    steps: int
+    batch_size: int | None
+    """Samples per process; None: the recipe's."""
+    size: tuple[int, int] | None
+    """Height and width of generated images in pixels; None: the recipe's."""
+    overrides: tuple[str, ...] = ()
+    config_dir: str | None = None
+    trust: bool = False
+
+    @property
+    def options(self) -> str:
+        """The options of this cell, without the recipe."""
+        parallel = "1 device" if self.processes == 1 else f"{self.processes} devices"
+        words = ["compiled" if self.compiled else "eager", parallel, "AMP" if self.amp else "float32"]
+        return ", ".join([*words, *(["SyncBN + EMA"] if self.averaging else [])])
+
+
+def main(argv: list[str]) -> int:
+    """Measure the cell in `argv[0]` and return the exit status."""
+    from slipstream.errors import SlipstreamError
+
+    spec = json.loads(Path(argv[0]).read_text(encoding="utf-8"))
+    size = spec["size"] and tuple(spec["size"])
+    cell = Cell(**{**spec, "size": size, "overrides": tuple(spec["overrides"])})
+    try:
+        if cell.processes == 1:
+            _measure(0, cell, argv[1], None)
+        else:
+            _spawn(cell, argv[1])
+    except SlipstreamError as error:
+        print(f"slipstream: error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _spawn(cell: Cell, result: str) -> None:
+    """Measure in several processes. The error of the first process that fails is raised."""
+    import socket
+
+    from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
+
+    from slipstream.errors import SlipstreamError
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    try:
+        spawn(_measure, (cell, result, port), nprocs=cell.processes)
+    except (ProcessRaisedException, ProcessExitedException) as error:
+        raise SlipstreamError(str(error).strip().splitlines()[-1]) from error
+
+
+def _measure(rank: int, cell: Cell, result: str, port: int | None) -> None:
+    """Train the warm-up and timed steps. Rank 0 writes the result."""
+    if port is not None:
+        values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": cell.processes, "MASTER_PORT": port}
+        os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="127.0.0.1")
+    import torch
+
+    from slipstream.cli.profiling import Finished
+    from slipstream.cli.step_times import StepTimer
+    from slipstream.devices import default_device
+    from slipstream.errors import ConfigError
+    from slipstream.runner import Runner
+    from slipstream.step.graph import GraphStep
+    from slipstream.training.config_paths import at_user_paths
+
+    device = default_device()
+    if device.type != "cpu" and torch.accelerator.device_count() < cell.processes:
+        raise ConfigError(
+            f"requires {cell.processes} devices; this machine has {torch.accelerator.device_count()}"
+        )
+    cfg = _config(cell, str(Path(result).parent))
+    timer = StepTimer(cell.warmup, cell.steps, device)
+    with at_user_paths(cfg):
+        runner = Runner.from_cfg(cfg)
+        samples = runner.samples_per_step  # the repeated batch has no batch size
+        if cell.synthetic:
+            runner.train_loop.dataloader = _repeated(runner.train_loop.dataloader)
+        runner.register_hook(timer)
+        try:
+            runner.train()
+        except Finished:
+            pass
+        else:
+            raise ConfigError(f"training ended after {timer.done} of {cell.warmup + cell.steps} steps")
+    graph = isinstance(runner.step, GraphStep) and timer.used_graph
+    if cell.compiled and not graph:
+        raise ConfigError(
+            "the timed steps did not run as one graph; see the log of `slipstream train` with compile=True"
+        )
+    if not timer.finite:
+        raise ConfigError("the loss of a timed step is not finite")
+    if rank == 0:
+        found = {"seconds": timer.seconds, "samples_per_step": samples, "memory": timer.memory()}
+        Path(result).write_text(
+            json.dumps({**found, "cell": asdict(cell), "threads": torch.get_num_threads()})
+        )
+
+
+def _config(cell: Cell, work_dir: str) -> Config:
+    """Return the recipe's configuration with the cell's options, and without validation, hooks and files."""
+    from slipstream.cli.configure import load_config
+    from slipstream.errors import ConfigError
+
+    cfg = load_config(cell.recipe, cell.overrides, cell.config_dir, cell.trust).cfg
+    for mode in ("val", "test"):
+        for part in ("dataloader", "cfg", "evaluator"):
+            cfg[f"{mode}_{part}"] = None
+    cfg.default_hooks = {"checkpoint": None}
+    cfg.custom_hooks, cfg.visualizer, cfg.resume, cfg.load_from = [], None, False, None
+    cfg.launcher = "none" if cell.processes == 1 else "pytorch"
+    cfg.work_dir, cfg.log_level = work_dir, "WARNING"
+    params = dict(cfg.get("training_params") or {})
+    for option in (
+        "ema",
+        "ema_params",
+        "sync_bn",
+        "mixed_precision",
+        "torch_compile",
+        "torch_compile_options",
+    ):
+        params.pop(option, None)
+    cfg.training_params = params or None
+    cfg.speed = _speed(cell)
+    if cfg.train_cfg.get("by_epoch", True) and "max_epochs" in cfg.train_cfg:
+        cfg.train_cfg["max_epochs"] = max(cfg.train_cfg["max_epochs"], cell.warmup + cell.steps)
+    if cell.batch_size is not None:
+        cfg.train_dataloader.batch_size = cell.batch_size
+    if cell.size is not None:
+        dataset = cfg.train_dataloader.dataset
+        if not isinstance(dataset, Mapping) or dataset.get("type") != "StreetScenes":
+            raise ConfigError(
+                f"{cell.recipe} reads its images from files; only generated images have a `--size`", "--size"
+            )
+        cfg.train_dataloader.dataset.size = list(cell.size)
+    return cfg
+
+
+def _speed(cell: Cell) -> dict[str, Any]:
+    speed: dict[str, Any] = {"precision": "bf16" if cell.amp else "fp32"}
+    if cell.compiled:
+        speed["compile"] = {"scope": "step", "wait": True}
+    if cell.processes > 1:
+        speed["parallel"] = "ddp"
+    if cell.averaging:
+        speed.update(ema={"type": "constant", "decay": 0.99}, sync_bn=True)
+    return speed
+
+
+def _repeated(loader: Any) -> Any:
+    """Return a loader that yields the first batch of `loader` as often as `loader` yields batches."""
+    from torch.utils.data import DataLoader
+
+    from slipstream.cli.step_times import Repeated
+
+    batch = next(iter(loader))
+    return DataLoader(Repeated(batch, len(loader)), batch_size=None)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,130 @@
+"""Run a command in a process of its own that does not outlive the caller."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from time import perf_counter
+from types import FrameType
+from typing import IO
+
+__all__ = ["Child", "ending_on_sigterm", "run_child"]
+
+_GRACE = 20.0
+"""Seconds between asking a process to end and killing it. Training saves its state in this time."""
+
+
+@dataclass(frozen=True)
+class Child:
+    """A process that has ended."""
+
+    status: int
+    """Exit status; 128 + the number of the signal that ended the process."""
+    reason: str
+    """Why it failed, on one line; empty on success."""
+    seconds: float
+
+
+def run_child(
+    argv: Sequence[str],
+    *,
+    timeout: float | None = None,
+    quiet: bool = False,
+    grace: float = _GRACE,
+    environ: Mapping[str, str] | None = None,
+) -> Child:
+    """Run `python ARGV` and wait for it. Its standard error is copied to this process's.
+
+    The process and those that it started have ended when this function returns or raises.
+
+    Args:
+        argv: arguments of the interpreter, such as `["-m", "slipstream", "train", ...]`.
+        timeout: seconds after which the process is ended; None: no limit.
+        quiet: whether to discard its output. The reason of a failure is kept.
+        grace: seconds for the process to end by itself when it is interrupted.
+        environ: environment variables to set in addition to those of this process.
+    """
+    start, last = perf_counter(), deque[str](maxlen=50)
+    process = subprocess.Popen(
+        [sys.executable, *argv],
+        stdout=subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.PIPE,
+        env={**os.environ, **(environ or {})},
+        text=True,
+        errors="replace",
+        start_new_session=True,  # so that Ctrl-C reaches it only through this process
+    )
+    assert process.stderr is not None
+    reader = threading.Thread(target=_copy, args=(process.stderr, last, quiet), daemon=True)
+    reader.start()
+    ended = ""
+    try:
+        process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        ended = f"did not end within {timeout:g} s"
+    finally:
+        _end(process, grace)
+        reader.join(timeout=5)
+    status = process.returncode if process.returncode >= 0 else 128 - process.returncode
+    return Child(
+        status or int(bool(ended)), ended or _reason(process.returncode, last), perf_counter() - start
+    )
+
+
+def _copy(stream: IO[str], last: deque[str], quiet: bool) -> None:
+    for line in stream:
+        last.append(line.rstrip())
+        if not quiet:
+            sys.stderr.write(line)
+
+
+def _end(process: subprocess.Popen[str], grace: float) -> None:
+    """End the process, and kill what is left of its process group."""
+    try:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            process.wait(grace)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # the launcher of several processes ends them on this signal
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(grace)
+    finally:
+        with suppress(ProcessLookupError, PermissionError):  # nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _reason(returncode: int, lines: Sequence[str]) -> str:
+    """Return the error of a process on one line, given the end of its standard error."""
+    if returncode == 0:
+        return ""
+    if returncode < 0:
+        name = signal.Signals(-returncode).name
+        return f"killed by {name}" + ("; did the machine run out of memory?" if name == "SIGKILL" else "")
+    errors = [line for line in lines if "error: " in line and line.startswith("slipstream")]
+    said = errors[-1].partition("error: ")[2] if errors else next(filter(None, reversed(lines)), "")
+    return said or f"exited with status {returncode}"
+
+
+@contextmanager
+def ending_on_sigterm() -> Iterator[None]:
+    """Raise SystemExit in the block on SIGTERM, so that its processes are ended."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,170 @@
+"""`slipstream profile`: record training steps, and show where their time goes."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gzip
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from slipstream.cli.configure import configure
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from slipstream.cli.profiling import StepProfiler
+    from slipstream.config import Config
+
+__all__ = ["run", "writable"]
+
+_SHOWN = 15
+
+
+def run(args: argparse.Namespace) -> int:
+    """Profile the steps, write the trace and the memory timeline, and print a summary.
+
+    Raises:
+        ConfigError: the output folder is not writable, or training ends before all steps have run.
+    """
+    from slipstream.cli.profiling import StepProfiler
+    from slipstream.devices import default_device
+
+    cfg = configure(args)
+    if cfg.get("launcher", "none") != "none":
+        raise ConfigError("a profile records one process; set launcher=none", "launcher")
+    out = writable(Path(args.out) if args.out else Path(cfg.work_dir) / "profile")
+    hook = StepProfiler(args.warmup, args.steps, args.stacks, default_device())
+    _train(cfg, hook)
+    if hook.profile is None:
+        raise ConfigError(
+            f"training ended after {hook.done} steps, but {args.warmup} warm-up steps, {args.steps} timed steps, "
+            f"1 step to start the profiler and {args.steps} recorded steps require {hook.needed}. Reduce `--steps` "
+            "or `--warmup`, or train for longer"
+        )
+    events = _write_trace(hook.profile, out / "trace.json.gz")
+    print(_summary(hook, args.steps))
+    print(_memory(events, out / "memory.csv"))
+    print(f"Trace: {out / 'trace.json.gz'} (open it in https://ui.perfetto.dev or chrome://tracing)")
+    return 0
+
+
+def writable(out: Path) -> Path:
+    """Create the output folder and a file in it, so that an error is raised before the steps run."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            return out
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the folder '{out}': {error.strerror or error}", "--out"
+        ) from error
+
+
+def _train(cfg: Config, hook: StepProfiler) -> None:
+    """Train until the hook has recorded its steps, without validation, checkpoints and trackers."""
+    from slipstream.cli.profiling import Finished
+    from slipstream.runner import Runner
+    from slipstream.training.config_paths import at_user_paths
+
+    for mode in ("val", "test"):
+        for part in ("dataloader", "cfg", "evaluator"):
+            cfg[f"{mode}_{part}"] = None
+    cfg.default_hooks = {**(cfg.get("default_hooks") or {}), "checkpoint": None}
+    cfg.visualizer, cfg.resume = None, False
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder, at_user_paths(cfg):
+        cfg.work_dir = folder  # only the profile is kept
+        runner = Runner.from_cfg(cfg)
+        runner.register_hook(hook)
+        compile = runner.speed.compile
+        in_background = compile and compile.scope in (None, "step") and not compile.wait
+        if in_background and runner.device.type == "cpu":
+            runner.logger.warning(
+                "The step is compiled in the background, so the recorded steps may be eager. To record compiled "
+                "steps, set 'speed.compile={wait: true}'"
+            )
+        try:
+            runner.train()
+        except Finished:
+            pass
+        finally:
+            hook.stop()
+
+
+def _write_trace(recorded: profile, path: Path) -> list[dict[str, Any]]:
+    """Write the trace and return its events."""
+    from slipstream.files import replacing
+
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        plain = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(plain))
+        with replacing(path) as temporary, plain.open("rb") as source, gzip.open(temporary, "wb") as target:
+            shutil.copyfileobj(source, target)
+        events: list[dict[str, Any]] = json.loads(plain.read_text(encoding="utf-8"))["traceEvents"]
+    return events
+
+
+def _summary(hook: StepProfiler, steps: int) -> str:
+    """Return the step time, the wait for data, the slowest operations and the synchronizations."""
+    per_step = hook.seconds / steps
+    lines = [
+        f"Step: {per_step * 1e3:.1f} ms, {hook.samples_per_step / per_step:.1f} samples/s "
+        f"(mean of {steps} steps without the profiler)",
+        f"Waiting for data: {hook.wait_seconds / hook.seconds:.1%} of this time "
+        f"({hook.wait_seconds / steps * 1e3:.2f} ms per step)",
+        "",
+        *_operations(hook.profile, steps),
+        "",
+    ]
+    found = hook.synchronizations
+    if found.problem:
+        return "\n".join([*lines, f"Host-device synchronizations: {found.problem}"])
+    lines.append(f"Host-device synchronizations in {steps} steps: {sum(found.lines.values()) or 'none'}")
+    return "\n".join([*lines, *(f"  {count:4}x {line}" for line, count in found.lines.most_common())])
+
+
+def _operations(recorded: profile | None, steps: int) -> Iterator[str]:
+    """Yield a table of the operations that take the most time themselves, without the operations they call."""
+    assert recorded is not None
+    rows = [event for event in recorded.key_averages() if not event.key.startswith("ProfilerStep")]
+    on_device = any(event.self_device_time_total for event in rows)
+    name = "self_device_time_total" if on_device else "self_cpu_time_total"
+    rows.sort(key=lambda event: getattr(event, name), reverse=True)
+    total = sum(getattr(event, name) for event in rows) or 1
+    yield f"{'slowest operations (' + ('device' if on_device else 'CPU') + ' time)':50} ms/step  share  calls/step"
+    for event in rows[:_SHOWN]:
+        spent = getattr(event, name)
+        yield f"  {event.key[:47]:48} {spent / steps / 1e3:7.2f} {spent / total:6.1%} {event.count / steps:11.1f}"
+
+
+def _memory(events: list[dict[str, Any]], path: Path) -> str:
+    """Write the allocated memory over time as CSV, and return a summary."""
+    from slipstream.files import replacing
+
+    rows = [
+        (
+            event["ts"],
+            event["args"]["Device Type"],
+            event["args"]["Device Id"],
+            event["args"]["Total Allocated"],
+        )
+        for event in events
+        if event.get("name") == "[memory]" and event["args"].get("Total Allocated") is not None
+    ]
+    devices = [row for row in rows if row[1] != 0] or rows  # type 0 is the CPU
+    if not devices:
+        return "Memory: this device reports no allocations to the profiler"
+    start = min(row[0] for row in rows)
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["milliseconds", "device_type", "device_id", "allocated_bytes"])
+        writer.writerows([f"{(row[0] - start) / 1e3:.3f}", *row[1:]] for row in sorted(rows))
+    allocated = [row[3] for row in devices]
+    what = "device memory" if devices[0][1] != 0 else "CPU tensors allocated since recording started"
+    low, high = min(allocated) / 2**20, max(allocated) / 2**20
+    return f"Memory: {what}: {low:,.1f} to {high:,.1f} MiB; over time: {path}"

@@ -1,0 +1,170 @@
+"""The hook that profiles steps for `slipstream profile`, and what it measures."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from slipstream.hooks import ProfilerHook
+
+if TYPE_CHECKING:
+    from torch.profiler import profile
+
+    from slipstream.runner import Runner
+
+__all__ = ["Finished", "StepProfiler", "Synchronizations", "source_line"]
+
+_OURS, _TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+
+
+class Finished(Exception):  # noqa: N818 (not an error)
+    """Ends training after the last recorded step."""
+
+
+class Synchronizations:
+    """Counts the calls that make the host wait for the device, by source line.
+
+    Devices without `set_sync_debug_mode` do not report them. The CPU has none, because its operations are synchronous.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lines: Counter[str] = Counter()
+        """Number of synchronizations by `file:line: code`."""
+        module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._set_mode: Callable[[str], None] | None = getattr(module, "set_sync_debug_mode", None)
+        self._device = device
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing is counted, or None."""
+        if self._device.type == "cpu":
+            return "none: operations on the CPU are synchronous"
+        if self._set_mode is None:
+            return f"not reported: torch.{self._device.type} has no set_sync_debug_mode"
+        return None
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the synchronizations of the block."""
+        if self._set_mode is None:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            show = warnings.showwarning
+
+            def count(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+                if "called a synchronizing" in str(message):
+                    self.lines[source_line()] += 1
+                else:
+                    show(message, *args, **kwargs)
+
+            warnings.showwarning = count
+            self._set_mode("warn")
+            try:
+                yield
+            finally:
+                self._set_mode("default")
+
+
+def source_line() -> str:
+    """Return the innermost line of the user that this package called, or of this package if there is none."""
+    stack = [f for f in traceback.extract_stack() if f.filename not in (__file__, warnings.__file__)]
+    stack = [f for f in stack if not Path(f.filename).is_relative_to(_TORCH)]
+    ours = [Path(f.filename).is_relative_to(_OURS) for f in stack]
+    called = stack[ours.index(True) :] if any(ours) else stack
+    users = [f for f in called if not Path(f.filename).is_relative_to(_OURS)]
+    for frame in reversed(users or called):
+        return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return "unknown line: no Python code is on the stack"
+
+
+class StepProfiler(ProfilerHook):
+    """Times steps without the profiler, then records steps, and ends training.
+
+    Args:
+        warmup: number of steps to skip first.
+        steps: number of steps to time, and number of steps to record after them.
+        stacks: whether to record Python stacks.
+        device: the device of the model.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self, warmup: int, steps: int, stacks: bool, device: torch.device) -> None:
+        super().__init__(
+            profile_times=steps,
+            wait=warmup + steps,
+            warmup=1,
+            record_shapes=True,
+            profile_memory=True,
+            with_stack=stacks,
+        )
+        self.needed = warmup + 2 * steps + 1
+        """Number of steps of the whole profile."""
+        self.done = 0
+        """Number of finished steps."""
+        self.seconds = 0.0
+        """Duration of the timed steps, including the waits for their batches."""
+        self.wait_seconds = 0.0
+        """The part of `seconds` for which the host waited for batches."""
+        self.samples_per_step = 0
+        self.profile: profile | None = None
+        self.synchronizations = Synchronizations(device)
+        self._timed = range(warmup, warmup + steps)
+        self._device = device
+        self._start = self._last = 0.0
+        self._counting = ExitStack()
+
+    def _trace_handler(self, runner: Runner) -> Callable[[profile], None]:
+        def keep(recorded: profile) -> None:
+            if self.done == self.needed:  # otherwise training ended early, and too few steps were recorded
+                self.profile = recorded
+
+        self.samples_per_step = runner.samples_per_step
+        return keep
+
+    def before_train_iter(self, runner: Runner, batch_idx: int, data_batch: Any = None) -> None:
+        """Add the time for which the host waited for the batch."""
+        if self.done in self._timed:
+            self.wait_seconds += perf_counter() - self._last
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Start or end the timed and the recorded steps.
+
+        Raises:
+            Finished: the last step was recorded.
+        """
+        self.done += 1
+        if self.done == self._timed.stop:
+            self._wait_for_device()
+            self.seconds = perf_counter() - self._start
+        if self.done == self.needed:
+            self.stop()
+        super().after_train_iter(runner, batch_idx, data_batch, outputs)  # advances the profiler
+        if self.done == self.needed:
+            raise Finished
+        if self.done == self._timed.stop + 1:  # the profiler has warmed up
+            self._counting.enter_context(self.synchronizations.counting())
+        if self.done == self._timed.start:
+            self._wait_for_device()
+            self._start = perf_counter()
+        self._last = perf_counter()
+
+    def _wait_for_device(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+    def stop(self) -> None:
+        """Stop counting synchronizations."""
+        self._counting.close()

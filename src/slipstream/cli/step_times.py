@@ -1,0 +1,86 @@
+"""The hook that times training steps for `slipstream bench`, and the batch that they train on."""
+
+from __future__ import annotations
+
+import resource
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Dataset
+
+from slipstream.cli.profiling import Finished
+from slipstream.hooks import Hook
+from slipstream.step.graph import GraphStep
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["Repeated", "StepTimer"]
+
+
+class StepTimer(Hook):
+    """Time each step from the end of the previous one, and end training after the last.
+
+    The host waits for the device after each step.
+
+    Args:
+        warmup: number of steps to skip first.
+        steps: number of steps to time.
+        device: the device of the model.
+    """
+
+    priority = "LOWEST"
+
+    def __init__(self, warmup: int, steps: int, device: torch.device) -> None:
+        self.seconds: list[float] = []
+        """Duration of each timed step."""
+        self.done = 0
+        """Number of finished steps."""
+        self.finite = self.used_graph = True
+        """Whether the losses of all timed steps are finite; whether all of these steps ran as one graph."""
+        self._warmup, self._steps, self._device = warmup, steps, device
+        self._last = 0.0
+
+    def after_train_iter(
+        self, runner: Runner, batch_idx: int, data_batch: Any = None, outputs: dict[str, Any] | None = None
+    ) -> None:
+        """Store the time of the step.
+
+        Raises:
+            Finished: this was the last step.
+        """
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        now = perf_counter()
+        if self.done >= self._warmup:
+            self.seconds.append(now - self._last)
+            self.used_graph &= isinstance(runner.step, GraphStep) and runner.step.has_graph
+            self.finite &= bool(torch.isfinite((outputs or {})["loss"]).all())
+        self.done += 1
+        if self.done == self._warmup + self._steps:
+            raise Finished
+        if self.done == self._warmup and self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self._last = perf_counter()
+
+    def memory(self) -> int:
+        """Return the peak memory in bytes: of the device in the timed steps, or of the whole process on a CPU."""
+        if self._device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(self._device))
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Repeated(Dataset[Any]):
+    """A dataset whose samples are the same batch."""
+
+    def __init__(self, batch: Any, length: int) -> None:
+        self._batch, self._length = batch, length
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Any:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        return self._batch

@@ -1,0 +1,204 @@
+"""`slipstream train --sweep`: train once for each combination of values, one run after the other."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slipstream.cli.child import Child, ending_on_sigterm, run_child
+from slipstream.cli.configure import command_args, read_config
+from slipstream.cli.tables import print_table
+from slipstream.errors import ConfigError
+
+if TYPE_CHECKING:
+    from slipstream.runner import Runner
+
+__all__ = ["read_sweep", "sweep", "write_result"]
+
+_OPEN, _CLOSE = "([{", ")]}"
+_PLAIN = re.compile(r"[^\w.=+-]+")
+_LONGEST = 100  # characters of a folder's name
+
+
+@dataclass
+class Run:
+    """One run of a sweep."""
+
+    values: dict[str, str]
+    """The values of this run by key, as given on the command line."""
+    folder: str
+    """The work_dir of the run."""
+    status: int | None = None
+    """Exit status; None if the run has not started."""
+    error: str = ""
+    seconds: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    """The last value of each metric, or of the loss if the run does not validate."""
+
+
+def sweep(args: argparse.Namespace) -> int:
+    """Train once for each combination of the values in `args.sweep`, and print a table.
+
+    A failed run is a row of the table; the other runs continue.
+
+    Returns:
+        0 if all runs succeeded, 1 if a run failed, 130 after Ctrl-C.
+
+    Raises:
+        ConfigError: a sweep or a configuration is invalid. No run has started.
+    """
+    values = read_sweep(args.sweep, args.overrides)
+    if args.launcher not in (None, "none"):
+        raise ConfigError(
+            "`--sweep` starts its runs itself; use `--nproc`, or one job per run, not `--launcher`"
+        )
+    runs = list(_runs(args, values))
+    base = Path(runs[0].folder).parent
+    status = 0
+    try:
+        with ending_on_sigterm():
+            for number, run in enumerate(runs, start=1):
+                print(f"Run {number} of {len(runs)}: {_named(run.values)}", flush=True)
+                if _train(args, run) == _preempted():
+                    status = _preempted()
+                    break
+                _write(base, runs)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        status = 130
+    finally:
+        _write(base, runs)
+        _print(runs)
+        print(f"Results: {base / 'sweep.json'}")
+    return status or int(any(run.status for run in runs))
+
+
+def read_sweep(words: Sequence[str], overrides: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the values by key, given words such as `lr=1e-4,3e-4`. Commas in brackets and quotes do not separate.
+
+    Raises:
+        ConfigError: a word has no key or no values, or a key or a value occurs twice.
+    """
+    found: dict[str, list[str]] = {}
+    for word in words:
+        key, equals, text = word.partition("=")
+        values = _split(text)
+        if not key or not equals or not all(values):
+            raise ConfigError(f"must be key=value,value,..., such as lr=1e-4,3e-4, not '{word}'", "--sweep")
+        if key in found or any(
+            override.partition("=")[0].lstrip("+") == key.lstrip("+") for override in overrides
+        ):
+            raise ConfigError(
+                f"'{key}' is set twice; set it either in one `--sweep` or as an override", "--sweep"
+            )
+        if len(set(values)) != len(values):
+            raise ConfigError(f"'{word}' contains a value twice", "--sweep")
+        found[key] = values
+    return found
+
+
+def _split(text: str) -> list[str]:
+    parts, depth, quote = [""], 0, ""
+    for letter in text:
+        if letter == "," and not depth and not quote:
+            parts.append("")
+            continue
+        parts[-1] += letter
+        if quote:
+            quote = "" if letter == quote else quote
+        elif letter in "'\"":
+            quote = letter
+        else:
+            depth += (letter in _OPEN) - (letter in _CLOSE)
+    return [part.strip() for part in parts]
+
+
+def _runs(args: argparse.Namespace, values: Mapping[str, Sequence[str]]) -> Iterator[Run]:
+    """Yield the runs, after checking the configuration of each."""
+    for number, combination in enumerate(itertools.product(*values.values())):
+        chosen = dict(zip(values, combination, strict=True))
+        overrides = [*args.overrides, *(f"{key}={value}" for key, value in chosen.items())]
+        cfg = read_config(argparse.Namespace(**{**vars(args), "overrides": overrides})).cfg
+        name = _PLAIN.sub("-", f"{number}_" + "_".join(f"{key}={value}" for key, value in chosen.items()))
+        yield Run(chosen, str(Path(cfg.work_dir) / "sweep" / name[:_LONGEST]))
+
+
+def _train(args: argparse.Namespace, run: Run) -> int:
+    """Train in a process of its own, and store the result in `run`. Return the exit status."""
+    words = [f"{key}={value}" for key, value in run.values.items()]
+    options = {**vars(args), "overrides": [*args.overrides, *words], "work_dir": run.folder}
+    with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
+        result = Path(folder) / "result.json"
+        argv = ["-m", "slipstream", *command_args(argparse.Namespace(**options), result=str(result))]
+        if args.nproc is not None:
+            argv.append(f"--nproc={args.nproc}")
+        if args.max_restarts:
+            argv.append(f"--max-restarts={args.max_restarts}")
+        run.status, run.error = 130, "interrupted"  # unless it ends by itself
+        done: Child = run_child(argv)
+        if result.is_file():
+            run.metrics = json.loads(result.read_text(encoding="utf-8"))
+    run.status, run.error, run.seconds = done.status, done.reason, done.seconds
+    return done.status
+
+
+def _preempted() -> int:
+    from slipstream.preemption import EXIT_STATUS
+
+    return EXIT_STATUS
+
+
+def write_result(path: str, runner: Runner) -> None:
+    """Write the last metrics of a run for the sweep that started it."""
+    from slipstream.files import replacing
+
+    scalars = {name: history.current() for name, history in runner.message_hub.log_scalars.items()}
+    found = {
+        name.removeprefix("val/"): value
+        for name, value in scalars.items()
+        if name.startswith("val/") and not name.endswith("time")
+    }
+    if not found and "train/loss" in scalars:
+        found["loss"] = scalars["train/loss"]
+    if speed := runner.message_hub.get_info("images_per_second"):
+        found["images/s"] = speed
+    with replacing(Path(path)) as temporary:
+        temporary.write_text(json.dumps(found), encoding="utf-8")
+
+
+def _write(base: Path, runs: Sequence[Run]) -> None:
+    from slipstream.files import replacing
+
+    base.mkdir(parents=True, exist_ok=True)
+    with replacing(base / "sweep.json") as temporary:
+        temporary.write_text(json.dumps([asdict(run) for run in runs], indent=1) + "\n", encoding="utf-8")
+
+
+def _print(runs: Sequence[Run]) -> None:
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics))
+    rows = []
+    for run in runs:
+        metrics = [f"{run.metrics[name]:.4g}" if name in run.metrics else "" for name in names]
+        said = (
+            "not started"
+            if run.status is None
+            else f"failed: {run.error}"
+            if run.status
+            else f"{run.seconds:.0f} s"
+        )
+        rows.append([*run.values.values(), *metrics, said])
+    keys = list(runs[0].values)
+    short = [key.rpartition(".")[2] for key in keys]
+    print_table([*(short if len(set(short)) == len(keys) else keys), *names, "time"], rows)
+
+
+def _named(values: Mapping[str, str]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())

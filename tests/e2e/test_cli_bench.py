@@ -1,0 +1,236 @@
+"""`slipstream bench` on a small network."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.cli import bench, bench_cell
+from slipstream.cli.bench_cell import Cell
+from slipstream.cli.bench_report import Measured, median_interval
+from slipstream.cli.child import Child
+from slipstream.cli.main import main
+from slipstream.cli.step_times import Repeated
+
+CONFIG = """
+from tiny_runs import Net, loader, samples
+from test_cli_bench import NAN_AT, SEEN
+
+class Recorded(Net):
+    def forward(self, inputs, targets, mode):
+        SEEN.append(inputs)
+        losses = super().forward(inputs, targets, mode)
+        return {"loss": losses["loss"] * float("nan")} if len(SEEN) == NAN_AT[0] else losses
+
+model = dict(type=Recorded)
+train_dataloader = loader()
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
+"""
+SEEN = []
+"""The inputs of all steps."""
+NAN_AT = [0]
+"""The step whose loss is NaN, starting at 1."""
+ONE = ["--mode", "eager", "--devices", "1", "--precision", "float32", "--averaging", "off"]
+SHORT = ["--steps", "4", "--warmup", "3", "--out", "out"]
+
+
+def cell(recipe="tiny.py", **changes):
+    options = dict(
+        compiled=False, processes=1, amp=False, averaging=False, synthetic=False, warmup=3, steps=4
+    )
+    return Cell(**{"recipe": recipe, **options, "batch_size": None, "size": None, **changes})
+
+
+def measure(tmp_path, **changes):
+    """Measure a cell in this process. Return the exit status and the path of the result."""
+    (tmp_path / "cell").mkdir(exist_ok=True)
+    spec, result = tmp_path / "cell/spec.json", tmp_path / "cell/result.json"
+    spec.write_text(json.dumps(asdict(cell(**changes))))
+    return bench_cell.main([str(spec), str(result)]), result
+
+
+@pytest.fixture(autouse=True)
+def in_process(tmp_path, monkeypatch, capsys):
+    """Measure each cell in this process, which is faster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    SEEN.clear()
+
+    def run(argv, **_):
+        status = bench_cell.main(argv[2:])
+        return Child(status, capsys.readouterr().err.strip() if status else "", 1.0)
+
+    monkeypatch.setattr(bench, "run_child", run)
+
+
+def results(tmp_path):
+    return json.loads((tmp_path / "out/bench.json").read_text())
+
+
+def test_all_variants_are_measured_and_written(tmp_path, capsys):
+    assert main(["bench", "tiny.py", "--mode", "eager", "--devices", "1", *SHORT]) == 0
+    found = results(tmp_path)
+    assert {"date", "cpu", "cores", "torch", "slipstream"} <= found.keys()
+    assert found["command"].startswith("slipstream bench tiny.py --steps 4 --warmup 3")
+    assert [(c["cell"]["amp"], c["cell"]["averaging"]) for c in found["cells"]] == [
+        (False, False), (False, True), (True, False), (True, True)
+    ]  # fmt: skip
+    for measured in found["cells"]:
+        assert len(measured["seconds"]) == 4
+        assert min(measured["seconds"]) > 0
+        assert measured["samples_per_step"] == 8
+        assert measured["memory"] > 2**20
+    page = (tmp_path / "out/bench.md").read_text()
+    assert page.count("\n| tiny.py | ") == 4
+    assert "| tiny.py | eager, 1 device, AMP, SyncBN + EMA | " in page
+    assert (tmp_path / "out/bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "samples/s" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "tiny.py"]  # no logs
+
+
+def test_default_cells_are_five_recipes_with_every_combination(monkeypatch, tmp_path):
+    seen = []
+
+    def run(argv, timeout, environ, **_):
+        seen.append((json.loads(Path(argv[2]).read_text()), timeout, environ))
+        return Child(1, "not run", 0.0)
+
+    monkeypatch.setattr(bench, "run_child", run)
+    monkeypatch.setattr(bench, "cores", lambda: 8)
+    assert main(["bench", "--size", "64x128", "--synthetic", "--timeout", "9", *SHORT]) == 1
+    assert len(seen) == 5 * 16
+    assert len({spec["recipe"] for spec, _, _ in seen}) == 5
+    assert all(spec["size"] == [64, 128] and spec["synthetic"] and limit == 9 for spec, limit, _ in seen)
+    assert all(environ["OMP_NUM_THREADS"] == str(8 // spec["processes"]) for spec, _, environ in seen)
+
+
+def test_failed_cell_is_a_row_with_its_reason(tmp_path, capsys):
+    assert main(["bench", "tiny.py", "missing_data.py", *ONE, *SHORT]) == 2  # a recipe that does not exist
+    assert "missing_data.py" in capsys.readouterr().err
+    assert main(["bench", "tiny.py", *ONE, *SHORT, "--size", "32x64"]) == 1
+    (measured,) = results(tmp_path)["cells"]
+    assert "tiny.py reads its images from files" in measured["error"]
+    assert "failed: slipstream: error: --size: tiny.py reads" in (tmp_path / "out/bench.md").read_text()
+    assert not (tmp_path / "out/bench.png").exists()
+
+
+def test_ctrl_c_keeps_the_measured_cells(tmp_path, monkeypatch, capsys):
+    run, calls = bench.run_child, []
+
+    def interrupted(argv, **options):
+        calls.append(argv)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return run(argv, **options)
+
+    monkeypatch.setattr(bench, "run_child", interrupted)
+    assert main(["bench", "tiny.py", "--mode", "eager", "--devices", "1", *SHORT]) == 130
+    assert len(results(tmp_path)["cells"]) == 1
+    assert (tmp_path / "out/bench.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--warmup", "2"], "--warmup: must be at least 3"),
+        (["--out", "tiny.py/out"], "--out: cannot write to the folder"),
+        (["street_scenes_regseg"], "did you mean 'street_scenes_regseg48'"),
+    ],
+)
+def test_invalid_options_are_errors_before_the_first_cell(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "run_child", None)
+    assert main(["bench", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", [["--steps", "0"], ["--devices", "3"], ["--timeout", "-1"], ["--mode", "fast"]]
+)
+def test_invalid_values_are_errors_of_the_parser(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["bench", *words])
+    assert stopped.value.code == 2
+    assert words[1] in capsys.readouterr().err
+
+
+def test_synthetic_cell_repeats_one_batch(tmp_path):
+    status, result = measure(tmp_path, synthetic=True, batch_size=4)
+    assert status == 0
+    assert json.loads(result.read_text())["samples_per_step"] == 4
+    assert len(SEEN) == 7
+    assert all(torch.equal(inputs, SEEN[0]) for inputs in SEEN)
+    SEEN.clear()
+    assert measure(tmp_path)[0] == 0
+    assert not torch.equal(SEEN[0], SEEN[1])
+
+
+def test_cell_whose_options_had_no_effect_fails(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bench_cell, "_speed", lambda _: {})
+    status, result = measure(tmp_path, compiled=True)
+    assert (status, result.exists()) == (1, False)
+    assert "the timed steps did not run as one graph" in capsys.readouterr().err
+
+
+def test_cell_with_a_loss_that_is_not_finite_fails(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("test_cli_bench.NAN_AT", [7])
+    status, result = measure(tmp_path)
+    assert (status, result.exists()) == (1, False)
+    assert "the loss of a timed step is not finite" in capsys.readouterr().err
+
+
+def test_cell_sets_its_options_and_removes_those_of_the_recipe():
+    cfg = bench_cell._config(
+        cell("street_scenes_regseg48", compiled=True, processes=2, amp=True, averaging=True, size=(64, 128)),
+        "w",
+    )
+    assert cfg.speed.to_dict() == {
+        "precision": "bf16",
+        "compile": {"scope": "step", "wait": True},
+        "parallel": "ddp",
+        "ema": {"type": "constant", "decay": 0.99},
+        "sync_bn": True,
+    }
+    assert set(cfg.training_params) == {"clip_grad_norm"}
+    assert list(cfg.train_dataloader.dataset.size) == [64, 128]
+    plain = bench_cell._config(cell("street_scenes_pp_lite_t"), "w")
+    assert plain.speed.to_dict() == {"precision": "fp32"}
+    assert not plain.custom_hooks
+
+
+@pytest.mark.parametrize(
+    ("count", "low", "high"), [(1, 1, 1), (5, 1, 5), (6, 1, 6), (10, 2, 9), (20, 6, 15), (100, 40, 61)]
+)
+def test_interval_of_the_median_follows_the_order_statistics(count, low, high):
+    values = [*range(count, 0, -1)]
+    assert median_interval(values) == (low, high)
+
+
+def test_summary_uses_the_median():
+    measured = Measured(cell(), [0.1, 0.2, 9.0], samples_per_step=4)
+    assert measured.summary() == "200.0 ms (100.0 to 9000.0), 20.0 samples/s"
+
+
+def test_repeated_batch_ends():
+    assert list(Repeated("batch", 2)) == ["batch", "batch"]
+
+
+@pytest.mark.slow
+def test_two_processes_train_data_parallel(tmp_path, slipstream):
+    small = [
+        "--size",
+        "32x64",
+        "--batch-size",
+        "2",
+        "--synthetic",
+        "--averaging",
+        "on",
+        "--precision",
+        "float32",
+    ]
+    slipstream("bench", "street_scenes_regseg48", "--mode", "eager", "--devices", "2", *small, *SHORT)
+    (measured,) = results(tmp_path)["cells"]
+    assert measured["samples_per_step"] == 4

@@ -1,0 +1,104 @@
+"""Processes that a command starts report why they failed, and end with the command."""
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.cli.child import ending_on_sigterm, run_child
+
+WITH_CHILD = """
+import subprocess, sys, time
+inner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+open({path!r}, "w").write(str(inner.pid))
+time.sleep(60)
+"""
+
+
+def ends(pid):
+    """Wait until a process has ended, for at most 20 seconds, and return whether it has."""
+    stat = Path(f"/proc/{pid}/stat")
+    for _ in range(400):
+        # The state is Z if the process has ended but was not collected by its parent.
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize(
+    ("script", "status", "reason"),
+    [
+        ("pass", 0, ""),
+        ("import sys; sys.exit(3)", 3, "exited with status 3"),
+        ("raise RuntimeError('two\\nlines')", 1, "lines"),
+        ("import sys; sys.exit('slipstream: error: lr: must be positive')", 1, "lr: must be positive"),
+        ("import os; os.kill(os.getpid(), 9)", 137, "killed by SIGKILL; did the machine run out of memory?"),
+    ],
+)
+def test_status_and_reason_of_a_process(script, status, reason, capfd):
+    done = run_child(["-c", script])
+    assert (done.status, done.reason) == (status, reason)
+
+
+def test_standard_error_is_copied_unless_quiet(capsys):
+    run_child(["-c", "import sys; print('seen', file=sys.stderr)"])
+    assert capsys.readouterr().err == "seen\n"
+    run_child(["-c", "import sys; print('seen', file=sys.stderr)"], quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("ignored", ["", "signal.signal(signal.SIGINT, signal.SIG_IGN);"])
+def test_timeout_ends_the_process(ignored):
+    script = f"import signal, time; {ignored} time.sleep(60)"
+    done = run_child(["-c", script], timeout=1.0, grace=0.5, quiet=True)
+    assert (done.status != 0, done.reason) == (True, "did not end within 1 s")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_the_process_and_those_that_it_started(tmp_path, number):
+    path = tmp_path / "pid"
+
+    def interrupt():
+        while not (path.exists() and path.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises((KeyboardInterrupt, SystemExit)), ending_on_sigterm():
+        run_child(["-c", WITH_CHILD.format(path=str(path))], grace=1.0, quiet=True)
+    assert ends(int(path.read_text()))
+
+
+def test_process_can_save_its_state_when_it_is_interrupted(tmp_path):
+    script = f"""
+import time
+try:
+    open({str(tmp_path / "started")!r}, "w").close()
+    time.sleep(60)
+except KeyboardInterrupt:
+    open({str(tmp_path / "saved")!r}, "w").close()
+"""
+
+    def interrupt():
+        while not (tmp_path / "started").exists():
+            time.sleep(0.05)
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        run_child(["-c", script], quiet=True)
+    assert (tmp_path / "saved").exists()
+
+
+def test_sigterm_handler_is_restored():
+    before = signal.getsignal(signal.SIGTERM)
+    with ending_on_sigterm():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before

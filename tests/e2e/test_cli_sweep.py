@@ -1,0 +1,172 @@
+"""`slipstream train --sweep` on a small network."""
+
+import json
+import os
+
+import pytest
+
+from slipstream.cli import sweep as module
+from slipstream.cli.child import Child
+from slipstream.cli.main import main
+from slipstream.cli.parser import parse
+from slipstream.cli.sweep import read_sweep
+from slipstream.errors import ConfigError
+
+CONFIG = """
+from tiny_runs import LOCAL, Net, loader, validation
+
+model = dict(type=Net)
+train_dataloader = loader()
+train_cfg = dict(by_epoch=True, max_epochs=1)
+optim_wrapper = dict(optimizer=dict(type="SGD", lr=0.1))
+visualizer = LOCAL
+randomness = dict(seed=0)
+log_level = "ERROR"
+locals().update(validation())
+"""
+LR = "optim_wrapper.optimizer.lr"
+
+
+@pytest.fixture(autouse=True)
+def in_process(tmp_path, monkeypatch, capsys):
+    """Run the runs of a sweep in this process, which is faster."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "tiny.py").write_text(CONFIG)
+    started = []
+
+    def run(argv):
+        started.append(argv)
+        status = main(argv[2:])
+        return Child(status, capsys.readouterr().err.strip(), 2.0)
+
+    monkeypatch.setattr(module, "run_child", run)
+    return started
+
+
+def results(tmp_path):
+    return json.loads((tmp_path / "work_dirs/tiny/sweep/sweep.json").read_text())
+
+
+def test_each_combination_trains_in_its_folder(tmp_path, capsys):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,1e-3", "--sweep", "randomness.seed=1,2"]) == 0
+    runs = results(tmp_path)
+    assert [list(run["values"].values()) for run in runs] == [
+        ["0.1", "1"],
+        ["0.1", "2"],
+        ["1e-3", "1"],
+        ["1e-3", "2"],
+    ]
+    logged = []
+    for run in runs:
+        (lines,) = (tmp_path / run["folder"]).glob("*/vis_data/scalars.json")
+        logged.append(json.loads(lines.read_text().splitlines()[-1])["acc"])
+        assert (tmp_path / run["folder"] / "epoch_1.pth").is_file()
+    assert [run["metrics"]["acc"] for run in runs] == logged
+    assert len(set(logged)) > 1
+    printed = capsys.readouterr().out
+    for name in ("lr", "seed", "acc", "images/s"):
+        assert name in printed
+
+
+def test_failed_run_is_a_row_and_the_others_continue(tmp_path, capsys):
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=-1,0.1"]) == 1
+    printed = capsys.readouterr().out
+    failed, done = results(tmp_path)
+    assert (failed["status"], done["status"]) == (2, 0)
+    assert "must be float of at least 0, not -1" in failed["error"]
+    assert failed["metrics"] == {}
+    assert f"failed: slipstream: error: {LR}" in printed
+    assert "2 s" in printed
+
+
+def test_run_without_validation_reports_its_loss(tmp_path):
+    assert (
+        main(
+            [
+                "train",
+                "tiny.py",
+                "val_cfg=None",
+                "val_dataloader=None",
+                "val_evaluator=None",
+                "--sweep",
+                f"{LR}=0",
+            ]
+        )
+        == 0
+    )
+    assert set(results(tmp_path)[0]["metrics"]) == {"loss", "images/s"}
+
+
+def test_ctrl_c_keeps_the_table(tmp_path, monkeypatch, capsys):
+    def interrupted(argv):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "run_child", interrupted)
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.2"]) == 130
+    assert "failed: interrupted" in (printed := capsys.readouterr().out)
+    assert "not started" in printed
+    assert [run["status"] for run in results(tmp_path)] == [130, None]
+
+
+def test_preempted_run_ends_the_sweep(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "run_child", lambda argv: Child(75, "preempted", 1.0))
+    assert main(["train", "tiny.py", "--sweep", f"{LR}=0.1,0.2"]) == 75
+    assert [run["status"] for run in results(tmp_path)] == [75, None]
+
+
+def test_other_options_are_passed_to_each_run(in_process, monkeypatch):
+    monkeypatch.setattr(module, "run_child", lambda argv: in_process.append(argv) or Child(0, "", 1.0))
+    assert (
+        main(["train", "tiny.py", "--work-dir", "w", "--resume", "--nproc", "2", "--sweep", f"{LR}=0.1"]) == 0
+    )
+    (argv,) = in_process
+    parsed = parse(argv[2:])
+    assert (parsed.nproc, parsed.resume, parsed.max_restarts, parsed.sweep) == ("2", True, 0, [])
+    assert {f"--work-dir=w/sweep/0_{LR}=0.1", "--resume", "--nproc=2", f"{LR}=0.1"} <= set(argv)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--sweep", "lr"], "--sweep: must be key=value,value,..."),
+        (["--sweep", "=1"], "--sweep: must be key=value,value,..."),
+        (["--sweep", f"{LR}=0.1,,0.2"], "--sweep: must be key=value,value,..."),
+        (["--sweep", f"{LR}=0.1", "--sweep", f"{LR}=0.2"], "is set twice"),
+        ([f"{LR}=0.1", "--sweep", f"{LR}=0.2"], "is set twice"),
+        (["--sweep", f"{LR}=0.1,0.1"], "contains a value twice"),
+        (["--sweep", "optim_wraper.optimizer.lr=0.1"], "did you mean 'optim_wrapper.optimizer.lr'"),
+        (["--sweep", f"{LR}=0.1", "--launcher", "slurm"], "`--launcher`"),
+    ],
+)
+def test_invalid_sweep_is_an_error_before_the_first_run(in_process, words, message, capsys):
+    assert main(["train", "tiny.py", *words]) == 2
+    assert message in capsys.readouterr().err
+    assert not in_process
+
+
+def test_commas_in_brackets_and_quotes_do_not_separate_values():
+    found = read_sweep(["betas=(0.9,0.99),[0.8,0.9]", "name='a,b',c", 'd="x,(",{a: 1, b: 2}'])
+    assert found == {
+        "betas": ["(0.9,0.99)", "[0.8,0.9]"],
+        "name": ["'a,b'", "c"],
+        "d": ['"x,("', "{a: 1, b: 2}"],
+    }
+    with pytest.raises(ConfigError, match="twice"):
+        read_sweep(["lr=1"], overrides=["+lr=2"])
+
+
+def test_shortcuts_of_recipes_can_be_swept(in_process, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "run_child", lambda argv: in_process.append(argv) or Child(0, "", 1.0))
+    assert main(["train", "camvid_ddrnet_23_slim", "--work-dir", "w", "--sweep", "lr=1e-4,3e-4,1e-3"]) == 0
+    assert [argv[4] for argv in in_process] == ["lr=1e-4", "lr=3e-4", "lr=1e-3"]
+
+
+@pytest.mark.slow
+def test_sweep_trains_in_processes(slipstream, tmp_path, monkeypatch):
+    from faulty_fixtures import FOLDER
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([FOLDER, os.environ.get("PYTHONPATH", "")]))
+    done = slipstream("train", "tiny.py", "--sweep", f"{LR}=0.1,-1", status=1)
+    assert "not -1" in done.stderr
+    assert [run["status"] for run in results(tmp_path)] == [0, 2]

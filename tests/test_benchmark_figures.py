@@ -1,0 +1,89 @@
+"""The measured figures of README.md and docs/ come from the JSON files in benchmarks/results/."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import figures
+
+TIMES = re.compile(r"\d ?(ms|µs|us|images/s)\b|\d ?[x×]([\s,;.)]|$)|\d times (as|faster|slower|the)\b")
+UNCHECKED = {"data.md", "decisions.md", "scaling.md"}
+"""Pages whose sizes, rules and predictions look like measured times."""
+PROSE = [
+    figures.ROOT / "README.md",
+    *(p for p in (figures.ROOT / "docs").rglob("*.md") if p.name not in UNCHECKED),
+]
+
+
+@pytest.mark.parametrize("page", figures.pages(), ids=lambda page: page.name)
+def test_pages_match_the_results(page):
+    text = page.read_text(encoding="utf-8")
+    assert figures.rendered(text, page.name) == text, "write the pages again: python benchmarks/figures.py"
+
+
+def test_every_region_is_on_a_page():
+    used = {match[1] for page in figures.pages() for match in figures.MARK.finditer(page.read_text("utf-8"))}
+    assert used == set(figures.REGIONS)
+
+
+def test_changed_result_changes_the_page(monkeypatch):
+    page = figures.ROOT / "docs/options/sync_bn.md"
+    times = {**figures.result("sync_bn"), "one message each way": [400.0] * 15}
+    monkeypatch.setattr(figures, "result", lambda name: times)
+    new = figures.rendered(page.read_text(encoding="utf-8"), page.name)
+    assert "| one per direction | 400.0 |" in new
+    assert new != page.read_text(encoding="utf-8")
+
+
+def test_every_case_of_a_result_is_in_its_table():
+    for case in figures.result("overhead")["cases"]:
+        assert f"{figures.NAMES[case['network']]}, {figures.label_of(case)} |" in figures.overhead()
+    for network in figures.result("one_graph")["milliseconds"]["The recipes' networks"]:
+        assert f"| {figures.NAMES[network]} |" in figures.one_graph()
+        assert f"`compile=True`, {figures.NAMES[network]} |" in figures.readme()
+
+
+def test_ratio_is_computed_within_rounds():
+    assert figures.ratio([1.0, 8.0, 3.0], [2.0, 4.0, 3.0]) == "1.00 (0.50 to 2.00)"
+    with pytest.raises(ValueError, match="argument 2"):
+        figures.ratio([1.0], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- figures: fused -->\n", "a.md has no end"),
+        ("<!-- figures: fused -->\n<!-- figures: data -->\n<!-- end -->", "a.md has no end"),
+        ("<!-- figures: fuse -->\n<!-- end -->", "a.md has a region named 'fuse'. The regions are: readme, "),
+    ],
+)
+def test_wrong_region_is_an_error(text, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        figures.rendered(text, "a.md")
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: page.stem)
+def test_prose_has_no_times(page):
+    text = figures.MARK.sub("", page.read_text(encoding="utf-8"))
+    prose = re.sub(
+        r"^( {4}|```).*?(\n|^```$)", "", re.sub(r"^```.*?^```$", "", text, flags=re.M | re.S), flags=re.M
+    )
+    assert not [line for line in prose.splitlines() if TIMES.search(line)], (
+        "write a region of benchmarks/figures.py"
+    )
+
+
+def test_explain_quotes_the_measured_ratios():
+    from slipstream.speed import auto
+
+    source = Path(auto.__file__).read_text(encoding="utf-8")
+    low, high = re.search(r"convolutions then take (\S+) to (\S+) times as long", source).groups()
+    ratios = [
+        figures.median(figures.within_rounds(times[figures.GRAPH], times["loop"]))
+        for times in figures.result("one_graph")["milliseconds"]["The recipes' networks"].values()
+    ]
+    assert (low, high) == (f"{min(ratios):.1f}", f"{max(ratios) + 0.049:.1f}")
